@@ -1,0 +1,486 @@
+"""KTO: learn from single thumbs up and down (Ethayarajh et al. 2024, arXiv 2402.01306).
+
+    python kto.py                                  # the demo: two cores, three minutes
+    python kto.py --config config/gpt2.yaml        # GPT-2 on rated data
+    python kto.py --help                           # every setting
+
+Reading order: settings, the objective (kto_loss is the idea), the reference, THE loop, assembling, main. To try an idea,
+copy this file and change kto_loss.
+
+Where we differ from the paper and its ports: z is one number for the whole optimizer step, over all micro-batches and
+devices; a mismatched completion never comes from an equal prompt; the reference is checked before the first step.
+
+Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, N packed tokens, V vocabulary.
+"""
+
+import copy
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import checkpoint
+import model
+from data import BadInput, Batch, Example, Failed, Micro, Rows, Tokenizer, cut, mismatched, order, splits
+from devices import Stop, guarded, launch, leave
+from optim import Plan, clip, lr_at, make_optimizer, make_plan
+from settings import Run, changes, dump, flat, parse
+from tell import Tell, say, verdicts, write_json
+
+# ---- settings (the shared ones are in settings.py) ------------------------------------------------------------------
+
+
+@dataclass
+class KTO:
+    """The objective."""
+
+    loss: str = "kto"
+    """kto, or apo_zero_unpaired (arXiv 2408.06266: z = 0, no mismatched pairs)."""
+    beta: float = 0.1
+    """Strength of the pull back to the reference; larger keeps the policy closer."""
+    desirable_weight: float = 1.0
+    """Weight of a thumbs up (the paper's lambda_D). The table before training says what the paper's rule would give."""
+    undesirable_weight: float = 1.0
+    """Weight of a thumbs down (lambda_U)."""
+    average_logps: bool = False
+    """Divide log-probabilities by the number of scored tokens, in z too."""
+    preference_loss_weight: float = 1.0
+    """Weight of the loss above."""
+    sft_loss_weight: float = 0.0
+    """Weight of the negative log-likelihood of the desirable completions."""
+    sft_average_logps: bool | None = None
+    """Divide that by its tokens. Default: as average_logps."""
+
+    def refuse(self):
+        if self.loss not in ("kto", "apo_zero_unpaired"):
+            raise BadInput(f"kto.loss: expected kto or apo_zero_unpaired, got {self.loss}")
+        if not self.beta > 0 or min(self.desirable_weight, self.undesirable_weight) < 0:
+            raise BadInput("kto: beta is above 0, class weights are at least 0")
+        if min(self.preference_loss_weight, self.sft_loss_weight) < 0:
+            raise BadInput("kto: preference_loss_weight and sft_loss_weight are at least 0")
+        if self.preference_loss_weight == self.sft_loss_weight == 0:
+            raise BadInput("kto: preference_loss_weight and sft_loss_weight are both 0: nothing to learn")
+
+
+@dataclass
+class Settings(Run):
+    kto: KTO = field(default_factory=KTO)
+
+    def refuse(self):
+        super().refuse()
+        self.kto.refuse()
+        if self.kto.loss == "kto" and self.batch_size < 2:
+            raise BadInput("batch_size: kto needs at least 2: a mismatched pair takes another example's completion")
+
+
+# ---- the objective: what to draw, what to look at, what to minimise, what to tell -----------------------------------
+
+
+class Base(NamedTuple):
+    """What a look found, by slot: values of this rank's slots, zeros elsewhere; z is everyone's."""
+
+    ref_logp_GK: torch.Tensor
+    z: torch.Tensor
+    columns: dict[str, torch.Tensor]
+
+
+class Objective(NamedTuple):
+    """All that the loop needs to know of an algorithm."""
+
+    kind: str  # the records it learns from: rated, paired or demos
+    batch: Callable[[list[Example]], Batch]
+    look: Callable[..., Base]  # (fabric, policy, reference, batch, micros), without gradients
+    loss: Callable[..., tuple[torch.Tensor, dict]]  # (logp_BK, length_BK, batch, slots, base) -> loss_B, columns
+    report: Callable[..., dict]  # (columns of G values, base) -> the metrics of a line
+    at_start: Callable[[Batch], float]  # the preference loss where policy and reference are equal
+    passes: tuple[tuple[int, int], tuple[int, int]]  # least forward passes over (prompt, completion): full, LoRA
+
+
+def kto_loss(logratio_B, z, desirable_B, args: KTO):
+    """Eq. 8 of the paper: how far a completion's log-ratio is on the right side of the baseline z. -> (B,)"""
+    sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
+    weight_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
+    return weight_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z)))
+
+
+def kto_objective(args: KTO, score_prompt: bool = False) -> Objective:
+    pairs = args.loss == "kto"  # apo_zero_unpaired is the same loss at z = 0
+    sft_average = args.average_logps if args.sft_average_logps is None else args.sft_average_logps
+
+    def batch(examples: list[Example]) -> Batch:
+        desirable_G = torch.tensor([e.label for e in examples])
+        return Batch(examples, mismatched(examples) if pairs else None, desirable_G, score_prompt)
+
+    def look(fabric, policy, reference, batch: Batch, micros: list[Micro]) -> Base:
+        """The reference's log-probs, and z: the mean over the step of r on mismatched pairs, then the clamp."""
+        ref_logp_GK = torch.zeros(len(batch.examples), 1, device=fabric.device)
+        kl_G, counts_G = torch.zeros(2, len(batch.examples), device=fabric.device, dtype=torch.float64)
+        for slots, weight in micros:
+            rows = batch.rows(slots, borrowed=pairs).to(fabric.device)
+            ref_logp_BK = reference(rows)
+            if pairs:
+                logp_B1 = policy(batch.rows(slots, own=False, borrowed=True).to(fabric.device))
+                kl_B = (logp_B1[:, 0] - ref_logp_BK[:, 1]) / (rows.length_BK[:, 1] if args.average_logps else 1)
+            if weight:
+                ref_logp_GK[slots] = ref_logp_BK[:, :1]
+                if pairs:
+                    has_pair_B = torch.tensor([batch.partners[s] >= 0 for s in slots], device=fabric.device).double()
+                    kl_G[slots], counts_G[slots] = kl_B.double() * has_pair_B, has_pair_B
+        total, n = fabric.all_reduce(torch.stack([kl_G.sum(), counts_G.sum()]), reduce_op="sum")
+        z = (total / n.clamp(min=1)).clamp(min=0).to(ref_logp_GK.dtype)
+        return Base(ref_logp_GK, z, {"kl": kl_G, "kl_counts": counts_G})
+
+    def loss(logp_BK, length_BK, batch: Batch, slots: list[int], base: Base):
+        logp_B, length_B = logp_BK[:, 0], length_BK[:, 0]
+        desirable_B = batch.desirable_G[slots].to(logp_B.device)
+        logratio_B = (logp_B - base.ref_logp_GK[slots, 0]) / (length_B if args.average_logps else 1)
+        loss_B = kto_loss(logratio_B, base.z, desirable_B, args)
+        share = len(batch.examples) / max(1, int(batch.desirable_G.sum()))  # a mean over n_D, written as one over G
+        sft_B = -logp_B / (length_B if sft_average else 1) * desirable_B * share
+        total_B = args.preference_loss_weight * loss_B + args.sft_loss_weight * sft_B
+        columns = {"loss": total_B, "preference_loss": loss_B, "sft_loss": sft_B}
+        return total_B, columns | {"logratio": logratio_B, "logp": logp_B, "desirable": desirable_B}
+
+    def report(columns: dict[str, torch.Tensor], base: Base) -> dict:
+        good, r, kl, z = columns["desirable"] > 0, columns["logratio"], columns["kl"], base.z.item()
+        sign = torch.where(good, 1.0, -1.0)
+        n = int(columns["kl_counts"].sum())
+        rewards = {"chosen": mean(args.beta * r[good]), "rejected": mean(args.beta * r[~good])}
+        both = None not in rewards.values()
+        kl = kl[columns["kl_counts"] > 0]
+        return {
+            "loss": mean(columns["loss"]),
+            "preference_loss": mean(columns["preference_loss"]),
+            "sft_loss": mean(columns["sft_loss"]),
+            "kl": z if pairs else None,
+            "kl/stderr": (kl.std() / math.sqrt(n)).item() if n > 1 else None,
+            "kl/clamped": float(kl.mean() < 0) if n else None,
+            "kl/pairs": n if pairs else None,
+            **{f"rewards/{name}": value for name, value in rewards.items()},
+            "rewards/margins": rewards["chosen"] - rewards["rejected"] if both else None,
+            "rewards/mean": mean(args.beta * r),
+            "rewards/std": (args.beta * r).std().item() if len(r) > 1 else None,
+            "logps/chosen": mean(columns["logp"][good]),
+            "logps/rejected": mean(columns["logp"][~good]),
+            "accuracy": mean((sign * r > 0).double()),
+            "accuracy/about_z": mean((sign * (r - z) > 0).double()),
+            "auc": auc(r[good], r[~good]) if both else None,
+        }
+
+    def at_start(batch: Batch) -> float:
+        n_D, G = int(batch.desirable_G.sum()), len(batch.examples)
+        return (args.desirable_weight * n_D + args.undesirable_weight * (G - n_D)) / G / 2
+
+    passes = ((4, 6), (3, 5)) if pairs else ((4, 4), (3, 3))
+    return Objective("rated", batch, look, loss, report, at_start, passes)
+
+
+def mean(x) -> float | None:
+    return x.mean().item() if len(x) else None
+
+
+def auc(high, low) -> float:
+    """P(a value of `high` is above one of `low`), ties half."""
+    low = low.sort().values
+    below = sum(torch.searchsorted(low, high, right=right).double() for right in (False, True)) / 2
+    return (below.mean() / len(low)).item()
+
+
+# ---- the reference --------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """Log-probs of a frozen model: a copy of the start, another model, or (frozen is None) the policy less its LoRA."""
+
+    def __init__(self, fabric, policy, frozen):
+        self.fabric, self.policy, self.frozen = fabric, policy, frozen
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        if self.frozen is None:
+            with model.lora_off(self.policy):
+                return self.policy(rows)
+        with self.fabric.autocast():  # the copy may be unwrapped; both sides must round the same way
+            return self.frozen(rows)
+
+
+@torch.no_grad()
+def check_start(fabric, policy, reference, objective: Objective, examples: list[Example]) -> None:
+    """The reference is the model we start from: on the same Rows r is exactly 0, and the loss its known value."""
+    policy.eval()
+    batch, slots = objective.batch(examples), list(range(len(examples)))
+    rows, K = batch.rows(slots, borrowed=batch.partners is not None).to(fabric.device), len(examples[0].completions)
+    logp_BK, ref_logp_BK = policy(rows), reference(rows)
+    policy.train()
+    base = Base(ref_logp_BK[:, :K], torch.zeros((), device=fabric.device), {})
+    _, columns = objective.loss(logp_BK[:, :K], rows.length_BK[:, :K], batch, slots, base)
+    known, loss = objective.at_start(batch), columns["preference_loss"].mean()
+    off = torch.stack([(logp_BK - ref_logp_BK).abs().max(), (loss - known).abs()]).double()
+    r, error = fabric.all_reduce(off, reduce_op="sum").tolist()
+    if not (r == 0 and error <= 1e-5 * max(1.0, abs(known))):
+        raise Failed(
+            f"step 0: policy and reference differ by {r:.3g} nats, the preference loss by {error:.3g} from its known "
+            f"value {known:.6g}: the reference is not the model we start from"
+        )
+    fabric.print(f"step 0: policy and reference agree to the bit, preference loss {known:.6g}")
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+def gather(fabric, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Columns of G values, each rank's slots filled, made whole: the one time a line makes the ranks talk."""
+    whole = fabric.all_reduce(torch.stack([c.double() for c in columns.values()]), reduce_op="sum")
+    return dict(zip(columns, whole.cpu()))
+
+
+def fill(columns: dict, slots: list[int], values: dict, G: int) -> None:
+    for name, value in values.items():
+        columns.setdefault(name, torch.zeros(G, device=value.device, dtype=torch.float64))[slots] = (
+            value.detach().double()
+        )
+
+
+def train(
+    fabric, s: Run, objective: Objective, policy, reference, optimizer, examples, plan: Plan, start: int, tell, stop
+):
+    """Draw, look, learn, log. `tell` has what happens between steps (lines, validation, checkpoints). -> the last step."""
+    rank, world, G = fabric.global_rank, fabric.world_size, s.batch_size
+    for step in range(start + 1, plan.total + 1):
+        began = time.perf_counter()
+        # draw: the whole step's examples, the same on every rank
+        epoch, i = divmod(step - 1, plan.per_epoch)
+        batch = objective.batch(
+            [examples[j] for j in order(len(examples), epoch, s.seed, s.data.shuffle)[i * G : (i + 1) * G]]
+        )
+        micros, looks = (shares[rank] for shares in cuts(s, batch, world))
+
+        # look, without gradients: the reference's log-probs, and the baseline of the whole step
+        with torch.no_grad():
+            base = objective.look(fabric, policy, reference, batch, looks)
+
+        # learn: the sum of the losses over G, whatever the cut; gradients meet once, in the last backward
+        columns = dict(base.columns)
+        for m, (slots, weight) in enumerate(micros):
+            with fabric.no_backward_sync(policy, enabled=m < len(micros) - 1):
+                rows = batch.rows(slots).to(fabric.device)
+                loss_B, values = objective.loss(policy(rows), rows.length_BK, batch, slots, base)
+                fabric.backward(loss_B.sum() * (weight * world / G))  # DDP and FSDP2 average over ranks
+            if weight:
+                fill(columns, slots, values, G)
+        grad_norm = clip(fabric, policy, optimizer, s.optim.clip)
+        refuse_nonfinite(fabric, step, grad_norm, columns, batch)
+        lr = lr_at(step, plan, s.optim)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # log
+        line = None
+        if step % s.log_interval == 0 or step == plan.total:
+            line = objective.report(gather(fabric, columns), base)
+            line |= {"grad_norm": grad_norm, "lr": lr, "epoch": step / plan.per_epoch, "samples": step * G}
+        tell.step(step, line, batch, time.perf_counter() - began)
+        if stop.now(fabric):
+            break
+    return step if plan.total > start else start
+
+
+def cuts(s: Run, batch: Batch, world: int) -> tuple[list[list[Micro]], list[list[Micro]]]:
+    """Every rank's micro-batches to learn from, and to look at: each rank knows all, so all run equally many forwards."""
+    sizes = [batch.size(slot) for slot in range(len(batch.examples))]
+    tokens = s.micro_batch_tokens or (None if s.micro_batch_size else 16384)
+    learn = cut(sizes, world, s.micro_batch_size, tokens)
+    if not s.look_tokens:
+        return learn, learn
+    return learn, cut(sizes, world, None, s.look_tokens)
+
+
+def refuse_nonfinite(fabric, step: int, grad_norm: float, columns: dict, batch: Batch) -> None:
+    """Before the optimizer moves. The norm is everyone's, and no loss is infinite without it."""
+    if math.isfinite(grad_norm):
+        return
+    bad = (~gather(fabric, {"loss": columns["loss"]})["loss"].isfinite()).nonzero()[:, 0].tolist()
+    names = ", ".join(batch.examples[i].where for i in bad[:8]) or "no single loss, only the gradient"
+    raise Failed(f"step {step}: not finite (gradient norm {grad_norm}): {names}; the weights are untouched")
+
+
+@torch.no_grad()
+def validate(fabric, s: Run, objective: Objective, policy, reference, batch: Batch) -> dict:
+    """A step without learning, over the whole split: one z for all of it, in file order, whatever the cut."""
+    policy.eval()
+    micros, looks = (shares[fabric.global_rank] for shares in cuts(s, batch, fabric.world_size))
+    base = objective.look(fabric, policy, reference, batch, looks)
+    columns = dict(base.columns)
+    for slots, weight in micros:
+        rows = batch.rows(slots).to(fabric.device)
+        _, values = objective.loss(policy(rows), rows.length_BK, batch, slots, base)
+        if weight:
+            fill(columns, slots, values, len(batch.examples))
+    policy.train()
+    return objective.report(gather(fabric, columns), base)
+
+
+# ---- assembling -----------------------------------------------------------------------------------------------------
+
+
+def run(s: Run, objective: Objective, program: str) -> None:
+    """From settings to a finished run: read, launch, load, check, train, export, judge."""
+    folder = model.fetch(s.model)
+    arguments, _, _ = model.read_config(folder)  # also refuses what could not be exported, before any work is done
+    tokenizer = Tokenizer(folder, s.data.chat_template)
+    examples = splits(s.data, tokenizer, objective.kind, arguments["block_size"], say)
+    n = len(examples["train"])
+    if n < s.batch_size:
+        raise BadInput(f"{s.data.train}: {n} examples are fewer than batch_size={s.batch_size}")
+    plan = make_plan(s, n)
+    say(
+        f"{plan.total:,} steps of {s.batch_size}, {plan.per_epoch:,} an epoch, which leaves out {n % s.batch_size:,} of {n:,}"
+    )
+    fabric = launch(s)
+    killed_by = work(fabric, s, objective, program, folder, tokenizer, examples, plan)
+    leave(fabric)  # only now that the model is gone
+    if killed_by:
+        raise SystemExit(128 + killed_by)
+
+
+def work(fabric, s: Run, objective: Objective, program: str, folder: Path, tokenizer, examples, plan: Plan) -> int:
+    """On every rank: load, check, train, export, judge. -> the signal that ended it early, or 0."""
+    out, found = open_run(fabric, s, program)
+
+    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(s.precision, torch.float32)
+    policy, frozen = model.load(folder, s.lora, dtype), None
+    if tokenizer.n_vocab > policy.config.padded_vocab_size:
+        raise BadInput(f"model: {s.model}: its tokenizer has {tokenizer.n_vocab} tokens, its weights fewer")
+    if s.reference:
+        other = model.fetch(s.reference, "reference")
+        frozen = model.load(other, None, dtype)
+        if not tokenizer.same(Tokenizer(other)) or frozen.config.padded_vocab_size != policy.config.padded_vocab_size:
+            raise BadInput(f"reference: {s.reference}: another tokenizer or vocabulary than {s.model}")
+    elif not s.lora.rank:
+        frozen = copy.deepcopy(policy)
+    base = frozen or policy
+    mark = model.fingerprint({n: p for n, p in base.named().items() if "lora_" not in n})
+    if frozen is not None:  # DDP refuses a module that never trains; FSDP2 must shard it
+        frozen.requires_grad_(False).eval()
+        frozen = fabric.setup_module(frozen) if s.strategy == "fsdp" else fabric.to_device(frozen)
+    torch.manual_seed(s.seed + 1000003 * fabric.global_rank)  # from here on ranks may draw differently (dropout)
+    policy = fabric.setup_module(policy)
+    optimizer = fabric.setup_optimizers(make_optimizer(s, policy))
+    reference = Reference(fabric, policy, frozen)
+
+    state = {"step": 0, "best": None, "reference": {"path": s.reference or s.model, "fingerprint": mark}}
+    if found:
+        state = checkpoint.load(fabric, found, policy, optimizer)
+        if state["reference"]["fingerprint"] != mark:
+            raise BadInput(f"resume: {state['reference']['path']} holds other weights than when this run began")
+    val = objective.batch(first(examples["val"], s.limit_val)) if examples["val"] else None
+    check_val = (lambda: validate(fabric, s, objective, policy, reference, val)) if val else None
+    tell = Tell(fabric, s, policy, optimizer, tokenizer, plan, out, state, examples["val"], check_val, objective.passes)
+    policy.train()
+    if not found:
+        if s.reference is None:
+            rank_0, _ = cuts(s, objective.batch(examples["train"][: s.batch_size]), 1)
+            check_start(fabric, policy, reference, objective, [examples["train"][i] for i in rank_0[0][0].slots])
+        tell.judge("before")
+        if val:
+            tell.validation(0)
+
+    stop = Stop(s.seconds() if s.max_time else None)
+    last = train(fabric, s, objective, policy, reference, optimizer, examples["train"], plan, state["step"], tell, stop)
+    if last < plan.total:
+        if state["step"] < last:
+            tell.save(last)
+        fabric.print(f"stopped by {stop.why} at step {last} of {plan.total}; go on with --resume auto --out_dir {out}")
+    else:
+        finish(fabric, s, objective, policy, reference, tokenizer, folder, out, examples["test"], tell)
+    return stop.signal
+
+
+def open_run(fabric, s: Run, program: str) -> tuple[Path, Path | None]:
+    """(the run's folder, the checkpoint to go on from), decided on rank 0 for all. Refuses to mix two runs."""
+    answer = None
+    if fabric.global_rank == 0:
+        try:
+            answer = _open_run(s, program)
+        except (BadInput, OSError) as e:
+            answer = str(e)
+    answer = fabric.broadcast(answer)
+    if isinstance(answer, str):
+        raise BadInput(answer)
+    s.out_dir = str(answer[0])
+    return answer
+
+
+def _open_run(s: Run, program: str) -> tuple[Path, Path | None]:
+    if s.out_dir is None:
+        stem, n = Path("out") / f"{program}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+        while (out := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists():
+            n += 1
+    else:
+        out = Path(s.out_dir)
+    found = checkpoint.find(s.resume, out, say) if s.resume else None
+    if found:
+        before = yaml.safe_load((found / "settings.yaml").read_text())
+        fixed, moved = changes(flat(type(s), before), flat(s))
+        if fixed:
+            raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
+        say(f"resumed from {found}" + (f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""))
+    elif (out / "metrics.csv").exists() and not s.resume:
+        raise BadInput(f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder starts anew")
+    elif s.resume:
+        say(f"nothing to resume in {out}: starting")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "settings.yaml").write_text(dump(s))
+    say(f"run folder: {out}")
+    return out, found
+
+
+def finish(
+    fabric, s: Run, objective, policy, reference, tokenizer, folder, out: Path, test: list[Example], tell: Tell
+) -> None:
+    """Score the test split with the final and the best weights, export, judge."""
+    weights = checkpoint.weights(policy, trainable=False)
+    if test:
+        batch, scores = objective.batch(test), {}
+        scores["final"] = validate(fabric, s, objective, policy, reference, batch)
+        if tell.state["best"] and tell.state["best"]["step"] != tell.plan.total:
+            best = out / "checkpoints" / f"step-{tell.state['best']['step']:08d}"
+            checkpoint.set_weights(policy, load_file(best / "weights.safetensors"))
+            scores["best"] = validate(fabric, s, objective, policy, reference, batch)
+            checkpoint.set_weights(policy, weights)
+        fabric.print(
+            "\n".join(
+                f"test, {k} weights: loss {v['loss']:.6g}, accuracy {v['accuracy']:.4g}" for k, v in scores.items()
+            )
+        )
+        if tell.main:
+            write_json(out / "eval" / "test.json", scores)
+    merged = model.fold_lora(weights, policy.module) if s.lora.rank else weights
+    checkpoint.publish(fabric, lambda tmp: model.export(merged, folder, tmp), out / "final")
+    after = tell.judge("after")
+    if after and (out / "eval" / "before.json").exists():
+        fabric.print(verdicts(json.loads((out / "eval" / "before.json").read_text()), after))
+    fabric.print(f"\nexported to {out / 'final'}")
+
+
+def first(examples: list[Example], limit: int | float | None) -> list[Example]:
+    n = len(examples)
+    return examples[: n if limit is None else limit if isinstance(limit, int) else max(1, round(limit * n))]
+
+
+def main() -> None:
+    s = parse(Settings, sys.argv[1:], __doc__.split("\n\n")[0], Path(__file__).parent / "config" / "demo.yaml")
+    run(s, kto_objective(s.kto, s.data.score_prompt), "kto")
+
+
+if __name__ == "__main__":
+    guarded(main)

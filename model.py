@@ -1,0 +1,509 @@
+"""A GPT: its log-probs on packed Rows, its LoRA switch, its weights in and out.
+
+Blocks, LoRA layers and weight conversion are litgpt's. Ours are: attention over packed prompts that share their
+completions (Packed) or over a key/value cache (Cache), a head that runs on target positions only, and GPT-2.
+
+Shape letters: B examples, K completions, N packed tokens, T targets, C width, H heads, D head size, V vocabulary.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import litgpt.lora
+import litgpt.model
+import torch
+import torch.nn.functional as F
+import yaml
+from litgpt.scripts import convert_hf_checkpoint as from_hf
+from litgpt.scripts import convert_lit_checkpoint as to_hf
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from data import BadInput, Rows
+
+HEAD_LOGITS = 2**24  # at most this many logits exist at once (64 MiB in float32), whatever N and V are
+
+
+@dataclass
+class Lora:
+    """Low-rank adapters (arXiv 2106.09685). With rank > 0 the reference is the model with its adapters off."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains every weight."""
+    alpha: int = 16
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout before the adapters. Above 0, policy and reference differ by design, even at step 0."""
+    targets: list[str] = field(default_factory=lambda: ["query", "key", "value", "projection", "mlp"])
+    """Which linear layers get adapters: any of query, key, value, projection, mlp, head."""
+
+
+# ---- attention: over a packed sequence, or over a cache ---------------------------------------------------------------
+
+
+class Packed:
+    """Who sees whom in a packed sequence. Lives for one forward pass; its masks serve all layers."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+        self.masks = functools.cache(self._masks)
+        self.block_mask = functools.cache(self._block_mask)
+
+    def _masks(self, window: int | None) -> list[torch.Tensor | None]:
+        """Per example (L, L), True where the query may look; None stands for plain causal."""
+        if self.rows.length_BK.shape[1] == 1 and window is None:
+            return [None] * len(self.rows.sizes)
+        masks = []
+        for position, branch in zip(
+            self.rows.position_N.split(self.rows.sizes), self.rows.branch_N.split(self.rows.sizes)
+        ):
+            i = torch.arange(len(branch), device=branch.device)
+            see = (i[None] <= i[:, None]) & ((branch[None] == 0) | (branch[None] == branch[:, None]))
+            masks.append(see if window is None else see & (position[:, None] - position[None] < window))
+        return masks
+
+    def _block_mask(self, window: int | None):
+        """The same rule for FlexAttention."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        position, branch, example = self.rows.position_N, self.rows.branch_N, self.rows.example_N
+
+        def see(_b, _h, i, j):
+            mine = (example[i] == example[j]) & (j <= i) & ((branch[j] == 0) | (branch[j] == branch[i]))
+            return mine if window is None else mine & (position[i] - position[j] < window)
+
+        n = len(position)
+        return create_block_mask(see, None, None, n, n, device=str(position.device))
+
+    def attend(self, attn, q, k, v):
+        """q, k, v (1, H, N, D) -> (1, H, N, D). The one place that chooses between the CPU and the GPU path."""
+        if q.device.type == "cuda" and q.dtype != torch.float64:  # FlexAttention has no float64
+            return self.flex(attn, q, k, v, compiled=True)
+        split = [x.split(self.rows.sizes, dim=2) for x in (q, k, v)]  # split, not slices: its backward is one cat
+        return torch.cat([sdpa(attn, *qkv, mask) for *qkv, mask in zip(*split, self.masks(attn.window))], dim=2)
+
+    def flex(self, attn, q, k, v, compiled):
+        softcap = attn.config.attention_logit_softcapping
+        score = None if softcap is None else lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)
+        return flex_attention(compiled)(q, k, v, score, self.block_mask(attn.window), scale=scale(attn))
+
+
+@functools.cache
+def flex_attention(compiled: bool):
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    return torch.compile(flex, dynamic=True) if compiled else flex
+
+
+def scale(attn) -> float:
+    return attn.mscale**2 / math.sqrt(attn.config.attention_scores_scalar or attn.config.head_size)
+
+
+def sdpa(attn, q, k, v, mask):
+    """Attention under a boolean mask (True: look), or causal where mask is None and q and k are as long."""
+    softcap = attn.config.attention_logit_softcapping
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale(attn))
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    score = softcap * torch.tanh(q @ k.mT * scale(attn) / softcap)
+    return score.masked_fill(~mask, -torch.inf).float().softmax(-1).to(v.dtype) @ v
+
+
+class Cache:
+    """Keys and values of B sequences for generation. Slot p holds position p, so ragged prompts need no left padding:
+    what stands behind a row's own position is not seen, and is overwritten when the row gets there.
+
+    `token_BT` are the next tokens, `position_BT` their positions; `last_B` says which column's logits are wanted.
+    """
+
+    def __init__(self, slots: int):
+        self.slots, self.store = slots, {}
+
+    def at(self, token_BT, position_BT, last_B):
+        self.token_BT, self.position_BT, self.last_B = token_BT, position_BT, last_B
+        return self
+
+    def keep(self, row_B):
+        """Drop all but these rows."""
+        self.store = {layer: tuple(x[row_B] for x in kv) for layer, kv in self.store.items()}
+
+    def attend(self, attn, q, k, v):
+        if attn not in self.store:
+            self.store[attn] = tuple(x.new_zeros(len(x), x.shape[1], self.slots, x.shape[3]) for x in (k, v))
+        row, slot = torch.arange(len(k), device=k.device)[:, None], self.position_BT
+        for kept, new in zip(self.store[attn], (k, v)):
+            kept[row, :, slot] = new.transpose(1, 2)
+        j = torch.arange(self.slots, device=k.device)
+        see = j <= slot[..., None]
+        if attn.window is not None:
+            see &= slot[..., None] - j < attn.window
+        return sdpa(attn, q, *self.store[attn], see[:, None])
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+class _Packing:
+    """Turns litgpt's GPT (plain or LoRA) into ours: forward takes Rows or a Cache."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.latent_attention:
+            raise BadInput(f"model: {config.name}: latent attention is not supported")
+        if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
+            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        for block in self.transformer.h:
+            attn = block.attn
+            attn.window = config.sliding_window_size if attn.apply_sliding_window_attention else None
+            attn.apply_sliding_window_attention = False  # litgpt would put its own T x T mask in place of ours
+            attn.scaled_dot_product_attention = functools.partial(_attend, attn)
+
+    def forward(self, x: Rows | Cache) -> torch.Tensor:
+        """Rows -> (B, K) summed log-probs of the completions; Cache -> (B, V) next-token logits."""
+        if isinstance(x, Rows):
+            return self.logps(x)
+        h_BTC = self.hidden(x.token_BT, x.position_BT, x)
+        return self.head(h_BTC[torch.arange(len(h_BTC), device=h_BTC.device), x.last_B]).float()
+
+    @property
+    def tied(self) -> bool:
+        return getattr(self.lm_head, "linear", self.lm_head).weight is self.transformer.wte.weight
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Parameters by name; a tied head only as the embedding that it is."""
+        named = dict(self.named_parameters(remove_duplicate=False))
+        return {n: p for n, p in named.items() if not (self.tied and n in ("lm_head.weight", "lm_head.linear.weight"))}
+
+    def hidden(self, token_BT, position_BT, mask):
+        x = self.transformer.wte(token_BT)
+        if self.config.scale_embeddings:
+            x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
+        if "wpe" in self.transformer:
+            x = x + self.transformer.wpe(position_BT)
+        cos, sin = self.cos[position_BT], self.sin[position_BT]
+        for i, block in enumerate(self.transformer.h):
+            rope = (cos, sin)
+            if self.config.rope_indices is not None:  # Gemma 3: another base in its local layers
+                rope = tuple(r[..., self.config.rope_indices[i]] for r in rope)
+            x = block(x, *rope, mask)
+        return self.transformer.ln_f(x)
+
+    def head(self, h_TC):
+        logits_TV = self.lm_head(h_TC)
+        cap = self.config.final_logit_softcapping
+        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+
+    def logp(self, h_TC, target_T):
+        logits_TV = self.head(h_TC)
+        if logits_TV.dtype != torch.float64:
+            logits_TV = logits_TV.float()  # log-softmax in bfloat16 would lose the differences that r is made of
+        return -F.cross_entropy(logits_TV, target_T, reduction="none")
+
+    def logps(self, rows: Rows):
+        h_NC = self.hidden(rows.token_N[None], rows.position_N[None], Packed(rows))[0]
+        h_TC = h_NC[rows.source_T]  # the head never sees a position that predicts nothing
+        size = max(1, HEAD_LOGITS // self.config.padded_vocab_size)
+        chunks = list(zip(h_TC.split(size), rows.target_T.split(size)))
+        if torch.is_grad_enabled() and len(chunks) > 1:  # recompute a chunk's logits in its backward
+            chunk_logp = functools.partial(checkpoint, self.logp, use_reentrant=False, preserve_rng_state=False)
+        else:
+            chunk_logp = self.logp
+        logp_T = torch.cat([chunk_logp(*chunk) for chunk in chunks])
+        B, K = rows.length_BK.shape
+        # per example K completions and, last, the prompt itself (empty unless data.score_prompt)
+        logp_BS = logp_T.new_zeros(B * (K + 1)).index_add(0, rows.segment_T, logp_T).view(B, K + 1)
+        return logp_BS[:, :K] + logp_BS[:, K:]
+
+
+def _attend(attn, q, k, v, mask):
+    return mask.attend(attn, q, k, v).transpose(1, 2)
+
+
+class GPT(_Packing, litgpt.model.GPT):
+    pass
+
+
+class LoraGPT(_Packing, litgpt.lora.GPT):
+    pass
+
+
+@contextlib.contextmanager
+def lora_off(model: nn.Module):
+    """The model without its adapters, to the bit. litgpt's layers skip the branch when told that it is merged."""
+    layers = [m for m in model.modules() if isinstance(m, litgpt.lora.LoRALayer)]
+    assert layers, "no LoRA layers here: the reference would be the policy itself"
+    for layer in layers:
+        layer.merged = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.merged = False
+
+
+def fold_lora(state: dict, model: nn.Module) -> dict:
+    """Full weights by their plain names: every adapter added to its base matrix. `state` may be gathered from shards."""
+    state = dict(state)
+    for name, m in model.named_modules():
+        if isinstance(m, litgpt.lora.LoRALinear):
+            a, b = state.pop(f"{name}.lora_A", None), state.pop(f"{name}.lora_B", None)
+            if a is not None:
+                w = state[f"{name}.linear.weight"]
+                state[f"{name}.linear.weight"] = w + _delta(m, a.to(w.dtype), b.to(w.dtype))
+    return {name.replace(".linear.", "."): x for name, x in state.items()}
+
+
+def _delta(m, a, b):
+    if not isinstance(m, litgpt.lora.LoRAQKVLinear):
+        return b @ a * m.scaling
+    sizes = [m.head_size * m.n_head, m.head_size * m.n_query_groups, m.head_size * m.n_query_groups]
+    on = [size for size, enabled in zip(sizes, m.enable_lora) if enabled]
+    parts = iter([y @ x for x, y in zip(a.chunk(len(on)), b.split(on))])  # q, k, v have an A each
+    zeros = [a.new_zeros(size, a.shape[1]) for size in sizes]
+    return torch.cat([next(parts) if enabled else z for enabled, z in zip(m.enable_lora, zeros)]) * m.scaling
+
+
+def fingerprint(state: dict) -> str:
+    """A hash of a model's weights, names and shapes included: how a run knows its reference again."""
+    h = hashlib.sha256()
+    for name, x in sorted(state.items()):
+        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return h.hexdigest()
+
+
+# ---- weights in and out ---------------------------------------------------------------------------------------------
+
+
+def fetch(source: str, what: str = "model") -> Path:
+    """The folder behind a local path, a run of ours (its `final`), or a Hugging Face id (downloaded)."""
+    folder = Path(source).expanduser()
+    if not folder.exists() and source.startswith("demo/"):
+        folder = Path(__file__).parent / source
+    if (folder / "settings.yaml").exists() and not (folder / "config.json").exists():
+        if not (folder / "final").is_dir():
+            raise BadInput(f"{what}: {source}: a run without a `final` folder: resume it, or let it end")
+        folder = folder / "final"
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", source):
+        raise BadInput(f"{what}: {source}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        files = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(source, allow_patterns=files))
+    except Exception as e:  # the hub client has a dozen ways to say that it could not
+        raise BadInput(
+            f"{what}: {source}: no such folder here, and not fetched from huggingface.co ({type(e).__name__}); without "
+            f"a network, download it elsewhere and give the folder that holds config.json and model.safetensors"
+        ) from e
+
+
+GPT2_NAMES = {
+    "wte": "transformer.wte",
+    "wpe": "transformer.wpe",
+    "ln_f": "transformer.ln_f",
+    "ln_1": "norm_1",
+    "ln_2": "norm_2",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.proj",
+    "mlp.c_fc": "mlp.fc",
+    "mlp.c_proj": "mlp.proj",
+}
+
+
+def gpt2_from_hf(config, state, weights):
+    for name, x in weights.items():
+        name = name.removeprefix("transformer.")
+        if name == "lm_head.weight" or re.search(r"\.attn\.(masked_)?bias$", name):
+            continue  # tied to wte; and old files carry causal masks
+        layer, part, kind = re.fullmatch(r"(h\.\d+\.)?(.+)\.(weight|bias)", name).groups()
+        prefix = f"transformer.{layer}" if layer else ""
+        state[f"{prefix}{GPT2_NAMES[part]}.{kind}"] = x.T.contiguous() if ".c_" in part and kind == "weight" else x
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+
+
+def gpt2_to_hf(config, state, weights):
+    back = {ours: theirs for theirs, ours in GPT2_NAMES.items()}
+    for name, x in weights.items():
+        if name == "lm_head.weight":
+            continue
+        layer, part, kind = re.fullmatch(r"(?:transformer\.(h\.\d+\.))?(.+)\.(weight|bias)", name).groups()
+        theirs = back[part]
+        x = x.T.contiguous() if ".c_" in theirs and kind == "weight" else x
+        state[f"transformer.{layer or ''}{theirs}.{kind}"] = x
+
+
+def _gpt2(c):
+    if c.get("activation_function", "gelu_new") != "gelu_new" or c.get("scale_attn_by_inverse_layer_idx"):
+        raise BadInput("config.json: activation_function, scale_attn_by_inverse_layer_idx: not GPT-2's")
+    return dict(
+        block_size=c["n_positions"], n_layer=c["n_layer"], n_embd=c["n_embd"], n_head=c["n_head"], bias=True,
+        norm_eps=c["layer_norm_epsilon"], intermediate_size=c.get("n_inner"), rotary_percentage=0.0,
+        parallel_residual=False, gelu_approximate="tanh",
+    )  # fmt: skip
+
+
+def _llama(c):
+    rope = c.get("rope_parameters") or {}  # transformers 5 moved rope_theta and rope_scaling in here
+    scaling = c.get("rope_scaling") or rope
+    kind, adjustments = scaling.get("rope_type", scaling.get("type", "default")), None
+    if kind == "llama3":
+        adjustments = {k: scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor")}
+        adjustments["original_max_seq_len"] = scaling["original_max_position_embeddings"]
+    elif kind == "linear":
+        adjustments = {"factor": scaling["factor"]}
+    elif kind != "default":
+        raise BadInput(f"config.json: rope_scaling: {kind} is not supported")
+    if c.get("hidden_act", "silu") != "silu":
+        raise BadInput(f"config.json: hidden_act: {c['hidden_act']} is not supported, only silu")
+    kind = c["model_type"]
+    if kind == "qwen2" and c.get("use_sliding_window"):
+        raise BadInput("config.json: use_sliding_window: not supported for qwen2")
+    window = c.get("sliding_window") if kind == "mistral" else None
+    return dict(
+        block_size=c["max_position_embeddings"], n_layer=c["num_hidden_layers"], n_embd=c["hidden_size"],
+        n_head=c["num_attention_heads"], n_query_groups=c.get("num_key_value_heads"), head_size=c.get("head_dim"),
+        rotary_percentage=1.0, parallel_residual=False, bias=bool(c.get("mlp_bias")),
+        attn_bias=c.get("attention_bias", kind == "qwen2"), norm_qk=kind == "qwen3", norm_class_name="RMSNorm",
+        norm_eps=c["rms_norm_eps"], mlp_class_name="LLaMAMLP", intermediate_size=c["intermediate_size"],
+        rope_base=rope.get("rope_theta") or c.get("rope_theta", 10000), rope_adjustments=adjustments,
+        sliding_window_size=window,
+    )  # fmt: skip
+
+
+# model_type in config.json -> (litgpt Config arguments, weights in, weights out); other families by litgpt's own names
+FAMILIES = {
+    "gpt2": (_gpt2, gpt2_from_hf, gpt2_to_hf),
+    "llama": (_llama, lambda c, s, w: from_hf.copy_weights_hf_llama(c, {}, s, w), to_hf.copy_weights_llama),
+    "mistral": (_llama, lambda c, s, w: from_hf.copy_weights_hf_llama(c, {}, s, w), to_hf.copy_weights_llama),
+    "qwen2": (_llama, lambda c, s, w: from_hf.copy_weights_qwen_2_5(c, {}, s, w), to_hf.copy_weights_qwen_2_5),
+    "qwen3": (_llama, lambda c, s, w: from_hf.copy_weights_qwen_3(c, {}, s, w), to_hf.copy_weights_qwen_3),
+}
+LITGPT = {  # how litgpt's own converters choose, by the start of the model's name
+    "gemma-2": (lambda c, s, w: from_hf.copy_weights_gemma_2({}, s, w), to_hf.copy_weights_gemma_2),
+    "gemma-3": (lambda c, s, w: from_hf.copy_weights_gemma_3({}, s, w, config=c), to_hf.copy_weights_gemma_3),
+    "phi": (lambda c, s, w: from_hf.copy_weights_phi(c, {}, s, w), to_hf.copy_weights_phi),
+    "olmo-2": (lambda c, s, w: from_hf.copy_weights_olmo2(c, {}, s, w), to_hf.copy_weights_olmo2),
+    "falcon": (from_hf.copy_weights_falcon, to_hf.copy_weights_falcon),
+    "pythia": (from_hf.copy_weights_gpt_neox, to_hf.copy_weights_gpt_neox),
+    "gemma": (FAMILIES["llama"][1], to_hf.copy_weights_llama),
+}
+
+
+def read_config(folder: Path) -> tuple[dict, dict, tuple]:
+    """(litgpt Config arguments, config.json, (weights in, weights out)) of a Hugging Face folder."""
+    try:
+        c = json.loads((folder / "config.json").read_text())
+        if c.get("model_type") in FAMILIES:
+            arguments, *convert = FAMILIES[c["model_type"]]
+            made = dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"], **arguments(c))
+            return made | {"name": folder.name}, c, tuple(convert)
+        name = Path(c.get("_name_or_path") or folder.name).name
+        known = litgpt.Config.from_name(name)
+    except FileNotFoundError:
+        raise BadInput(f"{folder}/config.json: no such file, so this is no model folder") from None
+    except (KeyError, json.JSONDecodeError) as e:
+        raise BadInput(f"{folder}/config.json: {e} is missing or broken") from None
+    except ValueError:
+        raise BadInput(
+            f"{folder}/config.json: model_type {c.get('model_type')!r} and name {name!r} are unknown"
+        ) from None
+    convert = next((v for k, v in LITGPT.items() if name.lower().startswith(k)), None)
+    if convert is None:
+        raise BadInput(f"{folder}/config.json: model_type {c.get('model_type')!r} is not supported")
+    return {k: v for k, v in vars(known).items() if k in litgpt.Config.__dataclass_fields__}, c, convert
+
+
+def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model with its weights in `dtype`, from a Hugging Face folder or a litgpt checkpoint folder.
+
+    Adapters start at A random (torch's global seed), B zero: the model is its base to the bit. A head that is tied in
+    config.json stays one matrix with the embedding. Raises BadInput with the file and what is wrong with it.
+    """
+    state: dict[str, torch.Tensor] = {}
+    if (folder / "lit_model.pth").exists():
+        arguments = yaml.safe_load((folder / "model_config.yaml").read_text())
+        source = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+        state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+        state = state.get("model", state)
+    else:
+        arguments, source, (weights_in, _) = read_config(folder)
+        weights = {}
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise BadInput(f"{folder}: no *.safetensors here")
+        for file in files:
+            try:
+                weights |= load_file(file)
+            except (SafetensorError, OSError) as e:
+                raise BadInput(f"{file}: {e}") from None
+    try:
+        if not state:
+            weights_in(litgpt.Config(**arguments), state, weights)
+        adapters = {}
+        if lora and lora.rank:
+            adapters = {f"lora_{target}": True for target in lora.targets}
+            adapters |= dict(lora_r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)
+        with torch.device("meta"):
+            model = (
+                LoraGPT(litgpt.lora.Config(**arguments, **adapters)) if adapters else GPT(litgpt.Config(**arguments))
+            )
+        state = {name: x.to(dtype) for name, x in state.items()}
+        missing, unknown = model.load_state_dict(state, strict=False, assign=True)
+        missing = [name for name in missing if "lora_" not in name]
+        if missing or unknown:
+            raise KeyError(f"missing {missing[:3]}, unknown {unknown[:3]}")
+    except (KeyError, RuntimeError, TypeError, AssertionError) as e:
+        raise BadInput(f"{folder}: the weights do not fit config.json: {str(e).splitlines()[0]}") from None
+    model.cos, model.sin = model.rope_cache()
+    for m in model.modules():
+        if isinstance(m, litgpt.lora.LoRALinear) and hasattr(m, "lora_A"):
+            m.lora_A, m.lora_B = (
+                nn.Parameter(torch.empty_like(x, device="cpu", dtype=dtype)) for x in (m.lora_A, m.lora_B)
+            )
+            m.reset_parameters()
+    gemma = "gemma" in arguments["name"].lower()
+    if source.get("tie_word_embeddings", gemma or source.get("model_type") == "gpt2"):
+        # litgpt unties on load: two matrices would be trained and one lost on export
+        if lora and lora.rank and "head" in lora.targets:
+            raise BadInput("lora.targets: head: this model's head is tied to its embedding")
+        getattr(model.lm_head, "linear", model.lm_head).weight = model.transformer.wte.weight
+    if adapters:
+        litgpt.lora.mark_only_lora_as_trainable(model)
+    else:
+        model.requires_grad_(True)
+    return model
+
+
+def export(state: dict, source: Path, out: Path) -> None:
+    """Write plain weights (see fold_lora) as a Hugging Face folder, with config and tokenizer files of `source`."""
+    arguments, config, (_, weights_out) = read_config(source)
+    config["tie_word_embeddings"] = tied = "lm_head.weight" not in state
+    dtype = next(iter(state.values())).dtype
+    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if tied:
+        state = state | {"lm_head.weight": state["transformer.wte.weight"]}
+    weights: dict[str, torch.Tensor] = {}
+    weights_out(litgpt.Config(**arguments), weights, state)
+    if tied:
+        weights.pop("lm_head.weight", None)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({k: x.contiguous() for k, x in weights.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors creates it for its owner only
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    keep = re.compile(r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|generation_config)")
+    for file in source.iterdir():
+        if keep.match(file.name) and source != out:
+            shutil.copyfile(file, out / file.name)
