@@ -1,0 +1,66 @@
+"""What the tests share: a tiny model folder, and real ranks by fork."""
+
+import os
+import pickle
+import shutil
+import socket
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+PARITY = Path(__file__).parent / "parity"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A Hugging Face folder: GPT-2, 2 layers x 32, vocabulary 512, context 128, EOS 0, no BOS added."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for source in (PARITY / "policy", PARITY / "tokenizer"):
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def torch_state():
+    """Put back what a run changes in this process."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+
+
+def ranks(n: int, work):
+    """work(rank) in n forked processes that can talk (gloo); their results in order. An error in one fails the test."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pipes, pids = [], []
+    for rank in range(n):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+            torch.set_num_threads(1)
+            try:
+                out = ("ok", work(rank))
+            except BaseException:
+                out = ("error", traceback.format_exc())
+            with os.fdopen(write, "wb") as f:
+                f.write(pickle.dumps(out))
+            os._exit(0)
+        os.close(write)
+        pipes.append(read)
+        pids.append(pid)
+    results = []
+    for read, pid in zip(pipes, pids):
+        with os.fdopen(read, "rb") as f:
+            blob = f.read()
+        os.waitpid(pid, 0)
+        results.append(pickle.loads(blob) if blob else ("error", "died"))
+    for status, value in results:
+        assert status == "ok", value
+    return [value for _, value in results]
