@@ -10,13 +10,16 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from data import BadInput, Failed
+from settings import Run, changes, dump, flat
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
@@ -167,3 +170,48 @@ def prune(folder: Path, keep_last: int, best: int | None) -> None:
     for step in list(steps(folder))[: -keep_last or None]:
         if step != best:
             shutil.rmtree(folder / f"step-{step:08d}", ignore_errors=True)
+
+
+def open_run(fabric, s: Run, program: str, say) -> tuple[Path, Path | None]:
+    """(the run's folder, the checkpoint to go on from), decided on rank 0 for all. Refuses to mix two runs."""
+    answer = None
+    if fabric.global_rank == 0:
+        try:
+            answer = _open_run(s, program, say)
+        except (BadInput, OSError) as e:
+            answer = str(e)
+    answer = fabric.broadcast(answer)
+    if isinstance(answer, str):
+        raise BadInput(answer)
+    s.out_dir = str(answer[0])
+    return answer
+
+
+def _open_run(s: Run, program: str, say) -> tuple[Path, Path | None]:
+    if s.out_dir is None:
+        stem, n = Path("out") / f"{program}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+        while (out := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists():
+            n += 1
+    else:
+        out = Path(s.out_dir)
+    found = find(s.resume, out, say) if s.resume else None
+    if found:
+        fixed, moved = changes(_dotted(yaml.safe_load((found / "settings.yaml").read_text())), flat(s))
+        if fixed:
+            raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
+        say(f"resumed from {found}" + (f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""))
+    elif (out / "metrics.csv").exists() and not s.resume:
+        raise BadInput(f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder starts anew")
+    elif s.resume:
+        say(f"nothing to resume in {out}: starting")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "settings.yaml").write_text(dump(s))
+    say(f"run folder: {out}")
+    return out, found
+
+
+def _dotted(node: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in node.items():
+        out |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out

@@ -13,6 +13,7 @@ devices; a mismatched completion never comes from an equal prompt; the reference
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, N packed tokens, V vocabulary.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import checkpoint
@@ -32,7 +32,7 @@ import model
 from data import BadInput, Batch, Example, Failed, Micro, Rows, Tokenizer, cut, mismatched, order, splits
 from devices import Stop, guarded, launch, leave
 from optim import Plan, clip, lr_at, make_optimizer, make_plan
-from settings import Run, changes, dump, flat, parse
+from settings import Run, parse
 from tell import Tell, say, verdicts, write_json
 
 # ---- settings (the shared ones are in settings.py) ------------------------------------------------------------------
@@ -241,11 +241,12 @@ def gather(fabric, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(zip(columns, whole.cpu()))
 
 
-def fill(columns: dict, slots: list[int], values: dict, G: int) -> None:
+def fill(columns: dict, micro: Micro, values: dict, G: int) -> None:
+    """Put a micro-batch's values in their slots. A filler only makes the columns, so that all ranks have the same."""
     for name, value in values.items():
-        columns.setdefault(name, torch.zeros(G, device=value.device, dtype=torch.float64))[slots] = (
-            value.detach().double()
-        )
+        column_G = columns.setdefault(name, torch.zeros(G, device=value.device, dtype=torch.float64))
+        if micro.weight:
+            column_G[micro.slots] = value.detach().double()
 
 
 def train(
@@ -257,9 +258,8 @@ def train(
         began = time.perf_counter()
         # draw: the whole step's examples, the same on every rank
         epoch, i = divmod(step - 1, plan.per_epoch)
-        batch = objective.batch(
-            [examples[j] for j in order(len(examples), epoch, s.seed, s.data.shuffle)[i * G : (i + 1) * G]]
-        )
+        drawn = order(len(examples), epoch, s.seed, s.data.shuffle)[i * G : (i + 1) * G]
+        batch = objective.batch([examples[j] for j in drawn])
         micros, looks = (shares[rank] for shares in cuts(s, batch, world))
 
         # look, without gradients: the reference's log-probs, and the baseline of the whole step
@@ -268,13 +268,12 @@ def train(
 
         # learn: the sum of the losses over G, whatever the cut; gradients meet once, in the last backward
         columns = dict(base.columns)
-        for m, (slots, weight) in enumerate(micros):
+        for m, micro in enumerate(micros):
             with fabric.no_backward_sync(policy, enabled=m < len(micros) - 1):
-                rows = batch.rows(slots).to(fabric.device)
-                loss_B, values = objective.loss(policy(rows), rows.length_BK, batch, slots, base)
-                fabric.backward(loss_B.sum() * (weight * world / G))  # DDP and FSDP2 average over ranks
-            if weight:
-                fill(columns, slots, values, G)
+                rows = batch.rows(micro.slots).to(fabric.device)
+                loss_B, values = objective.loss(policy(rows), rows.length_BK, batch, micro.slots, base)
+                fabric.backward(loss_B.sum() * (micro.weight * world / G))  # DDP and FSDP2 average over ranks
+            fill(columns, micro, values, G)
         grad_norm = clip(fabric, policy, optimizer, s.optim.clip)
         refuse_nonfinite(fabric, step, grad_norm, columns, batch)
         lr = lr_at(step, plan, s.optim)
@@ -320,11 +319,10 @@ def validate(fabric, s: Run, objective: Objective, policy, reference, batch: Bat
     micros, looks = (shares[fabric.global_rank] for shares in cuts(s, batch, fabric.world_size))
     base = objective.look(fabric, policy, reference, batch, looks)
     columns = dict(base.columns)
-    for slots, weight in micros:
-        rows = batch.rows(slots).to(fabric.device)
-        _, values = objective.loss(policy(rows), rows.length_BK, batch, slots, base)
-        if weight:
-            fill(columns, slots, values, len(batch.examples))
+    for micro in micros:
+        rows = batch.rows(micro.slots).to(fabric.device)
+        _, values = objective.loss(policy(rows), rows.length_BK, batch, micro.slots, base)
+        fill(columns, micro, values, len(batch.examples))
     policy.train()
     return objective.report(gather(fabric, columns), base)
 
@@ -354,7 +352,7 @@ def run(s: Run, objective: Objective, program: str) -> None:
 
 def work(fabric, s: Run, objective: Objective, program: str, folder: Path, tokenizer, examples, plan: Plan) -> int:
     """On every rank: load, check, train, export, judge. -> the signal that ended it early, or 0."""
-    out, found = open_run(fabric, s, program)
+    out, found = checkpoint.open_run(fabric, s, program, say)
 
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(s.precision, torch.float32)
     policy, frozen = model.load(folder, s.lora, dtype), None
@@ -385,63 +383,28 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
     val = objective.batch(first(examples["val"], s.limit_val)) if examples["val"] else None
     check_val = (lambda: validate(fabric, s, objective, policy, reference, val)) if val else None
     tell = Tell(fabric, s, policy, optimizer, tokenizer, plan, out, state, examples["val"], check_val, objective.passes)
-    policy.train()
-    if not found:
-        if s.reference is None:
-            rank_0, _ = cuts(s, objective.batch(examples["train"][: s.batch_size]), 1)
-            check_start(fabric, policy, reference, objective, [examples["train"][i] for i in rank_0[0][0].slots])
-        tell.judge("before")
-        if val:
-            tell.validation(0)
+    with contextlib.closing(tell):
+        policy.train()
+        if not found:
+            if s.reference is None:
+                rank_0, _ = cuts(s, objective.batch(examples["train"][: s.batch_size]), 1)
+                check_start(fabric, policy, reference, objective, [examples["train"][i] for i in rank_0[0][0].slots])
+            tell.judge("before")
+            if val:
+                tell.validation(0)
 
-    stop = Stop(s.seconds() if s.max_time else None)
-    last = train(fabric, s, objective, policy, reference, optimizer, examples["train"], plan, state["step"], tell, stop)
-    if last < plan.total:
-        if state["step"] < last:
-            tell.save(last)
-        fabric.print(f"stopped by {stop.why} at step {last} of {plan.total}; go on with --resume auto --out_dir {out}")
-    else:
-        finish(fabric, s, objective, policy, reference, tokenizer, folder, out, examples["test"], tell)
+        stop = Stop(s.seconds() if s.max_time else None)
+        last = train(
+            fabric, s, objective, policy, reference, optimizer, examples["train"], plan, state["step"], tell, stop
+        )
+        if last < plan.total:
+            if state["step"] < last:
+                tell.save(last)
+            fabric.print(f"stopped by {stop.why} at step {last} of {plan.total}, saved; go on with")
+            fabric.print(f"  python {program}.py --config {out}/settings.yaml --resume auto")
+        else:
+            finish(fabric, s, objective, policy, reference, tokenizer, folder, out, examples["test"], tell)
     return stop.signal
-
-
-def open_run(fabric, s: Run, program: str) -> tuple[Path, Path | None]:
-    """(the run's folder, the checkpoint to go on from), decided on rank 0 for all. Refuses to mix two runs."""
-    answer = None
-    if fabric.global_rank == 0:
-        try:
-            answer = _open_run(s, program)
-        except (BadInput, OSError) as e:
-            answer = str(e)
-    answer = fabric.broadcast(answer)
-    if isinstance(answer, str):
-        raise BadInput(answer)
-    s.out_dir = str(answer[0])
-    return answer
-
-
-def _open_run(s: Run, program: str) -> tuple[Path, Path | None]:
-    if s.out_dir is None:
-        stem, n = Path("out") / f"{program}-{time.strftime('%Y%m%d-%H%M%S')}", 1
-        while (out := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists():
-            n += 1
-    else:
-        out = Path(s.out_dir)
-    found = checkpoint.find(s.resume, out, say) if s.resume else None
-    if found:
-        before = yaml.safe_load((found / "settings.yaml").read_text())
-        fixed, moved = changes(flat(type(s), before), flat(s))
-        if fixed:
-            raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
-        say(f"resumed from {found}" + (f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""))
-    elif (out / "metrics.csv").exists() and not s.resume:
-        raise BadInput(f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder starts anew")
-    elif s.resume:
-        say(f"nothing to resume in {out}: starting")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "settings.yaml").write_text(dump(s))
-    say(f"run folder: {out}")
-    return out, found
 
 
 def finish(

@@ -64,3 +64,29 @@ def ranks(n: int, work):
     for status, value in results:
         assert status == "ok", value
     return [value for _, value in results]
+
+
+@pytest.fixture(scope="session")
+def ratings(tmp_path_factory) -> Path:
+    """24 rated examples: 8 ratings, and 8 pairs whose two ratings share a prompt. 12 of 24 are up."""
+    rated = (PARITY / "kto_data.jsonl").read_text().splitlines()
+    pairs = (PARITY / "dpo_data.jsonl").read_text().splitlines()
+    file = tmp_path_factory.mktemp("data") / "ratings.jsonl"
+    file.write_text("\n".join(rated + pairs) + "\n")
+    return file
+
+
+def train(tiny, ratings, out: Path, *argv: str) -> dict:
+    """A run of kto.py in this process. -> its rows, and its final weights."""
+    import csv
+
+    import kto
+    from safetensors.torch import load_file
+
+    argv = ["--model", str(tiny), "--data.train", str(ratings), "--out_dir", str(out), "--progress=false", *argv]
+    s = kto.parse(kto.Settings, argv, "", Path("none"))
+    kto.run(s, kto.kto_objective(s.kto, s.data.score_prompt), "kto")
+    with open(out / "metrics.csv") as f:
+        rows = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(f)]
+    final = out / "final" / "model.safetensors"
+    return {"rows": rows, "weights": load_file(final) if final.exists() else None}
