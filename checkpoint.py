@@ -121,7 +121,7 @@ def load(fabric, folder: Path, policy, optimizer) -> dict:
         optimizer.optimizer.state[p][kind] = x
     rng_R = load_file(folder / "rng.safetensors")["rng"]
     if len(rng_R) == fabric.world_size:
-        mine = rng_R[fabric.global_rank]
+        mine = rng_R[fabric.global_rank].clone()  # a view is read from its storage's start
         torch.set_rng_state(mine) if fabric.device.type != "cuda" else torch.cuda.set_rng_state(mine, fabric.device)
     return state
 

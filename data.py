@@ -7,7 +7,10 @@ Reading order: settings, one record of any known form -> prompt, completions and
 Shape letters: B examples, K completions, N packed tokens, T targets.
 """
 
+import csv
+import functools
 import hashlib
+import io
 import json
 import math
 from collections import Counter
@@ -33,7 +36,7 @@ class Data:
     """Which records to learn from, and how they become tokens."""
 
     train: str
-    """Rated or paired records: a .jsonl, .json, .csv or .parquet file, or a Hub id, as id, id:split or id:config:split."""
+    """Rated or paired records: a .jsonl, .json, .csv or .parquet file, or a Hub id: id, id:split or id:config:split."""
     val: str | None = None
     """Records to validate on, in the same forms."""
     test: str | None = None
@@ -130,7 +133,7 @@ def _reward(record: dict, field: str, default: float) -> float:
     value = record.get(field, default)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
         raise Fault(f"{field}: expected a finite number, got {_short(value)}")
     return float(value)
 
@@ -156,7 +159,7 @@ def _pair(record: dict) -> Record:
     rewards = _reward(record, "chosen_reward", 1.0), _reward(record, "rejected_reward", 0.0)
     if "prompt" in record:
         prompt = _dialogue(record["prompt"], "prompt")
-        return Record(prompt, [_answer(_last_turn(record[f], prompt), f) for f in fields], None, rewards)
+        return Record(prompt, [_answer(_last_turn(record[f], prompt, f), f) for f in fields], None, rewards)
     # no prompt: it is what two dialogues begin with
     chosen, rejected = (_dialogue(record[f], f) for f in fields)
     if isinstance(chosen, str) or isinstance(rejected, str) or len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
@@ -164,14 +167,15 @@ def _pair(record: dict) -> Record:
     return Record(chosen[:-1], [_answer([d[-1]], f) for d, f in zip((chosen, rejected), fields)], None, rewards)
 
 
-def _last_turn(value, prompt):
-    """Some sets repeat the prompt's turns inside chosen and rejected."""
-    if isinstance(value, list) and len(value) > 1 and isinstance(prompt, list):
-        turns = _dialogue(value, "chosen")
-        if turns[:-1] == prompt:
+def _last_turn(value, prompt, field: str):
+    """Some sets repeat the prompt inside chosen and rejected, also where it is given as a string."""
+    if isinstance(value, list) and len(value) > 1:
+        turns = _dialogue(value, field)
+        before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        if turns[:-1] == before:
             return [turns[-1]]
-        if prompt == turns[: len(prompt)]:
-            raise Fault("chosen: more than one turn after the prompt")
+        if before == turns[: len(before)]:
+            raise Fault(f"{field}: more than one turn after the prompt")
     return value
 
 
@@ -185,8 +189,8 @@ def _demonstration(record: dict) -> Record:
             mask = ROLES.get(mask.lower(), mask.lower())
             if turns[-1]["role"] == mask:
                 raise Fault(f"{field}: the last turn is the masked role's ({mask}), so there is nothing to learn")
-        if isinstance(system := record.get("system"), str) and system:
-            turns = [{"role": "system", "content": system}, *turns]
+        if record.get("system"):
+            turns = [{"role": "system", "content": _text(record, "system")}, *turns]
         return Record(turns[:-1], [_answer([turns[-1]], field)], None)
     if "input" in record:
         return Record(_text(record, "input"), [_text(record, "output")], None)
@@ -200,13 +204,15 @@ PAIRED = ("chosen", "rejected", "chosen_response", "rejected_response")
 
 
 def understand(record, kind: str) -> Record:
-    """A raw record as a Record, strictly: raises Fault. `kind` is what the caller learns from: rated, paired or demos."""
+    """A raw record as a Record, strictly: raises Fault. `kind`, what the caller learns from: rated, paired or demos."""
     if not isinstance(record, dict):
         raise Fault(f"record: expected an object, got {_short(record)}")
     paired, rated = any(k in record for k in PAIRED), any(k in record for k in ("label", "preference"))
     if paired and rated:
         raise Fault("record: both a rating and a pair: which one is meant?")
     if kind == "demos":
+        if rated and not _label(record[field := _field(record, "label", "preference")], field):
+            raise Fault(f"{field}: undesirable: this completion is not to be imitated")
         return _demonstration(record)
     if paired:
         return _pair(record)
@@ -235,8 +241,8 @@ def read(source: str) -> Iterator[tuple[str, object]]:
         if path.suffix == ".json" and blob.lstrip()[:1] == b"[":
             try:
                 rows = json.loads(blob, object_pairs_hook=_no_twice)
-            except (ValueError, Fault) as e:
-                raise BadInput(f"{source}:{getattr(e, 'lineno', 1)}: json: {e}") from None
+            except (ValueError, RecursionError, Fault) as e:
+                raise BadInput(f"{source}{f':{e.lineno}' if hasattr(e, 'lineno') else ''}: json: {e}") from None
             yield from ((f"{source}:record {i}", row) for i, row in enumerate(rows, 1))
             return
         for i, line in enumerate(blob.split(b"\n"), 1):
@@ -248,28 +254,69 @@ def read(source: str) -> Iterator[tuple[str, object]]:
                 except UnicodeDecodeError as e:
                     yield f"{source}:{i}", Fault(f"json: not UTF-8 at byte {e.start}")
                 except (ValueError, RecursionError) as e:
-                    yield f"{source}:{i}", Fault(f"json: {e}")
+                    yield f"{source}:{i}", Fault(f"json: {e}".replace("line 1 ", ""))  # the line is i
+        return
+    if path.suffix == ".csv" and path.is_file():
+        yield from _csv(source, path)
         return
     yield from ((f"{source}:{i}", row) for i, row in enumerate(_table(source, path), 1))
 
 
+def _csv(source: str, path: Path) -> Iterator[tuple[str, object]]:
+    """(`file:line`, row) of a csv file. Cells are text, but ratings and rewards are spelled as in JSON (in any case).
+
+    A reader that guesses types makes 1 of 01, nothing of NA, and shifts the columns where rows have a field too many.
+    """
+    csv.field_size_limit(2**31 - 1)  # its own limit is 128 KiB; a long document is no fault
+    blob = path.read_bytes()
+    try:
+        rows = csv.reader(io.StringIO(blob.decode("utf-8-sig"), newline=""), strict=True)
+        names = next(rows, [])
+        _no_twice((name, None) for name in names)
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{source}:{blob[: e.start].count(10) + 1}: csv: not UTF-8") from None
+    except (csv.Error, Fault) as e:
+        raise BadInput(f"{source}:1: csv: {e}") from None
+
+    def cell(name: str, text: str):
+        if name not in ("label", "preference", "chosen_reward", "rejected_reward"):
+            return text
+        try:
+            return json.loads(text.lower() or "null")
+        except (ValueError, RecursionError):
+            return text
+
+    line = rows.line_num + 1
+    try:
+        for cells in rows:
+            if len(cells) == len(names):
+                yield f"{source}:{line}", {name: cell(name, text) for name, text in zip(names, cells)}
+            elif cells:
+                yield f"{source}:{line}", Fault(f"record: {len(cells)} fields, but {len(names)} column names")
+            line = rows.line_num + 1  # a quoted field may hold line ends
+    except csv.Error as e:
+        yield f"{source}:{line}", Fault(f"csv: {e}")
+
+
 def _table(source: str, path: Path):
-    """Rows of a csv or parquet file or of a Hub data set, through the datasets package (slow to import: only here)."""
+    """Rows of a parquet file or of a Hub data set, through the datasets package (slow to import: only here)."""
+    local, (name, *rest) = path.suffix == ".parquet" and path.is_file(), source.split(":")
+    # a suffix alone makes no file: there are ids like org/set-2.5
+    named = path.suffix in (".jsonl", ".json", ".csv", ".parquet") or path.is_file() or source.startswith((".", "/"))
+    if not local and (named or name.count("/") > 1 or len(rest) > 2):
+        raise BadInput(f"{source}: no such .jsonl, .json, .csv or .parquet file")
     import datasets
 
     try:
-        if path.suffix in (".csv", ".parquet") and path.is_file():
-            return datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")
-        name, *rest = source.split(":")
-        if path.suffix or source.startswith((".", "/")) or name.count("/") > 1 or len(rest) > 2:
-            raise BadInput(f"{source}: no such file")
+        if local:
+            return datasets.load_dataset("parquet", data_files=str(path), split="train")
         return datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
-    except BadInput:
-        raise
     except Exception as e:  # the hub client has a dozen ways to say that it could not
+        if local:
+            raise BadInput(f"{source}: not a parquet file that can be read ({type(e.__cause__ or e).__name__})") from e
         raise BadInput(
-            f"{source}: no such file here, and not fetched from huggingface.co ({type(e).__name__}); without a network, "
-            f"save the set as a .jsonl or .parquet file elsewhere and give its path"
+            f"{source}: no such file here, and not fetched from huggingface.co ({type(e).__name__}); without a "
+            f"network, save the set as a .jsonl or .parquet file elsewhere and give its path"
         ) from e
 
 
@@ -277,7 +324,7 @@ def _table(source: str, path: Path):
 
 
 class Tokenizer:
-    """A folder's tokenizer.json (or tokenizer.model) and chat template. EOS is required; BOS only if it adds one itself."""
+    """A folder's tokenizer.json (or .model) and chat template. EOS is required; BOS only if it adds one itself."""
 
     def __init__(self, folder: Path, chat_template: str | None = None):
         import litgpt.tokenizer
@@ -302,8 +349,10 @@ class Tokenizer:
         if self.lit.backend == "huggingface":
             self.lit.processor.no_padding()
             self.lit.processor.no_truncation()
-            added = self.lit.processor.encode("").ids  # what its post-processor puts around a text
-            self.adds_bos = bool(added) and added[0] == self.bos or self.lit.use_bos
+            first = self.lit.processor.encode("a").ids[:1]  # with what its post-processor puts around a text
+            # litgpt's use_bos also looks at the folder's name: a copy elsewhere would give other tokens
+            said = self.config.get("add_bos_token", self.config.get("tokenizer_class") == "LlamaTokenizer")
+            self.adds_bos = self.bos is not None and (first == [self.bos] or bool(said))
             self.n_vocab = self.lit.processor.get_vocab_size(with_added_tokens=True)
         else:
             self.adds_bos, self.n_vocab = self.lit.use_bos, self.lit.vocab_size
@@ -313,11 +362,11 @@ class Tokenizer:
         text = self.config.get("chat_template")
         if isinstance(text, list):  # several named ones
             text = {t["name"]: t["template"] for t in text}.get("default")
-        for file in (folder / "chat_template.jinja", chat_template and Path(chat_template)):
-            if file and file.is_file():
-                text = file.read_text()
-            elif file and file is not None and str(file) == chat_template:
-                raise BadInput(f"data.chat_template: {chat_template}: no such file")
+        if chat_template and not Path(chat_template).is_file():
+            raise BadInput(f"data.chat_template: {chat_template}: no such file")
+        for file in (folder / "chat_template.jinja", Path(chat_template or "")):
+            if file.is_file():
+                text = file.read_text(encoding="utf-8")
         if text is None:
             return None
         import jinja2
@@ -329,6 +378,8 @@ class Tokenizer:
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        # the sandbox itself raises at the second step only: a lone {{ x.__class__ }} would render as nothing
+        env.unsafe_undefined = lambda obj, name: refuse(f"{name}: not allowed here")
         env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
         env.globals |= {"raise_exception": refuse, "strftime_now": lambda f: ""}  # a date would make runs differ
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -416,8 +467,8 @@ def load(
                     raise Fault("record: half of a surrogate pair (\\ud800-\\udfff) is no text")
             if chat and not all(completions):
                 raise Fault("completion: the chat template renders it as nothing")
-        except Fault as e:
-            faults.append(f"{where}: {e}")
+        except (Fault, RecursionError) as e:
+            faults.append(" ".join(f"{where}: {e}".splitlines()))
             if len(faults) == 20:
                 break
             continue
@@ -432,7 +483,7 @@ def load(
     for where, record, chat, k in records:
         prompt = tokenizer.prompt(next(ids))
         if len(prompt) > max_prompt:  # the head goes, BOS stays
-            keep_bos = tokenizer.adds_bos and max_prompt > 1
+            keep_bos = prompt[0] == tokenizer.bos and max_prompt > 1  # its own, or one that the template wrote
             prompt = [tokenizer.bos, *prompt[-(max_prompt - 1) :]] if keep_bos else prompt[-max_prompt:]
             cuts["prompts cut"] += 1
         completions = []
@@ -442,6 +493,8 @@ def load(
                 completion = [*completion, tokenizer.eos]
             cuts["completions cut"] += len(completion) > max_completion
             completions.append(np.array(completion[:max_completion], dtype=np.int32))
+        if not prompt or not all(map(len, completions)):  # a normaliser may strip a text to nothing
+            raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: not empty, but no tokens are left of it")
         prompt = np.array(prompt, dtype=np.int32)
         if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
             examples += [Example(prompt, (c,), good, (1.0, 0.0), where) for c, good in zip(completions, (True, False))]
@@ -451,7 +504,7 @@ def load(
 
 
 def split(examples: list[Example], parts: str) -> list[list[Example]]:
-    """Into train, val, test by a hash of the prompt: order and other prompts do not matter, ratings of one stay together."""
+    """Into train, val, test by a hash of the prompt: order and other prompts do not matter, ratings stay together."""
     try:
         sizes = [float(p) for p in parts.split(",")]
     except ValueError:
@@ -485,7 +538,7 @@ def table(name: str, examples: list[Example], cuts: Counter) -> str:
     lines.append("  " + ", ".join(f"{v:,} {what}" for what, v in extra.items()))
     if k == 1 and 0 < good < n:
         ratio = (n - good) / good  # arXiv 2402.01306 eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]; the smaller weight is 1
-        advice = f"desirable {ratio:.2f} to {4 / 3 * ratio:.2f}, undesirable 1"
+        advice = f"desirable {max(1, ratio):.2f} to {4 / 3 * ratio:.2f}, undesirable 1"
         if ratio < 3 / 4:
             advice = f"desirable 1, undesirable {3 / 4 / ratio:.2f} to {1 / ratio:.2f}"
         lines.append(f"  the paper's rule for this balance gives weights: {advice}")
@@ -498,7 +551,7 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, context: int, say) -> dict[
     d.max_completion = d.max_completion or min(1024, context - d.max_prompt)
     if d.max_prompt + d.max_completion > context or d.max_completion < 1:
         raise BadInput(
-            f"data: max_prompt {d.max_prompt} + max_completion {d.max_completion} exceed the model's context of {context}"
+            f"data: max_prompt {d.max_prompt} + max_completion {d.max_completion} exceed the context of {context}"
         )
     parts, cuts = {"train": [], "val": [], "test": []}, {}
     for name in parts:
@@ -518,7 +571,7 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, context: int, say) -> dict[
 
 
 class Batch(NamedTuple):
-    """The examples of one optimizer step (or of a whole validation split), the same on every rank. A slot is a place in it."""
+    """The examples of a step (or of a whole validation split), the same on every rank. A slot is a place in it."""
 
     examples: list[Example]
     partners: list[int] | None  # slot -> the slot whose completion it borrows; -1 where there is none
@@ -593,6 +646,7 @@ def cut(
     return [[Micro(m, 1.0) for m in mine] + [Micro([0], 0.0)] * (most - len(mine)) for mine in micros]
 
 
+@functools.lru_cache(maxsize=2)
 def order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
     """An epoch's order: a function of its arguments alone, so a resume needs no sampler state."""
     if not shuffle:

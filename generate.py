@@ -54,8 +54,8 @@ def choose(logits_BV, u_B, args: Eval):
         return logits_BV.argmax(-1)
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k:
-        kth = p_BV.topk(min(args.top_k, p_BV.shape[1])).values[:, -1:]
-        p_BV = p_BV.where(p_BV >= kth, 0)
+        top = p_BV.topk(min(args.top_k, p_BV.shape[1]))
+        p_BV = torch.zeros_like(p_BV).scatter(1, top.indices, top.values)  # k, also where bfloat16 logits tie
     if args.top_p < 1:
         ranked, index = p_BV.sort(-1, descending=True)
         outside = ranked.cumsum(-1) - ranked >= args.top_p * ranked.sum(-1, keepdim=True)

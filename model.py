@@ -47,7 +47,7 @@ class Lora:
     """Which linear layers get adapters: any of query, key, value, projection, mlp, head."""
 
 
-# ---- attention: over a packed sequence, or over a cache ---------------------------------------------------------------
+# ---- attention: over a packed sequence, or over a cache ------------------------------------------------------------
 
 
 class Packed:
@@ -181,6 +181,8 @@ class _Packing:
 
     def named(self) -> dict[str, nn.Parameter]:
         """Parameters by name; a tied head only as the embedding that it is."""
+        if hasattr(self, "reshard"):  # after a forward without backward FSDP2 leaves copies in its root's place
+            self.reshard()
         named = dict(self.named_parameters(remove_duplicate=False))
         return {n: p for n, p in named.items() if not (self.tied and n in ("lm_head.weight", "lm_head.linear.weight"))}
 
@@ -215,7 +217,7 @@ class _Packing:
         size = max(1, HEAD_LOGITS // self.config.padded_vocab_size)
         chunks = list(zip(h_TC.split(size), rows.target_T.split(size)))
         if torch.is_grad_enabled() and len(chunks) > 1:  # recompute a chunk's logits in its backward
-            chunk_logp = functools.partial(checkpoint, self.logp, use_reentrant=False, preserve_rng_state=False)
+            chunk_logp = functools.partial(checkpoint, self.logp, use_reentrant=False)
         else:
             chunk_logp = self.logp
         logp_T = torch.cat([chunk_logp(*chunk) for chunk in chunks])
@@ -252,7 +254,7 @@ def lora_off(model: nn.Module):
 
 
 def fold_lora(state: dict, model: nn.Module) -> dict:
-    """Full weights by their plain names: every adapter added to its base matrix. `state` may be gathered from shards."""
+    """Full weights by their plain names: each adapter added to its base matrix. `state` may be gathered from shards."""
     state = dict(state)
     for name, m in model.named_modules():
         if isinstance(m, litgpt.lora.LoRALinear):
@@ -302,7 +304,7 @@ def fetch(source: str, what: str = "model") -> Path:
 
     try:
         files = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-        return Path(snapshot_download(source, allow_patterns=files))
+        return Path(snapshot_download(source, allow_patterns=files, ignore_patterns=["consolidated*", "*/*"]))
     except Exception as e:  # the hub client has a dozen ways to say that it could not
         raise BadInput(
             f"{what}: {source}: no such folder here, and not fetched from huggingface.co ({type(e).__name__}); without "
@@ -313,6 +315,7 @@ def fetch(source: str, what: str = "model") -> Path:
 GPT2_NAMES = {
     "wte": "transformer.wte",
     "wpe": "transformer.wpe",
+    "lm_head": "lm_head",
     "ln_f": "transformer.ln_f",
     "ln_1": "norm_1",
     "ln_2": "norm_2",
@@ -326,28 +329,27 @@ GPT2_NAMES = {
 def gpt2_from_hf(config, state, weights):
     for name, x in weights.items():
         name = name.removeprefix("transformer.")
-        if name == "lm_head.weight" or re.search(r"\.attn\.(masked_)?bias$", name):
-            continue  # tied to wte; and old files carry causal masks
+        if re.search(r"\.attn\.(masked_)?bias$", name):
+            continue  # old files carry causal masks
         layer, part, kind = re.fullmatch(r"(h\.\d+\.)?(.+)\.(weight|bias)", name).groups()
         prefix = f"transformer.{layer}" if layer else ""
         state[f"{prefix}{GPT2_NAMES[part]}.{kind}"] = x.T.contiguous() if ".c_" in part and kind == "weight" else x
-    state["lm_head.weight"] = state["transformer.wte.weight"]
+    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
 
 
 def gpt2_to_hf(config, state, weights):
     back = {ours: theirs for theirs, ours in GPT2_NAMES.items()}
     for name, x in weights.items():
-        if name == "lm_head.weight":
-            continue
         layer, part, kind = re.fullmatch(r"(?:transformer\.(h\.\d+\.))?(.+)\.(weight|bias)", name).groups()
         theirs = back[part]
         x = x.T.contiguous() if ".c_" in theirs and kind == "weight" else x
-        state[f"transformer.{layer or ''}{theirs}.{kind}"] = x
+        state[name if theirs == "lm_head" else f"transformer.{layer or ''}{theirs}.{kind}"] = x
 
 
 def _gpt2(c):
-    if c.get("activation_function", "gelu_new") != "gelu_new" or c.get("scale_attn_by_inverse_layer_idx"):
-        raise BadInput("config.json: activation_function, scale_attn_by_inverse_layer_idx: not GPT-2's")
+    scaled = c.get("scale_attn_weights", True) and not c.get("scale_attn_by_inverse_layer_idx")
+    if c.get("activation_function", "gelu_new") != "gelu_new" or not scaled:
+        raise BadInput("config.json: activation_function or scale_attn_...: not GPT-2's")
     return dict(
         block_size=c["n_positions"], n_layer=c["n_layer"], n_embd=c["n_embd"], n_head=c["n_head"], bias=True,
         norm_eps=c["layer_norm_epsilon"], intermediate_size=c.get("n_inner"), rotary_percentage=0.0,
@@ -369,8 +371,8 @@ def _llama(c):
     if c.get("hidden_act", "silu") != "silu":
         raise BadInput(f"config.json: hidden_act: {c['hidden_act']} is not supported, only silu")
     kind = c["model_type"]
-    if kind == "qwen2" and c.get("use_sliding_window"):
-        raise BadInput("config.json: use_sliding_window: not supported for qwen2")
+    if kind in ("qwen2", "qwen3") and c.get("use_sliding_window"):
+        raise BadInput(f"config.json: use_sliding_window: not supported for {kind}")
     window = c.get("sliding_window") if kind == "mistral" else None
     return dict(
         block_size=c["max_position_embeddings"], n_layer=c["num_hidden_layers"], n_embd=c["hidden_size"],
@@ -409,13 +411,19 @@ def read_config(folder: Path) -> tuple[dict, dict, tuple]:
         if c.get("model_type") in FAMILIES:
             arguments, *convert = FAMILIES[c["model_type"]]
             made = dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"], **arguments(c))
-            return made | {"name": folder.name}, c, tuple(convert)
-        name = Path(c.get("_name_or_path") or folder.name).name
-        known = litgpt.Config.from_name(name)
+            # not the folder's name: litgpt computes norms otherwise where it reads Gemma or OLMo in it
+            return made | {"name": c["model_type"]}, c, tuple(convert)
     except FileNotFoundError:
         raise BadInput(f"{folder}/config.json: no such file, so this is no model folder") from None
     except (KeyError, json.JSONDecodeError) as e:
         raise BadInput(f"{folder}/config.json: {e} is missing or broken") from None
+    except BadInput as e:
+        raise BadInput(f"{folder}/{e}") from None
+    # a download lies in models--org--name/snapshots/hash
+    at_home = folder.parent.parent.name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
+    name = Path(c.get("_name_or_path") or at_home).name
+    try:
+        known = litgpt.Config.from_name(name)
     except ValueError:
         raise BadInput(
             f"{folder}/config.json: model_type {c.get('model_type')!r} and name {name!r} are unknown"
@@ -433,7 +441,7 @@ def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.floa
     config.json stays one matrix with the embedding. Raises BadInput with the file and what is wrong with it.
     """
     state: dict[str, torch.Tensor] = {}
-    if (folder / "lit_model.pth").exists():
+    if (folder / "lit_model.pth").exists() and (folder / "model_config.yaml").exists():
         arguments = yaml.safe_load((folder / "model_config.yaml").read_text())
         source = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
         state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
@@ -441,9 +449,10 @@ def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.floa
     else:
         arguments, source, (weights_in, _) = read_config(folder)
         weights = {}
-        files = sorted(folder.glob("*.safetensors"))
+        # Mistral's folders hold the same weights again, under other names
+        files = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("consolidated")]
         if not files:
-            raise BadInput(f"{folder}: no *.safetensors here")
+            raise BadInput(f"{folder}: no *.safetensors here, nor lit_model.pth with model_config.yaml")
         for file in files:
             try:
                 weights |= load_file(file)
@@ -465,8 +474,9 @@ def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.floa
         missing = [name for name in missing if "lora_" not in name]
         if missing or unknown:
             raise KeyError(f"missing {missing[:3]}, unknown {unknown[:3]}")
-    except (KeyError, RuntimeError, TypeError, AssertionError) as e:
-        raise BadInput(f"{folder}: the weights do not fit config.json: {str(e).splitlines()[0]}") from None
+    except (KeyError, RuntimeError, TypeError, AttributeError, AssertionError) as e:
+        why = " ".join(str(e).split())[:300] or type(e).__name__  # an assert of litgpt's may say nothing
+        raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None
     model.cos, model.sin = model.rope_cache()
     for m in model.modules():
         if isinstance(m, litgpt.lora.LoRALinear) and hasattr(m, "lora_A"):
@@ -493,6 +503,8 @@ def export(state: dict, source: Path, out: Path) -> None:
     config["tie_word_embeddings"] = tied = "lm_head.weight" not in state
     dtype = next(iter(state.values())).dtype
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if config.get("model_type") not in FAMILIES:
+        config["_name_or_path"] = arguments["name"]  # by which it was found, and is found again
     if tied:
         state = state | {"lm_head.weight": state["transformer.wte.weight"]}
     weights: dict[str, torch.Tensor] = {}

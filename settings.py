@@ -1,5 +1,6 @@
 """What a run can be told: settings that every program here shares, and how YAML, overrides and mistakes are read."""
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -80,7 +81,7 @@ class Run:
     max_steps: int | None = None
     """Optimizer steps."""
     max_time: str | None = None
-    """Stop, saved and resumable, after this long: HH:MM:SS or D-HH:MM:SS."""
+    """Stop, saved and resumable, after this long: HH:MM:SS or D-HH:MM:SS, in quotes in a YAML file."""
     limit_train: int | float | None = None
     """Use so many steps of each epoch; a float is a fraction of it."""
     limit_val: int | float | None = None
@@ -117,38 +118,42 @@ class Run:
 
     def refuse(self):
         """Raise BadInput for settings that cannot be meant."""
+        values = flat(self)
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadInput(f"{name}: expected a finite number, got {value}")
         for name, choices in (
             ("strategy", ("auto", "ddp", "fsdp")),
             ("precision", (None, "32-true", "bf16-mixed", "bf16-true", "64-true")),
             ("accelerator", ("auto", "cpu", "gpu")),
             ("logger", ("csv", "tensorboard", "wandb")),
+            ("optim.name", ("adamw", "adamw8bit")),
+            ("optim.schedule", ("cosine", "linear", "constant")),
         ):
-            if getattr(self, name) not in choices:
-                raise BadInput(f"{name}: expected {', '.join(c for c in choices if c)}; got {getattr(self, name)}")
-        if self.optim.name not in ("adamw", "adamw8bit") or self.optim.schedule not in ("cosine", "linear", "constant"):
-            raise BadInput("optim: name is adamw or adamw8bit; schedule is cosine, linear or constant")
-        for name in ("batch_size", "epochs", "devices", "num_nodes", "log_interval", "keep_last"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name}: expected at least 1, got {getattr(self, name)}")
+            if values[name] not in choices:
+                raise BadInput(f"{name}: expected {', '.join(c for c in choices if c)}; got {values[name]}")
+        for name in ("batch_size", "epochs", "devices", "num_nodes", "log_interval", "keep_last", "lora.alpha",
+                     "data.max_prompt", "data.max_completion"):  # fmt: skip
+            if (value := values[name]) is not None and value < 1:
+                raise BadInput(f"{name}: expected at least 1, got {value}")
         for name in ("micro_batch_size", "micro_batch_tokens", "look_tokens", "max_steps", "limit_train", "limit_val",
-                     "val_interval", "save_interval"):  # fmt: skip
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise BadInput(f"{name}: expected more than 0 (or null), got {value}")
-        for name in ("max_prompt", "max_completion"):
-            if (value := getattr(self.data, name)) is not None and value < 1:
-                raise BadInput(f"data.{name}: expected at least 1, got {value}")
+                     "val_interval", "save_interval", "optim.eps"):  # fmt: skip
+            if (value := values[name]) is not None and value <= 0:
+                raise BadInput(f"{name}: expected more than 0, got {value}")
+        for name in ("lora.rank", "lora.dropout", "optim.lr", "optim.min_lr", "optim.warmup", "optim.constant",
+                     "optim.weight_decay", "optim.beta1", "optim.beta2", "optim.clip", "seed"):  # fmt: skip
+            if values[name] < 0:
+                raise BadInput(f"{name}: expected at least 0, got {values[name]}")
+        for name, top in (("lora.dropout", 1), ("optim.beta1", 1), ("optim.beta2", 1), ("seed", 2**32)):
+            if values[name] >= top:
+                raise BadInput(f"{name}: expected less than {top}, got {values[name]}")
+        if self.optim.min_lr > self.optim.lr:
+            raise BadInput(f"optim.min_lr: {self.optim.min_lr} is above optim.lr, {self.optim.lr}")
         if self.micro_batch_size and self.micro_batch_tokens:
             raise BadInput("micro_batch_size and micro_batch_tokens: give one, not both")
-        o = self.optim
-        if not all(map(math.isfinite, (o.lr, o.min_lr, o.clip))) or min(o.lr, o.min_lr, o.clip, o.weight_decay) < 0:
-            raise BadInput("optim: lr, min_lr, clip and weight_decay are finite and at least 0")
-        if min(o.warmup, o.constant) < 0 or not 0 <= o.beta1 < 1 or not 0 <= o.beta2 < 1 or not o.eps > 0:
-            raise BadInput("optim: warmup and constant are at least 0, beta1 and beta2 in [0, 1), eps above 0")
         known = [t.removeprefix("lora_") for t in LORA_TARGETS]
-        if self.lora.rank < 0 or not 0 <= self.lora.dropout < 1 or not self.lora.targets:
-            raise BadInput("lora: rank is at least 0, dropout in [0, 1), targets not empty")
-        if unknown := [t for t in self.lora.targets if t not in known]:
-            raise BadInput(f"lora.targets: {unknown[0]}: expected some of {', '.join(known)}")
+        if unknown := [t for t in self.lora.targets if t not in known] or (not self.lora.targets and ["none"]):
+            raise BadInput(f"lora.targets: expected some of {', '.join(known)}; got {unknown[0]}")
         if self.precision == "bf16-true" and not self.lora.rank:
             raise BadInput(
                 "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of 0.02); "
@@ -158,8 +163,8 @@ class Run:
             raise BadInput("precision: 64-true does not work with strategy fsdp; use ddp")
         if self.resume == "auto" and not self.out_dir:
             raise BadInput("resume: auto needs --out_dir, the run to go on with")
-        if self.max_time is not None:
-            self.seconds()
+        if self.max_time is not None and not self.seconds():
+            raise BadInput("max_time: expected more than 0")
         if self.keep_best and not (self.data.val or self.data.split):
             raise BadInput("keep_best: needs data.val or data.split")
         self.eval.refuse()
@@ -180,7 +185,7 @@ FREE = {
     "look_tokens", "log_interval", "val_interval", "save_interval", "keep_last", "logger", "project", "progress",
     "max_time", "eval.samples", "eval.batch_size",
 }  # fmt: skip
-CUT = {"devices", "num_nodes", "strategy", "micro_batch_size", "micro_batch_tokens", "look_tokens"}
+CUT = {"accelerator", "devices", "num_nodes", "strategy", "micro_batch_size", "micro_batch_tokens", "look_tokens"}
 
 
 def flat(settings, prefix: str = "") -> dict[str, object]:
@@ -201,34 +206,40 @@ def dump(settings) -> str:
     return yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False)
 
 
-def _check_names(names, cls) -> None:
+def _check_names(names, cls, where: str = "") -> None:
     known = flat(cls)
-    groups = {k.rsplit(".", 1)[0] for k in known if "." in k}
-    for name, where in names:
-        if name not in known and name not in groups | {"config", "print_config", "help"}:
-            near = difflib.get_close_matches(name, known, 1, 0.5) or [k for k in known if k.endswith("." + name)][:1]
-            raise BadInput(f"{where}{name}: no such setting" + (f"; did you mean {near[0]}?" if near else ""))
+    for name in names:
+        if name not in known:
+            inside = [k for k in known if k.startswith(f"{name}.")]
+            near = difflib.get_close_matches(name, known, 1, 0.5) or [k for k in known if k.endswith("." + name)]
+            hint = f"; did you mean {near[0]}?" if near else ""
+            what = f"a group: expected a setting in it, such as {inside[0]}" if inside else "no such setting" + hint
+            raise BadInput(f"{where}{name}: {what}")
 
 
-def _keys(node, prefix=""):
+def _keys(node: dict, prefix=""):
+    """Dotted names of what is set: groups only where they are none."""
     for key, value in node.items():
-        yield f"{prefix}{key}"
         if isinstance(value, dict):
             yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
-def _read_yaml(path: str, cls) -> dict:
+def _read_yaml(path: str, cls) -> list[str]:
+    """The names of the settings in a file, all known."""
     try:
         node = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as e:
+        names = list(_keys(node)) if isinstance(node, dict) else None
+    except (yaml.YAMLError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         raise BadInput(f"{path}:{mark.line + 1 if mark else 1}: {getattr(e, 'problem', None) or 'not YAML'}") from None
     except (OSError, UnicodeDecodeError) as e:
         raise BadInput(f"config: {path}: {getattr(e, 'strerror', None) or 'not text'}") from None
-    if not isinstance(node, dict):
+    if names is None:
         raise BadInput(f"{path}:1: expected settings as `name: value`")
-    _check_names([(k, f"{path}: ") for k in _keys(node)], cls)
-    return node
+    _check_names(names, cls, f"{path}: ")
+    return names
 
 
 def parse(cls, argv: list[str], doc: str, demo: Path):
@@ -237,6 +248,7 @@ def parse(cls, argv: list[str], doc: str, demo: Path):
     No arguments means the demo. Naming --model or --config means your own run, which must name data.train; naming
     data.train alone keeps the demo's model, but neither its validation data nor its checker.
     """
+    import docstring_parser
     import jsonargparse
 
     configs, rest, i = [], [], 0
@@ -249,9 +261,9 @@ def parse(cls, argv: list[str], doc: str, demo: Path):
         else:
             rest.append(argv[i])
         i += 1
-    names = [a[2:].split("=", 1)[0] for a in rest if a.startswith("--")]
-    _check_names([(n, "") for n in names], cls)
-    merged = {k for c in configs for k in _keys(_read_yaml(c, cls))}
+    names = [a[2:].split("=", 1)[0].removesuffix("+") for a in rest if a.startswith("--")]
+    _check_names([n for n in names if n not in ("config", "print_config", "help")], cls)
+    merged = {name for c in configs for name in _read_yaml(c, cls)}
     if not {"-h", "--help"} & set(rest) and "print_config" not in names:
         if (configs or "model" in names) and "data.train" not in names and "data.train" not in merged:
             raise BadInput("data.train: required: the rated records to learn from")
@@ -261,25 +273,42 @@ def parse(cls, argv: list[str], doc: str, demo: Path):
             rest = ["--data.val=null", "--eval.check=none", *rest]
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=Path(sys.argv[0]).name, description=doc, exit_on_error=False)
+    usage = "python %(prog)s [--config FILE] [--SETTING VALUE ...]"
+    parser = jsonargparse.ArgumentParser(Path(sys.argv[0]).name, usage, description=doc, exit_on_error=False)
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="A YAML file of these settings.")
     parser.add_class_arguments(cls, None, as_group=False)
+    options = parser._option_string_actions
+    for base in cls.__mro__[1:-1]:  # jsonargparse reads the sentences of the class itself only
+        for x in docstring_parser.parse_from_object(base).params:
+            options[f"--{x.arg_name}"].help = x.description
+    for group in {k.rsplit(".", 1)[0] for k in flat(cls) if "." in k}:  # a file for a group: not among ours
+        options[f"--{group}"].help = argparse.SUPPRESS
     try:
         parsed = parser.parse_args([*(a for c in configs for a in ("--config", c)), *rest])
         parsed = parser.instantiate_classes(parsed)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as e:
         raise BadInput(_one_line(str(e), cls)) from None
     settings = cls(**{f.name: parsed[f.name] for f in dataclasses.fields(cls)})
+    for name, value in flat(settings).items():  # jsonargparse lets null pass for every type
+        if value is None and type(None) not in typing.get_args(flat(cls)[name]):
+            raise BadInput(f"{name}: expected {_kind(name, cls)}, got null")
     settings.refuse()
     return settings
+
+
+def _kind(name: str, cls) -> str:
+    kind = flat(cls)[name]
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("None", "null")
 
 
 def _one_line(message: str, cls) -> str:
     """jsonargparse's message, as `name: reason`."""
     message = " ".join(message.split())
-    if m := re.search(r'Key "([\w.]+)" is required', message):
+    if m := re.search(r'[Kk]ey "([\w.]+)" is required', message):
         return f"{m[1]}: required"
-    if m := re.search(r'key "([\w.]+)":? (.*)', message):
+    if m := re.search(r'key "([\w.]+)":.*(?:Got value|Given value): ?(.*)', message):
+        return f"{m[1]}: expected {_kind(m[1], cls)}, got {m[2] or 'nothing'}"
+    if m := re.search(r'(?:key "|argument --)([\w.]+)"?:? (.*)', message):
         return f"{m[1]}: {m[2]}"
     return message
 

@@ -27,7 +27,7 @@ class Csv:
     def __init__(self, path: Path, resume_step: int | None):
         self.names = None
         lines = path.read_text().split("\n") if resume_step is not None and path.exists() else [""]
-        if lines[0]:
+        if len(lines) > 1 and lines[0]:  # a header that ends; else the kill came before the first line was whole
             self.names = next(csv.reader(lines[:1]))
             kept = [r for r in csv.reader(lines[1:-1]) if len(r) == len(self.names) and int(r[0]) <= resume_step]
             tmp = path.with_suffix(".tmp")
@@ -75,7 +75,7 @@ def tracker(name: str, out: Path, project: str, settings: dict, resumed: bool):
         run = wandb.init(project=project, dir=out, config=settings, id=run_id, resume="allow", name=out.name)
     except Exception as e:  # no key, no network: wandb has its own errors for each
         raise BadInput(
-            f"logger: wandb: {str(e).splitlines()[0]}; WANDB_MODE=offline needs neither key nor network"
+            f"logger: wandb: {' '.join(str(e).split())}; WANDB_MODE=offline needs neither key nor network"
         ) from None
     file.write_text(run.id)
     return lambda values, step: run.log(values, step=step)
@@ -85,7 +85,8 @@ class Progress:
     """A bar on a terminal; elsewhere about twenty lines a run."""
 
     def __init__(self, plan: Plan, start: int, on: bool):
-        self.every, self.total, self.bar, self.on = max(1, plan.total // 20), plan.total, None, on
+        self.every, self.total, self.bar, self.on = max(1, round(plan.total / 20)), plan.total, None, on
+        self.next = start + 1  # not a multiple of `every`: with a log_interval there may be no line at those
         if on and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -99,7 +100,8 @@ class Progress:
             self.bar.update()
             if shown:
                 self.bar.set_postfix(shown)
-        elif self.on and shown and (step % self.every == 0 or step in (1, self.total)):
+        elif self.on and shown and (step >= self.next or step == self.total):
+            self.next = step - step % self.every + self.every
             say(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
 
 
@@ -179,9 +181,10 @@ class Tell:
     def judge(self, when: str) -> dict | None:
         """The checker's verdict on fresh answers to the held-out prompts. Collective."""
         check, file = CHECKERS[self.s.eval.check](), self.out / "eval" / f"{when}.json"
-        if check is None or not self.prompts:
+        prompts = self.prompts[: self.s.eval.prompts]
+        if check is None or not prompts:
             return None
-        answers = self.answers(self.prompts[: self.s.eval.prompts])
+        answers = self.answers(prompts)
         verdict = {"right": sum(check(**a) for a in answers), "of": len(answers), "answers": answers}
         if self.main:
             write_json(file, verdict)
@@ -195,6 +198,13 @@ class Tell:
         checkpoint.save(self.fabric, folder / f"step-{step:08d}", self.policy, self.optimizer, self.state, dump(self.s))
         if self.main:
             checkpoint.prune(folder, self.s.keep_last, self.state["best"] and self.state["best"]["step"])
+
+    def close(self) -> None:
+        if self.main:
+            self.metrics.file.close()
+            self.val_csv.file.close()
+            if self.bar.bar is not None:
+                self.bar.bar.close()
 
     def memory(self) -> float:
         """Peak, in GB: the allocator's on a GPU, the resident set's on a CPU."""

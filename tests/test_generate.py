@@ -1,0 +1,265 @@
+"""Sampling: the cache against a plain forward, chances, independence of the batch and of the ranks, where it ends."""
+
+import litgpt
+import numpy as np
+import pytest
+import torch
+from conftest import ranks
+from lightning.fabric import Fabric
+from torch import nn
+
+import generate as g
+import model
+from data import pack
+from generate import Eval, choose, generate
+
+FABRIC = Fabric(accelerator="cpu", devices=1)
+EOS = 0
+LLAMA = dict(block_size=48, n_layer=2, n_embd=24, n_head=4, vocab_size=61, padded_vocab_size=61, intermediate_size=40)
+LLAMA |= dict(n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm")
+LLAMA |= dict(mlp_class_name="LLaMAMLP")
+SHAPES = {"gpt2": None, "llama": LLAMA, "window": LLAMA | dict(sliding_window_size=4)}
+
+
+def policy_of(shape, tiny, dtype=torch.float32):
+    if SHAPES[shape] is None:
+        return model.load(tiny, dtype=dtype).eval()
+    gpt = model.GPT(litgpt.Config(**SHAPES[shape]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * (0.5 if p.dim() > 1 else 1.0))
+    return gpt.to(dtype).eval()
+
+
+def prompts_of(lengths, vocabulary=61, seed=0):
+    r = np.random.default_rng(seed)
+    return [r.integers(1, vocabulary, size=n).astype("int32") for n in lengths]
+
+
+def answers(policy, prompts, max_new=12, context=48, seed=3, fabric=FABRIC, eos=EOS, **settings):
+    return generate(fabric, policy, prompts, eos, Eval(**settings), max_new, context, seed)
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def greedily(policy, prompt, max_new, context, eos=EOS) -> list[int]:
+    """Argmax of a whole forward for each token, without a cache."""
+    ids = [int(i) for i in prompt]
+    while len(ids) < min(context, len(prompt) + max_new) and eos not in ids[len(prompt) :]:
+        rows = pack([np.array(ids)], [(np.array([1]),)])
+        h_NC = policy.hidden(rows.token_N[None], rows.position_N[None], model.Packed(rows))[0]
+        ids.append(int(policy.head(h_NC[-1]).argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_answers_are_the_argmax_of_whole_forwards(shape, tiny):
+    policy, prompts = policy_of(shape, tiny), prompts_of([7, 1, 12, 3, 40, 45, 5])
+    expected = [greedily(policy, p, 12, 48, eos=-2) for p in prompts]
+    tokens = [i for e in expected for i in e]
+    assert [len(e) for e in expected] == [12, 12, 12, 12, 8, 3, 12] and len(set(tokens)) > 10
+    assert answers(policy, prompts, eos=-2, temperature=0) == expected
+    assert answers(policy, prompts, eos=-2, temperature=0, batch_size=2) == expected
+    assert answers(policy, prompts, eos=-2, temperature=1.0, top_k=1) == expected
+    eos = max(set(tokens), key=tokens.count)  # now rows end at different times, and the others go on from their slots
+    ended = [greedily(policy, p, 12, 48, eos) for p in prompts]
+    assert len({len(e) for e in ended}) > 3
+    assert answers(policy, prompts, temperature=0, eos=eos) == ended
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_cache_gives_the_logits_of_a_whole_forward(shape, tiny):
+    policy, lengths = policy_of(shape, tiny, torch.float64), [5, 1, 9]
+    ids, more = prompts_of(lengths), prompts_of([6, 6, 6], seed=1)
+    cache, B, T = model.Cache(20), 3, 9
+    token = torch.zeros(B, T, dtype=torch.long)
+    for row, p in zip(token, ids):
+        row[: len(p)] = torch.from_numpy(p)
+    position, last = torch.arange(T).expand(B, -1), torch.tensor(lengths) - 1
+    with torch.no_grad():
+        for t in range(6):
+            logits = policy(cache.at(token, position, last))
+            for b in range(B):
+                whole = np.concatenate([ids[b], more[b][:t]])
+                rows = pack([whole], [(whole[:1],)])
+                h_NC = policy.hidden(rows.token_N[None], rows.position_N[None], model.Packed(rows))[0]
+                assert (logits[b] - policy.head(h_NC[-1])).abs().max() < 1e-5
+            token = torch.tensor([[int(m[t])] for m in more])
+            position, last = (torch.tensor(lengths) + t)[:, None], torch.zeros(B, dtype=torch.long)
+
+
+# ---- chances --------------------------------------------------------------------------------------------------------
+
+P = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.2, 0.1, 0.0])
+N = 10_000
+U = (torch.arange(N, dtype=torch.float64) + 0.5) / N  # evenly spread, so frequencies are chances to 1 / N
+
+
+def frequencies(u=U, **settings):
+    token = choose(P.log().expand(len(u), -1), u, Eval(**settings))
+    return torch.bincount(token, minlength=len(P)) / len(u)
+
+
+def support(**settings):
+    return set(frequencies(**settings).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_are_chosen_with_their_probability(temperature):
+    p = P ** (1 / temperature)
+    assert (frequencies(temperature=temperature) - p / p.sum()).abs().max() <= 1 / N
+    u = torch.rand(N, generator=torch.Generator().manual_seed(0)).double()
+    sigma = (p / p.sum() * (1 - p / p.sum()) / N).sqrt()
+    assert ((frequencies(u, temperature=temperature) - p / p.sum()).abs() <= 4 * sigma).all()
+
+
+def test_top_k_and_top_p_cut_the_tail_and_leave_the_rest_in_proportion():
+    assert support() == {0, 1, 3, 4, 5}
+    assert support(top_k=1) == support(top_p=0.01) == support(top_p=0.39) == support(temperature=0) == {1}
+    assert support(top_k=3) == support(top_p=0.8) == {1, 3, 4}
+    assert support(top_k=100) == support(top_k=0) == support(top_p=1.0) == {0, 1, 3, 4, 5}
+    assert support(top_p=0.41) == {1, 3}
+    assert support(top_k=3, top_p=0.7) == {1, 3}, "top_p is of what top_k left: 0.4 + 0.25 of 0.85"
+    for settings in (dict(top_k=2), dict(top_p=0.5)):
+        kept = torch.tensor([0, 0.4, 0, 0.25, 0, 0, 0]) / 0.65
+        assert (frequencies(**settings) - kept).abs().max() <= 1 / N
+    tied = torch.zeros(1, 4).expand(N, -1)
+    assert len(set(choose(tied, U, Eval(top_k=2)).tolist())) == 2, "k tokens, not all that tie with the k-th"
+
+
+def test_the_ends_of_the_range_never_choose_the_impossible():
+    u = torch.tensor([0.0, 1 - 2**-24, 1 - 2**-53], dtype=torch.float64)
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(3, -1)
+    assert choose(logits, u, Eval()).tolist() == [1, 2, 2]
+
+
+class Alphabet(nn.Module):
+    """Says the next number; records how many rows each forward had and in which mode."""
+
+    def __init__(self, logits_V=None):
+        super().__init__()
+        self.logits_V, self.rows, self.modes = logits_V, [], set()
+
+    def forward(self, cache):
+        B = len(cache.token_BT)
+        self.rows.append(B)
+        self.modes.add(self.training)
+        if self.logits_V is not None:
+            return self.logits_V.expand(B, -1)
+        return 100.0 * nn.functional.one_hot(cache.token_BT[torch.arange(B), cache.last_B] + 1, 100)
+
+
+def test_equal_prompts_get_different_answers_with_the_right_chances():
+    n = 4000
+    first, second = torch.tensor(answers(Alphabet(P.log()), prompts_of([2]) * n, max_new=2, eos=-2)).T
+    sigma = (P * (1 - P) / n).sqrt()
+    for token in (first, second):  # of each row's own generator
+        assert ((torch.bincount(token, minlength=7) / n - P).abs() <= 4 * sigma).all()
+    both = ((first == 1) & (second == 1)).float().mean()
+    assert abs(both - 0.16) < 4 * (0.16 * 0.84 / n) ** 0.5, "the two draws of a row are independent"
+    other = torch.tensor(answers(Alphabet(P.log()), prompts_of([2]) * n, max_new=1, eos=-2, seed=4))[:, 0]
+    assert abs(((first == 1) & (other == 1)).float().mean() - 0.16) < 4 * (0.16 * 0.84 / n) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_answer_depends_on_the_seed_and_its_place_only(shape, dtype, tiny):
+    policy, lengths = policy_of(shape, tiny, dtype), [4, 1, 9, 2, 30, 6, 3]
+    prompts = prompts_of(lengths)
+    base = answers(policy, prompts)
+    assert len({tuple(a) for a in base}) == 7
+    for batch_size in (1, 2, 3, 7):
+        assert answers(policy, prompts, batch_size=batch_size) == base
+    others = prompts_of([11, 5, 2, 1, 3, 40, 8], seed=1)
+    for i in range(7):  # all others replaced, or gone
+        company = others[:i] + [prompts[i]] + others[i + 1 :]
+        assert answers(policy, company)[i] == base[i]
+        assert answers(policy, company[: i + 1], batch_size=3)[i] == base[i]
+    assert answers(policy, prompts, seed=4) != base
+    assert answers(policy, prompts[::-1]) != base[::-1]
+    assert answers(policy, prompts, max_new=5) == [a[:5] for a in base], "a longer answer begins like a shorter one"
+
+
+# ---- where it ends --------------------------------------------------------------------------------------------------
+
+
+def count(start, end):
+    return list(range(start, end + 1))
+
+
+def test_an_answer_ends_with_its_eos_at_the_limit_or_at_the_context():
+    prompts = [
+        np.array(p, "int32") for p in ([3], [9, 9, 15], [17, 18, 19], [20, 20, 20, 2], [30] * 8, [40] * 9, [50] * 10)
+    ]
+    expected = [count(4, 9), count(16, 20), [20], count(3, 8), [31, 32], [41], []]
+    policy = Alphabet()
+    assert answers(policy, prompts, max_new=6, context=10, eos=20, temperature=0) == expected
+    assert policy.rows == [7, 4, 3, 3, 3, 2], "finished rows leave"
+    assert answers(policy, prompts, max_new=6, context=10, eos=20, temperature=0, batch_size=2) == expected
+    assert answers(policy, prompts, max_new=1, context=10, eos=20) == [e[:1] for e in expected]
+    assert answers(policy, [], max_new=6) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_token_of_room_is_enough(shape, tiny):
+    policy, prompts = policy_of(shape, tiny), prompts_of([47, 3])
+    assert [len(a) for a in answers(policy, prompts, max_new=1, eos=-2)] == [1, 1]
+    assert [len(a) for a in answers(policy, prompts, max_new=4, eos=-2)] == [1, 4]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_training_mode_is_off_while_sampling_and_restored(training):
+    policy = Alphabet().train(training)
+    answers(policy, prompts_of([2, 3]), max_new=2)
+    assert policy.training == training and policy.modes == {False}
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, batch_size", [(7, 256), (7, 2), (5, 1), (1, 4), (2, 1)])
+def test_two_ranks_give_the_answers_of_one(n, batch_size, tiny):
+    policy, prompts = policy_of("gpt2", tiny), prompts_of([4, 1, 9, 2, 30, 6, 3][:n], vocabulary=512)
+    alone = answers(policy, prompts, batch_size=batch_size, context=34, eos=5)
+
+    def work(rank):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        fabric.launch()
+        calls = []
+        policy.register_forward_hook(lambda *_: calls.append(0))
+        return answers(policy, prompts, batch_size=batch_size, context=34, eos=5, fabric=fabric), len(calls)
+
+    (zero, calls_0), (one, calls_1) = ranks(2, work)
+    assert zero == one == alone
+    assert calls_0 == calls_1 > 0, "a sharded policy would hang"
+
+
+def test_a_rank_that_is_done_early_waits_for_the_other():
+    prompts = [np.array(p, "int32") for p in ([3], [18], [4], [17], [5])]
+
+    def work(rank):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        fabric.launch()
+        policy = Alphabet()
+        got = answers(policy, prompts, max_new=9, context=32, eos=20, fabric=fabric, temperature=0, batch_size=2)
+        return got, policy.rows
+
+    (zero, rows_0), (one, rows_1) = ranks(2, work)
+    assert zero == one == [count(4, 12), [19, 20], count(5, 13), [18, 19, 20], count(6, 14)]
+    assert rows_0 == [2] * 9 + [1] * 9 and rows_1 == [2, 2] + [1] * 16
+
+
+# ---- counting -------------------------------------------------------------------------------------------------------
+
+
+def test_wilsons_interval_by_hand():
+    assert g.wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    z2 = 1.96**2
+    assert g.wilson(0, 10) == pytest.approx((0, z2 / (10 + z2)), abs=1e-12)
+    assert g.wilson(10, 10) == pytest.approx((10 / (10 + z2), 1), abs=1e-12)
+    assert g.wilson(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
+    low, high = g.wilson(0, 10)
+    assert low == 0 and 0.27 < high < 0.28

@@ -1,0 +1,451 @@
+"""Settings: what a run can be told, who wins, and how a mistake is answered in one line."""
+
+import ast
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kto
+import settings
+from data import BadInput
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "config" / "demo.yaml"
+KINDS = settings.flat(kto.Settings)  # dotted name -> type
+OWN = ["--model", "m", "--data.train", "t"]  # the least that a run of one's own must say
+
+
+def parse(*argv):
+    return settings.parse(kto.Settings, [str(a) for a in argv], "KTO.", DEMO)
+
+
+def refused(*argv) -> str:
+    with pytest.raises(BadInput) as e:
+        parse(*argv)
+    assert str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 250
+    return str(e.value)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A file of a text, or of a dict over the least that a run must say."""
+
+    def write(content, name="run.yaml") -> str:
+        if isinstance(content, dict):
+            content = yaml.safe_dump({"model": "m", "data": {"train": "t"}} | content)
+        (tmp_path / name).write_text(content)
+        return str(tmp_path / name)
+
+    return write
+
+
+def nested(name: str, value) -> dict:
+    """a.b -> {"a": {"b": value}}, with what a run must say beside it."""
+    group, _, leaf = name.rpartition(".")
+    node = {leaf: value}
+    return {group: ({"train": "t"} if group == "data" else {}) | node} if group else node
+
+
+# ---- which settings a run has ---------------------------------------------------------------------------------------
+
+
+def test_without_arguments_it_is_the_demo():
+    demo = yaml.safe_load(DEMO.read_text())
+    s = parse()
+    assert s.model == demo["model"] and s.data.train == demo["data"]["train"] and s.data.val == demo["data"]["val"]
+    assert s.optim.lr == float(demo["optim"]["lr"]) and s.eval.check == "demo" and s.epochs == demo["epochs"]
+    assert s == parse("--config", DEMO)
+
+
+def test_overrides_alone_are_on_top_of_the_demo():
+    s = parse("--batch_size", 32, "--kto.beta=0.3")
+    assert (s.batch_size, s.kto.beta) == (32, 0.3)
+    demo = parse()
+    assert s == dataclasses.replace(demo, batch_size=32, kto=dataclasses.replace(demo.kto, beta=0.3))
+
+
+def test_a_run_of_ones_own_must_name_its_records(config):
+    for argv in (["--model", "m"], ["--model=m"], ["--config", config("model: m\n")], ["--config", config("seed: 2\n")]):
+        assert refused(*argv).startswith("data.train: required")
+    assert refused("--config", config("data: {train: t}\n")) == "model: required"
+    assert refused("--config", config("model: null\ndata: {train: t}\n")) == "model: required"
+    assert parse(*OWN).optim.lr == settings.Optim.lr, "the demo's settings are not a base for a run of one's own"
+
+
+def test_naming_the_records_alone_keeps_the_demos_model_but_not_its_validation_or_checker():
+    s = parse("--data.train", "mine.jsonl")
+    assert (s.model, s.data.train, s.optim.lr) == (parse().model, "mine.jsonl", parse().optim.lr)
+    assert (s.data.val, s.eval.check) == (None, "none")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_unless_the_user_names_them_in_any_order(first):
+    def both(*more):
+        return parse(*more, "--data.train=t") if first else parse("--data.train=t", *more)
+
+    s = both("--data.val", "v")
+    assert (s.data.val, s.eval.check) == ("v", "none")
+    s = both("--eval.check", "demo")
+    assert (s.data.val, s.eval.check) == (None, "demo")
+
+
+def test_an_override_wins_wherever_it_stands(config):
+    file = config({"batch_size": 4, "kto": {"beta": 0.3}})
+    for argv in (
+        ["--batch_size=8", "--config", file],
+        ["--config", file, "--batch_size", 8],
+        ["--batch_size", 8, f"--config={file}"],
+    ):
+        s = parse(*argv)
+        assert (s.batch_size, s.kto.beta) == (8, 0.3)
+
+
+def test_of_two_configs_the_later_wins_and_the_rest_is_kept(config):
+    a, b = config({"batch_size": 4, "kto": {"beta": 0.3}}, "a.yaml"), config({"batch_size": 8}, "b.yaml")
+    for argv, size in (([f"--config={a}", "--config", b], 8), (["--config", b, f"--config={a}"], 4)):
+        s = parse(*argv)
+        assert (s.batch_size, s.kto.beta) == (size, 0.3)
+    only = config("data: {val: v}\n", "c.yaml")
+    assert parse("--config", a, "--config", only).data.train == "t", "a later file adds to a group, it does not empty it"
+
+
+def test_an_int_is_steps_and_a_float_a_fraction_and_they_stay_so(config):
+    for value in (1, 1.0):
+        for s in (parse("--limit_train", value), parse("--config", config({"limit_train": value}))):
+            assert type(s.limit_train) is type(value)
+
+
+# ---- mistakes, in one line ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong, near",
+    [
+        ("kto.bta", "kto.beta"),
+        ("batchsize", "batch_size"),
+        ("optim.weightdecay", "optim.weight_decay"),
+        ("beta1", "optim.beta1"),
+        ("top_p", "eval.top_p"),
+        ("learning.rate", None),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(config, wrong, near):
+    expected = f"{wrong}: no such setting" + (f"; did you mean {near}?" if near else "")
+    assert refused(f"--{wrong}", 3) == refused(f"--{wrong}=3") == expected
+    assert refused("--help", f"--{wrong}=3") == expected, "else help hides the mistake"
+    file = config(nested(wrong, 3))
+    assert refused("--config", file) == f"{file}: {expected}"
+    file = config({wrong: 3})
+    assert refused("--config", file) == f"{file}: {expected}", "dotted in YAML"
+
+
+def test_words_of_the_command_line_mean_nothing_in_a_file(config):
+    for name in ("config", "print_config", "help"):
+        assert f"{name}: no such setting" in refused("--config", config({name: "x"}))
+    assert "kto.beta.x: no such setting" in refused("--config", config({"kto": {"beta": {"x": 1}}}))
+
+
+def test_a_group_is_not_a_value(config):
+    for value in (3, None, [1], "x"):
+        assert "kto: a group: expected a setting in it, such as kto.loss" in refused("--config", config({"kto": value}))
+    for value in ("x", "null", "{beta: 0.3}"):
+        assert refused("--kto", value) == "kto: a group: expected a setting in it, such as kto.loss"
+    assert parse("--config", config({"kto": {}})) == parse(*OWN)
+
+
+@pytest.mark.parametrize(
+    "content, line",
+    [
+        ("model: m\n\tdata: 3\n", 2),
+        ("model: m\ndata: [1\n", 3),
+        ("model: m\nseed: 1: 2\n", 2),
+        ("model: !!python/object:os.system 1\n", 1),
+        ("model: m\n---\nmodel: n\n", 2),
+        ("kto: &a {beta: *a}\n", 1),
+        ("model: \0\n", 1),
+        ("", 1),
+        ("# only a comment\n", 1),
+        ("[]\n", 1),
+        ("words\n", 1),
+    ],
+)
+def test_a_file_that_is_no_settings_is_refused_with_its_line(config, content, line):
+    file = config(content)
+    assert refused("--config", file).startswith(f"{file}:{line}: ")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    assert refused("--config", tmp_path / "binary.yaml") == f"config: {tmp_path}/binary.yaml: not text"
+    assert refused("--config", tmp_path / "gone.yaml") == f"config: {tmp_path}/gone.yaml: No such file or directory"
+    assert refused("--config", tmp_path) == f"config: {tmp_path}: Is a directory"
+    assert refused("--batch_size=4", "--config") == "config: expected one argument"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--kto.beta", "hi"], "kto.beta: expected float, got hi"),
+        (["--kto.beta", "nan"], "kto.beta: expected float, got nan"),
+        (["--batch_size", "1.5"], "batch_size: expected int, got 1.5"),
+        (["--batch_size="], "batch_size: expected int, got nothing"),
+        (["--data.shuffle", "maybe"], "data.shuffle: expected bool, got maybe"),
+        (["--max_steps", "true"], "max_steps: expected int | null, got true"),
+        (["--val_interval", "often"], "val_interval: expected int | float | null, got often"),
+        (["--lora.targets", "query"], "lora.targets: expected list[str], got query"),
+        (["--optim.lr"], "optim.lr: expected one argument"),
+        (["--optim.lr", "--seed", "3"], "optim.lr: expected one argument"),
+        (["mine.jsonl"], "Unrecognized arguments: mine.jsonl"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(argv, message):
+    assert refused(*argv) == message
+
+
+def test_every_setting_refuses_a_list_of_lists_and_most_refuse_words_and_null(config):
+    for name, kind in KINDS.items():
+        assert refused("--config", config(nested(name, [[1]]))).startswith(f"{name}: expected ")
+        if "str" not in str(kind):
+            assert refused(f"--{name}=hi") == f"{name}: expected {settings._kind(name, kto.Settings)}, got hi"
+        if type(None) not in typing.get_args(kind) and name not in ("model", "data.train"):
+            assert refused("--config", config(nested(name, None))).endswith("got null")
+
+
+def test_no_number_may_be_nan_infinite_or_negative(config):
+    for name, kind in KINDS.items():
+        if not {"int", "float"} & set(re.findall(r"\w+", str(kind))):
+            continue
+        if "float" in str(kind):
+            for value in (float("nan"), float("inf"), -float("inf")):
+                message = refused("--config", config(nested(name, value)))
+                assert message == f"{name}: expected a finite number, got {value}"
+        message = refused(f"--{name}=-1")
+        assert all(word in message for word in name.split(".")), message
+
+
+@pytest.mark.parametrize(
+    "name, lowest",  # the lowest that is meant; below it lies what is not
+    [
+        ("max_steps", 1), ("epochs", 1), ("devices", 1), ("num_nodes", 1), ("log_interval", 1), ("keep_last", 1),
+        ("batch_size", 2), ("micro_batch_size", 1), ("micro_batch_tokens", 1), ("look_tokens", 1), ("limit_train", 1),
+        ("limit_val", 1), ("val_interval", 1), ("save_interval", 1), ("data.max_prompt", 1), ("data.max_completion", 1),
+        ("lora.rank", 0), ("lora.alpha", 1), ("seed", 0), ("optim.warmup", 0), ("optim.constant", 0),
+        ("eval.samples", 0), ("eval.prompts", 0), ("eval.batch_size", 1), ("eval.max_new_tokens", 1), ("eval.top_k", 0),
+    ],
+)  # fmt: skip
+def test_counts_have_a_lowest_value(name, lowest):
+    assert settings.flat(parse(f"--{name}={lowest}"))[name] == lowest
+    assert refused(f"--{name}={lowest - 1}").startswith(name.split(".")[0])
+
+
+@pytest.mark.parametrize(
+    "name, good, bad",
+    [
+        ("optim.beta1", 0.0, 1.0), ("optim.beta2", 0.0, 1.0), ("lora.dropout", 0.0, 1.0), ("optim.eps", 1e-12, 0.0),
+        ("limit_train", 0.5, 0.0), ("val_interval", 0.5, 0.0), ("limit_val", 0.5, 0.0), ("save_interval", 0.5, 0.0),
+        ("optim.lr", 0.0, -1e-6), ("optim.clip", 0.0, -1e-6), ("optim.weight_decay", 0.0, -1e-6),
+        ("optim.warmup", 0.5, -0.5), ("kto.beta", 0.001, 0.0), ("kto.desirable_weight", 0.0, -1.0),
+        ("eval.temperature", 0.0, -1.0), ("eval.top_p", 1.0, 1.1), ("seed", 2**32 - 1, 2**32),
+        ("optim.min_lr", 1e-3, 1.1e-3),  # the demo's peak is 1e-3; above it a dry run (lr 0) would not be dry
+    ],
+)  # fmt: skip
+def test_numbers_have_a_range(name, good, bad):
+    assert settings.flat(parse(f"--{name}={good}"))[name] == good
+    assert refused(f"--{name}={bad}").startswith(name.split(".")[0])
+
+
+@pytest.mark.parametrize(
+    "name, good",
+    [
+        ("strategy", "fsdp"), ("precision", "bf16-mixed"), ("accelerator", "cpu"), ("logger", "wandb"),
+        ("optim.name", "adamw8bit"), ("optim.schedule", "linear"), ("kto.loss", "apo_zero_unpaired"),
+        ("eval.check", "demo"), ("lora.targets", "[head]"),
+    ],
+)  # fmt: skip
+def test_a_choice_outside_the_list_is_refused_with_the_list(name, good):
+    parse(f"--{name}={good}")
+    message = refused(f"--{name}={'[wrong]' if '[' in good else 'wrong'}")
+    assert message.startswith(f"{name}: expected ") and good.strip("[]") in message and "got wrong" in message
+
+
+def test_settings_that_exclude_each_other_are_refused(config):
+    assert "give one, not both" in refused("--micro_batch_size=4", "--micro_batch_tokens=4")
+    assert refused("--batch_size=1").startswith("batch_size: kto needs at least 2: a mismatched pair")
+    assert parse("--batch_size=1", "--kto.loss=apo_zero_unpaired").batch_size == 1
+    assert "nothing to learn" in refused("--kto.preference_loss_weight=0")
+    parse("--kto.preference_loss_weight=0", "--kto.sft_loss_weight=0.1")
+    assert refused("--precision=bf16-true").startswith("precision: bf16-true loses")
+    parse("--precision=bf16-true", "--lora.rank=4")
+    assert "use ddp" in refused("--precision=64-true", "--strategy=fsdp")
+    parse("--precision=64-true", "--strategy=ddp")
+    assert refused("--resume=auto").startswith("resume: auto needs --out_dir")
+    parse("--resume=auto", "--out_dir=o")
+    parse("--resume=some/folder")
+    assert refused("--data.train=t", "--keep_best=loss").startswith("keep_best: needs data.val or data.split")
+    parse("--data.train=t", "--keep_best=loss", "--data.split=8,1,1")
+    parse("--keep_best=loss")
+    assert "lora.targets: expected some of query, key" in refused("--lora.targets=[]")
+
+
+@pytest.mark.parametrize(
+    "text, seconds", [("00:00:01", 1), ("01:02:03", 3723), ("100:00:00", 360000), ("1-00:00:10", 86410), ("0-12:00:00", 43200)]
+)
+def test_the_time_limit_is_read(config, text, seconds):
+    assert parse("--max_time", text).seconds() == seconds
+    assert parse("--config", config({"max_time": text})).seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["90", "5m", "01:30", "1:2:3", "-1:00:00", "1-1-00:00:00", "00:00:00", "", "01:00:00 "])
+def test_another_time_limit_is_refused(text):
+    assert refused(f"--max_time={text}").startswith("max_time: expected ")
+
+
+# ---- the manual, and every setting in use ---------------------------------------------------------------------------
+
+
+def sentences(cls) -> dict[str, str]:
+    """Dotted name -> the sentence under the field, read from the source."""
+    out = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for field, text in zip(body, [*body[1:], None]):
+            if isinstance(field, ast.AnnAssign):
+                said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                out[field.target.id] = " ".join(text.value.value.split()) if said else ""
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            del out[name]
+            out |= {f"{name}.{k}": v for k, v in sentences(kind).items()}
+    return out
+
+
+def test_help_has_a_sentence_for_every_setting(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as e:
+        parse("--help")
+    assert e.value.code == 0
+    text = re.sub(r"\n {20,}", " ", capsys.readouterr().out)
+    said = sentences(kto.Settings)
+    assert set(said) == set(KINDS)
+    for name, sentence in said.items():
+        line = re.search(rf"^  --{re.escape(name)}[ ,].*$", text, re.M)
+        assert sentence and sentence.rstrip(".") in " ".join(line[0].split()), name
+    assert "Path to a configuration file" not in text, "a group cannot be given as a file"
+
+
+def test_every_setting_is_read_by_something():
+    read = set()
+    for file in ROOT.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        checks = {id(x) for f in ast.walk(tree) if getattr(f, "name", "") == "refuse" for x in ast.walk(f)}
+        nodes = [x for x in ast.walk(tree) if isinstance(x, ast.Attribute) and id(x) not in checks]
+        read |= {x.attr for x in nodes if isinstance(x.ctx, ast.Load)}
+    assert {name for name in KINDS if name.split(".")[-1] not in read} == set()
+
+
+ODD = {
+    "model": "null", "data.train": "a: b, [c] #d", "reference": "1e3", "out_dir": "2026-11-21", "resume": "yes",
+    "precision": "64-true", "max_steps": 7, "max_time": "12:30:00", "limit_train": 0.25, "limit_val": 3,
+    "micro_batch_size": 2, "look_tokens": 9, "val_interval": 2, "save_interval": 1e-3, "keep_best": "loss",
+    "logger": "wandb", "project": "Größe 'x'\n", "progress": False, "deterministic": True, "strategy": "ddp",
+    "data.val": "-v", "data.test": "~", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
+    "data.chat_template": "", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["head"], "optim.lr": 1e-7,
+    "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
+    "kto.sft_average_logps": False,
+}  # fmt: skip
+
+
+def test_saved_settings_load_back_equal(config):
+    for before in (parse(), parse(*OWN)):
+        assert parse("--config", config(settings.dump(before))) == before
+    odd = parse()
+    for name, value in ODD.items():
+        *group, leaf = name.split(".")
+        setattr(getattr(odd, group[0]) if group else odd, leaf, value)
+    optional = {n for n, kind in KINDS.items() if type(None) in typing.get_args(kind)}
+    assert optional - set(ODD) == {"micro_batch_tokens"}, "every optional setting is set, but the one that excludes another"
+    back = parse("--config", config(settings.dump(odd)))
+    assert back == odd
+    types = [[type(v) for v in settings.flat(s).values()] for s in (back, odd)]
+    assert types[0] == types[1], "1 and 1.0 are equal, but not the same interval"
+    assert parse("--config", config(settings.dump(odd).replace("micro_batch_size: 2", "micro_batch_tokens: 2"))) != odd
+
+
+def test_printed_settings_load_back_equal(capsys, config):
+    for argv in ([], ["--kto.beta=0.3", "--optim.warmup=0.5"], ["--data.train=t"], OWN):
+        with pytest.raises(SystemExit) as e:
+            parse(*argv, "--print_config")
+        assert e.value.code == 0
+        assert parse("--config", config(capsys.readouterr().out)) == parse(*argv)
+
+
+def test_every_config_parses_and_begins_with_what_to_expect():
+    files = [f for f in (ROOT / "config").glob("*.yaml") if not re.search("dpo|spin", f.name)]
+    assert DEMO in files
+    for file in files:
+        s = parse("--config", file)
+        assert s == parse("--config", file, "--seed", s.seed)
+        head = re.match(r"(#.*\n)+", file.read_text())[0]
+        assert [w for w in ("What", "Command", "Hardware", "Time", "Expect") if f"{w}: " not in head] == [], file
+
+
+# ---- a resume, and a launcher ---------------------------------------------------------------------------------------
+
+
+def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
+    old = settings.flat(parse())
+    assert settings.changes(old, old) == ([], [])
+    for name in ("kto.beta", "kto.loss", "optim.lr", "optim.schedule", "max_steps", "epochs", "seed", "batch_size", "model",
+                 "reference", "precision", "data.train", "data.val", "data.max_prompt", "data.shuffle", "lora.rank",
+                 "eval.check", "limit_train", "deterministic"):  # fmt: skip
+        assert settings.changes(old, old | {name: "other"}) == ([name], []), name
+    for name in ("log_interval", "val_interval", "save_interval", "logger", "project", "keep_last", "progress", "max_time",
+                 "resume", "out_dir", "eval.samples"):  # fmt: skip
+        assert settings.changes(old, old | {name: "other"}) == ([], []), name
+    for name in ("micro_batch_size", "micro_batch_tokens", "look_tokens", "devices", "num_nodes", "strategy", "accelerator"):
+        assert settings.changes(old, old | {name: "other"}) == ([], [name]), f"{name} is the same run to rounding only"
+    both = old | {"devices": 2, "optim.lr": 1.0, "logger": "wandb"}
+    assert settings.changes(old, both) == (["optim.lr"], ["devices"])
+
+
+def test_a_resume_knows_only_real_settings():
+    assert settings.FREE <= set(KINDS) and settings.CUT <= settings.FREE
+    before = settings.flat(parse())
+    assert settings.changes({k: v for k, v in before.items() if k != "optim.eps"}, before) == ([], []), "an older run"
+
+
+def test_a_launchers_number_of_processes_is_taken_or_contradicted(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    s = parse("--devices=3", "--num_nodes=2")
+    settings.torchrun(s)
+    assert (s.devices, s.num_nodes) == (3, 2), "no launcher"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    s = parse()
+    settings.torchrun(s)
+    assert (s.devices, s.num_nodes) == (2, 2)
+    with pytest.raises(BadInput, match="^devices: 3, but the launcher started 2 processes"):
+        settings.torchrun(parse("--devices=3"))
+
+
+def test_the_program_itself_exits_as_a_shell_expects():
+    def start(*argv):
+        command = [sys.executable, ROOT / "kto.py", *argv]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    manual, mistake = start("--help"), start("--kto.bta", "3")  # at the same time
+    out, err = manual.communicate(timeout=60)
+    assert (manual.returncode, err) == (0, "") and "--kto.beta" in out
+    out, err = mistake.communicate(timeout=60)
+    assert (mistake.returncode, out) == (2, "")
+    assert err == "error: kto.bta: no such setting; did you mean kto.beta?\n"
