@@ -201,9 +201,16 @@ def flat(settings, prefix: str = "") -> dict[str, object]:
     return out
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text like 1e3, which jsonargparse would read back as a number (YAML 1.2), and PyYAML (1.1) would not."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[\d._]+[eE][-+]?\d+"), list("-+.0123456789"))
+
+
 def dump(settings) -> str:
     """YAML that parses back into equal settings."""
-    return yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False)
+    return yaml.dump(dataclasses.asdict(settings), Dumper=_Dumper, sort_keys=False)
 
 
 def _check_names(names, cls, where: str = "") -> None:
