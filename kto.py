@@ -440,8 +440,9 @@ def first(examples: list[Example], limit: int | float | None) -> list[Example]:
     return examples[: n if limit is None else limit if isinstance(limit, int) else max(1, round(limit * n))]
 
 
-def main() -> None:
-    s = parse(Settings, sys.argv[1:], __doc__.split("\n\n")[0], Path(__file__).parent / "config" / "demo.yaml")
+def main(argv: list[str] | None = None) -> None:
+    here, doc = Path(__file__).parent, __doc__.split("\n\n")[0]
+    s = parse(Settings, sys.argv[1:] if argv is None else argv, doc, here / "config" / "demo.yaml")
     run(s, kto_objective(s.kto, s.data.score_prompt), "kto")
 
 

@@ -254,7 +254,7 @@ def test_no_number_may_be_nan_infinite_or_negative(config):
             put(s, name, value)
             with pytest.raises(BadInput) as e:
                 s.refuse()
-            assert name.split(".")[-1] in str(e.value), (name, value)
+            assert str(e.value).startswith(name.split(".")[0]), (name, value)
             assert math.isfinite(value) or str(e.value) == f"{name}: expected a finite number, got {value}"
     assert "kto.beta: expected a finite" in refused("--config", config({"kto": {"beta": float("nan")}})), "YAML knows .nan"
 
@@ -384,7 +384,7 @@ ODD = {
     "precision": "64-true", "max_steps": 7, "max_time": "12:30:00", "limit_train": 0.25, "limit_val": 3,
     "micro_batch_size": 2, "look_tokens": 9, "val_interval": 2, "save_interval": 1e-3, "keep_best": "loss",
     "logger": "wandb", "project": "Größe 'x'\n", "progress": False, "deterministic": True, "strategy": "ddp",
-    "data.val": "-v", "data.test": "~", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
+    "data.val": "-v", "data.test": "on", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
     "data.chat_template": "", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["head"], "optim.lr": 1e-7,
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
     "kto.sft_average_logps": False,
