@@ -323,40 +323,61 @@ def _table(source: str, path: Path):
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
+def _json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as e:
+        raise BadInput(f"{file}: {e}") from None
+
+
 class Tokenizer:
     """A folder's tokenizer.json (or .model) and chat template. EOS is required; BOS only if it adds one itself."""
 
     def __init__(self, folder: Path, chat_template: str | None = None):
-        import litgpt.tokenizer
+        self.config = _json(folder / "tokenizer_config.json")
+        try:
+            if (folder / "tokenizer.json").is_file():
+                from tokenizers import Tokenizer as Processor
 
-        try:
-            self.config = json.loads((folder / "tokenizer_config.json").read_text())
-        except FileNotFoundError:
-            self.config = {}
-        except ValueError as e:
-            raise BadInput(f"{folder}/tokenizer_config.json: {e}") from None
-        try:
-            self.lit = litgpt.tokenizer.Tokenizer(folder)
-        except KeyError as e:
-            raise BadInput(f"{folder}/tokenizer_config.json: {e}: missing") from None
+                self.processor, self.fast = Processor.from_file(str(folder / "tokenizer.json")), True
+            else:
+                from litgpt.tokenizer import Tokenizer as Sentencepiece  # slow to import
+
+                lit = Sentencepiece(folder)
+                self.processor, self.fast = lit.processor, False
         except Exception as e:  # the tokenizers package raises bare Exception
-            raise BadInput(
-                f"{folder}: no usable tokenizer.json or tokenizer.model ({str(e) or type(e).__name__})"
-            ) from None
-        self.eos, self.bos = self.lit.eos_id, self.lit.bos_id
+            reason = str(e) or type(e).__name__
+            raise BadInput(f"{folder}: no usable tokenizer.json or tokenizer.model ({reason})") from None
+        # litgpt's rule for BOS also looks at the folder's name: a copy elsewhere would give other tokens
+        adds = self.config.get("add_bos_token", self.config.get("tokenizer_class") == "LlamaTokenizer")
+        if self.fast:
+            self.processor.no_padding()
+            self.processor.no_truncation()
+            self.bos, self.eos = (self._special(folder, name) for name in ("bos", "eos"))
+            first = self.processor.encode("a").ids[:1]  # with what its post-processor puts around a text
+            adds = adds or first == [self.bos]
+            self.n_vocab = self.processor.get_vocab_size(with_added_tokens=True)
+        else:
+            self.bos, self.eos, self.n_vocab = lit.bos_id, lit.eos_id, lit.vocab_size
         if self.eos is None:
             raise BadInput(f"{folder}/tokenizer_config.json: eos_token: missing: a completion could never end")
-        if self.lit.backend == "huggingface":
-            self.lit.processor.no_padding()
-            self.lit.processor.no_truncation()
-            first = self.lit.processor.encode("a").ids[:1]  # with what its post-processor puts around a text
-            # litgpt's use_bos also looks at the folder's name: a copy elsewhere would give other tokens
-            said = self.config.get("add_bos_token", self.config.get("tokenizer_class") == "LlamaTokenizer")
-            self.adds_bos = self.bos is not None and (first == [self.bos] or bool(said))
-            self.n_vocab = self.lit.processor.get_vocab_size(with_added_tokens=True)
-        else:
-            self.adds_bos, self.n_vocab = self.lit.use_bos, self.lit.vocab_size
+        self.adds_bos = self.bos is not None and bool(adds)
         self.template = self._template(folder, chat_template)
+
+    def _special(self, folder: Path, name: str) -> int | None:
+        """The id of BOS or EOS: by the tokenizer's own word, else the model's (GPT-2's on the Hub is only there)."""
+        token = self.config.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            if (known := self.processor.token_to_id(token)) is None:
+                raise BadInput(f"{folder}/tokenizer_config.json: {name}_token: {token!r} is no token of tokenizer.json")
+            return known
+        for file in ("generation_config.json", "config.json"):
+            if (i := _json(folder / file).get(f"{name}_token_id")) is not None:
+                return i[0] if isinstance(i, list) else i
+        return None
 
     def _template(self, folder: Path, chat_template: str | None):
         text = self.config.get("chat_template")
@@ -410,22 +431,25 @@ class Tokenizer:
 
     def same(self, other: "Tokenizer") -> bool:
         """Whether both turn every text into the same ids."""
-        if {self.lit.backend, other.lit.backend} != {"huggingface"}:
-            return self.lit.backend == other.lit.backend and self.lit.vocab_size == other.lit.vocab_size
-        return self.lit.processor.to_str() == other.lit.processor.to_str()
+        if self.fast and other.fast:
+            return self.processor.to_str() == other.processor.to_str()
+        return (
+            self.fast == other.fast
+            and self.processor.serialized_model_proto() == other.processor.serialized_model_proto()
+        )
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids, nothing added."""
-        if self.lit.backend == "huggingface":
-            return [e.ids for e in self.lit.processor.encode_batch(texts, add_special_tokens=False)]
-        return [list(ids) for ids in self.lit.processor.encode(texts)]
+        if self.fast:
+            return [e.ids for e in self.processor.encode_batch(texts, add_special_tokens=False)]
+        return [list(ids) for ids in self.processor.encode(texts)]
 
     def prompt(self, ids: list[int]) -> list[int]:
         """With BOS in front, once, if this tokenizer adds one."""
         return [self.bos, *ids] if self.adds_bos and ids[:1] != [self.bos] else ids
 
     def decode(self, ids) -> str:
-        return self.lit.processor.decode([int(i) for i in ids])
+        return self.processor.decode([int(i) for i in ids])
 
 
 # ---- examples -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from model import Lora
 
 @dataclass
 class Optim:
-    """AdamW and its learning rate: warmup, then constant, then decay to min_lr. Norms, biases, embeddings do not decay."""
+    """AdamW and its learning rate: warmup, constant, then decay to min_lr. Norms, biases, embeddings do not decay."""
 
     name: str = "adamw"
     """adamw, or adamw8bit: its states in 8 bits, through bitsandbytes."""
@@ -91,7 +91,7 @@ class Run:
     micro_batch_size: int | None = None
     """Examples per forward on a device. Memory and speed only."""
     micro_batch_tokens: int | None = None
-    """Prompt + completion tokens per forward instead; an over-long example goes alone. Default, given neither: 16384."""
+    """Prompt + completion tokens per forward instead; an over-long example goes alone. Given neither: 16384."""
     look_tokens: int | None = None
     """The same budget for passes without gradient, which need less memory. Default: as the passes with gradient."""
 
@@ -102,7 +102,7 @@ class Run:
     log_interval: int = 1
     """Steps between lines of metrics.csv. A line describes its own step, over all micro-batches and devices."""
     val_interval: int | float | None = 1.0
-    """Steps between validations; a float is a fraction of an epoch. Also validated: before the first step and at the end."""
+    """Steps between validations; a float is a fraction of an epoch. Also: before the first step and at the end."""
     save_interval: int | float | None = 1.0
     """Steps between checkpoints; a float is a fraction of an epoch. Also saved: at the end, or when stopped."""
     keep_last: int = 2
@@ -156,8 +156,8 @@ class Run:
             raise BadInput(f"lora.targets: expected some of {', '.join(known)}; got {unknown[0]}")
         if self.precision == "bf16-true" and not self.lora.rank:
             raise BadInput(
-                "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of 0.02); "
-                "use bf16-mixed, or LoRA"
+                "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of "
+                "0.02); use bf16-mixed, or LoRA"
             )
         if self.precision == "64-true" and self.strategy == "fsdp":
             raise BadInput("precision: 64-true does not work with strategy fsdp; use ddp")

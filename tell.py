@@ -106,7 +106,7 @@ class Progress:
 
 
 class Tell:
-    """`validate`: without arguments -> the metrics of a line. `passes`: see Objective, for the useful FLOPs of a step."""
+    """`validate`: without arguments -> the metrics of a line. `passes`: Objective's, for the useful FLOPs of a step."""
 
     def __init__(self, fabric, s: Run, policy, optimizer, tokenizer: Tokenizer, plan: Plan, out: Path, state: dict,
                  val: list[Example], validate, passes):  # fmt: skip
@@ -245,10 +245,9 @@ def verdicts(before: dict, after: dict, n: int = 5, width: int = 34) -> str:
     """Accuracy before and after with 95% intervals, and the first answers side by side."""
     lines = ["", "held-out accuracy by the checker (95% interval)"]
     for name, v in (("before", before), ("after", after)):
-        low, high = wilson(v["right"], v["of"])
-        lines.append(
-            f"  {name:<7} {100 * v['right'] / v['of']:5.1f}%  ({100 * low:.1f} to {100 * high:.1f})  {v['right']} of {v['of']}"
-        )
+        (low, high), share = wilson(v["right"], v["of"]), v["right"] / v["of"]
+        interval = f"({100 * low:.1f} to {100 * high:.1f})"
+        lines.append(f"  {name:<7} {100 * share:5.1f}%  {interval}  {v['right']} of {v['of']}")
     gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
     lines += [f"  gain    {gain:+5.1f} points", ""]
     rows = [("prompt", "before", "after")]

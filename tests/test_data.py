@@ -69,7 +69,7 @@ def bos(tmp_path_factory) -> Tokenizer:
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """The oracle: the tokenizers package, with nothing added."""
-    return tokenizer.lit.processor.encode(text, add_special_tokens=False).ids
+    return tokenizer.processor.encode(text, add_special_tokens=False).ids
 
 
 def write(path: Path, *records) -> str:
@@ -865,7 +865,7 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
     (path / "tokenizer.json").write_text("{}")
     assert "no usable tokenizer" in refused(path)
     assert "eos_token: missing" in refused(folder(tmp_path / "b", eos_token=None))
-    assert "no usable tokenizer" in refused(folder(tmp_path / "c", eos_token="<none>"))
+    assert "eos_token: '<none>' is no token" in refused(folder(tmp_path / "c", eos_token="<none>"))
     path = folder(tmp_path / "d")
     (path / "tokenizer_config.json").write_text('{"eos_token"')
     assert refused(path).startswith(f"{path}/tokenizer_config.json: ")
@@ -1248,3 +1248,13 @@ def test_rows_move_as_one():
     r = data.pack(PROMPTS, COMPLETIONS)
     moved = r.to("meta")
     assert all(x.device.type == "meta" for x in moved[:-1]) and moved.sizes == r.sizes
+
+
+def test_special_tokens_that_only_the_model_names_are_found_there_as_gpt2_has_it_on_the_hub(tmp_path):
+    path = folder(tmp_path / "t")
+    (path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    (path / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert (Tokenizer(path).eos, Tokenizer(path).bos) == (7, None)
+    (path / "generation_config.json").write_text('{"eos_token_id": 5, "bos_token_id": 5}')
+    tokenizer = Tokenizer(path)
+    assert (tokenizer.eos, tokenizer.bos, tokenizer.adds_bos) == (5, 5, False)

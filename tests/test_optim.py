@@ -1,0 +1,220 @@
+"""How far and how fast: steps of a run, the learning rate by hand, what decays, clipping."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+import kto
+import model
+from data import Data
+from optim import Plan, clip, lr_at, make_optimizer, make_plan, steps_of
+from settings import Optim
+
+
+def run_settings(**kw) -> kto.Settings:
+    return kto.Settings(model="m", data=Data(train="t"), **kw)
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
+    assert steps_of(7, per_epoch=20) == 7 and steps_of(1, per_epoch=20) == 1
+    assert steps_of(1.0, per_epoch=20) == 20
+    assert steps_of(0.25, per_epoch=20) == 5
+    assert steps_of(0.17, per_epoch=20) == 3, "to the nearest"
+    assert steps_of(2.5, per_epoch=20) == 50
+    assert steps_of(0.001, per_epoch=20) == 1, "an interval is never 0"
+    assert steps_of(None, per_epoch=20) is None
+
+
+@pytest.mark.parametrize(
+    "settings, per_epoch, total",
+    [
+        ({}, 10, 10),
+        ({"epochs": 3}, 10, 30),
+        ({"epochs": 3, "max_steps": 7}, 10, 7),
+        ({"epochs": 3, "max_steps": 70}, 10, 30),
+        ({"epochs": 3, "limit_train": 4}, 4, 12),
+        ({"epochs": 3, "limit_train": 0.3}, 3, 9),
+        ({"epochs": 3, "limit_train": 1}, 1, 3),
+        ({"epochs": 3, "limit_train": 1.0}, 10, 30),
+        ({"limit_train": 99}, 10, 10),
+        ({"limit_train": 2.0}, 10, 10),
+        ({"limit_train": 0.001}, 1, 1),
+        ({"epochs": 2, "limit_train": 4, "max_steps": 5}, 4, 5),
+    ],
+)
+def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_remainder_is_left_out(settings, per_epoch, total):
+    plan = make_plan(run_settings(batch_size=8, **settings), n=87)  # 10 batches and 7 examples
+    assert (plan.per_epoch, plan.total) == (per_epoch, total)
+    assert isinstance(plan.total, int), "range() takes it"
+
+
+def test_intervals_are_fractions_of_the_epoch_as_limited():
+    plan = make_plan(run_settings(batch_size=8, limit_train=6, val_interval=0.5, save_interval=5), n=87)
+    assert (plan.val, plan.save) == (3, 5)
+    assert make_plan(run_settings(batch_size=8), n=87)[2:] == (10, 10), "once an epoch by default"
+    assert make_plan(run_settings(val_interval=None, save_interval=None), n=87)[2:] == (None, None)
+
+
+# ---- the learning rate ----------------------------------------------------------------------------------------------
+
+
+def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
+    return [lr_at(step, Plan(per_epoch, total, None, None), Optim(**optim)) for step in range(1, total + 1)]
+
+
+def test_the_warmup_is_a_straight_line_to_the_peak():
+    assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]
+    assert rates(3, lr=2.0, warmup=4) == [0.5, 1.0, 1.5], "a run may end in its warmup"
+
+
+def test_linear_goes_from_the_peak_to_min_lr():
+    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]  # 2 up, 2 flat, then 0.9 down in 6
+    assert rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="linear") == pytest.approx(expected)
+
+
+def test_cosine_goes_from_the_peak_to_min_lr():
+    # 0.1 + 0.9 (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
+    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.9397114317, 0.775, 0.55, 0.325, 0.1602885683]
+    assert rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="cosine") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_min_lr_is_where_the_run_ends_so_no_step_is_wasted_on_it(schedule):
+    o = Optim(lr=1.0, min_lr=0.25, warmup=3, schedule=schedule)
+    assert lr_at(21, Plan(10, 20, None, None), o) == pytest.approx(0.25)
+    assert lr_at(20, Plan(10, 20, None, None), o) > 0.25
+
+
+def test_the_constant_schedule_stays_and_needs_no_min_lr():
+    assert rates(4, lr=3.0, min_lr=1.0, schedule="constant") == [3.0] * 4
+
+
+def test_warmup_and_constant_may_be_fractions_of_an_epoch():
+    steps = rates(20, per_epoch=10, lr=1.0, warmup=4, constant=3, schedule="linear")
+    assert rates(20, per_epoch=10, lr=1.0, warmup=0.4, constant=0.3, schedule="linear") == steps
+    assert rates(20, per_epoch=10, lr=1.0, warmup=1.0, schedule="linear")[9:11] == [1.0, 1.0]
+    assert rates(20, per_epoch=10, lr=1.0, warmup=1, schedule="linear")[:2] == [1.0, 1.0], "1 is a step, 1.0 an epoch"
+    assert rates(4, lr=1.0, warmup=0.0, constant=0.0, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_a_stretch_longer_than_the_run_does_no_harm():
+    assert rates(4, lr=1.0, constant=9) == [1.0] * 4
+    assert rates(4, lr=1.0, warmup=2, constant=2) == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_a_rate_of_0_is_0_throughout():
+    for schedule in ("cosine", "linear", "constant"):
+        assert rates(5, lr=0.0, warmup=2, schedule=schedule) == [0.0] * 5
+
+
+# ---- AdamW ----------------------------------------------------------------------------------------------------------
+
+
+def decayed(policy, **optim) -> dict[str, bool]:
+    """Name -> whether a step with a gradient of 0 shrinks it, and by as much as it should."""
+    s = run_settings(optim=Optim(lr=0.5, weight_decay=0.25, **optim))
+    for p in policy.module.parameters():
+        p.data.fill_(1.0)
+        p.grad = torch.zeros_like(p)
+    make_optimizer(s, policy).step()
+    named = {n: p for n, p in policy.module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    for name, p in named.items():
+        assert p.unique().tolist() in ([1.0], [0.875]), name  # 1 - 0.5 * 0.25
+    return {name: p.flatten()[0].item() < 1 for name, p in named.items()}
+
+
+def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(tiny):
+    fate = decayed(SimpleNamespace(module=model.load(tiny)))
+    assert fate["transformer.h.0.attn.qkv.weight"] and fate["transformer.h.1.mlp.proj.weight"]
+    kept = [n for n, shrinks in fate.items() if not shrinks]
+    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "lm_head.weight"} <= set(
+        kept
+    )
+    skipped = re.compile("bias|norm|ln_f|wte|wpe|lm_head")  # this model's head is its embedding
+    assert [n for n in fate if skipped.search(n)] == kept
+    assert sum(fate.values()) == 8, "four matrices in each of two layers"
+
+
+def test_a_head_of_its_own_decays_and_a_tied_one_does_not():
+    def build(tie):
+        parts = nn.ModuleDict({"wte": nn.Embedding(8, 4), "ln": nn.LayerNorm(4), "head": nn.Linear(4, 8)})
+        if tie:
+            parts["head"].weight = parts["wte"].weight
+        return SimpleNamespace(module=parts)
+
+    assert [name for name, shrinks in decayed(build(False)).items() if shrinks] == ["head.weight"]
+    assert not any(decayed(build(True)).values())
+
+
+def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
+    policy = SimpleNamespace(module=model.load(tiny, model.Lora(rank=2)))
+    fate = decayed(policy)
+    assert fate and all("lora_" in name for name in fate) and all(fate.values())
+    optimizer = make_optimizer(run_settings(), policy)
+    assert len(optimizer.param_groups) == 1, "no empty group"
+
+
+def test_the_optimizer_is_built_as_told():
+    policy = SimpleNamespace(module=nn.Linear(4, 4))
+    o = Optim(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
+    optimizer = make_optimizer(run_settings(optim=o), policy)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    matrix, bias = optimizer.param_groups
+    assert (matrix["lr"], matrix["betas"], matrix["eps"], matrix["weight_decay"]) == (0.1, (0.8, 0.95), 1e-6, 0.3)
+    assert (bias["lr"], bias["betas"], bias["eps"], bias["weight_decay"]) == (0.1, (0.8, 0.95), 1e-6, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adamw8bit_trains_on_a_cpu_with_states_in_8_bits():
+    try:
+        import bitsandbytes
+    except Exception as e:
+        pytest.skip(f"bitsandbytes does not import: {e}")
+    torch.manual_seed(0)
+    layer, x = nn.Linear(96, 64), torch.randn(32, 96)  # bitsandbytes keeps states of less than 4096 values whole
+    s = run_settings(optim=Optim(name="adamw8bit", lr=0.01, weight_decay=0.1))
+    optimizer = make_optimizer(s, SimpleNamespace(module=layer))
+    assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    losses = []
+    for _ in range(3):
+        loss = (layer(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    assert optimizer.state[layer.weight]["state1"].dtype == torch.uint8
+
+
+# ---- clipping -------------------------------------------------------------------------------------------------------
+
+
+def clipped(gradient: list[float], max_norm: float) -> tuple[float, list[float]]:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    policy, optimizer = fabric.setup(layer := nn.Linear(2, 1, bias=False), torch.optim.SGD(layer.parameters(), 0.1))
+    layer.weight.grad = torch.tensor([gradient])
+    return clip(fabric, policy, optimizer, max_norm), layer.weight.grad[0].tolist()
+
+
+def test_clipping_scales_to_the_norm_and_returns_what_it_was():
+    norm, gradient = clipped([3.0, 4.0], 1.0)
+    assert norm == 5.0 and gradient == pytest.approx([0.6, 0.8], rel=1e-6)
+    assert clipped([3.0, 4.0], 6.0) == (5.0, [3.0, 4.0]), "below the limit it is left alone"
+
+
+def test_a_limit_of_0_is_no_clipping_but_the_norm_is_told():
+    assert clipped([3.0, 4.0], 0) == (5.0, [3.0, 4.0])
+
+
+def test_a_norm_that_is_not_finite_is_returned_for_the_loop_to_refuse():
+    assert math.isnan(clipped([float("nan"), 1.0], 1.0)[0])
+    assert clipped([float("inf"), 1.0], 0)[0] == math.inf
