@@ -64,7 +64,7 @@ class Record(NamedTuple):
     prompt: str | list[dict]
     completions: list[str | dict]  # one rated or demonstrated completion; or chosen, rejected
     label: bool | None  # None: a pair, or a demonstration
-    rewards: tuple[float, float] = (1.0, 0.0)
+    rewards: tuple[float | None, float | None] = (None, None)  # of a pair's completions, where the record gives them
 
 
 LABELS = {"chosen": True, "rejected": False, "desirable": True, "undesirable": False}
@@ -129,10 +129,10 @@ def _label(value, field: str) -> bool:
     raise Fault(f"{field}: expected true, false, 1, 0, {', '.join(LABELS)}; got {_short(value)}")
 
 
-def _reward(record: dict, field: str, default: float) -> float:
-    value = record.get(field, default)
+def _reward(record: dict, field: str) -> float | None:
+    value = record.get(field)
     if value is None:
-        return default
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
         raise Fault(f"{field}: expected a finite number, got {_short(value)}")
     return float(value)
@@ -156,7 +156,7 @@ def _rated(record: dict) -> Record:
 
 def _pair(record: dict) -> Record:
     fields = _field(record, "chosen", "chosen_response"), _field(record, "rejected", "rejected_response")
-    rewards = _reward(record, "chosen_reward", 1.0), _reward(record, "rejected_reward", 0.0)
+    rewards = _reward(record, "chosen_reward"), _reward(record, "rejected_reward")
     if "prompt" in record:
         prompt = _dialogue(record["prompt"], "prompt")
         return Record(prompt, [_answer(_last_turn(record[f], prompt, f), f) for f in fields], None, rewards)
@@ -461,7 +461,7 @@ class Example(NamedTuple):
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
     label: bool  # desirable; True where nothing was rated
-    rewards: tuple[float, float]
+    rewards: tuple[float | None, float | None]
     where: str  # file:line
 
     @property
@@ -521,7 +521,7 @@ def load(
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: not empty, but no tokens are left of it")
         prompt = np.array(prompt, dtype=np.int32)
         if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
-            examples += [Example(prompt, (c,), good, (1.0, 0.0), where) for c, good in zip(completions, (True, False))]
+            examples += [Example(prompt, (c,), good, (None, None), where) for c, good in zip(completions, (True, False))]
         else:
             examples.append(Example(prompt, tuple(completions), record.label is not False, record.rewards, where))
     return examples, cuts

@@ -53,20 +53,19 @@ class Csv:
 
 
 def tracker(name: str, out: Path, project: str, settings: dict, resumed: bool):
-    """A function (values, step) for tensorboard or wandb; the csv files are always there by themselves."""
+    """A function (values, step) for tensorboard or wandb, and one to end it; the csv files are always there."""
     if name == "csv":
-        return lambda values, step: None
+        return lambda values, step: None, lambda: None
     if name == "tensorboard":
         from tensorboardX import SummaryWriter
 
-        writer = SummaryWriter(str(out / "tensorboard"))
+        writer = SummaryWriter(str(out / "tensorboard"), flush_secs=5)
 
         def log(values, step):
             for key, value in values.items():
                 writer.add_scalar(key, value, step)
-            writer.flush()
 
-        return log
+        return log, writer.close  # not flush, which does not wait for its own queue: the last lines would be lost
     import wandb
 
     file = out / "wandb_id"
@@ -78,7 +77,7 @@ def tracker(name: str, out: Path, project: str, settings: dict, resumed: bool):
             f"logger: wandb: {' '.join(str(e).split())}; WANDB_MODE=offline needs neither key nor network"
         ) from None
     file.write_text(run.id)
-    return lambda values, step: run.log(values, step=step)
+    return lambda values, step: run.log(values, step=step), lambda: None  # its own exit hook tells a crash from an end
 
 
 class Progress:
@@ -86,7 +85,7 @@ class Progress:
 
     def __init__(self, plan: Plan, start: int, on: bool):
         self.every, self.total, self.bar, self.on = max(1, round(plan.total / 20)), plan.total, None, on
-        self.next = start + 1  # not a multiple of `every`: with a log_interval there may be no line at those
+        self.next = 0  # the next line may come later than at a multiple of `every`: there is one each log_interval
         if on and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -121,7 +120,7 @@ class Tell:
         if self.main:
             resumed = state["step"] if state["step"] else None
             self.metrics, self.val_csv = (Csv(out / name, resumed) for name in ("metrics.csv", "val.csv"))
-            self.track = tracker(s.logger, out, s.project, asdict(s), resumed is not None)
+            self.track, self.untrack = tracker(s.logger, out, s.project, asdict(s), resumed is not None)
             self.bar = Progress(plan, state["step"], s.progress)
 
     def step(self, step: int, line: dict | None, batch: Batch, seconds: float) -> None:
@@ -203,6 +202,7 @@ class Tell:
         if self.main:
             self.metrics.file.close()
             self.val_csv.file.close()
+            self.untrack()
             if self.bar.bar is not None:
                 self.bar.bar.close()
 

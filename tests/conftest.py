@@ -76,16 +76,21 @@ def ratings(tmp_path_factory) -> Path:
     return file
 
 
-def train(tiny, ratings, out: Path, *argv: str) -> dict:
-    """A run of kto.py in this process. -> its rows, and its final weights."""
-    import csv
+@pytest.fixture(scope="session")
+def pairs() -> Path:
+    """8 pairs."""
+    return PARITY / "dpo_data.jsonl"
 
-    import kto
+
+def train(tiny, data, out: Path, *argv: str, program: str = "kto") -> dict:
+    """A run of kto.py (dpo.py) in this process. -> its rows, and its final weights."""
+    import csv
+    from importlib import import_module
+
     from safetensors.torch import load_file
 
-    argv = ["--model", str(tiny), "--data.train", str(ratings), "--out_dir", str(out), "--progress=false", *argv]
-    s = kto.parse(kto.Settings, argv, "", Path("none"))
-    kto.run(s, kto.kto_objective(s.kto, s.data.score_prompt), "kto")
+    argv = ["--model", str(tiny), "--data.train", str(data), "--out_dir", str(out), "--progress=false", *argv]
+    import_module(program).main(argv)
     with open(out / "metrics.csv") as f:
         rows = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(f)]
     final = out / "final" / "model.safetensors"

@@ -870,7 +870,7 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
     (path / "tokenizer_config.json").write_text('{"eos_token"')
     assert refused(path).startswith(f"{path}/tokenizer_config.json: ")
     (path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    assert "'tokenizer_class': missing" in refused(path)
+    assert Tokenizer(path).eos == 0, "what else transformers writes there is not needed"
 
 
 def test_tokenizers_are_the_same_if_they_turn_text_into_the_same_ids(tmp_path, plain, chat):

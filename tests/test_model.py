@@ -54,6 +54,7 @@ def check_against_transformers(folder: Path, hf: nn.Module, tmp: Path, n=40) -> 
         model.export(gpt.named(), folder, tmp / "out")
         back, info = transformers.AutoModelForCausalLM.from_pretrained(tmp / "out", output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert json.loads((tmp / "out" / "config.json").read_text())["tie_word_embeddings"] == gpt.tied
         assert back.config.tie_word_embeddings == hf.config.tie_word_embeddings == gpt.tied
         assert same(back(ids[None]).logits[0], theirs, 1e-5)
         again = model.load(tmp / "out")

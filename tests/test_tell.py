@@ -141,17 +141,29 @@ def test_only_the_first_rank_speaks(capsys, monkeypatch):
 
 
 def test_the_csv_logger_tracks_nowhere_else(tmp_path):
-    tracker("csv", tmp_path, "kto", {}, False)({"loss": 1.0}, 1)
+    log, close = tracker("csv", tmp_path, "kto", {}, False)
+    log({"loss": 1.0}, 1)
+    close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_a_run_closes_what_it_writes_to(tmp_path):
+    ended, files = [], [Csv(tmp_path / name, None) for name in ("metrics.csv", "val.csv")]
+    bar = Progress(Plan(10, 10, None, None), 0, False)
+    me = SimpleNamespace(main=True, metrics=files[0], val_csv=files[1], bar=bar, untrack=lambda: ended.append(True))
+    Tell.close(me)
+    assert ended and all(f.file.closed for f in files)
+    Tell.close(SimpleNamespace(main=False))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_gets_every_value_at_its_step(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
-    log = tracker("tensorboard", tmp_path, "kto", {}, False)
+    log, close = tracker("tensorboard", tmp_path, "kto", {}, False)
     log({"loss": 0.5, "val/kl": 2.0}, 3)
     log({"loss": 0.25}, 4)
+    close()
     (file,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
     raw, found = file.read_bytes(), []
     while raw:  # a record: its length (8 bytes), a checksum (4), itself, a checksum (4)
@@ -174,7 +186,9 @@ def wandb_elsewhere(out: Path, runs: int, **env) -> list[str] | None:
         warnings.simplefilter("ignore")
         try:
             for resumed in (False, True)[:runs]:
-                tracker("wandb", out, "kto", {"kto": {"beta": 0.1}}, resumed)({"loss": 0.5}, 1 + resumed)
+                log, close = tracker("wandb", out, "kto", {"kto": {"beta": 0.1}}, resumed)
+                log({"loss": 0.5}, 1 + resumed)
+                close()
                 said.append((out / "wandb_id").read_text())
                 sys.modules["wandb"].finish()
         except BadInput as e:
