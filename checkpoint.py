@@ -205,6 +205,7 @@ def _open_run(s: Run, program: str, say) -> tuple[Path, Path | None]:
     elif s.resume:
         say(f"nothing to resume in {out}: starting")
     out.mkdir(parents=True, exist_ok=True)
+    s.out_dir = str(out)  # so that settings.yaml finds its own run
     (out / "settings.yaml").write_text(dump(s))
     say(f"run folder: {out}")
     return out, found

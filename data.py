@@ -325,11 +325,14 @@ def _table(source: str, path: Path):
 
 def _json(file: Path) -> dict:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{file}: {e}") from None
+    if not isinstance(found, dict):
+        raise BadInput(f"{file}: expected an object, got {_short(found)}")
+    return found
 
 
 class Tokenizer:
@@ -521,7 +524,9 @@ def load(
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: not empty, but no tokens are left of it")
         prompt = np.array(prompt, dtype=np.int32)
         if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
-            examples += [Example(prompt, (c,), good, (None, None), where) for c, good in zip(completions, (True, False))]
+            examples += [
+                Example(prompt, (c,), good, (None, None), where) for c, good in zip(completions, (True, False))
+            ]
         else:
             examples.append(Example(prompt, tuple(completions), record.label is not False, record.rewards, where))
     return examples, cuts

@@ -103,7 +103,7 @@ def rated(prompt="p", completion="c", label=True) -> dict:
 
 def example(prompt, *completions, label=True) -> Example:
     arrays = [np.array(x, dtype=np.int32) for x in (prompt, *completions)]
-    return Example(arrays[0], tuple(arrays[1:]), label, (1.0, 0.0), "made")
+    return Example(arrays[0], tuple(arrays[1:]), label, (None, None), "made")
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ PAIRS = {
     ),
     "null rewards": (
         {"prompt": "p", "chosen": "good", "rejected": "bad", "chosen_reward": None, "rejected_reward": None},
-        Record("p", ["good", "bad"], None, (1.0, 0.0)),
+        Record("p", ["good", "bad"], None, (None, None)),
     ),
     "messages": ({"prompt": [user("p")], "chosen": [bot("good")], "rejected": bot("bad")}, TWO),
     "implicit prompt": ({"chosen": [user("p"), bot("good")], "rejected": [user("p"), bot("bad")]}, TWO),
@@ -182,6 +182,7 @@ def test_a_pair_stays_a_pair_for_dpo_and_becomes_two_rated_examples_for_kto(tmp_
     assert (up.label, down.label) == (True, False)
     assert up.prompt.tolist() == down.prompt.tolist() == ids_of(plain, "p")
     assert up.where == down.where == f"{source}:1"
+    assert up.rewards == down.rewards == (None, None), "a rating has no second completion to be worth less"
 
 
 DEMOS = {
@@ -515,7 +516,7 @@ def test_a_csv_pair_has_rewards_or_leaves_them_open(tmp_path, plain):
     path = tmp_path / "d.csv"
     head = "prompt,chosen,rejected,chosen_reward,rejected_reward\n"
     path.write_text(head + "p,c,d,2,-0.5\np,c,d,,\n")
-    assert [e.rewards for e in load(path, plain, "paired")] == [(2.0, -0.5), (1.0, 0.0)]
+    assert [e.rewards for e in load(path, plain, "paired")] == [(2.0, -0.5), (None, None)]
     path.write_text(head + "p,c,d,nan,0\np,c,d,1,Infinity\np,c,d,high,0\np,c,d,true,0\n")
     fields = [g.split(": ")[1] for g in refusal(path, plain, "paired")]
     assert fields == ["chosen_reward", "rejected_reward", "chosen_reward", "chosen_reward"]
@@ -869,8 +870,20 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
     path = folder(tmp_path / "d")
     (path / "tokenizer_config.json").write_text('{"eos_token"')
     assert refused(path).startswith(f"{path}/tokenizer_config.json: ")
+    (path / "tokenizer_config.json").write_text("[1]")
+    assert refused(path) == f"{path}/tokenizer_config.json: expected an object, got [1]"
     (path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     assert Tokenizer(path).eos == 0, "what else transformers writes there is not needed"
+
+
+def test_special_tokens_that_only_the_model_names_are_found_there_as_gpt2_has_it_on_the_hub(tmp_path):
+    path = folder(tmp_path / "t")
+    (path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    (path / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert (Tokenizer(path).eos, Tokenizer(path).bos) == (7, None)
+    (path / "generation_config.json").write_text('{"eos_token_id": 5, "bos_token_id": 5}')
+    tokenizer = Tokenizer(path)
+    assert (tokenizer.eos, tokenizer.bos, tokenizer.adds_bos) == (5, 5, False)
 
 
 def test_tokenizers_are_the_same_if_they_turn_text_into_the_same_ids(tmp_path, plain, chat):
@@ -1248,13 +1261,3 @@ def test_rows_move_as_one():
     r = data.pack(PROMPTS, COMPLETIONS)
     moved = r.to("meta")
     assert all(x.device.type == "meta" for x in moved[:-1]) and moved.sizes == r.sizes
-
-
-def test_special_tokens_that_only_the_model_names_are_found_there_as_gpt2_has_it_on_the_hub(tmp_path):
-    path = folder(tmp_path / "t")
-    (path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
-    (path / "config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert (Tokenizer(path).eos, Tokenizer(path).bos) == (7, None)
-    (path / "generation_config.json").write_text('{"eos_token_id": 5, "bos_token_id": 5}')
-    tokenizer = Tokenizer(path)
-    assert (tokenizer.eos, tokenizer.bos, tokenizer.adds_bos) == (5, 5, False)

@@ -21,6 +21,11 @@ LLAMA |= dict(mlp_class_name="LLaMAMLP")
 SHAPES = {"gpt2": None, "llama": LLAMA, "window": LLAMA | dict(sliding_window_size=4)}
 
 
+@pytest.fixture(autouse=True)
+def one_thread(torch_state):
+    torch.set_num_threads(1)  # on a busy machine, two threads wait for each other ten times as long as they compute
+
+
 def policy_of(shape, tiny, dtype=torch.float32):
     if SHAPES[shape] is None:
         return model.load(tiny, dtype=dtype).eval()

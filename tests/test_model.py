@@ -19,6 +19,11 @@ from data import BadInput, pack
 from model import Lora
 
 
+@pytest.fixture(autouse=True)
+def one_thread(torch_state):
+    torch.set_num_threads(1)  # on a busy machine, two threads wait for each other ten times as long as they compute
+
+
 def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
     """Every parameter random, biases and norms included, so that none can be lost or swapped unseen."""
     generator = torch.Generator().manual_seed(seed)
