@@ -15,16 +15,17 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from data import BadInput, Failed
-from settings import Run, changes, dump, flat
+from settings import Run, changes, dotted, dump, flat
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, on the CPU. A collective where it is sharded."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
+    """The whole of a tensor, a copy on the CPU. A collective where it is sharded."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().to("cpu", copy=True)
 
 
 def place(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -33,9 +34,10 @@ def place(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(x, like.device_mesh, like.placements) if isinstance(like, DTensor) else x
 
 
-def weights(module, trainable: bool) -> dict[str, torch.Tensor]:
-    """Whole parameters by name; a tied one once. On every rank, since gathering is a collective."""
-    return {name: full(p) for name, p in module.named().items() if p.requires_grad or not trainable}
+def whole(fabric, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gathered from their shards one by one, and kept on rank 0 only: a node's ranks share its memory. Collective."""
+    gathered = ((name, full(x)) for name, x in tensors.items())
+    return {name: x for name, x in gathered if fabric.global_rank == 0}
 
 
 @torch.no_grad()
@@ -75,12 +77,16 @@ def publish(fabric, write, out: Path) -> None:
             (tmp / "manifest.json").write_text(json.dumps({p.name: digest(p) for p in files}, indent=1))
             for p in [*tmp.iterdir(), tmp]:
                 sync(p)
-            shutil.rmtree(out, ignore_errors=True)
+            old = out.parent / f".{out.name}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            if out.exists():
+                out.rename(old)
             tmp.rename(out)
             sync(out.parent)
-        except OSError as e:
+            shutil.rmtree(old, ignore_errors=True)
+        except (OSError, SafetensorError) as e:  # safetensors has an error of its own for a full disk
             shutil.rmtree(tmp, ignore_errors=True)
-            error = f"{out}: not saved: {e.strerror or e}"
+            error = f"{out}: not saved: {getattr(e, 'strerror', None) or e}"
     if error := fabric.broadcast(error):
         raise Failed(error)
 
@@ -88,9 +94,9 @@ def publish(fabric, write, out: Path) -> None:
 def save(fabric, out: Path, policy, optimizer, state: dict, settings: str) -> None:
     """Everything a bit-identical continuation needs. Collective."""
     names = {id(p): name for name, p in policy.named().items()}
-    model = weights(policy, trainable=True)
+    model = whole(fabric, {name: p for name, p in policy.named().items() if p.requires_grad})
     slots = {f"{names[id(p)]}|{key}": x for p, s in optimizer.optimizer.state.items() for key, x in s.items()}
-    optim = {key: full(x) for key, x in slots.items() if isinstance(x, torch.Tensor)}
+    optim = whole(fabric, {key: x for key, x in slots.items() if isinstance(x, torch.Tensor)})
     state = state | {"optimizer": {key: x for key, x in slots.items() if not isinstance(x, torch.Tensor)}}
     rng = torch.get_rng_state() if fabric.device.type != "cuda" else torch.cuda.get_rng_state(fabric.device)
     rng_R = torch.zeros(fabric.world_size, len(rng), dtype=torch.uint8, device=fabric.device)
@@ -196,9 +202,14 @@ def _open_run(s: Run, program: str, say) -> tuple[Path, Path | None]:
         out = Path(s.out_dir)
     found = find(s.resume, out, say) if s.resume else None
     if found:
-        fixed, moved = changes(_dotted(yaml.safe_load((found / "settings.yaml").read_text())), flat(s))
+        fixed, moved = changes(dict(dotted(yaml.safe_load((found / "settings.yaml").read_text()))), flat(s))
         if fixed:
             raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
+        for step, newer in steps(out / "checkpoints").items():  # of a branch that this run now leaves
+            if found.parent == out / "checkpoints" and step > int(found.name.removeprefix("step-")):
+                aside = newer.with_name(f"abandoned-{newer.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                newer.rename(aside)
         say(f"resumed from {found}" + (f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""))
     elif (out / "metrics.csv").exists() and not s.resume:
         raise BadInput(f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder starts anew")
@@ -209,10 +220,3 @@ def _open_run(s: Run, program: str, say) -> tuple[Path, Path | None]:
     (out / "settings.yaml").write_text(dump(s))
     say(f"run folder: {out}")
     return out, found
-
-
-def _dotted(node: dict, prefix: str = "") -> dict:
-    out = {}
-    for key, value in node.items():
-        out |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out

@@ -192,6 +192,8 @@ def _demonstration(record: dict) -> Record:
         if record.get("system"):
             turns = [{"role": "system", "content": _text(record, "system")}, *turns]
         return Record(turns[:-1], [_answer([turns[-1]], field)], None)
+    if "input" in record and "instruction" in record:
+        raise Fault("instruction: this form would be read as input and output only: make a prompt of it")
     if "input" in record:
         return Record(_text(record, "input"), [_text(record, "output")], None)
     if "prompt" not in record:
@@ -405,7 +407,7 @@ class Tokenizer:
         # the sandbox itself raises at the second step only: a lone {{ x.__class__ }} would render as nothing
         env.unsafe_undefined = lambda obj, name: refuse(f"{name}: not allowed here")
         env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
-        env.globals |= {"raise_exception": refuse, "strftime_now": lambda f: ""}  # a date would make runs differ
+        env.globals["raise_exception"] = refuse  # but no strftime_now: today's date would make runs differ
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             token = self.config.get(name)
             env.globals[name] = token.get("content") if isinstance(token, dict) else token or ""
@@ -618,9 +620,12 @@ class Batch(NamedTuple):
             completions.append((e.completions if own else ()) + mine)
         return pack(prompts, completions, self.score_prompt)
 
-    def size(self, slot: int) -> int:
-        e = self.examples[slot]
-        return len(e.prompt) + sum(map(len, e.completions))
+    def size(self, slot: int, borrowed: bool = False) -> int:
+        """Tokens of a slot in its Rows."""
+        e, more = self.examples[slot], ()
+        if borrowed and self.partners is not None:
+            more = self.examples[max(self.partners[slot], 0)].completions[:1]
+        return len(e.prompt) + sum(map(len, (*e.completions, *more)))
 
 
 def mismatched(examples: list[Example]) -> list[int]:
@@ -641,36 +646,40 @@ class Micro(NamedTuple):
     weight: float  # 0: a filler that keeps a rank in step with the others
 
 
+def deal(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
+    """Each rank's share of the slots: in turn, or balanced by tokens (longest first, to the lightest)."""
+    if not by_tokens:
+        return [list(range(rank, len(sizes), ranks)) for rank in range(ranks)]
+    shares, load_R = [[] for _ in range(ranks)], [0] * ranks
+    for slot in sorted(range(len(sizes)), key=lambda slot: -sizes[slot]):
+        lightest = load_R.index(min(load_R))
+        shares[lightest].append(slot)
+        load_R[lightest] += sizes[slot]
+    return shares
+
+
 def cut(
-    sizes: list[int], ranks: int, micro_batch_size: int | None, micro_batch_tokens: int | None
+    sizes: list[int], ranks: int, micro_batch_size: int | None, micro_batch_tokens: int | None, shares=None
 ) -> list[list[Micro]]:
     """Micro-batches of each rank, equally many on all: collectives inside a sharded forward must meet.
 
-    By number: slots dealt in turn. By tokens: ranks balanced (longest first, to the lightest), then first fit.
+    Slots of a share (see deal) go by number, or by tokens into the first micro-batch with room. Passes over the same
+    batch that hand values on must be cut from the same `shares`: a rank has the values of its own slots only.
     """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+    shares = shares or deal(sizes, ranks, micro_batch_tokens is not None)
     micros: list[list[list[int]]] = [[] for _ in range(ranks)]
-    if micro_batch_tokens is None:
-        for s in range(len(sizes)):
-            shares[s % ranks].append(s)
-        for share, mine in zip(shares, micros):
+    for share, mine in zip(shares, micros):
+        if micro_batch_tokens is None:
             mine += [share[i : i + micro_batch_size] for i in range(0, len(share), micro_batch_size)]
-    else:
-        order, load_R = sorted(range(len(sizes)), key=lambda s: -sizes[s]), [0] * ranks
-        for s in order:
-            lightest = load_R.index(min(load_R))
-            shares[lightest].append(s)
-            load_R[lightest] += sizes[s]
-        for share, mine in zip(shares, micros):
-            room: list[int] = []
-            for s in share:  # an example over the budget goes alone
-                i = next((i for i, r in enumerate(room) if r >= sizes[s]), None)
-                if i is None:
-                    mine.append([s])
-                    room.append(micro_batch_tokens - sizes[s])
-                else:
-                    mine[i].append(s)
-                    room[i] -= sizes[s]
+            continue
+        room: list[int] = []
+        for slot in sorted(share, key=lambda slot: -sizes[slot]):  # an example over the budget goes alone
+            i = next((i for i, free in enumerate(room) if free >= sizes[slot]), len(mine))
+            if i == len(mine):
+                mine.append([])
+                room.append(micro_batch_tokens)
+            mine[i].append(slot)
+            room[i] -= sizes[slot]
     most = max(map(len, micros))
     return [[Micro(m, 1.0) for m in mine] + [Micro([0], 0.0)] * (most - len(mine)) for mine in micros]
 
@@ -680,7 +689,7 @@ def order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
     """An epoch's order: a function of its arguments alone, so a resume needs no sampler state."""
     if not shuffle:
         return list(range(n))
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1000003 + epoch)).tolist()
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------

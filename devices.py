@@ -52,13 +52,25 @@ def launch(s: Run) -> Fabric:
         torch.set_default_dtype(torch.float64)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # one banner per process otherwise
     fabric = Fabric(
-        accelerator=s.accelerator, strategy=strategy, devices=s.devices, num_nodes=s.num_nodes, precision=s.precision
+        accelerator=s.accelerator,
+        strategy=strategy,
+        devices=s.devices,
+        num_nodes=s.num_nodes,
+        precision="bf16-mixed" if s.precision == "bf16-true" else s.precision,  # the base is loaded in bf16
     )
     fabric.launch()
     if fabric.world_size != max(n, int(os.environ.get("WORLD_SIZE", n))):
         raise BadInput(f"devices: {fabric.world_size} processes run, but {os.environ['WORLD_SIZE']} were launched")
     torch.manual_seed(s.seed)
     return fabric
+
+
+def rank() -> int:
+    """This process's place among all, before launching too. 0 where it is alone."""
+    env = os.environ
+    return int(env.get("RANK") or env.get("SLURM_PROCID") or env.get("LOCAL_RANK") or 0) or int(
+        env.get("NODE_RANK") or 0
+    )
 
 
 def leave(fabric: Fabric) -> None:
@@ -79,9 +91,9 @@ def guarded(main) -> None:
         code, message = 2 if isinstance(e, BadInput) else 1, str(e)
     except BaseException:
         code, message = 1, traceback.format_exc()
-    rank, launched = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))), torch.distributed.is_initialized()
-    if rank == 0 or launched:  # before launching all ranks find the same fault; one says it
-        prefix = f"rank {rank}: " if rank else ""
+    me, launched = rank(), torch.distributed.is_initialized()
+    if me == 0 or launched:  # before launching all ranks find the same fault; one says it
+        prefix = f"rank {me}: " if me else ""
         print(
             "\n".join(f"{prefix}error: {line}" for line in message.splitlines()),
             end="\n" * bool(message),
@@ -119,6 +131,7 @@ class Stop:
     def now(self, fabric) -> bool:
         """Whether to end after this step; then .why tells."""
         mine = torch.tensor([self.signal, time.monotonic() > self.deadline], device=fabric.device)
-        self.signal, late = fabric.all_reduce(mine, reduce_op="max").tolist()
-        self.why = signal.Signals(self.signal).name if self.signal else "max_time" if late else ""
+        number, late = fabric.all_reduce(mine, reduce_op="max").tolist()
+        self.signal = number or self.signal  # one may have come in while we asked
+        self.why = signal.Signals(number).name if number else "max_time" if late else ""
         return bool(self.why)

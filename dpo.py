@@ -119,7 +119,11 @@ def dpo_objective(args: DPO, score_prompt: bool = False) -> Objective:
         h = columns.pop("h")
         line = {name: mean(value) for name, value in columns.items()}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])
-        line |= {"rewards/margins": mean(args.beta * h), "rewards/mean": mean(rewards), "rewards/std": rewards.std().item()}
+        line |= {
+            "rewards/margins": mean(args.beta * h),
+            "rewards/mean": mean(rewards),
+            "rewards/std": rewards.std().item(),
+        }
         return line | {"accuracy": mean((h > 0).double())}
 
     def at_start(batch: Batch) -> float:

@@ -52,6 +52,12 @@ def choose(logits_BV, u_B, args: Eval):
     """The next token of each row: greedy, or where the cumulative probability passes the row's own uniform number."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
+    if torch.are_deterministic_algorithms_enabled():  # a GPU's cumsum is not
+        return _choose(logits_BV.cpu(), u_B.cpu(), args).to(logits_BV.device)
+    return _choose(logits_BV, u_B, args)
+
+
+def _choose(logits_BV, u_B, args: Eval):
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k:
         top = p_BV.topk(min(args.top_k, p_BV.shape[1]))

@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 
 import checkpoint
 import model
-from data import BadInput, Batch, Example, Failed, Micro, Rows, Tokenizer, cut, mismatched, order, splits
+from data import BadInput, Batch, Example, Failed, Micro, Rows, Tokenizer, cut, deal, mismatched, order, splits
 from devices import Stop, guarded, launch, leave
 from optim import Plan, clip, lr_at, make_optimizer, make_plan
-from settings import Run, parse
+from settings import DEFAULT_TOKENS, Run, parse
 from tell import Tell, say, verdicts, write_json
 
 # ---- settings (the shared ones are in settings.py) ------------------------------------------------------------------
@@ -236,7 +236,7 @@ def check_start(fabric, policy, reference, objective: Objective, examples: list[
 
 
 def gather(fabric, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Columns of G values, each rank's slots filled, made whole: the one time a line makes the ranks talk."""
+    """Columns of G values, each rank's slots filled, made whole. Besides z, the gradient and the stop flag, all talk."""
     whole = fabric.all_reduce(torch.stack([c.double() for c in columns.values()]), reduce_op="sum")
     return dict(zip(columns, whole.cpu()))
 
@@ -275,7 +275,7 @@ def train(
                 fabric.backward(loss_B.sum() * (micro.weight * world / G))  # DDP and FSDP2 average over ranks
             fill(columns, micro, values, G)
         grad_norm = clip(fabric, policy, optimizer, s.optim.clip)
-        refuse_nonfinite(fabric, step, grad_norm, columns, batch)
+        refuse_nonfinite(fabric, step, grad_norm, columns, batch, base.z.item())
         lr = lr_at(step, plan, s.optim)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -294,18 +294,18 @@ def train(
 
 
 def cuts(s: Run, batch: Batch, world: int) -> tuple[list[list[Micro]], list[list[Micro]]]:
-    """Every rank's micro-batches to learn from, and to look at: each rank knows all, so all run equally many forwards."""
-    sizes = [batch.size(slot) for slot in range(len(batch.examples))]
-    tokens = s.micro_batch_tokens or (None if s.micro_batch_size else 16384)
-    learn = cut(sizes, world, s.micro_batch_size, tokens)
-    if not s.look_tokens:
-        return learn, learn
-    return learn, cut(sizes, world, None, s.look_tokens)
+    """Every rank's micro-batches to learn from, and to look at. Each rank knows all: all run equally many forwards."""
+    tokens = s.micro_batch_tokens or (None if s.micro_batch_size else DEFAULT_TOKENS)
+    looks = s.look_tokens or tokens
+    own, both = ([batch.size(slot, b) for slot in range(len(batch.examples))] for b in (False, True))
+    shares = deal(own, world, tokens is not None)
+    learn = cut(own, world, s.micro_batch_size, tokens, shares)
+    return learn, cut(both, world, None if looks else s.micro_batch_size, looks, shares)
 
 
-def refuse_nonfinite(fabric, step: int, grad_norm: float, columns: dict, batch: Batch) -> None:
-    """Before the optimizer moves. The norm is everyone's, and no loss is infinite without it."""
-    if math.isfinite(grad_norm):
+def refuse_nonfinite(fabric, step: int, grad_norm: float, columns: dict, batch: Batch, z: float) -> None:
+    """Before the optimizer moves. Norm and z are everyone's; a loss that is not finite shows in one of them."""
+    if math.isfinite(grad_norm) and math.isfinite(z):
         return
     bad = (~gather(fabric, {"loss": columns["loss"]})["loss"].isfinite()).nonzero()[:, 0].tolist()
     names = ", ".join(batch.examples[i].where for i in bad[:8]) or "no single loss, only the gradient"
@@ -341,7 +341,7 @@ def run(s: Run, objective: Objective, program: str) -> None:
         raise BadInput(f"{s.data.train}: {n} examples are fewer than batch_size={s.batch_size}")
     plan = make_plan(s, n)
     say(
-        f"{plan.total:,} steps of {s.batch_size}, {plan.per_epoch:,} an epoch, which leaves out {n % s.batch_size:,} of {n:,}"
+        f"{plan.total:,} steps of {s.batch_size}, {plan.per_epoch:,} an epoch, which leaves out {n - plan.per_epoch * s.batch_size:,} of {n:,}"
     )
     fabric = launch(s)
     killed_by = work(fabric, s, objective, program, folder, tokenizer, examples, plan)
@@ -365,8 +365,7 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
             raise BadInput(f"reference: {s.reference}: another tokenizer or vocabulary than {s.model}")
     elif not s.lora.rank:
         frozen = copy.deepcopy(policy)
-    base = frozen or policy
-    mark = model.fingerprint({n: p for n, p in base.named().items() if "lora_" not in n})
+    marks = [model.fingerprint({n: p for n, p in m.named().items() if "lora_" not in n}) for m in (policy, frozen) if m]
     if frozen is not None:  # DDP refuses a module that never trains; FSDP2 must shard it
         frozen.requires_grad_(False).eval()
         frozen = fabric.setup_module(frozen) if s.strategy == "fsdp" else fabric.to_device(frozen)
@@ -375,11 +374,11 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
     optimizer = fabric.setup_optimizers(make_optimizer(s, policy))
     reference = Reference(fabric, policy, frozen)
 
-    state = {"step": 0, "best": None, "reference": {"path": s.reference or s.model, "fingerprint": mark}}
+    state = {"step": 0, "best": None, "reference": {"path": s.reference or s.model, "fingerprints": marks}}
     if found:
         state = checkpoint.load(fabric, found, policy, optimizer)
-        if state["reference"]["fingerprint"] != mark:
-            raise BadInput(f"resume: {state['reference']['path']} holds other weights than when this run began")
+        if state["reference"]["fingerprints"] != marks:
+            raise BadInput(f"resume: {s.model} or {s.reference} holds other weights than when this run began")
     val = objective.batch(first(examples["val"], s.limit_val)) if examples["val"] else None
     check_val = (lambda: validate(fabric, s, objective, policy, reference, val)) if val else None
     tell = Tell(fabric, s, policy, optimizer, tokenizer, plan, out, state, examples["val"], check_val, objective.passes)
@@ -403,36 +402,29 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
             fabric.print(f"stopped by {stop.why} at step {last} of {plan.total}, saved; go on with")
             fabric.print(f"  python {program}.py --config {out}/settings.yaml --resume auto")
         else:
-            finish(fabric, s, objective, policy, reference, tokenizer, folder, out, examples["test"], tell)
+            finish(fabric, s, objective, policy, reference, folder, out, examples["test"], tell)
     return stop.signal
 
 
-def finish(
-    fabric, s: Run, objective, policy, reference, tokenizer, folder, out: Path, test: list[Example], tell: Tell
-) -> None:
-    """Score the test split with the final and the best weights, export, judge."""
-    weights = checkpoint.weights(policy, trainable=False)
-    if test:
-        batch, scores = objective.batch(test), {}
-        scores["final"] = validate(fabric, s, objective, policy, reference, batch)
-        if tell.state["best"] and tell.state["best"]["step"] != tell.plan.total:
-            best = out / "checkpoints" / f"step-{tell.state['best']['step']:08d}"
-            checkpoint.set_weights(policy, load_file(best / "weights.safetensors"))
-            scores["best"] = validate(fabric, s, objective, policy, reference, batch)
-            checkpoint.set_weights(policy, weights)
-        fabric.print(
-            "\n".join(
-                f"test, {k} weights: loss {v['loss']:.6g}, accuracy {v['accuracy']:.4g}" for k, v in scores.items()
-            )
-        )
-        if tell.main:
-            write_json(out / "eval" / "test.json", scores)
-    merged = model.fold_lora(weights, policy.module) if s.lora.rank else weights
+def finish(fabric, s: Run, objective, policy, reference, folder, out: Path, test: list[Example], tell: Tell) -> None:
+    """Export, judge, and score the test split with the final and the best weights."""
+    weights = checkpoint.whole(fabric, policy.named())
+    merged = model.fold_lora(weights, policy.module) if weights else {}
     checkpoint.publish(fabric, lambda tmp: model.export(merged, folder, tmp), out / "final")
     after = tell.judge("after")
     if after and (out / "eval" / "before.json").exists():
         fabric.print(verdicts(json.loads((out / "eval" / "before.json").read_text()), after))
     fabric.print(f"\nexported to {out / 'final'}")
+    if test:
+        batch, best = objective.batch(test), tell.best_checkpoint()
+        scores = {"final": validate(fabric, s, objective, policy, reference, batch)}
+        if best:
+            checkpoint.set_weights(policy, load_file(best / "weights.safetensors"))
+            scores["best"] = validate(fabric, s, objective, policy, reference, batch)
+        for name, v in scores.items():
+            fabric.print(f"test, {name} weights: loss {v['loss']:.6g}, accuracy {v['accuracy']:.4g}")
+        if tell.main:
+            write_json(out / "eval" / "test.json", scores)
 
 
 def first(examples: list[Example], limit: int | float | None) -> list[Example]:

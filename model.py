@@ -51,29 +51,26 @@ class Lora:
 
 
 class Packed:
-    """Who sees whom in a packed sequence. Lives for one forward pass; its masks serve all layers."""
+    """Who sees whom in a packed sequence. Lives for one forward pass; its masks, by window, serve all layers."""
 
     def __init__(self, rows: Rows):
-        self.rows = rows
-        self.masks = functools.cache(self._masks)
-        self.block_mask = functools.cache(self._block_mask)
+        self.rows, self.made = rows, {}
 
-    def _masks(self, window: int | None) -> list[torch.Tensor | None]:
+    def masks(self, window: int | None) -> list[torch.Tensor | None]:
         """Per example (L, L), True where the query may look; None stands for plain causal."""
         if self.rows.length_BK.shape[1] == 1 and window is None:
             return [None] * len(self.rows.sizes)
-        masks = []
-        for position, branch in zip(
-            self.rows.position_N.split(self.rows.sizes), self.rows.branch_N.split(self.rows.sizes)
-        ):
+        masks, sizes = [], self.rows.sizes
+        for position, branch in zip(self.rows.position_N.split(sizes), self.rows.branch_N.split(sizes)):
             i = torch.arange(len(branch), device=branch.device)
             see = (i[None] <= i[:, None]) & ((branch[None] == 0) | (branch[None] == branch[:, None]))
             masks.append(see if window is None else see & (position[:, None] - position[None] < window))
         return masks
 
-    def _block_mask(self, window: int | None):
-        """The same rule for FlexAttention."""
-        from torch.nn.attention.flex_attention import create_block_mask
+    def block_mask(self, window: int | None, size: int = 128):
+        """The same rule for FlexAttention. Which blocks it visits is worked out here, from each example's start:
+        create_block_mask would try the rule on all N x N pairs first."""
+        from torch.nn.attention.flex_attention import BlockMask
 
         position, branch, example = self.rows.position_N, self.rows.branch_N, self.rows.example_N
 
@@ -81,20 +78,33 @@ class Packed:
             mine = (example[i] == example[j]) & (j <= i) & ((branch[j] == 0) | (branch[j] == branch[i]))
             return mine if window is None else mine & (position[i] - position[j] < window)
 
-        n = len(position)
-        return create_block_mask(see, None, None, n, n, device=str(position.device))
+        n, sizes = len(position), torch.tensor(self.rows.sizes)
+        start_N = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        first, last = start_N[::size] // size, torch.arange(-(-n // size))  # a block of queries looks back to there
+        count = last - first + 1
+        index = (first[:, None] + torch.arange(len(last))).clamp(max=len(last) - 1)
+        count, index = (x.to(position.device, torch.int32)[None, None] for x in (count, index))
+        return BlockMask.from_kv_blocks(count, index, None, None, size, see, (n, n))
+
+    def kept(self, make, window: int | None):
+        if window not in self.made:
+            self.made[window] = make(window)
+        return self.made[window]
 
     def attend(self, attn, q, k, v):
         """q, k, v (1, H, N, D) -> (1, H, N, D). The one place that chooses between the CPU and the GPU path."""
         if q.device.type == "cuda" and q.dtype != torch.float64:  # FlexAttention has no float64
             return self.flex(attn, q, k, v, compiled=True)
         split = [x.split(self.rows.sizes, dim=2) for x in (q, k, v)]  # split, not slices: its backward is one cat
-        return torch.cat([sdpa(attn, *qkv, mask) for *qkv, mask in zip(*split, self.masks(attn.window))], dim=2)
+        return torch.cat(
+            [sdpa(attn, *qkv, mask) for *qkv, mask in zip(*split, self.kept(self.masks, attn.window))], dim=2
+        )
 
     def flex(self, attn, q, k, v, compiled):
         softcap = attn.config.attention_logit_softcapping
         score = None if softcap is None else lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)
-        return flex_attention(compiled)(q, k, v, score, self.block_mask(attn.window), scale=scale(attn))
+        mask = self.kept(self.block_mask, attn.window)
+        return flex_attention(compiled)(q, k, v, score, mask, scale=scale(attn))
 
 
 @functools.cache
@@ -261,7 +271,7 @@ def fold_lora(state: dict, model: nn.Module) -> dict:
             a, b = state.pop(f"{name}.lora_A", None), state.pop(f"{name}.lora_B", None)
             if a is not None:
                 w = state[f"{name}.linear.weight"]
-                state[f"{name}.linear.weight"] = w + _delta(m, a.to(w.dtype), b.to(w.dtype))
+                state[f"{name}.linear.weight"] = (w + _delta(m, a, b)).to(w.dtype)
     return {name.replace(".linear.", "."): x for name, x in state.items()}
 
 
@@ -477,11 +487,12 @@ def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.floa
     except (KeyError, RuntimeError, TypeError, AttributeError, AssertionError) as e:
         why = " ".join(str(e).split())[:300] or type(e).__name__  # an assert of litgpt's may say nothing
         raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None
-    model.cos, model.sin = model.rope_cache()
+    model.cos, model.sin = (x.to(dtype) for x in model.rope_cache())
     for m in model.modules():
         if isinstance(m, litgpt.lora.LoRALinear) and hasattr(m, "lora_A"):
+            wide = torch.promote_types(dtype, torch.float32)  # in bfloat16 AdamW's small steps would round to nothing
             m.lora_A, m.lora_B = (
-                nn.Parameter(torch.empty_like(x, device="cpu", dtype=dtype)) for x in (m.lora_A, m.lora_B)
+                nn.Parameter(torch.empty_like(x, device="cpu", dtype=wide)) for x in (m.lora_A, m.lora_B)
             )
             m.reset_parameters()
     gemma = "gemma" in arguments["name"].lower()

@@ -18,6 +18,8 @@ from data import BadInput, Data
 from generate import Eval
 from model import Lora
 
+DEFAULT_TOKENS = 16384  # per forward, where neither micro_batch_size nor micro_batch_tokens is given
+
 
 @dataclass
 class Optim:
@@ -74,7 +76,7 @@ class Run:
     strategy: str = "auto"
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights, gradients and optimizer state sharded)."""
     precision: str | None = None
-    """32-true, bf16-mixed, bf16-true (LoRA only) or 64-true. Default: bf16-mixed on a GPU, 32-true on a CPU."""
+    """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and their AdamW in fp32). Default: bf16-mixed on a GPU, 32-true on a CPU."""
 
     epochs: int = 1
     """Passes over data.train; the smaller of epochs and max_steps ends the run."""
@@ -91,7 +93,7 @@ class Run:
     micro_batch_size: int | None = None
     """Examples per forward on a device. Memory and speed only."""
     micro_batch_tokens: int | None = None
-    """Prompt + completion tokens per forward instead; an over-long example goes alone. Given neither: 16384."""
+    """Prompt + completion tokens per forward instead; an over-long example goes alone. Given neither: 16384 tokens."""
     look_tokens: int | None = None
     """The same budget for passes without gradient, which need less memory. Default: as the passes with gradient."""
 
@@ -161,6 +163,8 @@ class Run:
             )
         if self.precision == "64-true" and self.strategy == "fsdp":
             raise BadInput("precision: 64-true does not work with strategy fsdp; use ddp")
+        if self.optim.name == "adamw8bit" and self.strategy == "fsdp":
+            raise BadInput("optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp")
         if self.resume == "auto" and not self.out_dir:
             raise BadInput("resume: auto needs --out_dir, the run to go on with")
         if self.max_time is not None and not self.seconds():
@@ -224,20 +228,20 @@ def _check_names(names, cls, where: str = "") -> None:
             raise BadInput(f"{where}{name}: {what}")
 
 
-def _keys(node: dict, prefix=""):
-    """Dotted names of what is set: groups only where they are none."""
+def dotted(node: dict, prefix=""):
+    """Dotted names of what YAML sets, with their values: groups only where they are none."""
     for key, value in node.items():
         if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
 
 
 def _read_yaml(path: str, cls) -> list[str]:
     """The names of the settings in a file, all known."""
     try:
         node = yaml.safe_load(Path(path).read_text())
-        names = list(_keys(node)) if isinstance(node, dict) else None
+        names = [name for name, _ in dotted(node)] if isinstance(node, dict) else None
     except (yaml.YAMLError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         raise BadInput(f"{path}:{mark.line + 1 if mark else 1}: {getattr(e, 'problem', None) or 'not YAML'}") from None

@@ -16,6 +16,7 @@ import torch
 
 import checkpoint
 from data import BadInput, Batch, Example, Tokenizer
+from devices import rank
 from generate import CHECKERS, generate, text, wilson
 from optim import Plan
 from settings import Run, dump
@@ -189,6 +190,13 @@ class Tell:
             write_json(file, verdict)
         return verdict
 
+    def best_checkpoint(self) -> Path | None:
+        """Where the best weights are, if not in the policy. (A run resumed from another folder may not have them.)"""
+        if self.state["best"] is None or self.state["best"]["step"] == self.state["step"]:
+            return None
+        path = self.out / "checkpoints" / f"step-{self.state['best']['step']:08d}"
+        return path if path.is_dir() else None
+
     def save(self, step: int) -> None:
         folder, self.state["step"] = self.out / "checkpoints", step
         if self.main:
@@ -228,7 +236,7 @@ def due(step: int, interval: int | None) -> bool:
 
 def say(line: str) -> None:
     """On the first process only, before and after launching."""
-    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+    if rank() == 0:
         print(line, flush=True)
 
 

@@ -42,8 +42,12 @@ def ranks(n: int, work):
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+            os.environ.update(
+                LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n)
+            )
+            os.environ.update(
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", GROUP_RANK="0"
+            )
             torch.set_num_threads(1)
             try:
                 out = ("ok", work(rank))

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PARITY, ranks, train
+from safetensors.torch import load_file
 
 import checkpoint
+import devices
 import kto
+import model
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2", "--micro_batch_size=2",
        "--precision=32-true")  # fmt: skip
@@ -84,7 +87,9 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tiny, ratings, tm
     said, _ = process.communicate(timeout=60)
     steps = (out / "metrics.csv").read_text().count("\n") - 1
     assert process.returncode == 128 + signal.SIGTERM
-    assert f"stopped by SIGTERM at step {steps} of 4000" in said and f"--config {out}/settings.yaml --resume auto" in said
+    assert (
+        f"stopped by SIGTERM at step {steps} of 4000" in said and f"--config {out}/settings.yaml --resume auto" in said
+    )
     assert max(checkpoint.steps(out / "checkpoints")) == steps
     s = kto.parse(kto.Settings, ["--config", f"{out}/settings.yaml", "--resume", "auto"], "", Path("none"))
     assert s.out_dir == str(out), "the command that it prints finds the run"
@@ -133,14 +138,25 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(file, damage, do
 
 def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, ratings):
     out, _ = done
-    changed = ("--kto.beta=0.2", "--optim.lr=1e-4", "--seed=5", "--max_steps=10", "--data.max_prompt=9", "--lora.rank=2")
+    changed = (
+        "--kto.beta=0.2",
+        "--optim.lr=1e-4",
+        "--seed=5",
+        "--max_steps=10",
+        "--data.max_prompt=9",
+        "--lora.rank=2",
+    )
     with pytest.raises(kto.BadInput) as e:
         train(tiny, ratings, out, *RUN, "--resume=auto", *changed)
     names = [line.split(":")[0] for line in str(e.value).splitlines()]
-    assert set(names) == {c[2:].split("=")[0] for c in changed} | {"data.max_completion"}, "which follows from max_prompt"
+    assert set(names) == {c[2:].split("=")[0] for c in changed} | {"data.max_completion"}, (
+        "which follows from max_prompt"
+    )
 
 
-def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(at_once, tiny, ratings, tmp_path, capsys):
+def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
+    at_once, tiny, ratings, tmp_path, capsys
+):
     out = tmp_path / "run"
     train(tiny, ratings, out, *RUN, at_once)
     more = ("--micro_batch_size=5", "--save_interval=3", "--log_interval=2")
@@ -185,6 +201,57 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     assert kept == sorted({best, 8, 9})
     scores = json.loads((out / "eval" / "test.json").read_text())
     assert scores["final"]["loss"] != scores["best"]["loss"]
+    assert_last_exported(out)
+
+
+def assert_last_exported(out: Path):
+    last = list(checkpoint.steps(out / "checkpoints").values())[-1]
+    ours: dict = {}
+    model.gpt2_from_hf(None, ours, load_file(out / "final" / "model.safetensors"))
+    theirs = load_file(last / "weights.safetensors")
+    assert all(torch.equal(ours[n], x) for n, x in theirs.items()), "final holds the last weights, not the best ones"
+
+
+def test_going_back_to_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny, ratings):
+    out, run = done
+    four = out / "checkpoints" / "step-00000004"
+    assert_same(train(tiny, ratings, out, *RUN, "--keep_last=9", f"--resume={four}"), run)
+    assert list(checkpoint.steps(out / "checkpoints")) == [2, 4, 6, 8, 9]
+    assert (out / "checkpoints" / "abandoned-step-00000006").is_dir()
+
+
+def test_a_run_may_go_on_in_another_folder(tiny, ratings, tmp_path):
+    argv = (f"--data.val={ratings}", f"--data.test={ratings}", "--val_interval=2", "--keep_best=loss", "--optim.lr=0.1")
+    train(tiny, ratings, tmp_path / "a", *RUN, *argv)
+    train(tiny, ratings, tmp_path / "b", *RUN, *argv, f"--resume={tmp_path}/a/checkpoints/step-00000008")
+    assert_last_exported(tmp_path / "b")
+
+
+def test_a_run_without_a_folder_gets_a_fresh_one_and_its_settings_know_it(tiny, ratings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        kto.main([f"--model={tiny}", f"--data.train={ratings}", "--batch_size=8", "--max_steps=1", "--progress=false"])
+    one, two = sorted((tmp_path / "out").iterdir())
+    assert f"out_dir: out/{one.name}\n" in (one / "settings.yaml").read_text()
+    assert f"run folder: out/{two.name}" in capsys.readouterr().out
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost():
+    class Fabric:
+        device = "cpu"
+
+        def all_reduce(self, mine, reduce_op):
+            if not calls:
+                calls.append(os.kill(os.getpid(), signal.SIGTERM))
+            return mine
+
+    calls, before = [], [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        stop = devices.Stop(None)
+        assert [stop.now(Fabric()), stop.now(Fabric())] == [False, True] and stop.why == "SIGTERM"
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])

@@ -602,6 +602,26 @@ def test_a_hub_id_without_network_is_one_line_that_says_what_to_do(plain, no_net
     assert ".jsonl" in line and "give its path" in line
 
 
+@pytest.mark.parametrize(
+    "source, asked",
+    [
+        ("someone/ratings", ("someone/ratings", "train")),
+        ("someone/ratings:val", ("someone/ratings", "val")),
+        ("someone/ratings:en:test", ("someone/ratings", "en", "test")),
+    ],
+)
+def test_a_hub_id_may_name_a_config_and_a_split(plain, no_network, monkeypatch, source, asked):
+    import datasets
+
+    def load_dataset(*names, split):
+        assert (*names, split) == asked
+        return iter([rated("a"), rated("b", label="good")])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (line,) = refusal(source, plain)
+    assert line.startswith(f"{source}:2: label: ")
+
+
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
@@ -758,18 +778,18 @@ def test_messages_without_a_template_are_refused(tmp_path, plain):
 
 
 def test_a_template_is_laid_out_as_the_field_lays_it_out(tmp_path):
-    """Blocks swallow the blanks before and the line end after them, as in transformers; loops may break."""
+    """Blocks swallow the blanks before and the line end after them, as in transformers; loops may break. There is no date: it would make runs differ."""
     template = """
     {%- for m in messages %}
         {% if m.role == "end" %}
             {% break %}
         {% endif %}
-[{{ m.role }}] {{ {"é": m.content} | tojson }}{{ strftime_now("%d") }}{{ eos_token }}
+[{{ m.role }}] {{ {"é": m.content} | tojson }}{{ "" if strftime_now is defined else "!" }}{{ eos_token }}
     {% endfor %}"""
     tokenizer = Tokenizer(folder(tmp_path / "t", chat_template=template, eos_token={"content": "<|endoftext|>"}))
     prompt, (completion,), was_chat = tokenizer.render(Record([user("p")], [bot("c")], True))
-    assert was_chat and prompt == '[user] {"é": "p"}<|endoftext|>\n' and tokenizer.eos == EOS
-    assert completion == '[assistant] {"é": "c"}<|endoftext|>\n'
+    assert was_chat and prompt == '[user] {"é": "p"}!<|endoftext|>\n' and tokenizer.eos == EOS
+    assert completion == '[assistant] {"é": "c"}!<|endoftext|>\n'
 
 
 def test_the_nearest_template_wins(tmp_path):
@@ -1094,8 +1114,9 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     assert both.length_BK.tolist() == [[3, 2]] and both.target_T.tolist() == [6, 7, 8, 3, 4]
     assert [batch.size(s) for s in range(3)] == [4, 4, 3]
+    assert [batch.size(s, borrowed=True) for s in range(3)] == [4 + 3, 4 + 2, 3 + 3]
     scored = Batch(examples, None, torch.ones(3), True)
-    assert scored.rows([0]).length_BK.tolist() == [[3]]
+    assert scored.rows([0]).length_BK.tolist() == [[3]] and scored.size(0, borrowed=True) == scored.size(0) == 4
     alone = Batch(examples[:1], [-1], torch.ones(1), False)
     assert alone.rows([0], borrowed=True).length_BK.tolist() == [[2, 2]], "any will do, it is left out of the mean"
 
@@ -1189,6 +1210,7 @@ def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only(
     assert list(data.order(50, 3, 7, True)) == first
     assert len({tuple(data.order(50, epoch, 7, True)) for epoch in range(10)}) == 10, "another order each epoch"
     assert list(data.order(50, 3, 8, True)) != first
+    assert data.order(50, 2, 8, True) != first, "or the runs of two seeds would repeat each other, an epoch apart"
 
 
 def test_drawing_an_order_leaves_the_global_generator_alone():

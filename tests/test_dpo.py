@@ -177,7 +177,9 @@ def test_the_cut_is_free_here_too(precision, tiny, pairs, tmp_path):
         assert_equal(other, whole, base, double)
 
 
-def test_it_resumes_bit_for_bit_and_validates_and_takes_another_reference(tiny, pairs, tmp_path, monkeypatch, torch_state):
+def test_it_resumes_bit_for_bit_and_validates_and_takes_another_reference(
+    tiny, pairs, tmp_path, monkeypatch, torch_state
+):
     argv = ("--batch_size=3", "--max_steps=5", "--epochs=9", "--optim.lr=1e-3", f"--data.val={pairs}", "--lora.rank=2",
             f"--reference={tiny}", "--precision=32-true")  # fmt: skip
     whole = train(tiny, pairs, tmp_path / "whole", *argv, program="dpo")

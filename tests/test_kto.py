@@ -25,7 +25,9 @@ def recorded_batch(batch, pairs: bool) -> Batch:
     """The recorded examples, each with the recorded mismatched pair."""
 
     def cut(i, name):
-        ids, mask, on = (np.array(batch[f"{name}{field}"][i]) for field in ("input_ids", "attention_mask", "completion_mask"))
+        ids, mask, on = (
+            np.array(batch[f"{name}{field}"][i]) for field in ("input_ids", "attention_mask", "completion_mask")
+        )
         return ids[(mask == 1) & (on == 0)], ids[on == 1]
 
     n = len(batch["label"])

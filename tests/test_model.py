@@ -611,3 +611,17 @@ def test_a_variant_that_we_do_not_compute_is_refused_in_one_line(match, folders)
 def test_a_llama_with_biases_in_its_attention_is_refused(tmp_path):
     made(transformers.LlamaConfig(**GQA, attention_bias=True), tmp_path / "in")
     refused("do not fit config.json: .*bias", model.load, tmp_path / "in")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_blocks_that_the_gpu_path_visits_hold_all_that_may_be_seen(window):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    prompts, completions = ragged(2, 64, 3)
+    packed = model.Packed(pack(prompts * 4, completions * 4))
+    n = len(packed.rows.token_N)
+    ours = packed.block_mask(window, size=8)
+    every = create_block_mask(ours.mask_mod, None, None, n, n, device="cpu", BLOCK_SIZE=8)
+    visited, needed = ours.to_dense()[0, 0] > 0, every.to_dense()[0, 0] > 0
+    assert visited.shape == needed.shape and (visited | ~needed).all()
+    assert visited.sum() < visited.numel() / 4, "else nothing is skipped"

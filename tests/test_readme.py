@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import dpo
 import kto
 
 ROOT = Path(kto.__file__).parent
@@ -24,7 +25,13 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path, tmp_path: Path) -> lis
         run = tmp_path / "out"
         kto.main(["--max_steps=2", f"--out_dir={run}", "--eval.prompts=4"])
         return [a.replace("out/run", str(run)) for a in argv]
-    small = ["--max_steps=2", f"--out_dir={tmp_path / 'run'}", "--batch_size=4", "--eval.prompts=4", "--precision=32-true"]
+    small = [
+        "--max_steps=2",
+        f"--out_dir={tmp_path / 'run'}",
+        "--batch_size=4",
+        "--eval.prompts=4",
+        "--precision=32-true",
+    ]
     if "--config" in argv:
         small += [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}", "--keep_best=null"]
         small += ["--data.max_prompt=64", "--data.max_completion=64"]
@@ -47,9 +54,10 @@ def test_a_command_of_the_readme_runs(command, tiny, ratings, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_config_trains_two_steps(config, tiny, ratings, tmp_path, monkeypatch, torch_state):
+def test_every_config_trains_two_steps(config, tiny, ratings, pairs, tmp_path, monkeypatch, torch_state):
     monkeypatch.chdir(ROOT)
-    kto.main(few_steps(["--config", str(config)], tiny, ratings, tmp_path))
+    program, data = (dpo, pairs) if "dpo" in config.name else (kto, ratings)
+    program.main(few_steps(["--config", str(config)], tiny, data, tmp_path))
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 3
 
 

@@ -94,12 +94,13 @@ TWO = [
     ("32-true", "fsdp", "--micro_batch_size=7"),
     ("32-true", "fsdp", "--micro_batch_size=1"),
     ("32-true", "fsdp", "--micro_batch_tokens=70"),
+    ("64-true", "ddp", "--micro_batch_size=2 --look_tokens=60"),
 ]
 
 
 @pytest.mark.parametrize("precision,strategy,cut", TWO)
 def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, ratings, tmp_path):
-    argv = (f"--precision={precision}", f"--strategy={strategy}", cut, *COMMON)
+    argv = (f"--precision={precision}", f"--strategy={strategy}", *cut.split(), *COMMON)
     run, other = ranks(2, lambda rank: train(tiny, ratings, tmp_path / "run", *argv))
     assert run["rows"] == other["rows"]
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
@@ -127,7 +128,9 @@ def test_validation_depends_on_neither_batch_size_nor_processes(strategy, tiny, 
     argv = (f"--data.val={ratings}", "--max_steps=1", "--optim.lr=0", "--precision=32-true", "--eval.samples=2")
 
     def lines(out):
-        return [[float(x) if x else None for x in line.split(",")] for line in (out / "val.csv").read_text().split()[1:]]
+        return [
+            [float(x) if x else None for x in line.split(",")] for line in (out / "val.csv").read_text().split()[1:]
+        ]
 
     train(tiny, ratings, tmp_path / "a", "--batch_size=24", "--micro_batch_size=24", *argv)
     two = ("--batch_size=5", "--micro_batch_size=3", f"--strategy={strategy}")
@@ -151,7 +154,9 @@ def test_one_class_only_trains_on_two_processes(loss, tiny, ratings, tmp_path):
     assert (run["rows"][0]["kl"] is None) == (loss != "kto")
 
 
-def test_the_step_0_check_holds_for_copy_and_lora_in_every_precision_and_strategy(tiny, ratings, tmp_path, capfd, torch_state):
+def test_the_step_0_check_holds_for_copy_and_lora_in_every_precision_and_strategy(
+    tiny, ratings, tmp_path, capfd, torch_state
+):
     argv = ("--batch_size=6", "--max_steps=1", "--save_interval=null")
     modes = [("32-true",), ("bf16-mixed",), ("32-true", "--lora.rank=4", "--lora.dropout=0.1"),
              ("bf16-mixed", "--lora.rank=4"), ("bf16-true", "--lora.rank=4")]  # fmt: skip
