@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re
 COMMANDS = [
     shlex.split(line.split("#")[0])
     for line in "".join(BLOCKS).splitlines()
-    if "kto.py" in line and "--help" not in line and "--print_config" not in line
+    if re.search(r"\b(kto|dpo)\.py", line) and "--help" not in line and "--print_config" not in line
 ]
 
 
@@ -47,8 +47,9 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path, tmp_path: Path) -> lis
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_command_of_the_readme_runs(command, tiny, ratings, tmp_path, monkeypatch, torch_state, capsys):
     monkeypatch.chdir(ROOT)
-    argv = few_steps(command[[c.endswith("kto.py") for c in command].index(True) + 1 :], tiny, ratings, tmp_path)
-    kto.main(argv)
+    at = [c.endswith(".py") for c in command].index(True)
+    program = {"kto.py": kto, "dpo.py": dpo}[command[at]]
+    program.main(few_steps(command[at + 1 :], tiny, ratings, tmp_path))
     said = capsys.readouterr().out
     assert "exported to" in said
 
