@@ -3,11 +3,11 @@
     python dpo.py                                  # the demo: two cores, a minute
     python dpo.py --config config/gpt2_dpo.yaml    # GPT-2 on paired data
 
-Reading order: settings, the losses (functions of the margin h alone), the objective, main. To try an idea, copy this file
-and add a line to LOSSES.
+Reading order: settings, the losses (functions of the margin h alone), the objective, main. To try an idea, copy this
+file and add a line to LOSSES.
 
-Names differ in the field: "RPO" is elsewhere DPO plus a likelihood term, which here is dpo with sft_loss_weight; elsewhere
-"ipo" divides each log-ratio by its length, which here is ipo with average_logps.
+Names differ in the field: "RPO" is elsewhere DPO plus a likelihood term, which here is dpo with sft_loss_weight;
+elsewhere "ipo" divides each log-ratio by its length, which here is ipo with average_logps.
 """
 
 import sys
@@ -64,11 +64,11 @@ class Settings(Run):
         self.dpo.refuse()
 
 
-# ---- the losses: (h, d, args) -> (B,), h = r_chosen - r_rejected, d = true reward of chosen - of rejected -------------
+# ---- the losses: (h, d, args) -> (B,), h = r_chosen - r_rejected, d = true reward of chosen - of rejected ---------
 
 
 def bernoulli_kl(p_logit, q_logit):
-    """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))), every log by logsigmoid: exact where a sigmoid rounds to 1."""
+    """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))), every log by logsigmoid: fine where a sigmoid rounds to 1."""
     p = torch.sigmoid(p_logit)
     return p * (logsigmoid(p_logit) - logsigmoid(q_logit)) + (1 - p) * (logsigmoid(-p_logit) - logsigmoid(-q_logit))
 

@@ -4,8 +4,8 @@
     python kto.py --config config/gpt2.yaml        # GPT-2 on rated data
     python kto.py --help                           # every setting
 
-Reading order: settings, the objective (kto_loss is the idea), the reference, THE loop, assembling, main. To try an idea,
-copy this file and change kto_loss.
+Reading order: settings, the objective (kto_loss is the idea), the reference, THE loop, assembling, main. To try an
+idea, copy this file and change kto_loss.
 
 Where we differ from the paper and its ports: z is one number for the whole optimizer step, over all micro-batches and
 devices; a mismatched completion never comes from an equal prompt; the reference is checked before the first step.
@@ -236,7 +236,7 @@ def check_start(fabric, policy, reference, objective: Objective, examples: list[
 
 
 def gather(fabric, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Columns of G values, each rank's slots filled, made whole. Besides z, the gradient and the stop flag, all talk."""
+    """Columns of G values, each rank's slots filled, made whole. All the talk but for z, the gradient and the stop flag."""
     whole = fabric.all_reduce(torch.stack([c.double() for c in columns.values()]), reduce_op="sum")
     return dict(zip(columns, whole.cpu()))
 
@@ -252,7 +252,7 @@ def fill(columns: dict, micro: Micro, values: dict, G: int) -> None:
 def train(
     fabric, s: Run, objective: Objective, policy, reference, optimizer, examples, plan: Plan, start: int, tell, stop
 ):
-    """Draw, look, learn, log. `tell` has what happens between steps (lines, validation, checkpoints). -> the last step."""
+    """Draw, look, learn, log. `tell` has what happens between steps (lines, validation, checkpoints). -> last step."""
     rank, world, G = fabric.global_rank, fabric.world_size, s.batch_size
     for step in range(start + 1, plan.total + 1):
         began = time.perf_counter()
@@ -340,9 +340,8 @@ def run(s: Run, objective: Objective, program: str) -> None:
     if n < s.batch_size:
         raise BadInput(f"{s.data.train}: {n} examples are fewer than batch_size={s.batch_size}")
     plan = make_plan(s, n)
-    say(
-        f"{plan.total:,} steps of {s.batch_size}, {plan.per_epoch:,} an epoch, which leaves out {n - plan.per_epoch * s.batch_size:,} of {n:,}"
-    )
+    rest = n - plan.per_epoch * s.batch_size
+    say(f"{plan.total:,} steps of {s.batch_size}, {plan.per_epoch:,} an epoch, which leaves out {rest:,} of {n:,}")
     fabric = launch(s)
     killed_by = work(fabric, s, objective, program, folder, tokenizer, examples, plan)
     leave(fabric)  # only now that the model is gone

@@ -76,7 +76,8 @@ class Run:
     strategy: str = "auto"
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights, gradients and optimizer state sharded)."""
     precision: str | None = None
-    """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and their AdamW in fp32). Default: bf16-mixed on a GPU, 32-true on a CPU."""
+    """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW in fp32).
+    Default: bf16-mixed on a GPU, 32-true on a CPU."""
 
     epochs: int = 1
     """Passes over data.train; the smaller of epochs and max_steps ends the run."""

@@ -2,9 +2,9 @@
 
     python demo/make.py            # about three minutes on two cores; bit-equal on equal versions and threads
 
-The task is to sort words. The base learns from sloppy writers: half of their answers are right, half have a slip (a word
-lost, two neighbours swapped, a word twice, the order reversed). What it answers when asked is then rated by check.py:
-honest on-policy thumbs up and down.
+The task is to sort words. The base learns from sloppy writers: half of their answers are right, half have a slip (a
+word lost, two neighbours swapped, a word twice, the order reversed). What it answers when asked is then rated by
+check.py: honest on-policy thumbs up and down.
 """
 
 import json
@@ -26,11 +26,12 @@ from demo.check import check  # noqa: E402
 
 WORDS = (
     "acorn apple bean beet carrot cherry corn date elder fennel fig garlic grape hazel iris kale kiwi leek lemon lime "
-    "mango melon mint nut oat olive onion orange papaya pea peach pear plum pumpkin quince rice rye sage sloe turnip yam"
+    "mango melon mint nut oat olive onion orange papaya pea peach pear plum pumpkin quince rice rye sage sloe turnip "
+    "yam"
 ).split()
 CONFIG = dict(
-    model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=384, n_positions=64, n_embd=96, n_layer=3, n_head=4,
-    n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True, bos_token_id=0,
+    model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=384, n_positions=64, n_embd=96, n_layer=3,
+    n_head=4, n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True, bos_token_id=0,
     eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, dtype="float32",
 )  # fmt: skip
 STEPS, BATCH = 3000, 128

@@ -778,7 +778,8 @@ def test_messages_without_a_template_are_refused(tmp_path, plain):
 
 
 def test_a_template_is_laid_out_as_the_field_lays_it_out(tmp_path):
-    """Blocks swallow the blanks before and the line end after them, as in transformers; loops may break. There is no date: it would make runs differ."""
+    """Blocks swallow the blanks before and the line end after them, as in transformers; loops may break.
+    There is no date: it would make runs differ."""
     template = """
     {%- for m in messages %}
         {% if m.role == "end" %}

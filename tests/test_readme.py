@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 def few_steps(argv: list[str], tiny: Path, ratings: Path, tmp_path: Path) -> list[str]:
-    """The same command on local stand-ins: what a Hub id or a placeholder names, becomes the tiny model and its ratings."""
+    """The same command on stand-ins: what a Hub id or a placeholder names becomes the tiny model and its ratings."""
     if "--resume" in argv:
         run = tmp_path / "out"
         kto.main(["--max_steps=2", f"--out_dir={run}", "--eval.prompts=4"])
