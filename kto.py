@@ -236,7 +236,7 @@ def check_start(fabric, policy, reference, objective: Objective, examples: list[
 
 
 def gather(fabric, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Columns of G values, each rank's slots filled, made whole. All the talk but for z, the gradient and the stop flag."""
+    """Columns of G values, each rank's slots filled, made whole. All talk but for z, gradient and stop flag."""
     whole = fabric.all_reduce(torch.stack([c.double() for c in columns.values()]), reduce_op="sum")
     return dict(zip(columns, whole.cpu()))
 

@@ -31,8 +31,8 @@ WORDS = (
 ).split()
 CONFIG = dict(
     model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=384, n_positions=64, n_embd=96, n_layer=3,
-    n_head=4, n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True, bos_token_id=0,
-    eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, dtype="float32",
+    n_head=4, n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True,
+    bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, dtype="float32",
 )  # fmt: skip
 STEPS, BATCH = 3000, 128
 TRAIN_PROMPTS, PER_PROMPT, VAL_PROMPTS = 2000, 3, 500

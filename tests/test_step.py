@@ -172,6 +172,23 @@ def test_the_step_0_check_holds_for_copy_and_lora_in_every_precision_and_strateg
     assert capfd.readouterr().out.count("step 0: policy and reference agree to the bit, preference loss 0.5") == n
 
 
+@pytest.mark.parametrize("shuffle", ["true", "false"])
+def test_an_epoch_draws_every_record_once_in_a_new_order_or_in_file_order(
+    shuffle, tiny, ratings, tmp_path, monkeypatch
+):
+    drawn, real = [], kto.mismatched
+    monkeypatch.setattr(kto, "mismatched", lambda examples: drawn.append(examples) or real(examples))
+    argv = ("--batch_size=4", "--epochs=2", f"--data.shuffle={shuffle}", "--save_interval=null", "--micro_batch_size=4")
+    train(tiny, ratings, tmp_path / "run", *argv)
+    steps = [[(e.where, e.label) for e in examples] for examples in drawn[-12:]]  # the first are for the check
+    one, two = sum(steps[:6], []), sum(steps[6:], [])
+    assert len(set(one)) == len(set(two)) == 24
+    assert (one == two) == (shuffle == "false")
+    if shuffle == "false":
+        lines = [int(where.rsplit(":", 1)[1]) for where, _ in one]
+        assert lines == sorted(lines)
+
+
 def test_another_reference_is_loaded_beside_the_policy_also_with_lora(tiny, ratings, tmp_path, torch_state):
     ref = tmp_path / "ref"
     shutil.copytree(tiny, ref)
