@@ -1,7 +1,11 @@
-"""Sample from a policy, batched, with a key/value cache; and count with a checker how often it is right."""
+"""Sample from a policy, batched, with a key/value cache; and count with a checker how often it is right.
+
+python generate.py --model out/<run> --prompt "sort: pear fig apple ="
+"""
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,7 +14,37 @@ from model import Cache
 
 
 @dataclass
-class Eval:
+class Sampling:
+    """How completions are drawn from a policy."""
+
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens only; 0 is all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability; 1 is all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that are there already, and multiplies the negative ones; 1 is none."""
+    stop: list[str] = field(default_factory=list)
+    """A completion ends before the first of these texts too, not only at EOS."""
+    min_new_tokens: int = 0
+    """No EOS before so many tokens."""
+    max_new_tokens: int | None = None
+    """Longest sampled completion. Default: data.max_completion."""
+    batch_size: int = 256
+    """Prompts answered at once on a device."""
+
+    def refuse(self, name: str = "eval"):
+        if min(self.temperature, self.top_k, self.min_new_tokens) < 0 or not 0 < self.top_p <= 1:
+            raise BadInput(f"{name}: temperature, top_k and min_new_tokens are at least 0, top_p is in (0, 1]")
+        if self.batch_size < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
+            raise BadInput(f"{name}: batch_size and max_new_tokens are at least 1")
+        if not self.repetition_penalty > 0 or "" in self.stop:
+            raise BadInput(f"{name}: repetition_penalty is above 0, a stop text is not empty")
+
+
+@dataclass
+class Eval(Sampling):
     """Completions sampled from the policy: shown at each validation, and judged before and after the run."""
 
     check: str = "none"
@@ -19,24 +53,13 @@ class Eval:
     """At most this many distinct prompts of data.val are judged, the first ones."""
     samples: int = 4
     """So many completions are shown and saved at each validation; 0 turns it off."""
-    temperature: float = 1.0
-    """Sampling temperature; 0 is greedy."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens only; 0 is all."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability; 1 is all."""
-    max_new_tokens: int | None = None
-    """Longest sampled completion. Default: data.max_completion."""
-    batch_size: int = 256
-    """Prompts answered at once on a device."""
 
-    def refuse(self):
+    def refuse(self, name: str = "eval"):
+        super().refuse(name)
         if self.check not in CHECKERS:
-            raise BadInput(f"eval.check: expected {' or '.join(CHECKERS)}, got {self.check}")
-        if min(self.prompts, self.samples, self.temperature, self.top_k) < 0 or not 0 < self.top_p <= 1:
-            raise BadInput("eval: prompts, samples, temperature and top_k are at least 0, top_p is in (0, 1]")
-        if self.batch_size < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
-            raise BadInput("eval: batch_size and max_new_tokens are at least 1")
+            raise BadInput(f"{name}.check: expected {' or '.join(CHECKERS)}, got {self.check}")
+        if min(self.prompts, self.samples) < 0:
+            raise BadInput(f"{name}: prompts and samples are at least 0")
 
 
 def _demo_checker():
@@ -48,7 +71,7 @@ def _demo_checker():
 CHECKERS = {"none": lambda: None, "demo": _demo_checker}
 
 
-def choose(logits_BV, u_B, args: Eval):
+def choose(logits_BV, u_B, args: Sampling):
     """The next token of each row: greedy, or where the cumulative probability passes the row's own uniform number."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
@@ -57,7 +80,7 @@ def choose(logits_BV, u_B, args: Eval):
     return _choose(logits_BV, u_B, args)
 
 
-def _choose(logits_BV, u_B, args: Eval):
+def _choose(logits_BV, u_B, args: Sampling):
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k:
         top = p_BV.topk(min(args.top_k, p_BV.shape[1]))
@@ -73,56 +96,74 @@ def _choose(logits_BV, u_B, args: Eval):
 
 @torch.no_grad()
 def generate(
-    fabric, policy, prompts: list, eos: int, args: Eval, max_new: int, context: int, seed: int
+    fabric, policy, prompts: list, tokenizer: Tokenizer, args: Sampling, max_new: int, context: int, seed: int
 ) -> list[list[int]]:
     """Completions of id arrays `prompts`, each with its EOS if it came to one; the same list on every rank.
 
     Row i draws from a generator of its own, so an answer depends on (seed, i) and, but for rounding, on no other row.
     Prompts are dealt to the ranks, which run equally many forwards: a sharded policy would hang otherwise.
     """
-    was_training, device = policy.training, fabric.device
+    was_training = policy.training
     policy.eval()
-    answer_PT = torch.full((len(prompts), max_new), -1, device=device)  # -1: nothing
+    answer_PT = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: nothing
     share = range(fabric.global_rank, len(prompts), fabric.world_size)
-    rounds = math.ceil(math.ceil(len(prompts) / fabric.world_size) / args.batch_size)
-    for r in range(rounds):
+    for r in range(math.ceil(math.ceil(len(prompts) / fabric.world_size) / args.batch_size)):
         index = list(share[r * args.batch_size : (r + 1) * args.batch_size])
-        dummy = not index  # this rank has nothing left, but must keep the others company
-        batch = [prompts[i] for i in index] or [prompts[0][:1]]
-        u_BT = torch.stack(
-            [torch.rand(max_new, generator=torch.Generator().manual_seed(seed * 1000003 + i)) for i in index or [0]]
-        )
-        u_BT, length = u_BT.double().to(device), torch.tensor([len(p) for p in batch], device=device)
-        token = torch.zeros(len(batch), int(length.max()), dtype=torch.long, device=device)
-        for row, p in zip(token, batch):
-            row[: len(p)] = torch.from_numpy(p.astype("int64"))
-        room = torch.clamp(context - length, max=max_new)  # so many more tokens fit
-        cache = Cache(min(context, token.shape[1] + max_new))
-        position = torch.arange(token.shape[1], device=device)[None].expand(len(batch), -1)
-        last, alive = length - 1, torch.tensor(index or [-1], device=device)
-        for t in range(max_new):
-            logits = policy(cache.at(token, position, last))
-            new = choose(logits, u_BT[:, t], args)
-            if not dummy:
-                answer_PT[alive, t] = torch.where(t < room, new, -1)
-            done = (new == eos) | (t + 1 >= room)
-            if _all(fabric, dummy or bool(done.all())):
-                break
-            stay = (~done).nonzero()[:, 0]
-            if len(stay) == 0:  # done here, not elsewhere: one row goes on unread
-                stay, dummy = torch.zeros(1, dtype=torch.long, device=device), True
+        _answer(fabric, policy, prompts, index, answer_PT, tokenizer, args, context, seed)
+    policy.train(was_training)
+    whole_PT = fabric.all_reduce(answer_PT + 1, reduce_op="sum") - 1  # one rank wrote a row; elsewhere it is -1 + 1 = 0
+    return [[i for i in row if i >= 0] for row in whole_PT.tolist()]
+
+
+def _answer(fabric, policy, prompts, index: list[int], answer_PT, tokenizer, args: Sampling, context: int, seed: int):
+    """One batch of rows, until all have ended on all ranks. A rank without rows keeps the others company."""
+    device, max_new, eos, idle = fabric.device, answer_PT.shape[1], tokenizer.eos, not index
+    batch = [prompts[i] for i in index] or [prompts[0][:1]]
+    u_BT = torch.stack([_uniform(seed, i, max_new) for i in index or [0]]).to(device)
+    length = torch.tensor([len(p) for p in batch], device=device)
+    token = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long, device=device)
+    for row, p in zip(token, batch):
+        row[: len(p)] = torch.from_numpy(p.astype("int64"))
+    room = torch.clamp(context - length, max=max_new)  # so many more tokens fit
+    width = token.shape[1]
+    cache = Cache(min(context, width + max_new))
+    position = torch.arange(width, device=device)[None].expand(len(batch), -1)
+    last, alive, seen_BV = length - 1, torch.tensor(index or [-1], device=device), None
+    for t in range(max_new):
+        logits = policy(cache.at(token, position, last, min(cache.slots, width + t)))
+        if args.repetition_penalty != 1:
+            if seen_BV is None:
+                real = torch.arange(width, device=device) < length[:, None]
+                seen_BV = torch.zeros_like(logits).scatter_reduce(1, token, real.to(logits), "amax")
+            else:
+                seen_BV = seen_BV.scatter(1, token, 1.0)
+            penalised = torch.where(logits > 0, logits / args.repetition_penalty, logits * args.repetition_penalty)
+            logits = torch.where(seen_BV > 0, penalised, logits)
+        if t < args.min_new_tokens:
+            logits[:, eos] = -torch.inf
+        new = choose(logits, u_BT[:, t], args)
+        if not idle:
+            answer_PT[alive, t] = torch.where(t < room, new, -1)
+        done = (new == eos) | (t + 1 >= room)
+        if args.stop and not idle:
+            said = [tokenizer.decode(ids) for ids in answer_PT[alive, : t + 1].tolist()]
+            done |= torch.tensor([any(stop in x for stop in args.stop) for x in said], device=device)
+        if _all(fabric, idle or bool(done.all())):
+            break
+        stay = (~done).nonzero()[:, 0]
+        if len(stay) == 0:  # ended here, not elsewhere: one row goes on unread
+            stay, idle = torch.zeros(1, dtype=torch.long, device=device), True
+        if len(stay) < len(new):  # what has ended leaves the batch
             cache.keep(stay)
             u_BT, room, length, alive, new = u_BT[stay], room[stay], length[stay], alive[stay], new[stay]
-            token, position, last = (
-                new[:, None],
-                (length + t)[:, None].clamp(max=cache.slots - 1),
-                torch.zeros_like(stay),
-            )
-    policy.train(was_training)
-    answer_PT = (
-        fabric.all_reduce(answer_PT + 1, reduce_op="sum") - 1
-    )  # each row is written by one rank, -1 + 1 elsewhere
-    return [[i for i in row if i >= 0] for row in answer_PT.tolist()]
+            seen_BV = None if seen_BV is None else seen_BV[stay]
+        token, last = new[:, None], torch.zeros_like(new)
+        position = (length + t)[:, None].clamp(max=cache.slots - 1)
+
+
+def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000003 + i)
+    return torch.rand(n, generator=generator).double()
 
 
 def _all(fabric, mine: bool) -> bool:
@@ -133,11 +174,72 @@ def _all(fabric, mine: bool) -> bool:
     )
 
 
-def text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos else ids)
+def text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> str:
+    """A completion as text: without its EOS, up to the first stop text."""
+    whole = tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos else ids)
+    return whole[: min((at for x in stop if (at := whole.find(x)) >= 0), default=len(whole))]
 
 
 def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
     """A 95% confidence interval for k of n (Wilson 1927): honest near 0 and 1, where k/n +- 2 sigma is not."""
     mid, width = (k + z * z / 2) / (n + z * z), z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z)
     return max(0.0, mid - width), min(1.0, mid + width)
+
+
+@dataclass
+class Ask(Sampling):
+    """python generate.py --model out/<run> --prompt "sort: pear fig =" talks to a run, or to any model we load."""
+
+    model: str = ""
+    """A run's folder, its `final`, or any folder or id that kto.py takes."""
+    prompt: list[str] = field(default_factory=list)
+    """What to answer; may be given several times. Goes through the chat template if the model has one."""
+    plain: bool = False
+    """Leave the chat template aside."""
+    seed: int = 1
+    """Prompt number i draws from (seed, i)."""
+
+
+def main() -> None:
+    import jsonargparse
+    import numpy as np
+    from lightning.fabric import Fabric
+
+    import model
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(description=Ask.__doc__, exit_on_error=False)
+    parser.add_class_arguments(Ask, None, as_group=False)
+    argv = [
+        f"--prompt+={a}" if b == "--prompt" else a for b, a in zip(["", *sys.argv[1:]], sys.argv[1:]) if a != "--prompt"
+    ]
+    try:
+        args = Ask(**parser.parse_args([a.replace("--prompt=", "--prompt+=", 1) for a in argv]).as_dict())
+    except (jsonargparse.ArgumentError, TypeError) as e:
+        raise BadInput(" ".join(str(e).split())) from None
+    args.refuse("generate")
+    if not args.model or not args.prompt:
+        raise BadInput("generate: --model and --prompt are required")
+    folder = model.fetch(args.model)
+    policy, tokenizer = model.load(folder), Tokenizer(folder)
+    texts = args.prompt
+    if tokenizer.template and not args.plain:
+        texts = [
+            tokenizer.template.render(messages=[{"role": "user", "content": p}], add_generation_prompt=True)
+            for p in texts
+        ]
+    ids = [np.array(tokenizer.prompt(x), dtype="int32") for x in tokenizer.encode(texts)]
+    context = policy.max_seq_length
+    if not all(0 < len(x) < context for x in ids):
+        raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {[len(x) for x in ids]}")
+    fabric = Fabric(devices=1)
+    policy = fabric.to_device(policy)
+    new = args.max_new_tokens or min(256, context - max(map(len, ids)))
+    for prompt, answer in zip(args.prompt, generate(fabric, policy, ids, tokenizer, args, new, context, args.seed)):
+        print(f"{prompt}{text(tokenizer, answer, args.stop)}" if len(ids) > 1 else text(tokenizer, answer, args.stop))
+
+
+if __name__ == "__main__":
+    from devices import guarded
+
+    guarded(main)

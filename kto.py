@@ -19,12 +19,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from lightning.fabric import Fabric
 from safetensors.torch import load_file
 
 import checkpoint
@@ -102,6 +103,24 @@ class Objective(NamedTuple):
     report: Callable[..., dict]  # (columns of G values, base) -> the metrics of a line
     at_start: Callable[[Batch], float]  # the preference loss where policy and reference are equal
     passes: tuple[tuple[int, int], tuple[int, int]]  # least forward passes over (prompt, completion): full, LoRA
+    plan: Callable[[Run, int], Plan] = make_plan  # (settings, training examples) -> steps
+    rounds: Callable[..., Iterator] = lambda job, plan: [(job.examples["train"], plan)]  # (Job, Plan) -> their examples
+    validation: "Objective | None" = None  # None: as in training
+
+
+class Job(NamedTuple):
+    """What a round may use."""
+
+    fabric: Fabric
+    s: Run
+    policy: torch.nn.Module
+    reference: "Reference"
+    optimizer: torch.optim.Optimizer
+    tokenizer: Tokenizer
+    examples: dict[str, list[Example]]
+    out: Path
+    state: dict
+    tell: Tell
 
 
 def kto_loss(logratio_B, z, desirable_B, args: KTO):
@@ -254,11 +273,12 @@ def train(
 ):
     """Draw, look, learn, log. `tell` has what happens between steps (lines, validation, checkpoints). -> last step."""
     rank, world, G = fabric.global_rank, fabric.world_size, s.batch_size
-    for step in range(start + 1, plan.total + 1):
+    step = start
+    for step in range(start + 1, plan.end + 1):
         began = time.perf_counter()
         # draw: the whole step's examples, the same on every rank
-        epoch, i = divmod(step - 1, plan.per_epoch)
-        drawn = order(len(examples), epoch, s.seed, s.data.shuffle)[i * G : (i + 1) * G]
+        epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
+        drawn = order(len(examples), plan.begin + epoch, s.seed, s.data.shuffle)[i * G : (i + 1) * G]
         batch = objective.batch([examples[j] for j in drawn])
         micros, looks = (shares[rank] for shares in cuts(s, batch, world))
 
@@ -284,13 +304,18 @@ def train(
 
         # log
         line = None
-        if step % s.log_interval == 0 or step == plan.total:
+        if step % s.log_interval == 0 or step == plan.end:
             line = objective.report(gather(fabric, columns), base)
-            line |= {"grad_norm": grad_norm, "lr": lr, "epoch": step / plan.per_epoch, "samples": step * G}
+            line |= {
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "epoch": (step - plan.begin) / plan.per_epoch,
+                "samples": step * G,
+            }
         tell.step(step, line, batch, time.perf_counter() - began)
         if stop.now(fabric):
             break
-    return step if plan.total > start else start
+    return step
 
 
 def cuts(s: Run, batch: Batch, world: int) -> tuple[list[list[Micro]], list[list[Micro]]]:
@@ -339,7 +364,7 @@ def run(s: Run, objective: Objective, program: str) -> None:
     n = len(examples["train"])
     if n < s.batch_size:
         raise BadInput(f"{s.data.train}: {n} examples are fewer than batch_size={s.batch_size}")
-    plan = make_plan(s, n)
+    plan = objective.plan(s, n)
     rest = n - plan.per_epoch * s.batch_size
     say(f"{plan.total:,} steps of {s.batch_size}, {plan.per_epoch:,} an epoch, which leaves out {rest:,} of {n:,}")
     fabric = launch(s)
@@ -378,30 +403,32 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
         state = checkpoint.load(fabric, found, policy, optimizer)
         if state["reference"]["fingerprints"] != marks:
             raise BadInput(f"resume: {s.model} or {s.reference} holds other weights than when this run began")
-    val = objective.batch(first(examples["val"], s.limit_val)) if examples["val"] else None
-    check_val = (lambda: validate(fabric, s, objective, policy, reference, val)) if val else None
+    judged = objective.validation or objective
+    val = judged.batch(first(examples["val"], s.limit_val)) if examples["val"] else None
+    check_val = (lambda: validate(fabric, s, judged, policy, reference, val)) if val else None
     tell = Tell(fabric, s, policy, optimizer, tokenizer, plan, out, state, examples["val"], check_val, objective.passes)
+    job = Job(fabric, s, policy, reference, optimizer, tokenizer, examples, out, state, tell)
+    policy.train()
     with contextlib.closing(tell):
-        policy.train()
-        if not found:
-            if s.reference is None:
-                rank_0, _ = cuts(s, objective.batch(examples["train"][: s.batch_size]), 1)
-                check_start(fabric, policy, reference, objective, [examples["train"][i] for i in rank_0[0][0].slots])
-            tell.judge("before")
-            if val:
-                tell.validation(0)
-
-        stop = Stop(s.seconds() if s.max_time else None)
-        last = train(
-            fabric, s, objective, policy, reference, optimizer, examples["train"], plan, state["step"], tell, stop
-        )
-        if last < plan.total:
-            if state["step"] < last:
-                tell.save(last)
-            fabric.print(f"stopped by {stop.why} at step {last} of {plan.total}, saved; go on with")
+        stop, step = Stop(s.seconds() if s.max_time else None), state["step"]
+        for drawn_from, tell.plan in objective.rounds(job, plan):
+            if step == tell.plan.begin and s.reference is None:
+                (micro, *_), *_ = cuts(s, objective.batch(drawn_from[: s.batch_size]), 1)[0]
+                check_start(fabric, policy, reference, objective, [drawn_from[slot] for slot in micro.slots])
+            if not found and step == 0:
+                tell.judge("before")
+                if val:
+                    tell.validation(0)
+            step = train(fabric, s, objective, policy, reference, optimizer, drawn_from, tell.plan, step, tell, stop)
+            if step < tell.plan.end:
+                break
+        if step < plan.total:
+            if state["step"] < step:
+                tell.save(step)
+            fabric.print(f"stopped by {stop.why} at step {step} of {plan.total}, saved; go on with")
             fabric.print(f"  python {program}.py --config {out}/settings.yaml --resume auto")
         else:
-            finish(fabric, s, objective, policy, reference, folder, out, examples["test"], tell)
+            finish(fabric, s, judged, policy, reference, folder, out, examples["test"], tell)
     return stop.signal
 
 
@@ -421,7 +448,8 @@ def finish(fabric, s: Run, objective, policy, reference, folder, out: Path, test
             checkpoint.set_weights(policy, load_file(best / "weights.safetensors"))
             scores["best"] = validate(fabric, s, objective, policy, reference, batch)
         for name, v in scores.items():
-            fabric.print(f"test, {name} weights: loss {v['loss']:.6g}, accuracy {v['accuracy']:.4g}")
+            said = ", ".join(f"{k} {v[k]:.6g}" for k in ("loss", "accuracy") if k in v)
+            fabric.print(f"test, {name} weights: {said}")
         if tell.main:
             write_json(out / "eval" / "test.json", scores)
 

@@ -139,8 +139,9 @@ class Cache:
     def __init__(self, slots: int):
         self.slots, self.store = slots, {}
 
-    def at(self, token_BT, position_BT, last_B):
-        self.token_BT, self.position_BT, self.last_B = token_BT, position_BT, last_B
+    def at(self, token_BT, position_BT, last_B, upto: int | None = None):
+        """The next forward's tokens. No row looks at slot `upto` or behind it."""
+        self.token_BT, self.position_BT, self.last_B, self.upto = token_BT, position_BT, last_B, upto or self.slots
         return self
 
     def keep(self, row_B):
@@ -153,11 +154,11 @@ class Cache:
         row, slot = torch.arange(len(k), device=k.device)[:, None], self.position_BT
         for kept, new in zip(self.store[attn], (k, v)):
             kept[row, :, slot] = new.transpose(1, 2)
-        j = torch.arange(self.slots, device=k.device)
+        j = torch.arange(self.upto, device=k.device)
         see = j <= slot[..., None]
         if attn.window is not None:
             see &= slot[..., None] - j < attn.window
-        return sdpa(attn, q, *self.store[attn], see[:, None])
+        return sdpa(attn, q, *(x[:, :, : self.upto] for x in self.store[attn]), see[:, None])
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -261,6 +262,18 @@ def lora_off(model: nn.Module):
     finally:
         for layer in layers:
             layer.merged = False
+
+
+@torch.no_grad()
+def restart_lora(model: nn.Module, seed: int, place) -> None:
+    """Adapters as at their beginning: A random, alike on all ranks, B zero. `place` lays a tensor out as another."""
+    generator = torch.Generator().manual_seed(seed)
+    for m in model.modules():
+        if isinstance(m, litgpt.lora.LoRALinear) and hasattr(m, "lora_A"):
+            bound = 1 / math.sqrt(m.lora_A.shape[1])  # litgpt's: kaiming_uniform with a = sqrt(5)
+            a = torch.rand(m.lora_A.shape, generator=generator, dtype=torch.float32) * 2 * bound - bound
+            m.lora_A.copy_(place(a.to(m.lora_A.dtype), m.lora_A))
+            m.lora_B.zero_()
 
 
 def fold_lora(state: dict, model: nn.Module) -> dict:

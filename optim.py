@@ -12,9 +12,11 @@ class Plan(NamedTuple):
     """How long the run is and what happens when, in optimizer steps."""
 
     per_epoch: int
-    total: int
+    total: int  # of the whole run: what the learning rate's schedule spans
     val: int | None
     save: int | None
+    begin: int = 0  # a round's steps are begin + 1 to end; KTO and DPO have one round
+    end: int = 0
 
 
 def steps_of(interval: int | float | None, per_epoch: int) -> int | None:
@@ -39,7 +41,7 @@ def make_plan(s: Run, n: int) -> Plan:
     if s.limit_train:
         per_epoch = min(per_epoch, steps_of(s.limit_train, per_epoch))
     total = min(s.epochs * per_epoch, s.max_steps or math.inf)
-    return Plan(per_epoch, total, steps_of(s.val_interval, per_epoch), steps_of(s.save_interval, per_epoch))
+    return Plan(per_epoch, total, steps_of(s.val_interval, per_epoch), steps_of(s.save_interval, per_epoch), 0, total)
 
 
 def make_optimizer(s: Run, policy):

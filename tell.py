@@ -141,7 +141,7 @@ class Tell:
                 self.metrics.row(line)
                 self.track({k: v for k, v in line.items() if v is not None}, step)
             self.bar.step(step, line)
-        last = step == self.plan.total
+        last = step == self.plan.end
         better = self.validate and (last or due(step, self.plan.val)) and self.validation(step)
         if last or better or due(step, self.plan.save):
             self.save(step)
@@ -172,9 +172,9 @@ class Tell:
             return []
         s, context = self.s, self.policy.module.max_seq_length
         new = s.eval.max_new_tokens or s.data.max_completion
-        ids = generate(self.fabric, self.policy, prompts, self.tokenizer.eos, s.eval, new, context, s.seed)
+        ids = generate(self.fabric, self.policy, prompts, self.tokenizer, s.eval, new, context, s.seed)
         return [
-            {"prompt": text(self.tokenizer, list(p)), "completion": text(self.tokenizer, a)}
+            {"prompt": text(self.tokenizer, list(p)), "completion": text(self.tokenizer, a, s.eval.stop)}
             for p, a in zip(prompts, ids)
         ]
 

@@ -135,7 +135,7 @@ def main() -> None:
     asked = [p for p in seen for _ in range(PER_PROMPT)] + held_out * PER_PROMPT
     fabric, args = Fabric(accelerator="cpu", devices=1), generate.Eval(temperature=1.0, batch_size=500)
     ids = [data.np.array(p, dtype="int32") for p in tokenizer.encode(asked)]
-    answers = generate.generate(fabric, gpt, ids, tokenizer.eos, args, max_new=24, context=64, seed=1)
+    answers = generate.generate(fabric, gpt, ids, tokenizer, args, max_new=24, context=64, seed=1)
     records = []
     for prompt, answer in zip(asked, answers):
         if answer[-1] == tokenizer.eos:  # an answer that never ended has no text of its own
@@ -147,6 +147,8 @@ def main() -> None:
     write("val", list({r["prompt"]: r for r in reversed(val)}.values())[::-1])  # the first answer to each
     write("train_pairs", pairs(train))
     write("val_pairs", pairs(val))
+    for name, asked in (("train_demos", seen), ("val_demos", held_out)):
+        write(name, [{"prompt": p, "completion": answer_of(sorted(p.split()[1:-1]))} for p in asked])
 
 
 def pairs(records: list[dict]) -> list[dict]:

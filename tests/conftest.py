@@ -3,13 +3,17 @@
 import io
 import os
 import shutil
+import signal
 import socket
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
+os.environ["OMP_NUM_THREADS"] = "1"  # for what the tests start; two cores with two threads each would wait in turns
+torch.set_num_threads(1)
 PARITY = Path(__file__).parent / "parity"
 
 
@@ -99,3 +103,33 @@ def train(tiny, data, out: Path, *argv: str, program: str = "kto") -> dict:
         rows = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(f)]
     final = out / "final" / "model.safetensors"
     return {"rows": rows, "weights": load_file(final) if final.exists() else None}
+
+
+CLOCKS = {"tokens/s", "seconds", "memory_gb", "tflops/s", "mfu"}
+
+
+def numbers(run: dict) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in run["rows"]]
+
+
+def assert_same(a: dict, b: dict):
+    assert numbers(a) == numbers(b)
+    assert a["weights"].keys() == b["weights"].keys()
+    assert all(torch.equal(x, b["weights"][n]) for n, x in a["weights"].items())
+
+
+def killed(n: int, file: Path, lines: int, work) -> None:
+    """work(rank) on n forked ranks, killed with SIGKILL as soon as `file` has so many lines."""
+    parent = os.fork()
+    if parent == 0:
+        os.setpgrp()
+        ranks(n, work)
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text().count("\n") >= lines):
+        assert time.monotonic() < deadline
+        if os.waitpid(parent, os.WNOHANG)[0]:
+            return
+        time.sleep(0.002)
+    os.killpg(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)

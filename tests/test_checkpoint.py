@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PARITY, ranks, train
+from conftest import PARITY, assert_same, killed, numbers, ranks, train
 from safetensors.torch import load_file
 
 import checkpoint
@@ -22,35 +22,7 @@ import model
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2", "--micro_batch_size=2",
        "--precision=32-true")  # fmt: skip
-CLOCKS = {"tokens/s", "seconds", "memory_gb", "tflops/s", "mfu"}
 ROOT = Path(kto.__file__).parent
-
-
-def numbers(run: dict) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in run["rows"]]
-
-
-def assert_same(a: dict, b: dict):
-    assert numbers(a) == numbers(b)
-    assert a["weights"].keys() == b["weights"].keys()
-    assert all(torch.equal(x, b["weights"][n]) for n, x in a["weights"].items())
-
-
-def killed(n: int, out: Path, lines: int, work) -> None:
-    """work(rank) on n forked ranks, killed with SIGKILL as soon as metrics.csv has so many lines."""
-    parent = os.fork()
-    if parent == 0:
-        os.setpgrp()
-        ranks(n, work)
-        os._exit(0)
-    file, deadline = out / "metrics.csv", time.monotonic() + 60
-    while not (file.exists() and file.read_text().count("\n") >= lines):
-        assert time.monotonic() < deadline
-        if os.waitpid(parent, os.WNOHANG)[0]:
-            return
-        time.sleep(0.002)
-    os.killpg(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
 
 
 MODES = {
@@ -67,7 +39,7 @@ def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(mode, n, strateg
     whole, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "whole", *argv))
     for i, lines in enumerate((2, 6)):  # before the first checkpoint, and after some
         out = tmp_path / str(i)
-        killed(n, out, lines, lambda rank: train(tiny, ratings, out, *argv))
+        killed(n, out / "metrics.csv", lines, lambda rank: train(tiny, ratings, out, *argv))
         assert not (out / "final").exists(), "killed too late to tell"
         resumed, *_ = ranks(n, lambda rank: train(tiny, ratings, out, "--resume=auto", *argv))
         assert_same(resumed, whole)

@@ -1,5 +1,7 @@
 """Sampling: the cache against a plain forward, chances, independence of the batch and of the ranks, where it ends."""
 
+from types import SimpleNamespace
+
 import litgpt
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from lightning.fabric import Fabric
 from torch import nn
 
 import generate as g
+import generate as generate_module
 import model
-from data import pack
+from data import BadInput, pack
 from generate import Eval, choose, generate
 
 FABRIC = Fabric(accelerator="cpu", devices=1)
@@ -43,7 +46,8 @@ def prompts_of(lengths, vocabulary=61, seed=0):
 
 
 def answers(policy, prompts, max_new=12, context=48, seed=3, fabric=FABRIC, eos=EOS, **settings):
-    return generate(fabric, policy, prompts, eos, Eval(**settings), max_new, context, seed)
+    tokenizer = SimpleNamespace(eos=eos, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    return generate(fabric, policy, prompts, tokenizer, Eval(**settings), max_new, context, seed)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -269,3 +273,65 @@ def test_wilsons_interval_by_hand():
     assert g.wilson(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
     low, high = g.wilson(0, 10)
     assert low == 0 and 0.27 < high < 0.28
+
+
+class Fixed(torch.nn.Module):
+    """Logits that depend on nothing."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, cache):
+        return self.logits.repeat(len(cache.token_BT), 1)
+
+
+def test_a_repetition_penalty_divides_and_multiplies_what_is_there_in_the_prompt_or_the_answer():
+    model = Fixed([3.0, 2.9, -1.0, -1.05])
+    assert answers(model, prompts_of([9]), max_new=2, eos=-2, temperature=0)[0] == [0, 0]
+    prompt = [np.array([2, 2], "int32"), np.array([0], "int32")]
+    given = answers(model, prompt, max_new=4, eos=-2, temperature=0, repetition_penalty=1.5)
+    assert given == [[0, 1, 0, 0], [1, 0, 0, 0]], "2.0 and 1.93 are still above all others"
+    low = Fixed([-9.0, -9.0, -1.0, -1.05])
+    assert answers(low, prompt, max_new=2, eos=-2, temperature=0, repetition_penalty=1.5) == [[3, 2], [2, 3]]
+
+
+def test_no_eos_comes_before_min_new_tokens():
+    model = Fixed([1.0, 5.0, 2.0])
+    assert answers(model, prompts_of([3]), max_new=5, eos=1, temperature=0) == [[1]]
+    assert answers(model, prompts_of([3]), max_new=5, eos=1, temperature=0, min_new_tokens=2) == [[2, 2, 1]]
+
+
+def test_a_stop_text_ends_an_answer_and_is_not_shown():
+    model = Fixed([0.0, 0.0, 0.0, 0.0])
+    given = answers(model, prompts_of([3]) * 40, max_new=12, eos=-2, stop=["bc", "dd"], seed=1)
+    tokenizer = SimpleNamespace(eos=-2, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    assert {len(a) for a in given} > {2, 3, 4}
+    for ids in given:
+        said, shown = tokenizer.decode(ids), generate_module.text(tokenizer, ids, ["bc", "dd"])
+        assert said.startswith(shown) and "bc" not in shown and "dd" not in shown
+        assert len(ids) == 12 or said[-2:] in ("bc", "dd") and shown == said[:-2]
+
+
+def test_the_program_answers_from_a_folder(tiny, capsys, monkeypatch):
+    argv = [
+        "generate.py",
+        "--model",
+        str(tiny),
+        "--prompt",
+        "Best best?",
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        "5",
+    ]
+    monkeypatch.setattr("sys.argv", argv)
+    generate_module.main()
+    one = capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*argv, "--prompt=Wick"])
+    generate_module.main()
+    assert capsys.readouterr().out.startswith("Best best?" + one.strip("\n"))
+    for bad in (["--model", "nowhere/at/all"], ["--temperature", "hot"], ["--prompt", "x " * 300]):
+        monkeypatch.setattr("sys.argv", [*argv, *bad])
+        with pytest.raises(BadInput):
+            generate_module.main()

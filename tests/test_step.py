@@ -124,8 +124,9 @@ def test_lora_on_two_processes_changes_nothing(strategy, whole, tiny, ratings, t
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_validation_depends_on_neither_batch_size_nor_processes(strategy, tiny, ratings, tmp_path):
-    argv = (f"--data.val={ratings}", "--max_steps=1", "--optim.lr=0", "--precision=32-true", "--eval.samples=2")
+def test_validation_depends_on_neither_batch_size_nor_processes(strategy, tiny, other, ratings, tmp_path):
+    argv = (f"--data.val={ratings}", "--max_steps=1", "--optim.lr=0", "--precision=32-true", "--eval.samples=2",
+            f"--reference={other}")  # fmt: skip  # at r = 0 accuracies would be those of rounding
 
     def lines(out):
         return [
@@ -189,10 +190,17 @@ def test_an_epoch_draws_every_record_once_in_a_new_order_or_in_file_order(
         assert lines == sorted(lines)
 
 
-def test_another_reference_is_loaded_beside_the_policy_also_with_lora(tiny, ratings, tmp_path, torch_state):
-    ref = tmp_path / "ref"
-    shutil.copytree(tiny, ref)
-    shutil.copy(Path(__file__).parent / "parity" / "ref" / "model.safetensors", ref)
+@pytest.fixture
+def other(tiny, tmp_path):
+    """Another model with the same tokenizer."""
+    folder = tmp_path / "other"
+    shutil.copytree(tiny, folder)
+    shutil.copy(Path(__file__).parent / "parity" / "ref" / "model.safetensors", folder)
+    return folder
+
+
+def test_another_reference_is_loaded_beside_the_policy_also_with_lora(tiny, other, ratings, tmp_path, torch_state):
+    ref = other
     argv = ("--batch_size=6", "--max_steps=1", "--save_interval=null", f"--reference={ref}", "--optim.lr=0")
     full = train(tiny, ratings, tmp_path / "full", *argv)["rows"][0]
     lora = train(tiny, ratings, tmp_path / "lora", "--lora.rank=4", *argv)["rows"][0]
