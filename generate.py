@@ -7,9 +7,10 @@ import math
 import sys
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from data import BadInput, Tokenizer
+from data import BadInput, Tokenizer, pack
 from model import Cache
 
 
@@ -120,45 +121,41 @@ def _answer(fabric, policy, prompts, index: list[int], answer_PT, tokenizer, arg
     device, max_new, eos, idle = fabric.device, answer_PT.shape[1], tokenizer.eos, not index
     batch = [prompts[i] for i in index] or [prompts[0][:1]]
     u_BT = torch.stack([_uniform(seed, i, max_new) for i in index or [0]]).to(device)
-    length = torch.tensor([len(p) for p in batch], device=device)
-    token = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long, device=device)
-    for row, p in zip(token, batch):
-        row[: len(p)] = torch.from_numpy(p.astype("int64"))
-    room = torch.clamp(context - length, max=max_new)  # so many more tokens fit
-    width = token.shape[1]
-    cache = Cache(min(context, width + max_new))
-    position = torch.arange(width, device=device)[None].expand(len(batch), -1)
-    last, alive, seen_BV = length - 1, torch.tensor(index or [-1], device=device), None
+    rows = pack(batch, [(np.zeros(1, int),)] * len(batch)).to(device)  # a completion's last token is never an input
+    length = torch.tensor(rows.sizes, device=device)
+    room, width = torch.clamp(context - length, max=max_new), max(rows.sizes)  # so many more tokens fit
+    cache = Cache(rows, min(context, width + max_new))
+    alive, seen_BV = torch.tensor(index or [-1], device=device), None
+    gone = torch.zeros(len(batch), dtype=torch.bool, device=device)  # ended, but still in the batch
     for t in range(max_new):
-        logits = policy(cache.at(token, position, last, min(cache.slots, width + t)))
+        logits = policy(cache)
         if args.repetition_penalty != 1:
             if seen_BV is None:
-                real = torch.arange(width, device=device) < length[:, None]
-                seen_BV = torch.zeros_like(logits).scatter_reduce(1, token, real.to(logits), "amax")
-            else:
-                seen_BV = seen_BV.scatter(1, token, 1.0)
+                seen_BV = torch.zeros_like(logits, dtype=torch.bool)
+                seen_BV[rows.example_N, rows.token_N] = True
             penalised = torch.where(logits > 0, logits / args.repetition_penalty, logits * args.repetition_penalty)
-            logits = torch.where(seen_BV > 0, penalised, logits)
+            logits = torch.where(seen_BV, penalised, logits)
         if t < args.min_new_tokens:
             logits[:, eos] = -torch.inf
         new = choose(logits, u_BT[:, t], args)
+        if seen_BV is not None:
+            seen_BV[torch.arange(len(new), device=device), new] = True
         if not idle:
-            answer_PT[alive, t] = torch.where(t < room, new, -1)
-        done = (new == eos) | (t + 1 >= room)
+            answer_PT[alive, t] = torch.where(gone | (t >= room), -1, new)
+        done = gone | (new == eos) | (t + 1 >= room)
         if args.stop and not idle:
-            said = [tokenizer.decode(ids) for ids in answer_PT[alive, : t + 1].tolist()]
-            done |= torch.tensor([any(stop in x for stop in args.stop) for x in said], device=device)
+            said = [tokenizer.decode([i for i in ids if i >= 0]) for ids in answer_PT[alive, : t + 1].tolist()]
+            done = done | torch.tensor([any(stop in x for stop in args.stop) for x in said], device=device)
         if _all(fabric, idle or bool(done.all())):
             break
-        stay = (~done).nonzero()[:, 0]
+        stay, gone = (~done).nonzero()[:, 0], done
         if len(stay) == 0:  # ended here, not elsewhere: one row goes on unread
             stay, idle = torch.zeros(1, dtype=torch.long, device=device), True
-        if len(stay) < len(new):  # what has ended leaves the batch
+        if len(stay) <= 0.9 * len(new):  # what has ended leaves the batch, a tenth of it at a time: leaving is a copy
             cache.keep(stay)
-            u_BT, room, length, alive, new = u_BT[stay], room[stay], length[stay], alive[stay], new[stay]
-            seen_BV = None if seen_BV is None else seen_BV[stay]
-        token, last = new[:, None], torch.zeros_like(new)
-        position = (length + t)[:, None].clamp(max=cache.slots - 1)
+            u_BT, room, length, alive = u_BT[stay], room[stay], length[stay], alive[stay]
+            new, gone, seen_BV = new[stay], gone[stay], None if seen_BV is None else seen_BV[stay]
+        cache.at(new, (length + t).clamp(max=cache.slots - 1), min(cache.slots, width + t + 1))
 
 
 def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
@@ -202,7 +199,6 @@ class Ask(Sampling):
 
 def main() -> None:
     import jsonargparse
-    import numpy as np
     from lightning.fabric import Fabric
 
     import model

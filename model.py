@@ -130,18 +130,21 @@ def sdpa(attn, q, k, v, mask):
 
 
 class Cache:
-    """Keys and values of B sequences for generation. Slot p holds position p, so ragged prompts need no left padding:
-    what stands behind a row's own position is not seen, and is overwritten when the row gets there.
+    """Keys and values of B sequences for generation. Slot p holds position p, so ragged prompts need no padding: what
+    stands behind a row's own position is not seen, and is overwritten when the row gets there.
 
-    `token_BT` are the next tokens, `position_BT` their positions; `last_B` says which column's logits are wanted.
+    The first forward takes the prompts packed, as Rows; each later one a token per row (see at). `last_B` says which of
+    a forward's tokens predict the rows' next ones.
     """
 
-    def __init__(self, slots: int):
-        self.slots, self.store = slots, {}
+    def __init__(self, rows: Rows, slots: int):
+        self.slots, self.store, self.packed = slots, {}, Packed(rows)
+        self.token_BT, self.position_BT, self.last_B = rows.token_N[None], rows.position_N[None], rows.source_T
 
-    def at(self, token_BT, position_BT, last_B, upto: int | None = None):
+    def at(self, token_B, position_B, upto: int):
         """The next forward's tokens. No row looks at slot `upto` or behind it."""
-        self.token_BT, self.position_BT, self.last_B, self.upto = token_BT, position_BT, last_B, upto or self.slots
+        self.token_BT, self.position_BT, self.upto, self.packed = token_B[:, None], position_B[:, None], upto, None
+        self.last_B = torch.arange(len(token_B), device=token_B.device)
         return self
 
     def keep(self, row_B):
@@ -149,16 +152,21 @@ class Cache:
         self.store = {layer: tuple(x[row_B] for x in kv) for layer, kv in self.store.items()}
 
     def attend(self, attn, q, k, v):
-        if attn not in self.store:
-            self.store[attn] = tuple(x.new_zeros(len(x), x.shape[1], self.slots, x.shape[3]) for x in (k, v))
-        row, slot = torch.arange(len(k), device=k.device)[:, None], self.position_BT
+        if self.packed:
+            sizes = self.packed.rows.sizes
+            self.store[attn] = tuple(x.new_zeros(len(sizes), x.shape[1], self.slots, x.shape[3]) for x in (k, v))
+            for kept, new in zip(self.store[attn], (k, v)):
+                for row, x in zip(kept, new[0].split(sizes, dim=1)):
+                    row[:, : x.shape[1]] = x
+            return self.packed.attend(attn, q, k, v)
+        slot_B1 = self.position_BT
         for kept, new in zip(self.store[attn], (k, v)):
-            kept[row, :, slot] = new.transpose(1, 2)
+            kept[torch.arange(len(kept), device=k.device), :, slot_B1[:, 0]] = new[:, :, 0]
         j = torch.arange(self.upto, device=k.device)
-        see = j <= slot[..., None]
+        see = j <= slot_B1
         if attn.window is not None:
-            see &= slot[..., None] - j < attn.window
-        return sdpa(attn, q, *(x[:, :, : self.upto] for x in self.store[attn]), see[:, None])
+            see &= slot_B1 - j < attn.window
+        return sdpa(attn, q, *(x[:, :, : self.upto] for x in self.store[attn]), see[:, None, None])
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -183,8 +191,7 @@ class _Packing:
         """Rows -> (B, K) summed log-probs of the completions; Cache -> (B, V) next-token logits."""
         if isinstance(x, Rows):
             return self.logps(x)
-        h_BTC = self.hidden(x.token_BT, x.position_BT, x)
-        return self.head(h_BTC[torch.arange(len(h_BTC), device=h_BTC.device), x.last_B]).float()
+        return self.head(self.hidden(x.token_BT, x.position_BT, x).flatten(0, 1)[x.last_B]).float()
 
     @property
     def tied(self) -> bool:

@@ -83,21 +83,16 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(shape, tiny):
 def test_the_cache_gives_the_logits_of_a_whole_forward(shape, tiny):
     policy, lengths = policy_of(shape, tiny, torch.float64), [5, 1, 9]
     ids, more = prompts_of(lengths), prompts_of([6, 6, 6], seed=1)
-    cache, B, T = model.Cache(20), 3, 9
-    token = torch.zeros(B, T, dtype=torch.long)
-    for row, p in zip(token, ids):
-        row[: len(p)] = torch.from_numpy(p)
-    position, last = torch.arange(T).expand(B, -1), torch.tensor(lengths) - 1
+    cache = model.Cache(pack(ids, [(ids[0][:1],)] * 3), 20)
     with torch.no_grad():
         for t in range(6):
-            logits = policy(cache.at(token, position, last))
-            for b in range(B):
+            logits = policy(cache)
+            for b in range(3):
                 whole = np.concatenate([ids[b], more[b][:t]])
                 rows = pack([whole], [(whole[:1],)])
                 h_NC = policy.hidden(rows.token_N[None], rows.position_N[None], model.Packed(rows))[0]
                 assert (logits[b] - policy.head(h_NC[-1])).abs().max() < 1e-5
-            token = torch.tensor([[int(m[t])] for m in more])
-            position, last = (torch.tensor(lengths) + t)[:, None], torch.zeros(B, dtype=torch.long)
+            cache.at(torch.tensor([int(m[t]) for m in more]), torch.tensor(lengths) + t, 9 + t + 1)
 
 
 # ---- chances --------------------------------------------------------------------------------------------------------
@@ -153,12 +148,12 @@ class Alphabet(nn.Module):
         self.logits_V, self.rows, self.modes = logits_V, [], set()
 
     def forward(self, cache):
-        B = len(cache.token_BT)
+        B = len(cache.last_B)
         self.rows.append(B)
         self.modes.add(self.training)
         if self.logits_V is not None:
             return self.logits_V.expand(B, -1)
-        return 100.0 * nn.functional.one_hot(cache.token_BT[torch.arange(B), cache.last_B] + 1, 100)
+        return 100.0 * nn.functional.one_hot(cache.token_BT.flatten()[cache.last_B] + 1, 100)
 
 
 def test_equal_prompts_get_different_answers_with_the_right_chances():
@@ -283,7 +278,7 @@ class Fixed(torch.nn.Module):
         self.logits = torch.tensor(logits)
 
     def forward(self, cache):
-        return self.logits.repeat(len(cache.token_BT), 1)
+        return self.logits.repeat(len(cache.last_B), 1)
 
 
 def test_a_repetition_penalty_divides_and_multiplies_what_is_there_in_the_prompt_or_the_answer():
