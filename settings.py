@@ -290,9 +290,11 @@ def parse(cls, argv: list[str], doc: str, demo: Path):
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="A YAML file of these settings.")
     parser.add_class_arguments(cls, None, as_group=False)
     options = parser._option_string_actions
-    for base in cls.__mro__[1:-1]:  # jsonargparse reads the sentences of the class itself only
-        for x in docstring_parser.parse_from_object(base).params:
-            options[f"--{x.arg_name}"].help = x.description
+    groups = {f"{name}.": kind for name, kind in typing.get_type_hints(cls).items() if dataclasses.is_dataclass(kind)}
+    for prefix, group in {"": cls, **groups}.items():
+        for base in group.__mro__[1:-1]:  # jsonargparse reads the sentences of the class itself only
+            for x in docstring_parser.parse_from_object(base).params:
+                options[f"--{prefix}{x.arg_name}"].help = x.description
     for group in {k.rsplit(".", 1)[0] for k in flat(cls) if "." in k}:  # a file for a group: not among ours
         options[f"--{group}"].help = argparse.SUPPRESS
     try:

@@ -29,6 +29,7 @@ from generate import Sampling, generate, text
 from kto import Base, Job, Objective, mean, run
 from optim import Plan, make_plan
 from settings import Run, parse
+from tell import side_by_side
 
 
 @dataclass
@@ -182,6 +183,8 @@ def iterations(args: DPO):
             job.fabric.print(
                 f"iteration {t}: beta {args.beta}, {len(pairs):,} pairs, {same:,} answered as demonstrated"
             )
+            rows = [[text(job.tokenizer, list(x), s.stop) for x in (e.prompt, *e.completions)] for e in pairs[:4]]
+            job.fabric.print(side_by_side(("prompt", "demonstration", "the reference's own"), rows))
             yield pairs, p
 
     return rounds

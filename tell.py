@@ -258,9 +258,13 @@ def verdicts(before: dict, after: dict, n: int = 5, width: int = 34) -> str:
         lines.append(f"  {name:<7} {100 * share:5.1f}%  {interval}  {v['right']} of {v['of']}")
     gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
     lines += [f"  gain    {gain:+5.1f} points", ""]
-    rows = [("prompt", "before", "after")]
-    rows += [(a["prompt"], a["completion"], b["completion"]) for a, b in zip(before["answers"][:n], after["answers"])]
-    rows = [[c.replace("\n", " ")[:width] for c in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join(lines)
+    rows = zip(before["answers"][:n], after["answers"])
+    table = [(a["prompt"], a["completion"], b["completion"]) for a, b in rows]
+    return "\n".join([*lines, side_by_side(("prompt", "before", "after"), table, width)])
+
+
+def side_by_side(head: tuple[str, ...], rows: list[tuple[str, ...]], width: int = 34) -> str:
+    """A table of short texts."""
+    cells = [[c.replace("\n", " ")[:width] for c in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells)

@@ -39,8 +39,8 @@ def rate(work, seconds: float = 0.5) -> float:
 
 
 def roofline(gpt, prompts: list[int], tokens: float) -> float:
-    """Tokens a second if nothing cost anything but the prompts' products at the rate of a large product, and for each
-    of the steps one read of the weights and, per token, one of its row's keys and values, at the rate of a large read."""
+    """Tokens a second if nothing cost anything but the prompts' products at the rate of a large product, each step's
+    one read of the weights, and each token's one read of its row's keys and values, at the rate of a large read."""
     x, w = torch.randn(2048, 1024), torch.randn(1024, 1024)
     flops, block = 2 * 2048 * 1024 * 1024 * rate(lambda: x @ w), torch.randn(2**25)
     bandwidth = 4 * len(block) * rate(block.sum)

@@ -9,13 +9,14 @@ import pytest
 
 import dpo
 import kto
+import spin
 
 ROOT = Path(kto.__file__).parent
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 COMMANDS = [
     shlex.split(line.split("#")[0])
     for line in "".join(BLOCKS).splitlines()
-    if re.search(r"\b(kto|dpo)\.py", line) and "--help" not in line and "--print_config" not in line
+    if re.search(r"\b(kto|dpo|spin)\.py", line) and "--help" not in line and "--print_config" not in line
 ]
 
 
@@ -48,7 +49,7 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path, tmp_path: Path) -> lis
 def test_a_command_of_the_readme_runs(command, tiny, ratings, tmp_path, monkeypatch, torch_state, capsys):
     monkeypatch.chdir(ROOT)
     at = [c.endswith(".py") for c in command].index(True)
-    program = {"kto.py": kto, "dpo.py": dpo}[command[at]]
+    program = {"kto.py": kto, "dpo.py": dpo, "spin.py": spin}[command[at]]
     program.main(few_steps(command[at + 1 :], tiny, ratings, tmp_path))
     said = capsys.readouterr().out
     assert "exported to" in said
@@ -58,6 +59,9 @@ def test_a_command_of_the_readme_runs(command, tiny, ratings, tmp_path, monkeypa
 def test_every_config_trains_two_steps(config, tiny, ratings, pairs, tmp_path, monkeypatch, torch_state):
     monkeypatch.chdir(ROOT)
     program, data = (dpo, pairs) if "dpo" in config.name else (kto, ratings)
+    if "spin" in config.name:
+        program, data = spin, ratings.parent / "demos.jsonl"
+        data.write_text('{"prompt": "Best best?", "completion": " best."}\n' * 6)
     program.main(few_steps(["--config", str(config)], tiny, data, tmp_path))
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 3
 
