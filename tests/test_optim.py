@@ -60,7 +60,7 @@ def test_intervals_are_fractions_of_the_epoch_as_limited():
     plan = make_plan(run_settings(batch_size=8, limit_train=6, val_interval=0.5, save_interval=5), n=87)
     assert (plan.val, plan.save) == (3, 5)
     assert make_plan(run_settings(batch_size=8), n=87)[2:4] == (10, 10), "once an epoch by default"
-    assert make_plan(run_settings(val_interval=None, save_interval=None), n=87)[2:] == (None, None)
+    assert make_plan(run_settings(val_interval=None, save_interval=None), n=87)[2:4] == (None, None)
 
 
 # ---- the learning rate ----------------------------------------------------------------------------------------------
