@@ -19,8 +19,9 @@ from torch.nn.functional import logsigmoid
 
 from data import BadInput, Batch, Example
 from devices import guarded
-from kto import Base, Objective, mean, run
+from kto import Base, Objective, run
 from settings import Run, parse
+from tell import mean
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """KTO: learn from single thumbs up and down (Ethayarajh et al. 2024, arXiv 2402.01306).
 
-    python kto.py                                  # the demo: two cores, three minutes
+    python kto.py                                  # the demo: two cores, half a minute
     python kto.py --config config/gpt2.yaml        # GPT-2 on rated data
     python kto.py --help                           # every setting
 
@@ -32,9 +32,9 @@ import checkpoint
 import model
 from data import BadInput, Batch, Example, Failed, Micro, Rows, Tokenizer, cut, deal, mismatched, order, splits
 from devices import Stop, guarded, launch, leave
-from optim import Plan, clip, lr_at, make_optimizer, make_plan
+from optim import Plan, clip, lr_at, make_optimizer, make_plan, steps_of
 from settings import DEFAULT_TOKENS, Run, parse
-from tell import Tell, say, verdicts, write_json
+from tell import Tell, auc, mean, say, verdicts, write_json
 
 # ---- settings (the shared ones are in settings.py) ------------------------------------------------------------------
 
@@ -200,17 +200,6 @@ def kto_objective(args: KTO, score_prompt: bool = False) -> Objective:
 
     passes = ((4, 6), (3, 5)) if pairs else ((4, 4), (3, 3))
     return Objective("rated", batch, look, loss, report, at_start, passes)
-
-
-def mean(x) -> float | None:
-    return x.mean().item() if len(x) else None
-
-
-def auc(high, low) -> float:
-    """P(a value of `high` is above one of `low`), ties half."""
-    low = low.sort().values
-    below = sum(torch.searchsorted(low, high, right=right).double() for right in (False, True)) / 2
-    return (below.mean() / len(low)).item()
 
 
 # ---- the reference --------------------------------------------------------------------------------------------------
@@ -404,7 +393,7 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
         if state["reference"]["fingerprints"] != marks:
             raise BadInput(f"resume: {s.model} or {s.reference} holds other weights than when this run began")
     judged = objective.validation or objective
-    val = judged.batch(first(examples["val"], s.limit_val)) if examples["val"] else None
+    val = judged.batch(examples["val"][: steps_of(s.limit_val, len(examples["val"]))]) if examples["val"] else None
     check_val = (lambda: validate(fabric, s, judged, policy, reference, val)) if val else None
     tell = Tell(fabric, s, policy, optimizer, tokenizer, plan, out, state, examples["val"], check_val, objective.passes)
     job = Job(fabric, s, policy, reference, optimizer, tokenizer, examples, out, state, tell)
@@ -452,11 +441,6 @@ def finish(fabric, s: Run, objective, policy, reference, folder, out: Path, test
             fabric.print(f"test, {name} weights: {said}")
         if tell.main:
             write_json(out / "eval" / "test.json", scores)
-
-
-def first(examples: list[Example], limit: int | float | None) -> list[Example]:
-    n = len(examples)
-    return examples[: n if limit is None else limit if isinstance(limit, int) else max(1, round(limit * n))]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -474,7 +474,10 @@ def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.floa
     if (folder / "lit_model.pth").exists() and (folder / "model_config.yaml").exists():
         arguments = yaml.safe_load((folder / "model_config.yaml").read_text())
         source = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
-        state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+        try:
+            state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+        except Exception as e:  # a damaged file fails in a dozen ways
+            raise BadInput(f"{folder}/lit_model.pth: {str(e).splitlines()[0]}") from None
         state = state.get("model", state)
     else:
         arguments, source, (weights_in, _) = read_config(folder)

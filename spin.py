@@ -26,10 +26,10 @@ from data import BadInput, Batch, Example, order
 from devices import guarded
 from dpo import DPO, dpo_objective
 from generate import Sampling, generate, text
-from kto import Base, Job, Objective, mean, run
+from kto import Base, Job, Objective, run
 from optim import Plan, make_plan
 from settings import Run, parse
-from tell import side_by_side
+from tell import mean, side_by_side
 
 
 @dataclass

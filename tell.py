@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -64,7 +65,10 @@ def tracker(name: str, out: Path, project: str, settings: dict, resumed: bool):
 
         def log(values, step):
             for key, value in values.items():
-                writer.add_scalar(key, value, step)
+                if key == "samples":
+                    writer.add_text(key, "\n\n".join(f"{s['prompt']} **{s['completion']}**" for s in value), step)
+                else:
+                    writer.add_scalar(key, value, step)
 
         return log, writer.close  # not flush, which does not wait for its own queue: the last lines would be lost
     import wandb
@@ -78,7 +82,13 @@ def tracker(name: str, out: Path, project: str, settings: dict, resumed: bool):
             f"logger: wandb: {' '.join(str(e).split())}; WANDB_MODE=offline needs neither key nor network"
         ) from None
     file.write_text(run.id)
-    return lambda values, step: run.log(values, step=step), lambda: None  # its own exit hook tells a crash from an end
+
+    def log(values, step):
+        if rows := values.get("samples"):
+            values = values | {"samples": wandb.Table(["prompt", "completion"], [list(r.values()) for r in rows])}
+        run.log(values, step=step)
+
+    return log, lambda: None  # its own exit hook tells a crash from an end
 
 
 class Progress:
@@ -86,6 +96,7 @@ class Progress:
 
     def __init__(self, plan: Plan, start: int, on: bool):
         self.every, self.total, self.bar, self.on = max(1, round(plan.total / 20)), plan.total, None, on
+        self.began, self.start = time.monotonic(), start
         self.next = 0  # the next line may come later than at a multiple of `every`: there is one each log_interval
         if on and sys.stderr.isatty():
             from tqdm import tqdm
@@ -102,7 +113,13 @@ class Progress:
                 self.bar.set_postfix(shown)
         elif self.on and shown and (step >= self.next or step == self.total):
             self.next = step - step % self.every + self.every
+            left = (self.total - step) * (time.monotonic() - self.began) / max(1, step - self.start)
+            shown["ETA"] = f"{left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f}"
             say(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
+
+    def say(self, line: str) -> None:
+        if self.on:
+            say(line) if self.bar is None else self.bar.write(line)
 
 
 class Tell:
@@ -151,7 +168,10 @@ class Tell:
         line, samples = self.validate(), self.answers(self.prompts[: self.s.eval.samples])
         if self.main:
             self.val_csv.row({"step": step, **line})
-            self.track({f"val/{k}": v for k, v in line.items() if v is not None}, step)
+            names = [n for n in ("loss", "kl", "accuracy", "rewards/margins") if line.get(n) is not None]
+            self.bar.say(f"validation at step {step}: " + ", ".join(f"{n} {line[n]:.4f}" for n in names))
+            told = {f"val/{k}": v for k, v in line.items() if v is not None}
+            self.track(told | ({"samples": samples} if samples else {}), step)
             write_json(self.out / "eval" / f"step-{step}.json", {"step": step, "metrics": line, "samples": samples})
         name, best = self.s.keep_best, self.state["best"]
         if name is None:
@@ -228,6 +248,17 @@ def peak_flops(device, precision: str) -> float:
     from lightning.fabric.utilities.throughput import get_available_flops
 
     return get_available_flops(device, torch.bfloat16 if "bf16" in precision else torch.float32) or 0.0
+
+
+def mean(x) -> float | None:
+    return x.mean().item() if len(x) else None
+
+
+def auc(high, low) -> float:
+    """P(a value of `high` is above one of `low`), ties half."""
+    low = low.sort().values
+    below = sum(torch.searchsorted(low, high, right=right).double() for right in (False, True)) / 2
+    return (below.mean() / len(low)).item()
 
 
 def due(step: int, interval: int | None) -> bool:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import kto
 import model
+import tell
 from data import Batch, Example, Micro
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
@@ -218,8 +219,8 @@ def test_the_metrics_are_those_of_the_field(torch_state):
 
 def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one():
     high, low = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0])
-    assert kto.auc(high, low) == pytest.approx((1 + 1.5 + 2) / 6)
-    assert kto.auc(low, high) == pytest.approx(1.5 / 6)
+    assert tell.auc(high, low) == pytest.approx((1 + 1.5 + 2) / 6)
+    assert tell.auc(low, high) == pytest.approx(1.5 / 6)
 
 
 def test_one_class_only_is_right_and_finite(torch_state):

@@ -9,6 +9,7 @@ from conftest import ranks
 import kto
 from data import Batch
 from settings import Run, parse
+from tell import mean
 
 
 @dataclass
@@ -42,7 +43,7 @@ def hinge_objective(args: Hinge) -> kto.Objective:
         return loss_B, {"loss": loss_B, "preference_loss": loss_B}
 
     def report(columns, base):
-        return {"loss": kto.mean(columns["loss"]), "wins": kto.mean((columns["loss"] < args.margin).double())}
+        return {"loss": mean(columns["loss"]), "wins": mean((columns["loss"] < args.margin).double())}
 
     return kto.Objective("paired", batch, look, loss, report, lambda batch: args.margin, ((4, 4), (3, 3)))
 
