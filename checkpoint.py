@@ -184,8 +184,10 @@ def open_run(fabric, s: Run, program: str, say) -> tuple[Path, Path | None]:
     if fabric.global_rank == 0:
         try:
             answer = _open_run(s, program, say)
-        except (BadInput, OSError) as e:
+        except BadInput as e:
             answer = str(e)
+        except OSError as e:
+            answer = f"out_dir: {e.filename}: {e.strerror}"
     answer = fabric.broadcast(answer)
     if isinstance(answer, str):
         raise BadInput(answer)

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from data import BadInput, Failed
 from settings import Run, torchrun
 
+LAUNCHED: list[Fabric] = []  # whose child processes end with us
+
 
 def shard(module, mesh):
     """FSDP2: each block by itself, then what is left (embedding, last norm, head) around the forward."""
@@ -58,6 +60,7 @@ def launch(s: Run) -> Fabric:
         num_nodes=s.num_nodes,
         precision="bf16-mixed" if s.precision == "bf16-true" else s.precision,  # the base is loaded in bf16
     )
+    LAUNCHED.append(fabric)
     fabric.launch()
     if fabric.world_size != max(n, int(os.environ.get("WORLD_SIZE", n))):
         raise BadInput(f"devices: {fabric.world_size} processes run, but {os.environ['WORLD_SIZE']} were launched")
@@ -102,17 +105,11 @@ def guarded(main) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if launched:
-        for child in _children():
-            child.kill()
+        for fabric in LAUNCHED:
+            for child in getattr(fabric.strategy.launcher, "procs", []):
+                child.kill()
         os._exit(code)  # no teardown: it would wait for ranks that wait for us
     sys.exit(code)
-
-
-def _children():
-    """Processes that Fabric's launcher started for the other ranks of this node."""
-    from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-
-    return [p for x in gc.get_objects() if isinstance(x, _SubprocessScriptLauncher) for p in x.procs]
 
 
 class Stop:
