@@ -52,7 +52,8 @@ def launch(s: Run) -> Fabric:
         torch.use_deterministic_algorithms(True)
     if s.precision == "64-true":  # else Fabric casts what a forward returns to float32
         torch.set_default_dtype(torch.float64)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # one banner per process otherwise
+    for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # banners
     fabric = Fabric(
         accelerator=s.accelerator,
         strategy=strategy,
