@@ -121,6 +121,7 @@ def test_lora_on_two_processes_changes_nothing(strategy, whole, tiny, ratings, t
     many = (f"--strategy={strategy}", "--micro_batch_size=2", "--precision=32-true")
     run, _ = ranks(2, lambda rank: train(tiny, ratings, tmp_path / "run", *many, *COMMON, *argv))
     assert_equal(run, one, start(tiny), False)
+    assert abs(one["rows"][-1]["rewards/margins"]) > 0.01, "the reference stays the base, and does not learn along"
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
