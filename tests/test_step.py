@@ -216,7 +216,11 @@ def test_another_reference_is_loaded_beside_the_policy_also_with_lora(tiny, othe
         train(tiny, ratings, tmp_path / "no", *argv)
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_the_example(tiny, ratings, tmp_path):
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_the_example(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    moved, real = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a: moved.append(1) or real(self, *a))
     bad = tmp_path / "bad"
     shutil.copytree(tiny, bad)
     weights = load_file(bad / "model.safetensors")
@@ -227,3 +231,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_th
     with pytest.raises(kto.Failed) as e:
         train(bad, ratings, tmp_path / "run", "--batch_size=24", "--max_steps=1", f"--reference={tiny}")
     assert "step 1" in str(e.value) and "ratings.jsonl:" in str(e.value) and "untouched" in str(e.value)
+    assert not moved
+    train(tiny, ratings, tmp_path / "good", "--batch_size=8", "--max_steps=3")
+    assert len(moved) == 3, "one step a step"
