@@ -118,18 +118,28 @@ def assert_same(a: dict, b: dict):
     assert all(torch.equal(x, b["weights"][n]) for n, x in a["weights"].items())
 
 
-def killed(n: int, file: Path, lines: int, work) -> None:
-    """work(rank) on n forked ranks, killed with SIGKILL as soon as `file` has so many lines."""
-    parent = os.fork()
-    if parent == 0:
-        os.setpgrp()
-        ranks(n, work)
-        os._exit(0)
-    deadline = time.monotonic() + 60
-    while not (file.exists() and file.read_text().count("\n") >= lines):
-        assert time.monotonic() < deadline
-        if os.waitpid(parent, os.WNOHANG)[0]:
+def killed(n: int, out: Path, name: str, lines: int, work) -> None:
+    """work(rank) on n forked ranks, killed with SIGKILL as soon as the file `name` of the run `out` has so many lines.
+    On a busy machine we may look too late, when the run has ended: then once more."""
+    for _ in range(5):
+        parent = os.fork()
+        if parent == 0:
+            os.setpgrp()
+            try:
+                ranks(n, work)
+            finally:
+                os._exit(0)
+        file, deadline = out / name, time.monotonic() + 120
+        while not (file.exists() and file.read_text().count("\n") >= lines):
+            assert time.monotonic() < deadline
+            if os.waitpid(parent, os.WNOHANG)[0]:
+                parent = 0
+                break
+            time.sleep(0.002)
+        if parent:
+            os.killpg(parent, signal.SIGKILL)
+            os.waitpid(parent, 0)
+        if not (out / "final").exists():
             return
-        time.sleep(0.002)
-    os.killpg(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
+        shutil.rmtree(out)
+    raise AssertionError("killed too late, five times")

@@ -83,8 +83,7 @@ def test_a_run_killed_while_answering_or_learning_and_resumed_is_the_same_run(n,
     for i, (file, lines) in enumerate((("iterations/answers-1.jsonl", 4), ("iterations/answers-2.jsonl", 4),
                                        ("metrics.csv", 8))):  # fmt: skip
         out = tmp_path / str(i)
-        killed(n, out / file, lines, lambda rank: go(tiny, demos, out, *argv))
-        assert not (out / "final").exists(), "killed too late to tell"
+        killed(n, out, file, lines, lambda rank: go(tiny, demos, out, *argv))
         resumed, *_ = ranks(n, lambda rank: go(tiny, demos, out, "--resume=auto", *argv))
         assert_same(resumed, whole)
         for t in (1, 2, 3):
@@ -116,7 +115,7 @@ def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(tin
     assert asked == [3, 3, 2], "another temperature: other answers"
 
 
-def test_the_pairs_are_the_humans_completion_and_the_references_own(tiny, demos, tmp_path, monkeypatch):
+def test_the_pairs_are_the_humans_completion_and_the_references_own(tiny, demos, tmp_path, monkeypatch, capsys):
     seen, real = [], spin.dpo_objective
     monkeypatch.setattr(
         spin, "dpo_objective",
@@ -131,8 +130,7 @@ def test_the_pairs_are_the_humans_completion_and_the_references_own(tiny, demos,
             i = int(e.where.rsplit(":", 1)[1]) - 1
             assert list(e.completions[1]) in [answers[i] for answers in allowed]
             assert e.completions[0][-1] == 0, "the human's ends with EOS"
-    last = {(e.where, e.completions[1].tobytes()) for b, batch in seen if b == 0.7 for e in batch}
-    assert len(last) == 12, "eight of this iteration, and half of the last one's eight"
+    assert "iteration 2: beta 0.7, 12 pairs" in capsys.readouterr().out, "eight, and half the last's eight"
     assert any(len(ids) == 6 and ids[-1] != 0 for ids in own[0]), "one that hit its limit has no EOS"
 
 
