@@ -56,6 +56,15 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all, and on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(text)
+    sync(tmp)
+    tmp.replace(path)
+
+
 def digest(path: Path) -> str:
     h = hashlib.sha256()
     with open(path, "rb") as f:
@@ -93,8 +102,9 @@ def publish(fabric, write, out: Path) -> None:
 
 def save(fabric, out: Path, policy, optimizer, state: dict, settings: str) -> None:
     """Everything a bit-identical continuation needs. Collective."""
-    names = {id(p): name for name, p in policy.named().items()}
-    model = whole(fabric, {name: p for name, p in policy.named().items() if p.requires_grad})
+    named = policy.named()
+    names = {id(p): name for name, p in named.items()}
+    model = whole(fabric, {name: p for name, p in named.items() if p.requires_grad})
     slots = {f"{names[id(p)]}|{key}": x for p, s in optimizer.optimizer.state.items() for key, x in s.items()}
     optim = whole(fabric, {key: x for key, x in slots.items() if isinstance(x, torch.Tensor)})
     state = state | {"optimizer": {key: x for key, x in slots.items() if not isinstance(x, torch.Tensor)}}

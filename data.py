@@ -233,11 +233,15 @@ def _no_twice(items):
     return dict(items)
 
 
+def local(source: str) -> Path:
+    """A path as given; the demo's own files also from elsewhere."""
+    path = Path(source).expanduser()
+    return Path(__file__).parent / source if not path.exists() and source.startswith("demo/") else path
+
+
 def read(source: str) -> Iterator[tuple[str, object]]:
     """(`file:line`, raw record or Fault) for each record of a file or a Hub data set."""
-    path = Path(source)
-    if not path.exists() and source.startswith("demo/"):
-        path = Path(__file__).parent / source
+    path = local(source)
     if path.suffix in (".jsonl", ".json") and path.is_file():
         blob = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
         if path.suffix == ".json" and blob.lstrip()[:1] == b"[":

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data import BadInput, Rows
+from data import BadInput, Rows, local
 
 HEAD_LOGITS = 2**24  # at most this many logits exist at once (64 MiB in float32), whatever N and V are
 
@@ -319,9 +319,7 @@ def fingerprint(state: dict) -> str:
 
 def fetch(source: str, what: str = "model") -> Path:
     """The folder behind a local path, a run of ours (its `final`), or a Hugging Face id (downloaded)."""
-    folder = Path(source).expanduser()
-    if not folder.exists() and source.startswith("demo/"):
-        folder = Path(__file__).parent / source
+    folder = local(source)
     if (folder / "settings.yaml").exists() and not (folder / "config.json").exists():
         if not (folder / "final").is_dir():
             raise BadInput(f"{what}: {source}: a run without a `final` folder: resume it, or let it end")

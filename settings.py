@@ -154,9 +154,8 @@ class Run:
             raise BadInput(f"optim.min_lr: {self.optim.min_lr} is above optim.lr, {self.optim.lr}")
         if self.micro_batch_size and self.micro_batch_tokens:
             raise BadInput("micro_batch_size and micro_batch_tokens: give one, not both")
-        known = [t.removeprefix("lora_") for t in LORA_TARGETS]
-        if unknown := [t for t in self.lora.targets if t not in known] or (not self.lora.targets and ["none"]):
-            raise BadInput(f"lora.targets: expected some of {', '.join(known)}; got {unknown[0]}")
+        if unknown := [t for t in self.lora.targets if t not in LORA_TARGETS] or (not self.lora.targets and ["none"]):
+            raise BadInput(f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got {unknown[0]}")
         if self.precision == "bf16-true" and not self.lora.rank:
             raise BadInput(
                 "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of "
@@ -182,7 +181,7 @@ class Run:
         return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
 
 
-LORA_TARGETS = ("lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp", "lora_head")
+LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 
 # A resume may change these; anything else would make it another run
 FREE = {

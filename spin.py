@@ -113,27 +113,36 @@ def stand_on(job: Job, t: int) -> str:
     return model.fingerprint(state)
 
 
+def answers_file(job: Job, t: int) -> Path:
+    return job.out / "iterations" / f"answers-{t}.jsonl"
+
+
+def ids_of(lines: list[str]) -> list[list[int]]:
+    return [json.loads(line)["ids"] for line in lines]
+
+
 def answers(job: Job, t: int, mark: str) -> list[list[int]]:
     """The reference's answers of iteration t, to all demonstrations. Written per rollout batch: what a killed run has
     written is taken as it stands, if the reference and the sampling are the same."""
-    args, demos, file = job.s.spin, job.examples["train"], job.out / "iterations" / f"answers-{t}.jsonl"
+    args, demos, file, size = job.s.spin, job.examples["train"], answers_file(job, t), job.s.spin.rollout_batch_size
     head = json.dumps({"reference": mark, "seed": job.s.seed, "demonstrations": len(demos), **asdict(args)})
-    lines = file.read_text().split("\n") if file.exists() else []
-    done = [json.loads(line)["ids"] for line in lines[1:-1]] if lines[:1] == [head] else []
-    done = job.fabric.broadcast(
-        done if len(done) == len(demos) else done[: len(done) // args.rollout_batch_size * args.rollout_batch_size]
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    lines = lines[1:] if lines[:1] == [head] else []
+    lines = job.fabric.broadcast(lines if len(lines) == len(demos) else lines[: len(lines) // size * size])
+    done, new, context = (
+        ids_of(lines),
+        args.max_new_tokens or job.s.data.max_completion,
+        job.policy.module.max_seq_length,
     )
-    new, context = args.max_new_tokens or job.s.data.max_completion, job.policy.module.max_seq_length
     while len(done) < len(demos):
-        prompts = [e.prompt for e in demos[len(done) : len(done) + args.rollout_batch_size]]
+        prompts = [e.prompt for e in demos[len(done) : len(done) + size]]
         seed = (job.s.seed * 1009 + t) * 1000003 + len(done)
-        done += generate(job.fabric, job.policy, prompts, job.tokenizer, args, new, context, seed)
+        fresh = generate(job.fabric, job.policy, prompts, job.tokenizer, args, new, context, seed)
+        done += fresh
         if job.tell.main:
-            rows = ({"ids": ids, "completion": text(job.tokenizer, ids, args.stop)} for ids in done)
-            tmp = file.with_suffix(".tmp")
-            tmp.write_text("\n".join([head, *(json.dumps(row, ensure_ascii=False) for row in rows), ""]))
-            checkpoint.sync(tmp)
-            tmp.replace(file)
+            rows = ({"ids": ids, "completion": text(job.tokenizer, ids, args.stop)} for ids in fresh)
+            lines += [json.dumps(row, ensure_ascii=False) for row in rows]
+            checkpoint.write_whole(file, "\n".join([head, *lines, ""]))
     return done
 
 
@@ -170,10 +179,7 @@ def iterations(args: DPO):
                 own = answers(job, t, mark)
             pairs = [against(e, ids) for e, ids in zip(demos, own)]
             if t > 1 and s.mix:
-                last = [
-                    json.loads(line)["ids"]
-                    for line in (job.out / "iterations" / f"answers-{t - 1}.jsonl").read_text().splitlines()[1:]
-                ]
+                last = ids_of(answers_file(job, t - 1).read_text().split("\n")[1:-1])
                 pairs += [
                     against(demos[i], last[i])
                     for i in order(len(demos), t, job.s.seed, True)[: int(s.mix * len(demos))]

@@ -272,12 +272,7 @@ def say(line: str) -> None:
 
 
 def write_json(path: Path, value) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    checkpoint.sync(tmp)
-    tmp.replace(path)
+    checkpoint.write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def verdicts(before: dict, after: dict, n: int = 5, width: int = 34) -> str:

@@ -9,6 +9,7 @@ import torch
 from conftest import PARITY, ranks, train
 from lightning.fabric import Fabric
 from safetensors.torch import load_file
+from test_kto import POLICY, REF, Table, sigmoid
 from test_step import assert_equal, start
 
 import dpo
@@ -57,10 +58,6 @@ def test_it_matches_another_implementations_recorded_numbers(name):
             torch.testing.assert_close(p.grad, state[n], atol=1e-6, rtol=1e-4)
 
 
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
-
-
 def bernoulli(p, q):
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
@@ -94,19 +91,6 @@ def test_the_kl_forms_stay_finite_where_a_sigmoid_rounds_to_one(name):
     assert value[0].item() == pytest.approx(by_hand[name], rel=1e-5)
 
 
-class Table(torch.nn.Module):
-    """A stand-in for a model: the log-prob of a completion is looked up by its first token, times its length."""
-
-    def __init__(self, values):
-        super().__init__()
-        self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
-
-    def forward(self, rows):
-        first = torch.cat([torch.tensor([True]), rows.segment_T[1:] != rows.segment_T[:-1]])
-        return self.values[rows.target_T[first]].view(rows.length_BK.shape) * rows.length_BK
-
-
-POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
 EXAMPLES = [pair([9], [0], [1, 1], (0.9, 0.2)), pair([9, 8], [2] * 3, [3] * 4)]
 
 
