@@ -222,7 +222,7 @@ def _check_names(names, cls, where: str = "") -> None:
     for name in names:
         if name not in known:
             inside = [k for k in known if k.startswith(f"{name}.")]
-            near = difflib.get_close_matches(name, known, 1, 0.5) or [k for k in known if k.endswith("." + name)]
+            near = [k for k in known if k.endswith("." + name)] or difflib.get_close_matches(name, known, 1, 0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             what = f"a group: expected a setting in it, such as {inside[0]}" if inside else "no such setting" + hint
             raise BadInput(f"{where}{name}: {what}")

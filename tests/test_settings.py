@@ -148,6 +148,7 @@ def test_an_int_is_steps_and_a_float_a_fraction_and_they_stay_so(config):
     "wrong, near",
     [
         ("kto.bta", "kto.beta"),
+        ("lr", "optim.lr"),
         ("batchsize", "batch_size"),
         ("optim.weightdecay", "optim.weight_decay"),
         ("beta1", "optim.beta1"),
