@@ -365,8 +365,9 @@ class Tokenizer:
             self.processor.no_padding()
             self.processor.no_truncation()
             self.bos, self.eos = (self._special(folder, name) for name in ("bos", "eos"))
-            first = self.processor.encode("a").ids[:1]  # with what its post-processor puts around a text
-            adds = adds or first == [self.bos]
+            # what its post-processor puts before a text; the text itself may be unknown, and that token be BOS
+            first, bare = (self.processor.encode("a", add_special_tokens=on).ids[:1] for on in (True, False))
+            adds = adds or first == [self.bos] != bare
             self.n_vocab = self.processor.get_vocab_size(with_added_tokens=True)
         else:
             self.bos, self.eos, self.n_vocab = lit.bos_id, lit.eos_id, lit.vocab_size
@@ -685,7 +686,7 @@ def cut(
             mine[i].append(slot)
             room[i] -= sizes[slot]
     most = max(map(len, micros))
-    return [[Micro(m, 1.0) for m in mine] + [Micro([0], 0.0)] * (most - len(mine)) for mine in micros]
+    return [[Micro(sorted(m), 1.0) for m in mine] + [Micro([0], 0.0)] * (most - len(mine)) for mine in micros]
 
 
 @functools.lru_cache(maxsize=2)
@@ -713,23 +714,29 @@ class Rows(NamedTuple):
     target_T: torch.Tensor  # what it should predict
     segment_T: torch.Tensor  # for whom: (K + 1) * example + completion; the last of K + 1 is the scored prompt
     length_BK: torch.Tensor  # scored tokens
-    sizes: tuple[int, ...]  # tokens of each example in the sequence
+    parts: tuple[tuple[int, ...], ...]  # per example: tokens of its prompt and of each completion, in the sequence
 
     def to(self, device) -> "Rows":
-        return Rows(*(x.to(device, non_blocking=True) for x in self[:-1]), self.sizes)
+        return Rows(*(x.to(device, non_blocking=True) for x in self[:-1]), self.parts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each example in the sequence."""
+        return tuple(map(sum, self.parts))
 
 
 def pack(prompts, completions, score_prompt: bool = False) -> Rows:
     """prompts: B id arrays; completions: B tuples of K id arrays, all non-empty."""
-    token, position, example, branch, source, target, segment, length, sizes = ([] for _ in range(9))
+    token, position, example, branch, source, target, segment, length, parts = ([] for _ in range(9))
     start, K = 0, len(completions[0])
     for b, (p, cs) in enumerate(zip(prompts, completions)):
-        parts = [p, *(c[:-1] for c in cs)]
-        size = sum(map(len, parts))
-        token += parts
+        inputs = [p, *(c[:-1] for c in cs)]
+        parts.append(tuple(map(len, inputs)))
+        size = sum(parts[-1])
+        token += inputs
         position += [np.arange(len(p)), *(np.arange(len(p), len(p) + len(c) - 1) for c in cs)]
         example.append(np.full(size, b))
-        branch += [np.full(len(x), k) for k, x in enumerate(parts)]
+        branch += [np.full(len(x), k) for k, x in enumerate(inputs)]
         at, last = start + len(p), start + len(p) - 1
         for k, c in enumerate(cs):
             source += [np.array([last]), np.arange(at, at + len(c) - 1)]  # the prompt's end predicts the first token
@@ -741,8 +748,7 @@ def pack(prompts, completions, score_prompt: bool = False) -> Rows:
             target.append(p[1:])
             segment.append(np.full(len(p) - 1, b * (K + 1) + K))
         length.append([len(c) + (len(p) - 1 if score_prompt else 0) for c in cs])
-        sizes.append(size)
         start += size
     columns = (token, position, example, branch, source, target, segment)
     arrays = [torch.from_numpy(np.concatenate(x).astype(np.int64)) for x in columns]
-    return Rows(*arrays, torch.tensor(length), tuple(sizes))
+    return Rows(*arrays, torch.tensor(length), tuple(parts))

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -271,16 +272,26 @@ def train(
         batch = objective.batch([examples[j] for j in drawn])
         micros, looks = (shares[rank] for shares in cuts(s, batch, world))
 
+        # a step of one micro-batch is begun here: a look may then use its prompts' keys and values
+        ahead, seen = None, policy
+        if len(micros) == 1 and micros == looks:
+            prompts = model.Prompts()
+            ahead, seen = (
+                policy(batch.rows(micros[0].slots).to(fabric.device), prompts),
+                partial(policy, prompts=prompts),
+            )
+
         # look, without gradients: the reference's log-probs, and the baseline of the whole step
         with torch.no_grad():
-            base = objective.look(fabric, policy, reference, batch, looks)
+            base = objective.look(fabric, seen, reference, batch, looks)
 
         # learn: the sum of the losses over G, whatever the cut; gradients meet once, in the last backward
         columns = dict(base.columns)
         for m, micro in enumerate(micros):
             with fabric.no_backward_sync(policy, enabled=m < len(micros) - 1):
                 rows = batch.rows(micro.slots).to(fabric.device)
-                loss_B, values = objective.loss(policy(rows), rows.length_BK, batch, micro.slots, base)
+                logp_BK = policy(rows) if ahead is None else ahead
+                loss_B, values = objective.loss(logp_BK, rows.length_BK, batch, micro.slots, base)
                 fabric.backward(loss_B.sum() * (micro.weight * world / G))  # DDP and FSDP2 average over ranks
             fill(columns, micro, values, G)
         grad_norm = clip(fabric, policy, optimizer, s.optim.clip)

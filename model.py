@@ -9,6 +9,7 @@ Shape letters: B examples, K completions, N packed tokens, T targets, C width, H
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -30,7 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 from data import BadInput, Rows, local
 
-HEAD_LOGITS = 2**24  # at most this many logits exist at once (64 MiB in float32), whatever N and V are
+HEAD_LOGITS = 2**24  # the head makes this many logits at a time (64 MiB in float32), whatever N and V are,
+HEAD_KEPT = 2**26  # and keeps this many for its backward; the rest it makes again
+TOGETHER = 128  # tokens of examples that share a call of attention on a CPU
 
 
 @dataclass
@@ -50,41 +53,93 @@ class Lora:
 # ---- attention: over a packed sequence, or over a cache ------------------------------------------------------------
 
 
+class Prompts:
+    """What a forward leaves of its prompts for a later one, without gradient, over the same prompts with other
+    completions: keys and values by layer, and last hidden states. Computed once, they serve both."""
+
+    def __init__(self):
+        self.parts, self.kv, self.h_NC, self.index_P = None, {}, None, None
+
+
 class Packed:
-    """Who sees whom in a packed sequence. Lives for one forward pass; its masks, by window, serve all layers."""
+    """Who sees whom in a packed sequence. Lives for one forward pass; what it prepares, by window, serves all layers.
 
-    def __init__(self, rows: Rows):
-        self.rows, self.made = rows, {}
+    With `prompts` of an earlier forward only completions are computed: M queries, on the keys and values of all N.
+    """
 
-    def masks(self, window: int | None) -> list[torch.Tensor | None]:
-        """Per example (L, L), True where the query may look; None stands for plain causal."""
-        if self.rows.length_BK.shape[1] == 1 and window is None:
-            return [None] * len(self.rows.sizes)
-        masks, sizes = [], self.rows.sizes
-        for position, branch in zip(self.rows.position_N.split(sizes), self.rows.branch_N.split(sizes)):
-            i = torch.arange(len(branch), device=branch.device)
-            see = (i[None] <= i[:, None]) & ((branch[None] == 0) | (branch[None] == branch[:, None]))
-            masks.append(see if window is None else see & (position[:, None] - position[None] < window))
-        return masks
+    def __init__(self, rows: Rows, prompts: Prompts | None = None):
+        self.rows, self.prompts, self.made = rows, prompts, {}
+        self.query_M, self.index_P = None, None  # None: all N tokens ask
+        if prompts is not None:
+            self.index_P = (rows.branch_N == 0).nonzero()[:, 0]
+            lengths = [parts[0] for parts in rows.parts]
+            if prompts.parts is None:
+                prompts.parts, prompts.index_P = lengths, self.index_P
+            else:
+                assert prompts.parts == lengths, "other prompts than those computed before"
+                self.query_M = rows.branch_N.nonzero()[:, 0]
+
+    def asking(self, x_N):
+        return x_N if self.query_M is None else x_N[self.query_M]
+
+    def whole(self, x, before, dim: int):
+        """x of the tokens that ask, with its prompts' part of an earlier forward (there x was `before`) put back."""
+        if self.query_M is None:
+            return x
+        size = [*x.shape[:dim], len(self.rows.token_N), *x.shape[dim + 1 :]]
+        prompt = before.index_select(dim, self.prompts.index_P)
+        return x.new_empty(size).index_copy_(dim, self.query_M, x).index_copy_(dim, self.index_P, prompt)
+
+    def see(self, i, j, window: int | None):
+        """Whether token i sees token j: in its example, not after it, in the prompt or its own completion."""
+        position, branch, example = self.rows.position_N, self.rows.branch_N, self.rows.example_N
+        mine = (example[i] == example[j]) & (j <= i) & ((branch[j] == 0) | (branch[j] == branch[i]))
+        return mine if window is None else mine & (position[i] - position[j] < window)
+
+    def tiles(self, window: int | None):
+        """How the CPU goes through the sequence: short examples together under one mask, a long one part by part, so
+        that little is computed to be masked. -> tokens of each group of examples, [(group, queries, keys, mask)]:
+        a call's keys begin where its group does; no mask stands for plain causal."""
+        rows, sizes, tiles, groups, at, m = self.rows, [], [], [], 0, 0
+        for parts in rows.parts:
+            if groups and sum(map(sum, groups[-1])) + sum(parts) <= TOGETHER:
+                groups[-1].append(parts)
+            else:
+                groups.append([parts])
+        every = torch.arange(len(rows.token_N), device=rows.token_N.device)
+        query_M = self.asking(every)
+        for group in groups:
+            sizes.append(sum(map(sum, group)))
+            alone = len(group) == 1 and (rows.length_BK.shape[1] > 1 or self.query_M is not None)
+            for k, end in enumerate(itertools.accumulate(group[0]) if alone else [sizes[-1]]):
+                n = int(torch.searchsorted(query_M, at + end))
+                if n > m:
+                    causal = len(group) == 1 and k == 0 and self.query_M is None and window is None
+                    mask = None if causal else self.see(query_M[m:n, None], every[None, at : at + end], window)
+                    tiles.append((len(sizes) - 1, n - m, end, mask))
+                m = n
+            at += sizes[-1]
+        return sizes, tiles
 
     def block_mask(self, window: int | None, size: int = 128):
         """The same rule for FlexAttention. Which blocks it visits is worked out here, from each example's start:
-        create_block_mask would try the rule on all N x N pairs first."""
+        create_block_mask would try the rule on all M x N pairs first."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        position, branch, example = self.rows.position_N, self.rows.branch_N, self.rows.example_N
+        n, sizes, query_M = len(self.rows.token_N), torch.tensor(self.rows.sizes), self.query_M
 
         def see(_b, _h, i, j):
-            mine = (example[i] == example[j]) & (j <= i) & ((branch[j] == 0) | (branch[j] == branch[i]))
-            return mine if window is None else mine & (position[i] - position[j] < window)
+            return self.see(i if query_M is None else query_M[i], j, window)
 
-        n, sizes = len(position), torch.tensor(self.rows.sizes)
-        start_N = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        first, last = start_N[::size] // size, torch.arange(-(-n // size))  # a block of queries looks back to there
-        count = last - first + 1
-        index = (first[:, None] + torch.arange(len(last))).clamp(max=len(last) - 1)
-        count, index = (x.to(position.device, torch.int32)[None, None] for x in (count, index))
-        return BlockMask.from_kv_blocks(count, index, None, None, size, see, (n, n))
+        start_M = self.asking((sizes.cumsum(0) - sizes).repeat_interleave(sizes).to(self.rows.token_N.device))
+        token_M = self.asking(torch.arange(n, device=start_M.device))
+        m = len(token_M)
+        ends = torch.arange(size - 1, m + size - 1, size, device=start_M.device).clamp(max=m - 1)
+        first, last = start_M[::size] // size, token_M[ends] // size  # a block of queries looks back to there
+        every = torch.arange(-(-n // size), device=start_M.device)
+        index = (first[:, None] + every).clamp(max=len(every) - 1)
+        count, index = (x.to(torch.int32)[None, None] for x in (last - first + 1, index))
+        return BlockMask.from_kv_blocks(count, index, None, None, size, see, (m, n))
 
     def kept(self, make, window: int | None):
         if window not in self.made:
@@ -92,13 +147,22 @@ class Packed:
         return self.made[window]
 
     def attend(self, attn, q, k, v):
-        """q, k, v (1, H, N, D) -> (1, H, N, D). The one place that chooses between the CPU and the GPU path."""
+        """q, k, v (1, H, M, D) -> (1, H, M, D). The one place that chooses between the CPU and the GPU path."""
+        if self.prompts is not None:
+            before = self.prompts.kv.setdefault(attn, (k.detach(), v.detach()))
+            k, v = (self.whole(x, old, 2) for x, old in zip((k, v), before))
         if q.device.type == "cuda" and q.dtype != torch.float64:  # FlexAttention has no float64
             return self.flex(attn, q, k, v, compiled=True)
-        split = [x.split(self.rows.sizes, dim=2) for x in (q, k, v)]  # split, not slices: its backward is one cat
-        return torch.cat(
-            [sdpa(attn, *qkv, mask) for *qkv, mask in zip(*split, self.kept(self.masks, attn.window))], dim=2
-        )
+        return self.tiled(attn, q, k, v)
+
+    def tiled(self, attn, q, k, v):
+        sizes, tiles = self.kept(self.tiles, attn.window)
+        groups = list(zip(k.split(sizes, dim=2), v.split(sizes, dim=2)))  # split, not slices: its backward is one cat
+        out = []
+        for mine, (group, _, keys, mask) in zip(q.split([queries for _, queries, _, _ in tiles], dim=2), tiles):
+            kv = groups[group] if keys == sizes[group] else [x[:, :, :keys] for x in groups[group]]
+            out.append(sdpa(attn, mine, *kv, mask))
+        return torch.cat(out, dim=2)
 
     def flex(self, attn, q, k, v, compiled):
         softcap = attn.config.attention_logit_softcapping
@@ -187,10 +251,13 @@ class _Packing:
             attn.apply_sliding_window_attention = False  # litgpt would put its own T x T mask in place of ours
             attn.scaled_dot_product_attention = functools.partial(_attend, attn)
 
-    def forward(self, x: Rows | Cache) -> torch.Tensor:
-        """Rows -> (B, K) summed log-probs of the completions; Cache -> (B, V) next-token logits."""
+    def forward(self, x: Rows | Cache, prompts: Prompts | None = None) -> torch.Tensor:
+        """Rows -> (B, K) summed log-probs of the completions; Cache -> (B, V) next-token logits.
+
+        `prompts` is filled by a first forward over Rows; later ones over the same prompts read it.
+        """
         if isinstance(x, Rows):
-            return self.logps(x)
+            return self.logps(x, prompts)
         return self.head(self.hidden(x.token_BT, x.position_BT, x).flatten(0, 1)[x.last_B]).float()
 
     @property
@@ -229,16 +296,19 @@ class _Packing:
             logits_TV = logits_TV.float()  # log-softmax in bfloat16 would lose the differences that r is made of
         return -F.cross_entropy(logits_TV, target_T, reduction="none")
 
-    def logps(self, rows: Rows):
-        h_NC = self.hidden(rows.token_N[None], rows.position_N[None], Packed(rows))[0]
+    def logps(self, rows: Rows, prompts: Prompts | None = None):
+        packed = Packed(rows, prompts)
+        h_NC = self.hidden(packed.asking(rows.token_N)[None], packed.asking(rows.position_N)[None], packed)[0]
+        if prompts is not None:
+            prompts.h_NC = h_NC.detach() if packed.query_M is None else prompts.h_NC
+            h_NC = packed.whole(h_NC, prompts.h_NC, 0)
         h_TC = h_NC[rows.source_T]  # the head never sees a position that predicts nothing
         size = max(1, HEAD_LOGITS // self.config.padded_vocab_size)
-        chunks = list(zip(h_TC.split(size), rows.target_T.split(size)))
-        if torch.is_grad_enabled() and len(chunks) > 1:  # recompute a chunk's logits in its backward
-            chunk_logp = functools.partial(checkpoint, self.logp, use_reentrant=False)
-        else:
-            chunk_logp = self.logp
-        logp_T = torch.cat([chunk_logp(*chunk) for chunk in chunks])
+        kept = HEAD_KEPT // HEAD_LOGITS if torch.is_grad_enabled() else math.inf
+        logp_T = torch.cat([
+            self.logp(*chunk) if i < kept else checkpoint(self.logp, *chunk, use_reentrant=False)
+            for i, chunk in enumerate(zip(h_TC.split(size), rows.target_T.split(size)))
+        ])  # fmt: skip
         B, K = rows.length_BK.shape
         # per example K completions and, last, the prompt itself (empty unless data.score_prompt)
         logp_BS = logp_T.new_zeros(B * (K + 1)).index_add(0, rows.segment_T, logp_T).view(B, K + 1)

@@ -49,7 +49,8 @@ def test_it_matches_another_implementations_recorded_numbers(name):
     logps = columns["logps/chosen"].tolist() + columns["logps/rejected"].tolist()
     assert logps == pytest.approx(case["trl"]["chosen_logps"] + case["trl"]["rejected_logps"], abs=1e-4)
     norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
-    assert line["loss"] == pytest.approx(case["fp64"]["loss"], abs=1e-5)
+    # ipo squares a difference of log-probs of about -100, which float32 has to 1e-5
+    assert line["loss"] == pytest.approx(case["fp64"]["loss"], rel=2e-6, abs=1e-5)
     assert norm == pytest.approx(case["fp64"]["grad_norm"], rel=1e-4)
     if name == "sigmoid":
         state: dict = {}

@@ -278,9 +278,11 @@ def exact_norms(monkeypatch):
 
 
 def chunked(monkeypatch, vocabulary: int, tokens: int) -> list:
-    """The head takes so many targets at a time. -> a list that grows with every recomputed chunk."""
+    """The head takes so many targets at a time, and keeps two such chunks. -> a list that grows with every recomputed
+    chunk."""
     calls, real = [], model.checkpoint
     monkeypatch.setattr(model, "HEAD_LOGITS", vocabulary * tokens)
+    monkeypatch.setattr(model, "HEAD_KEPT", 2 * vocabulary * tokens)
     monkeypatch.setattr(model, "checkpoint", lambda *a, **kw: calls.append(a) or real(*a, **kw))
     return calls
 
@@ -295,13 +297,14 @@ def test_packed_rows_give_the_log_probs_and_gradients_of_plain_forwards(
     V = gpt.config.padded_vocab_size
     tolerance = 1e-4 if dtype == torch.float32 else 1e-6 if shape == "gemma 2" else 1e-10
     for seed, (score_prompt, tokens) in enumerate([(False, None), (True, None), (False, 3), (True, 4)]):
+        monkeypatch.setattr(model, "TOGETHER", (1, 128, 25, 40)[seed])  # each alone, all or some in one attention call
         prompts, completions = ragged(K, V, seed)
         rows = pack(prompts, completions, score_prompt)
         calls = chunked(monkeypatch, V, tokens or 1000)
         theirs = plainly(other, prompts, completions, score_prompt)
         ours = gpt(rows)
         assert ours.dtype == dtype and ours.shape == (5, K)
-        assert len(calls) == (-(-len(rows.target_T) // tokens) if tokens else 0)
+        assert len(calls) == (-(-len(rows.target_T) // tokens) - 2 if tokens else 0)
         assert ((ours - theirs) / theirs).abs().max() <= tolerance
         w_BK = torch.randn(5, K, dtype=dtype, generator=torch.Generator().manual_seed(seed))
         gpt.zero_grad()
@@ -338,14 +341,48 @@ def test_the_gpu_attention_path_equals_the_cpu_path(shape, K, tiny, monkeypatch)
         cpu = gpt(rows)
         calls = []
 
-        def attend(self, *a):
+        def tiled(self, *a):
             calls.append(a)
             return self.flex(*a, compiled=False)
 
-        monkeypatch.setattr(model.Packed, "attend", attend)
-        flex = gpt(rows)
-    assert len(calls) == gpt.config.n_layer
-    assert ((cpu - flex) / cpu).abs().max() < 1e-5
+        monkeypatch.setattr(model.Packed, "tiled", tiled)
+        flex, prompts = gpt(rows), model.Prompts()
+        again = [gpt(rows, prompts), gpt(rows, prompts)]
+    assert len(calls) == 3 * gpt.config.n_layer and calls[-1][1].shape[2] < calls[-1][2].shape[2]
+    assert all(((cpu - x) / cpu).abs().max() < 1e-5 for x in (flex, *again))
+
+
+@pytest.mark.parametrize("score_prompt", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
+    shape, score_prompt, tiny, monkeypatch, exact_norms
+):
+    gpt, *_ = pair(shape, tiny, torch.float64)
+    (prompts, completions), (_, others) = ragged(1, 61, 0), ragged(2, 61, 1)
+    rows, other = pack(prompts, completions, score_prompt), pack(prompts, others, score_prompt)
+    gpt(rows).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in gpt.named().items()}
+    tolerance = 1e-4 if shape == "gemma 2" else 1e-10  # a softcapped softmax is in float32
+    for together in (1, 30, 128):
+        monkeypatch.setattr(model, "TOGETHER", together)
+        gpt.zero_grad()
+        kept, lengths, embed = model.Prompts(), [], gpt.transformer.wte.register_forward_hook
+        hook = embed(lambda _m, args, _o: lengths.append(args[0].shape[1]))
+        first = gpt(rows, kept)
+        with torch.no_grad():
+            second = gpt(other, kept)
+            hook.remove()
+            assert same(first.detach(), gpt(rows), tolerance) and same(second, gpt(other), tolerance)
+        assert lengths == [len(rows.token_N), int((other.branch_N > 0).sum())], "the prompts were computed again"
+        first.sum().backward()
+        assert all(same(p.grad, gradients[n], tolerance) for n, p in gpt.named().items())
+
+
+def test_prompts_serve_only_the_rows_that_they_were_computed_for(tiny):
+    gpt, kept = model.load(tiny), model.Prompts()
+    gpt(pack(*ragged(1, 61, 0)), kept)
+    with pytest.raises(AssertionError, match="other prompts"):
+        gpt(pack(*ragged(1, 61, 1)), kept)
 
 
 @pytest.mark.parametrize("weights, out", [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")])
@@ -456,7 +493,7 @@ def test_a_recomputed_head_draws_the_same_dropout_again(folders, monkeypatch):
     grads = []
     for real in (model.checkpoint, lambda f, *a, **kw: f(*a)):
         monkeypatch.setattr(model, "checkpoint", real)
-        calls = chunked(monkeypatch, 97, 3)
+        calls = chunked(monkeypatch, 97, 1)
         torch.manual_seed(0)
         gpt(rows).sum().backward()
         assert len(calls) > 1
@@ -618,10 +655,11 @@ def test_the_blocks_that_the_gpu_path_visits_hold_all_that_may_be_seen(window):
     from torch.nn.attention.flex_attention import create_block_mask
 
     prompts, completions = ragged(2, 64, 3)
-    packed = model.Packed(pack(prompts * 4, completions * 4))
-    n = len(packed.rows.token_N)
-    ours = packed.block_mask(window, size=8)
-    every = create_block_mask(ours.mask_mod, None, None, n, n, device="cpu", BLOCK_SIZE=8)
-    visited, needed = ours.to_dense()[0, 0] > 0, every.to_dense()[0, 0] > 0
-    assert visited.shape == needed.shape and (visited | ~needed).all()
-    assert visited.sum() < visited.numel() / 4, "else nothing is skipped"
+    kept, rows = model.Prompts(), pack(prompts * 4, completions * 4)
+    n = len(rows.token_N)
+    for packed, m in ((model.Packed(rows, kept), n), (model.Packed(rows, kept), int((rows.branch_N > 0).sum()))):
+        ours = packed.block_mask(window, size=8)
+        every = create_block_mask(ours.mask_mod, None, None, m, n, device="cpu", BLOCK_SIZE=8)
+        visited, needed = ours.to_dense()[0, 0] > 0, every.to_dense()[0, 0] > 0
+        assert visited.shape == needed.shape and (visited | ~needed).all()
+        assert visited.sum() < visited.numel() / 4, "else nothing is skipped"

@@ -1,6 +1,6 @@
 """Sampling beside litgpt's batched generate: the same weights, 64 prompts, useful tokens a second.
 
-    python benchmarks/generate.py
+    python benchmarks/sampling.py
 
 Prompts have 8 to 128 tokens; answers end at EOS, which each token is with probability 1/64, or after 256. litgpt takes
 one prompt length a batch, so its prompts are padded to the longest (its answers to shorter ones are then not what the
