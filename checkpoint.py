@@ -56,11 +56,11 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | bytes) -> None:
     """Whole or not at all, and on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_suffix(".tmp")
-    tmp.write_text(text)
+    tmp.write_bytes(text.encode() if isinstance(text, str) else text)
     sync(tmp)
     tmp.replace(path)
 

@@ -719,6 +719,20 @@ class Rows(NamedTuple):
     def to(self, device) -> "Rows":
         return Rows(*(x.to(device, non_blocking=True) for x in self[:-1]), self.parts)
 
+    def contents(self) -> list[list[bytes]]:
+        """By example and completion: a digest of (prompt, completion), of their token ids."""
+        token, target, at, t, out = self.token_N.cpu().numpy(), self.target_T.cpu().numpy(), 0, 0, []
+        for (prompt, *rest), length in zip(self.parts, self.length_BK.tolist()):
+            head, row = token[at : at + prompt].tobytes(), []
+            for n in rest:
+                tail = target[t : t + n + 1].tobytes()
+                row.append(hashlib.blake2b(len(head).to_bytes(8, "big") + head + tail, digest_size=16).digest())
+                t += n + 1
+            t += length[0] - rest[0] - 1  # the scored prompt
+            at += prompt + sum(rest)
+            out.append(row)
+        return out
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each example in the sequence."""

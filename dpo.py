@@ -131,7 +131,7 @@ def dpo_objective(args: DPO, score_prompt: bool = False) -> Objective:
         d = true_margin(batch, list(range(len(batch.examples)))).double()
         return LOSSES[args.loss](torch.zeros_like(d), d, args).mean().item()
 
-    return Objective("paired", batch, look, loss, report, at_start, ((4, 4), (3, 3)))
+    return Objective("paired", batch, look, loss, report, at_start, ((4, 4), (3, 3), (1, 1)))
 
 
 def main(argv: list[str] | None = None) -> None:

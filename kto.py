@@ -15,6 +15,7 @@ Shape letters: G examples of a step, B of a micro-batch, K completions of a prom
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import sys
@@ -34,6 +35,7 @@ import model
 from data import BadInput, Batch, Example, Failed, Micro, Rows, Tokenizer, cut, deal, mismatched, order, splits
 from devices import Stop, guarded, launch, leave
 from optim import Plan, clip, lr_at, make_optimizer, make_plan, steps_of
+from reference import Reference, Remembered
 from settings import DEFAULT_TOKENS, Run, parse
 from tell import Tell, auc, mean, say, verdicts, write_json
 
@@ -103,7 +105,7 @@ class Objective(NamedTuple):
     loss: Callable[..., tuple[torch.Tensor, dict]]  # (logp_BK, length_BK, batch, slots, base) -> loss_B, columns
     report: Callable[..., dict]  # (columns of G values, base) -> the metrics of a line
     at_start: Callable[[Batch], float]  # the preference loss where policy and reference are equal
-    passes: tuple[tuple[int, int], tuple[int, int]]  # least forward passes over (prompt, completion): full, LoRA
+    passes: tuple[tuple[int, int], ...]  # least forward passes over (prompt, completion): full, LoRA, the reference's
     plan: Callable[[Run, int], Plan] = make_plan  # (settings, training examples) -> steps
     rounds: Callable[..., Iterator] = lambda job, plan: [(job.examples["train"], plan)]  # (Job, Plan) -> their examples
     validation: "Objective | None" = None  # None: as in training
@@ -199,25 +201,11 @@ def kto_objective(args: KTO, score_prompt: bool = False) -> Objective:
         n_D, G = int(batch.desirable_G.sum()), len(batch.examples)
         return (args.desirable_weight * n_D + args.undesirable_weight * (G - n_D)) / G / 2
 
-    passes = ((4, 6), (3, 5)) if pairs else ((4, 4), (3, 3))
+    passes = ((4, 6), (3, 5), (1, 2)) if pairs else ((4, 4), (3, 3), (1, 1))
     return Objective("rated", batch, look, loss, report, at_start, passes)
 
 
 # ---- the reference --------------------------------------------------------------------------------------------------
-
-
-class Reference:
-    """Log-probs of a frozen model: a copy of the start, another model, or (frozen is None) the policy less its LoRA."""
-
-    def __init__(self, fabric, policy, frozen):
-        self.fabric, self.policy, self.frozen = fabric, policy, frozen
-
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        if self.frozen is None:
-            with model.lora_off(self.policy):
-                return self.policy(rows)
-        with self.fabric.autocast():  # the copy may be unwrapped; both sides must round the same way
-            return self.frozen(rows)
 
 
 @torch.no_grad()
@@ -267,19 +255,15 @@ def train(
     for step in range(start + 1, plan.end + 1):
         began = time.perf_counter()
         # draw: the whole step's examples, the same on every rank
-        epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
-        drawn = order(len(examples), plan.begin + epoch, s.seed, s.data.shuffle)[i * G : (i + 1) * G]
-        batch = objective.batch([examples[j] for j in drawn])
+        batch = objective.batch(draw(s, examples, plan, step))
         micros, looks = (shares[rank] for shares in cuts(s, batch, world))
 
         # a step of one micro-batch is begun here: a look may then use its prompts' keys and values
         ahead, seen = None, policy
-        if len(micros) == 1 and micros == looks:
+        if len(micros) == len(looks) == 1:  # then so on all ranks, and both are all of this one's share
             prompts = model.Prompts()
-            ahead, seen = (
-                policy(batch.rows(micros[0].slots).to(fabric.device), prompts),
-                partial(policy, prompts=prompts),
-            )
+            ahead = policy(batch.rows(micros[0].slots).to(fabric.device), prompts)
+            seen = partial(policy, prompts=prompts)
 
         # look, without gradients: the reference's log-probs, and the baseline of the whole step
         with torch.no_grad():
@@ -318,6 +302,13 @@ def train(
     return step
 
 
+def draw(s: Run, examples: list[Example], plan: Plan, step: int) -> list[Example]:
+    """The examples of a step: a slice of its epoch's order."""
+    epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
+    epoch_order = order(len(examples), plan.begin + epoch, s.seed, s.data.shuffle)
+    return [examples[j] for j in epoch_order[i * s.batch_size : (i + 1) * s.batch_size]]
+
+
 def cuts(s: Run, batch: Batch, world: int) -> tuple[list[list[Micro]], list[list[Micro]]]:
     """Every rank's micro-batches to learn from, and to look at. Each rank knows all: all run equally many forwards."""
     tokens = s.micro_batch_tokens or (None if s.micro_batch_size else DEFAULT_TOKENS)
@@ -350,6 +341,21 @@ def validate(fabric, s: Run, objective: Objective, policy, reference, batch: Bat
         fill(columns, micro, values, len(batch.examples))
     policy.train()
     return objective.report(gather(fabric, columns), base)
+
+
+@torch.no_grad()
+def remember(fabric, s: Run, reference: Remembered, objective: Objective, batches) -> None:
+    """Ask the reference all that the run will ask, by the objective's own looks, so that it can leave."""
+
+    def nobody(rows: Rows) -> torch.Tensor:
+        return torch.zeros(rows.length_BK.shape, device=rows.token_N.device)
+
+    for batch in batches:
+        objective.look(fabric, nobody, reference, batch, cuts(s, batch, fabric.world_size)[1][fabric.global_rank])
+    reference.leave()
+    fabric.print(
+        f"reference: {reference.asked:,} log-probs computed, {len(reference.known):,} known in {s.reference_cache}"
+    )
 
 
 # ---- assembling -----------------------------------------------------------------------------------------------------
@@ -390,6 +396,7 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
     elif not s.lora.rank:
         frozen = copy.deepcopy(policy)
     marks = [model.fingerprint({n: p for n, p in m.named().items() if "lora_" not in n}) for m in (policy, frozen) if m]
+    policy.recompute = s.activation_checkpointing
     if frozen is not None:  # DDP refuses a module that never trains; FSDP2 must shard it
         frozen.requires_grad_(False).eval()
         frozen = fabric.setup_module(frozen) if s.strategy == "fsdp" else fabric.to_device(frozen)
@@ -405,6 +412,21 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
             raise BadInput(f"resume: {s.model} or {s.reference} holds other weights than when this run began")
     judged = objective.validation or objective
     val = judged.batch(examples["val"][: steps_of(s.limit_val, len(examples["val"]))]) if examples["val"] else None
+
+    def check(drawn_from):
+        (micro, *_), *_ = cuts(s, objective.batch(drawn_from[: s.batch_size]), 1)[0]
+        check_start(fabric, policy, reference, objective, [drawn_from[slot] for slot in micro.slots])
+
+    if s.reference_cache:
+        if s.reference is None and not found:
+            check(examples["train"])
+        of = [*marks, s.precision, s.data.score_prompt]
+        wide = torch.promote_types(dtype, torch.float32)  # log-probs are never in bfloat16
+        reference = Remembered(fabric, reference, Path(s.reference_cache), of, wide)
+        steps = (draw(s, examples["train"], plan, step) for step in range(state["step"] + 1, plan.end + 1))
+        others = [judged.batch(x) for x in (val.examples if val else [], examples["test"]) if x]
+        remember(fabric, s, reference, objective, itertools.chain(map(objective.batch, steps), others))
+        frozen = None
     check_val = (lambda: validate(fabric, s, judged, policy, reference, val)) if val else None
     tell = Tell(fabric, s, policy, optimizer, tokenizer, plan, out, state, examples["val"], check_val, objective.passes)
     job = Job(fabric, s, policy, reference, optimizer, tokenizer, examples, out, state, tell)
@@ -412,9 +434,8 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
     with contextlib.closing(tell):
         stop, step = Stop(s.seconds() if s.max_time else None), state["step"]
         for drawn_from, tell.plan in objective.rounds(job, plan):
-            if step == tell.plan.begin and s.reference is None:
-                (micro, *_), *_ = cuts(s, objective.batch(drawn_from[: s.batch_size]), 1)[0]
-                check_start(fabric, policy, reference, objective, [drawn_from[slot] for slot in micro.slots])
+            if step == tell.plan.begin and not s.reference and not s.reference_cache:
+                check(drawn_from)
             if not found and step == 0:
                 tell.judge("before")
                 if val:

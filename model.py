@@ -239,6 +239,8 @@ class Cache:
 class _Packing:
     """Turns litgpt's GPT (plain or LoRA) into ours: forward takes Rows or a Cache."""
 
+    recompute = False  # blocks run again in the backward pass instead of keeping what it needs
+
     def __init__(self, config):
         super().__init__(config)
         if config.latent_attention:
@@ -282,7 +284,10 @@ class _Packing:
             rope = (cos, sin)
             if self.config.rope_indices is not None:  # Gemma 3: another base in its local layers
                 rope = tuple(r[..., self.config.rope_indices[i]] for r in rope)
-            x = block(x, *rope, mask)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, *rope, mask, use_reentrant=False)
+            else:
+                x = block(x, *rope, mask)
         return self.transformer.ln_f(x)
 
     def head(self, h_TC):

@@ -58,6 +58,9 @@ class Run:
     data: Data
     reference: str | None = None
     """Another frozen model to compare with (same tokenizer and vocabulary). Default: the model we start from."""
+    reference_cache: str | None = None
+    """A folder that keeps the reference's log-probs, by content of weights, prompt and completion. A run asks for
+    all that it will need before its first step, or finds it there, and the reference leaves memory."""
     out_dir: str | None = None
     """Folder of this run. Default: a fresh one under out/."""
     resume: str | None = None
@@ -97,6 +100,8 @@ class Run:
     """Prompt + completion tokens per forward instead; an over-long example goes alone. Given neither: 16384 tokens."""
     look_tokens: int | None = None
     """The same budget for passes without gradient, which need less memory. Default: as the passes with gradient."""
+    activation_checkpointing: bool = False
+    """Compute each block again in the backward pass, not keep its activations: less memory, a quarter slower."""
 
     lora: Lora = field(default_factory=Lora)
     optim: Optim = field(default_factory=Optim)
@@ -187,9 +192,12 @@ LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 FREE = {
     "resume", "out_dir", "devices", "num_nodes", "strategy", "accelerator", "micro_batch_size", "micro_batch_tokens",
     "look_tokens", "log_interval", "val_interval", "save_interval", "keep_last", "logger", "project", "progress",
-    "max_time", "eval.samples", "eval.batch_size",
+    "max_time", "eval.samples", "eval.batch_size", "reference_cache", "activation_checkpointing",
 }  # fmt: skip
-CUT = {"accelerator", "devices", "num_nodes", "strategy", "micro_batch_size", "micro_batch_tokens", "look_tokens"}
+CUT = {
+    "accelerator", "devices", "num_nodes", "strategy", "micro_batch_size", "micro_batch_tokens", "look_tokens",
+    "reference_cache",
+}  # fmt: skip
 
 
 def flat(settings, prefix: str = "") -> dict[str, object]:

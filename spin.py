@@ -73,6 +73,8 @@ class Settings(Run):
         self.spin.refuse()
         if self.reference:
             raise BadInput("reference: SPIN's reference is its own last self")
+        if self.reference_cache:
+            raise BadInput("reference_cache: SPIN's reference is another one in each iteration")
         if self.spin.offload and self.strategy == "fsdp":
             raise BadInput("spin.offload: does not work with strategy fsdp, which shards the state already")
 

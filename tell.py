@@ -134,7 +134,11 @@ class Tell:
         config, lora = policy.config, s.lora.rank > 0
         self.head = config.n_embd * config.padded_vocab_size
         self.body = sum(p.numel() for n, p in policy.transformer.h.named_parameters() if "lora_" not in n)
-        self.passes, self.peak = passes[lora], peak_flops(fabric.device, s.precision) * fabric.world_size
+        full, adapters, of_reference = passes
+        self.passes = adapters if lora else full
+        if s.reference_cache:
+            self.passes = tuple(a - b for a, b in zip(self.passes, of_reference))
+        self.peak = peak_flops(fabric.device, s.precision) * fabric.world_size
         if self.main:
             resumed = state["step"] if state["step"] else None
             self.metrics, self.val_csv = (Csv(out / name, resumed) for name in ("metrics.csv", "val.csv"))

@@ -43,7 +43,7 @@ PAIRS = {"8M": 5, "30M": 5, "124M": 3}
 MODES = {  # ours, and the ways that TRL runs beside it
     "full": ({}, {"best": {}, "completion-only head": {"compact": True}}),
     "defaults": ({}, {"defaults": {"gradient_checkpointing": True}}),
-    "precomputed": ({"cache_reference": "true"}, {"precomputed": {"precompute_ref_log_probs": True}}),
+    "precomputed": ({"reference_cache": "OUT"}, {"precomputed": {"precompute_ref_log_probs": True}}),
     "lora": ({"lora.rank": 8}, {"lora": {"lora": True}}),
 }
 REQUIRED = [
@@ -90,19 +90,19 @@ def histogram(rows: list[dict]) -> str:
     return "; ".join(out)
 
 
-def model_folder(size: str) -> Path:
+def model_folder(name: str, shape: tuple[int, int, int, int], positions: int = 1024) -> Path:
     """A Hugging Face folder: GPT-2's shape, random weights, a tokenizer with a token a word."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    layers, width, heads, vocab = SIZES[size]
-    folder = OUT / f"model-{size}"
+    layers, width, heads, vocab = shape
+    folder = OUT / f"model-{name}"
     if (folder / "tokenizer_config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
-    w = {"wte.weight": torch.randn(vocab, width) * 0.02, "wpe.weight": torch.randn(1024, width) * 0.01}
+    w = {"wte.weight": torch.randn(vocab, width) * 0.02, "wpe.weight": torch.randn(positions, width) * 0.01}
     for i in range(layers):
         for name, rows, columns in [
             ("attn.c_attn", 1, 3),
@@ -118,7 +118,7 @@ def model_folder(size: str) -> Path:
     save_file({f"transformer.{k}": x for k, x in w.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     config = dict(
         model_type="gpt2", architectures=["GPT2LMHeadModel"], n_layer=layers, n_embd=width, n_head=heads,
-        vocab_size=vocab, n_positions=1024, layer_norm_epsilon=1e-5, activation_function="gelu_new",
+        vocab_size=vocab, n_positions=positions, layer_norm_epsilon=1e-5, activation_function="gelu_new",
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
@@ -134,10 +134,15 @@ def model_folder(size: str) -> Path:
 # ---- the two sides; each runs in a process of its own, prints one line, and needs nothing of the other's ------------
 
 
-def told(losses: list[float], ends: list[float]) -> None:
+def told(spec: dict, losses: list[float], ends: list[float], **more) -> None:
     """ends: by the wall, the end of each step."""
+    import torch
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print("RESULT " + json.dumps({"losses": losses, "seconds": ends[-1] - ends[0], "peak_gib": peak}), flush=True)
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    seconds = ends[-1] - ends[spec.get("warmup", 1) - 1]
+    print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "peak_gib": peak} | more), flush=True)
 
 
 def ours(spec: dict) -> None:
@@ -146,23 +151,24 @@ def ours(spec: dict) -> None:
 
     import tell
 
-    ends, step = [], tell.Tell.step
+    ends, first, step = [], 0.0, tell.Tell.step
 
     def noted(self, n, *rest):
+        nonlocal first
+        first = first or time.time()
         if n == self.plan.end:
             ends.append(time.perf_counter())
             raise StopIteration  # neither checkpoint nor export
         step(self, n, *rest)
         ends.append(time.perf_counter())
 
-    y = PROFILES[spec["profile"]][1]
     with tempfile.TemporaryDirectory() as out:
         settings = {
             "model": spec["model"], "out_dir": f"{out}/run", "batch_size": BATCH, "data.train": spec["records"],
             "precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[spec["precision"]], "data.shuffle": "false",
-            "data.max_prompt": 1000 - 3 * y, "data.max_completion": 3 * y + 1, "optim.lr": 1e-4,
-            "optim.schedule": "constant", "progress": "false", "eval.samples": 0, "val_interval": "null",
-            "save_interval": "null", **spec["ours"],
+            "optim.lr": 1e-4, "optim.schedule": "constant", "progress": "false", "eval.samples": 0,
+            "val_interval": "null", "save_interval": "null",
+            **{k: v if v != "OUT" else f"{out}/cache" for k, v in spec["ours"].items()},
         }  # fmt: skip
         program = __import__(spec["kind"])
         tell.Tell.step = noted
@@ -170,7 +176,8 @@ def ours(spec: dict) -> None:
             program.main([f"--{name}={value}" for name, value in settings.items()])
         except StopIteration:
             pass
-        told([float(r["loss"]) for r in csv.DictReader(open(f"{out}/run/metrics.csv"))], ends)
+        rows, first = list(csv.DictReader(open(f"{out}/run/metrics.csv"))), first - spec.get("began", first)
+        told(spec, [float(r["loss"]) for r in rows], ends, flops=[float(r["tflops/s"]) for r in rows], first=first)
 
 
 def trl(spec: dict) -> None:
@@ -189,15 +196,17 @@ def trl(spec: dict) -> None:
     if settings.pop("lora", False):
         from peft import LoraConfig
 
-        peft = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+        peft = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
     datasets.disable_progress_bars()
     rows = [json.loads(line) for line in open(spec["records"])]
-    rows = [row for i in range(0, len(rows), BATCH) for row in reversed(rows[i : i + BATCH])]
+    size = spec.get("batch", BATCH)
+    rows = [row for i in range(0, len(rows), size) for row in reversed(rows[i : i + size])]
     kto = spec["kind"] == "kto"
     if not kto:
         settings |= {"train_sampling_strategy": "sequential"}
     args = (KTOConfig if kto else DPOConfig)(
-        output_dir=str(OUT / "trl"), use_cpu=True, bf16=spec["precision"] == "bf16", per_device_train_batch_size=BATCH,
+        output_dir=str(OUT / "trl"), bf16=spec["precision"] == "bf16", per_device_train_batch_size=size,
+        use_cpu=not torch.cuda.is_available(),
         learning_rate=1e-4, lr_scheduler_type="constant", weight_decay=0.0, max_length=1024, logging_steps=1, beta=0.1,
         save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False, num_train_epochs=1,
         **settings,
@@ -213,14 +222,15 @@ def trl(spec: dict) -> None:
                 losses.append(logs["loss"])
 
     load = transformers.AutoModelForCausalLM.from_pretrained
-    policy, reference = (load(spec["model"], dtype=torch.float32) for _ in range(2))
-    if peft or settings.get("precompute_ref_log_probs"):
-        reference = None
+    dtype = torch.bfloat16 if spec.get("bf16_weights") else torch.float32
+    policy, reference = load(spec["model"], dtype=dtype), None
+    if not (peft or settings.get("precompute_ref_log_probs")):
+        reference = load(spec["model"], dtype=dtype)
     (KTOTrainer if kto else DPOTrainer)(
         model=policy, ref_model=reference, args=args, train_dataset=datasets.Dataset.from_list(rows), peft_config=peft,
         processing_class=transformers.AutoTokenizer.from_pretrained(spec["model"]), callbacks=[Noted()],
     ).train()  # fmt: skip
-    told(losses, ends)
+    told(spec, losses, ends)
 
 
 # ---- taking turns ---------------------------------------------------------------------------------------------------
@@ -249,10 +259,10 @@ def cell(python: str, kind: str, size: str, profile: str, precision: str, mode: 
     """The rows of a cell: ours beside each way that TRL runs."""
     rows, file = records(kind, size, profile), OUT / f"{kind}-{size}-{profile.replace('/', '-')}.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    args, ways = MODES[mode]
-    spec = dict(
-        kind=kind, profile=profile, precision=precision, records=str(file), model=str(model_folder(size)), ours=args
-    )
+    (settings, ways), y = MODES[mode], PROFILES[profile][1]
+    settings = {"data.max_prompt": 1000 - 3 * y, "data.max_completion": 3 * y + 1, **settings}
+    spec = {"kind": kind, "precision": precision, "records": str(file), "ours": settings}
+    spec["model"] = str(model_folder(size, SIZES[size]))
     useful, results = sum(map(tokens, rows[BATCH:])), {name: [] for name in ["ours", *ways]}
     for i in range(PAIRS[size]):
         for name in list(results) if i % 2 == 0 else reversed(results):

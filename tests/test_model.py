@@ -318,6 +318,19 @@ def test_packed_rows_give_the_log_probs_and_gradients_of_plain_forwards(
             assert (mine[name] - x).norm() <= tolerance * (x.norm() + 0.01 * whole), name
 
 
+def test_recomputed_blocks_give_the_same_gradient_and_keep_less(tiny):
+    rows, kept, grads = pack(*ragged(2, 97, 0)), [], []
+    for recompute in (False, True):
+        gpt, sizes = model.load(tiny), []
+        gpt.recompute = recompute
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=sizes: s.append(x.numel()) or x, lambda x: x):
+            loss = gpt(rows, model.Prompts()).sum()
+        kept.append(sum(sizes))
+        loss.backward()
+        grads.append([p.grad for p in gpt.named().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads)) and kept[1] < kept[0] / 2
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_completion_never_sees_its_sibling(shape, tiny, exact_norms):
     gpt, *_ = pair(shape, tiny, torch.float64)

@@ -45,7 +45,7 @@ def hinge_objective(args: Hinge) -> kto.Objective:
     def report(columns, base):
         return {"loss": mean(columns["loss"]), "wins": mean((columns["loss"] < args.margin).double())}
 
-    return kto.Objective("paired", batch, look, loss, report, lambda batch: args.margin, ((4, 4), (3, 3)))
+    return kto.Objective("paired", batch, look, loss, report, lambda batch: args.margin, ((4, 4), (3, 3), (1, 1)))
 
 
 def train(tiny, pairs, out, *argv):

@@ -22,6 +22,7 @@ CUTS = {
     "a token budget": ("--micro_batch_tokens=70",),
     "a budget smaller than any example": ("--micro_batch_tokens=1",),
     "another budget for the look": ("--micro_batch_size=7", "--look_tokens=60"),
+    "activation checkpointing": ("--micro_batch_size=7", "--activation_checkpointing=true"),
 }
 
 
@@ -95,6 +96,7 @@ TWO = [
     ("32-true", "fsdp", "--micro_batch_size=1"),
     ("32-true", "fsdp", "--micro_batch_tokens=70"),
     ("64-true", "ddp", "--micro_batch_size=2 --look_tokens=60"),
+    ("32-true", "fsdp", "--micro_batch_size=2 --activation_checkpointing=true"),
 ]
 
 

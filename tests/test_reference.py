@@ -1,0 +1,128 @@
+"""The reference's memory: what is read back is what the reference said, and the reference is not needed again."""
+
+import gc
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same, numbers, ranks, train
+
+import kto
+import model
+import spin
+from data import BadInput, pack
+
+pytestmark = pytest.mark.usefixtures("torch_state")  # 64-true changes torch's default
+
+COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5", "--precision=64-true",
+          "--save_interval=null", "--micro_batch_size=3")  # fmt: skip
+
+
+def close(a: dict, b: dict) -> None:
+    for x, y in zip(numbers(a), numbers(b), strict=True):
+        assert x == pytest.approx(y, abs=1e-9)
+    assert all(torch.allclose(x, b["weights"][n], atol=1e-9) for n, x in a["weights"].items())
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora.rank=2",)])
+@pytest.mark.parametrize("program", ["kto", "dpo"])
+def test_a_run_on_remembered_log_probs_is_the_run_on_the_reference_itself(
+    program, lora, tiny, ratings, pairs, tmp_path
+):
+    data = {"kto": ratings, "dpo": pairs}[program]
+    common = [a for a in COMMON if program == "kto" or not a.startswith("--kto")] + list(lora)
+    common += [f"--data.val={data}", "--eval.samples=0"]
+    asked = train(tiny, data, tmp_path / "a", *common, program=program)
+    cached = train(tiny, data, tmp_path / "b", *common, f"--reference_cache={tmp_path / 'cache'}", program=program)
+    close(cached, asked)
+
+
+def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings, tmp_path, capsys):
+    argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")
+    first = train(tiny, ratings, tmp_path / "a", *argv)
+    files = sorted((tmp_path / "cache").iterdir())
+    assert "reference: 0 log-probs computed" not in capsys.readouterr().out
+    second = train(tiny, ratings, tmp_path / "b", *argv)
+    assert "reference: 0 log-probs computed" in capsys.readouterr().out
+    assert_same(first, second)
+    assert sorted((tmp_path / "cache").iterdir()) == files
+
+
+def test_the_reference_is_gone_before_the_first_step(tiny, ratings, tmp_path, monkeypatch):
+    alive, real = [], kto.train
+
+    def counted(*args):
+        gc.collect()
+        alive.append(sum(type(x) is model.GPT for x in gc.get_objects()))
+        return real(*args)
+
+    monkeypatch.setattr(kto, "train", counted)
+    train(tiny, ratings, tmp_path / "a", *COMMON)
+    train(tiny, ratings, tmp_path / "b", *COMMON, f"--reference_cache={tmp_path / 'cache'}")
+    assert alive[1] == alive[0] - 1
+
+
+@pytest.mark.parametrize("change", ["--precision=32-true", "--data.score_prompt=true", "weights"])
+def test_other_weights_precision_or_scoring_are_not_answered_from_the_cache(change, tiny, ratings, tmp_path, capsys):
+    cache = f"--reference_cache={tmp_path / 'cache'}"
+    train(tiny, ratings, tmp_path / "a", *COMMON, cache)
+    n = int(capsys.readouterr().out.split("reference: ")[1].split()[0].replace(",", ""))
+    torch.set_default_dtype(torch.float32)
+    source = tiny
+    if change == "weights":
+        gpt = model.load(tiny)
+        gpt.transformer.ln_f.weight.data[0] += 1e-3
+        model.export(gpt.named(), tiny, tmp_path / "other")
+        source = tmp_path / "other"
+    train(source, ratings, tmp_path / "b", *COMMON, cache, *([change] if change != "weights" else []))
+    assert f"reference: {n} log-probs computed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_remember_what_one_does(strategy, tiny, ratings, tmp_path):
+    common = [a if "64-true" not in a else "--precision=32-true" for a in COMMON]
+    one = train(tiny, ratings, tmp_path / "one", *common)
+
+    for name in ("a", "b"):  # the second finds all of it, in files that both ranks wrote
+        argv = ("--devices=2", f"--strategy={strategy}", f"--reference_cache={tmp_path / 'cache'}")
+        runs = ranks(2, lambda _rank, out=tmp_path / name, argv=argv: train(tiny, ratings, out, *common, *argv))
+        assert [row["loss"] for row in runs[0]["rows"]] == pytest.approx([r["loss"] for r in one["rows"]], abs=1e-5)
+
+
+def test_a_resume_reads_what_the_run_read(tiny, ratings, tmp_path):
+    argv = [a for a in COMMON if "save_interval" not in a]
+    argv += ["--save_interval=3", "--keep_last=9", f"--reference_cache={tmp_path / 'cache'}"]
+    whole = train(tiny, ratings, tmp_path / "a", *argv)
+    shutil.rmtree(tmp_path / "a" / "final")
+    for step in (6, 8):
+        shutil.rmtree(next((tmp_path / "a" / "checkpoints").glob(f"*{step}")))
+    assert_same(train(tiny, ratings, tmp_path / "a", *argv, "--resume=auto"), whole)
+
+
+def test_a_damaged_cache_is_refused_with_the_way_out(tiny, ratings, tmp_path):
+    argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")
+    train(tiny, ratings, tmp_path / "a", *argv)
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(BadInput, match=rf"reference_cache: {file}: .*delete it"):
+        train(tiny, ratings, tmp_path / "b", *argv)
+
+
+def test_spin_refuses_a_cache(tiny, tmp_path):
+    with pytest.raises(BadInput, match="reference_cache: SPIN"):
+        spin.main(["--reference_cache", str(tmp_path)])
+
+
+def test_contents_tell_apart_where_a_prompt_ends_and_not_whether_it_is_scored():
+    def digests(prompt, *completions, score=False):
+        other = np.array([9, 9]), tuple(np.array([8] * (k + 1)) for k in range(len(completions)))
+        mine = np.array(prompt), tuple(map(np.array, completions))
+        rows = pack([other[0], mine[0]], [other[1], mine[1]], score)
+        return rows.contents()[1]
+
+    a, b = digests([1, 2], [3, 4], [3])
+    assert a != b
+    assert digests([1, 2], [3, 4]) == [a] and digests([1, 2], [3]) == [b]
+    assert digests([1, 2], [3], [3, 4], score=True) == [b, a]
+    assert digests([1], [2, 3, 4]) != [a] and digests([1, 2, 3], [4]) != [a]
