@@ -312,7 +312,7 @@ def draw(s: Run, examples: list[Example], plan: Plan, step: int) -> list[Example
 def cuts(s: Run, batch: Batch, world: int) -> tuple[list[list[Micro]], list[list[Micro]]]:
     """Every rank's micro-batches to learn from, and to look at. Each rank knows all: all run equally many forwards."""
     tokens = s.micro_batch_tokens or (None if s.micro_batch_size else DEFAULT_TOKENS)
-    looks = s.look_tokens or tokens
+    looks = s.look_tokens or (tokens and 2 * tokens)
     own, both = ([batch.size(slot, b) for slot in range(len(batch.examples))] for b in (False, True))
     shares = deal(own, world, tokens is not None)
     learn = cut(own, world, s.micro_batch_size, tokens, shares)

@@ -99,7 +99,7 @@ class Run:
     micro_batch_tokens: int | None = None
     """Prompt + completion tokens per forward instead; an over-long example goes alone. Given neither: 16384 tokens."""
     look_tokens: int | None = None
-    """The same budget for passes without gradient, which need less memory. Default: as the passes with gradient."""
+    """The same budget for passes without gradient, which need less memory. Default: twice that of the others."""
     activation_checkpointing: bool = False
     """Compute each block again in the backward pass, not keep its activations: less memory, a quarter slower."""
 

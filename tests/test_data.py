@@ -661,6 +661,18 @@ def test_padding_and_truncation_left_in_the_tokenizer_file_do_nothing(tmp_path):
     assert e.completions[0].tolist() == [66, EOS]
 
 
+def test_a_text_whose_first_token_is_unknown_is_not_taken_for_bos(tmp_path):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, pre_tokenizers
+
+    words = Fast(models.WordLevel({"<eos>": 0, "w1": 1}, unk_token="<eos>"))  # one token for unknown, BOS and EOS
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>", "bos_token": "<eos>"}')
+    tokenizer = Tokenizer(tmp_path)
+    assert not tokenizer.adds_bos and tokenizer.prompt(tokenizer.encode(["w1"])[0]) == [1]
+
+
 def test_a_tokenizer_that_adds_bos_gets_it_once(tmp_path, bos):
     assert bos.bos == 512 and bos.adds_bos
     source = write(tmp_path / "d.jsonl", rated("ab", "c"), rated("<s>ab", "c"), rated("", "c"))

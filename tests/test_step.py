@@ -108,6 +108,21 @@ def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, rat
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
+def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(tiny, other, ratings, tmp_path, monkeypatch):
+    lengths, drawn, hidden, draw = [], [], model.GPT.hidden, kto.draw
+    monkeypatch.setattr(model.GPT, "hidden", lambda self, t, *a: lengths.append(t.shape[1]) or hidden(self, t, *a))
+    monkeypatch.setattr(kto, "draw", lambda *a: drawn.append(draw(*a)) or drawn[-1])
+    argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={other}", "--save_interval=null")
+    tokens = []
+    for cut in ("--micro_batch_size=7", "--micro_batch_tokens=BUDGET", "--micro_batch_size=4"):
+        # the budget of the gradient's pass; the look's, which has one more completion, is twice that
+        own = sum(len(e.prompt) + len(e.completions[0]) for e in drawn[0]) if drawn else 0
+        train(tiny, ratings, tmp_path / str(len(tokens)), *argv, cut.replace("BUDGET", str(own)))
+        tokens.append(sum(lengths))
+        lengths.clear()
+    assert tokens[0] == tokens[1] == tokens[2] - sum(len(e.prompt) for e in drawn[0])
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_more_processes_than_examples_change_nothing(strategy, whole, tiny, ratings, tmp_path):
     argv = ("--batch_size=2", "--optim.lr=1e-3", "--max_steps=10", "--precision=32-true", "--save_interval=null")
