@@ -36,6 +36,8 @@ def test_a_run_on_remembered_log_probs_is_the_run_on_the_reference_itself(
     asked = train(tiny, data, tmp_path / "a", *common, program=program)
     cached = train(tiny, data, tmp_path / "b", *common, f"--reference_cache={tmp_path / 'cache'}", program=program)
     close(cached, asked)
+    flops = [run["rows"][-1]["tflops/s"] * run["rows"][-1]["seconds"] for run in (cached, asked)]
+    assert 0.55 < flops[0] / flops[1] < 0.8, "the reference's part is no longer useful work"
 
 
 def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings, tmp_path, capsys):
@@ -63,19 +65,19 @@ def test_the_reference_is_gone_before_the_first_step(tiny, ratings, tmp_path, mo
     assert alive[1] == alive[0] - 1
 
 
-@pytest.mark.parametrize("change", ["--precision=32-true", "--data.score_prompt=true", "weights"])
+@pytest.mark.parametrize("change", ["--precision=bf16-mixed", "--data.score_prompt=true", "weights"])
 def test_other_weights_precision_or_scoring_are_not_answered_from_the_cache(change, tiny, ratings, tmp_path, capsys):
     cache = f"--reference_cache={tmp_path / 'cache'}"
-    train(tiny, ratings, tmp_path / "a", *COMMON, cache)
+    common = [a if "64-true" not in a else "--precision=32-true" for a in COMMON]
+    train(tiny, ratings, tmp_path / "a", *common, cache)
     n = int(capsys.readouterr().out.split("reference: ")[1].split()[0].replace(",", ""))
-    torch.set_default_dtype(torch.float32)
     source = tiny
     if change == "weights":
         gpt = model.load(tiny)
         gpt.transformer.ln_f.weight.data[0] += 1e-3
         model.export(gpt.named(), tiny, tmp_path / "other")
         source = tmp_path / "other"
-    train(source, ratings, tmp_path / "b", *COMMON, cache, *([change] if change != "weights" else []))
+    train(source, ratings, tmp_path / "b", *common, cache, *([change] if change != "weights" else []))
     assert f"reference: {n} log-probs computed" in capsys.readouterr().out
 
 

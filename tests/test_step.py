@@ -108,6 +108,16 @@ def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, rat
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
+def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, monkeypatch):
+    blocks, real = [], model.checkpoint
+    monkeypatch.setattr(model, "checkpoint", lambda f, *a, **kw: blocks.append(f) or real(f, *a, **kw))
+    argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", "--save_interval=null")
+    train(tiny, ratings, tmp_path / "off", *argv)
+    assert not blocks
+    train(tiny, ratings, tmp_path / "on", *argv, "--activation_checkpointing=true")
+    assert len(set(blocks)) == model.load(tiny).config.n_layer
+
+
 def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(tiny, other, ratings, tmp_path, monkeypatch):
     lengths, drawn, hidden, draw = [], [], model.GPT.hidden, kto.draw
     monkeypatch.setattr(model.GPT, "hidden", lambda self, t, *a: lengths.append(t.shape[1]) or hidden(self, t, *a))
