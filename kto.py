@@ -259,11 +259,10 @@ def train(
         micros, looks = (shares[rank] for shares in cuts(s, batch, world))
 
         # a step of one micro-batch is begun here: a look may then use its prompts' keys and values
-        ahead, seen = None, policy
+        begun, seen = None, policy
         if len(micros) == len(looks) == 1:  # then so on all ranks, and both are all of this one's share
-            prompts = model.Prompts()
-            ahead = policy(batch.rows(micros[0].slots).to(fabric.device), prompts)
-            seen = partial(policy, prompts=prompts)
+            rows, prompts = batch.rows(micros[0].slots).to(fabric.device), model.Prompts()
+            begun, seen = policy(rows, prompts), partial(policy, prompts=prompts)
 
         # look, without gradients: the reference's log-probs, and the baseline of the whole step
         with torch.no_grad():
@@ -273,8 +272,9 @@ def train(
         columns = dict(base.columns)
         for m, micro in enumerate(micros):
             with fabric.no_backward_sync(policy, enabled=m < len(micros) - 1):
-                rows = batch.rows(micro.slots).to(fabric.device)
-                logp_BK = policy(rows) if ahead is None else ahead
+                if begun is None:
+                    rows = batch.rows(micro.slots).to(fabric.device)
+                logp_BK = policy(rows) if begun is None else begun
                 loss_B, values = objective.loss(logp_BK, rows.length_BK, batch, micro.slots, base)
                 fabric.backward(loss_B.sum() * (micro.weight * world / G))  # DDP and FSDP2 average over ranks
             fill(columns, micro, values, G)

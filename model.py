@@ -58,7 +58,7 @@ class Prompts:
     completions: keys and values by layer, and last hidden states. Computed once, they serve both."""
 
     def __init__(self):
-        self.parts, self.kv, self.h_NC, self.index_P = None, {}, None, None
+        self.rows, self.kept = None, {}
 
 
 class Packed:
@@ -69,26 +69,28 @@ class Packed:
 
     def __init__(self, rows: Rows, prompts: Prompts | None = None):
         self.rows, self.prompts, self.made = rows, prompts, {}
-        self.query_M, self.index_P = None, None  # None: all N tokens ask
-        if prompts is not None:
-            self.index_P = (rows.branch_N == 0).nonzero()[:, 0]
-            lengths = [parts[0] for parts in rows.parts]
-            if prompts.parts is None:
-                prompts.parts, prompts.index_P = lengths, self.index_P
-            else:
-                assert prompts.parts == lengths, "other prompts than those computed before"
-                self.query_M = rows.branch_N.nonzero()[:, 0]
+        self.query_M = None  # None: all N tokens ask
+        if prompts is not None and prompts.rows is None:
+            prompts.rows = rows
+        elif prompts is not None:
+            same = [parts[0] for parts in rows.parts] == [parts[0] for parts in prompts.rows.parts]
+            assert same, "other prompts than those computed before"
+            self.query_M = rows.branch_N.nonzero()[:, 0]
+            self.from_P, self.to_P = ((r.branch_N == 0).nonzero()[:, 0] for r in (prompts.rows, rows))
 
     def asking(self, x_N):
         return x_N if self.query_M is None else x_N[self.query_M]
 
-    def whole(self, x, before, dim: int):
-        """x of the tokens that ask, with its prompts' part of an earlier forward (there x was `before`) put back."""
+    def whole(self, name, x, dim: int):
+        """x of the tokens that ask, with its prompts' part put back, which an earlier forward left."""
+        if self.prompts is None:
+            return x
+        before = self.prompts.kept.setdefault(name, x.detach())
         if self.query_M is None:
             return x
-        size = [*x.shape[:dim], len(self.rows.token_N), *x.shape[dim + 1 :]]
-        prompt = before.index_select(dim, self.prompts.index_P)
-        return x.new_empty(size).index_copy_(dim, self.query_M, x).index_copy_(dim, self.index_P, prompt)
+        whole = x.new_empty([*x.shape[:dim], len(self.rows.token_N), *x.shape[dim + 1 :]])
+        prompt = before.index_select(dim, self.from_P)
+        return whole.index_copy_(dim, self.query_M, x).index_copy_(dim, self.to_P, prompt)
 
     def see(self, i, j, window: int | None):
         """Whether token i sees token j: in its example, not after it, in the prompt or its own completion."""
@@ -148,9 +150,7 @@ class Packed:
 
     def attend(self, attn, q, k, v):
         """q, k, v (1, H, M, D) -> (1, H, M, D). The one place that chooses between the CPU and the GPU path."""
-        if self.prompts is not None:
-            before = self.prompts.kv.setdefault(attn, (k.detach(), v.detach()))
-            k, v = (self.whole(x, old, 2) for x, old in zip((k, v), before))
+        k, v = self.whole((attn, "k"), k, 2), self.whole((attn, "v"), v, 2)
         if q.device.type == "cuda" and q.dtype != torch.float64:  # FlexAttention has no float64
             return self.flex(attn, q, k, v, compiled=True)
         return self.tiled(attn, q, k, v)
@@ -304,10 +304,7 @@ class _Packing:
     def logps(self, rows: Rows, prompts: Prompts | None = None):
         packed = Packed(rows, prompts)
         h_NC = self.hidden(packed.asking(rows.token_N)[None], packed.asking(rows.position_N)[None], packed)[0]
-        if prompts is not None:
-            prompts.h_NC = h_NC.detach() if packed.query_M is None else prompts.h_NC
-            h_NC = packed.whole(h_NC, prompts.h_NC, 0)
-        h_TC = h_NC[rows.source_T]  # the head never sees a position that predicts nothing
+        h_TC = packed.whole("h", h_NC, 0)[rows.source_T]  # the head never sees a position that predicts nothing
         size = max(1, HEAD_LOGITS // self.config.padded_vocab_size)
         kept = HEAD_KEPT // HEAD_LOGITS if torch.is_grad_enabled() else math.inf
         logp_T = torch.cat([

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:1] = [str(HERE.parent), str(HERE)]  # kto.py's modules first: here lies another program's generate
+sys.path[:1] = [str(HERE.parent), str(HERE)]
 
 import vs_trl  # noqa: E402
 
@@ -94,7 +94,7 @@ def row(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | None, d
     vs_trl.STEPS["gpu"], vs_trl.BATCH = STEPS - 1, batch
     rows, file = vs_trl.records("kto", "gpu", "200/120"), vs_trl.OUT / "gpu.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    settings = {"batch_size": batch, "data.max_prompt": 600, "data.max_completion": 361, "micro_batch_tokens": 65536}
+    settings = vs_trl.limits("200/120") | {"batch_size": batch, "micro_batch_tokens": 65536}
     if lora:
         settings |= {"lora.rank": 8, "precision": "bf16-true"}
     spec = {"kind": "kto", "precision": "bf16", "records": str(file), "model": str(folder), "ours": settings}

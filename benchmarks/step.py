@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:1] = [str(HERE.parent), str(HERE)]  # kto.py's modules first: here lies another program's generate
+sys.path[:1] = [str(HERE.parent), str(HERE)]
 
 import vs_trl  # noqa: E402
 from vs_trl import OUT, SIZES, once  # noqa: E402
@@ -56,9 +56,9 @@ def measured(
 ) -> dict:
     """An epoch of kto.py, its first step a warm-up, in a process of its own."""
     settings = {"batch_size": batch, "data.max_prompt": x, "data.max_completion": y, **settings}
-    spec = {"kind": "kto", "precision": precision, "ours": settings, "began": time.time()}
+    spec = {"kind": "kto", "precision": precision, "ours": settings}
     spec |= {"model": str(vs_trl.model_folder(name, shape, positions)), "records": written(name, n, x, y, shape[3])}
-    return once(sys.executable, "ours", spec)
+    return once(sys.executable, "ours", spec | {"began": time.time()})  # the files above are not part of its start
 
 
 # ---- where ----------------------------------------------------------------------------------------------------------
@@ -129,16 +129,10 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
         step(self, n, *rest)
 
     tell.Tell.step = noted
-    y = vs_trl.PROFILES[profile][1]
+    spec = {"model": vs_trl.model_folder(size, SIZES[size]), "records": file, "precision": precision}
     with tempfile.TemporaryDirectory() as out:
-        settings = {
-            "model": vs_trl.model_folder(size, SIZES[size]), "out_dir": f"{out}/run", "data.train": file,
-            "batch_size": 8, "precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[precision], "progress": "false",
-            "val_interval": "null", "save_interval": "null", "optim.lr": 1e-4, "eval.samples": 0,
-            "data.max_prompt": 1000 - 3 * y, "data.max_completion": 3 * y + 1,
-        }  # fmt: skip
         try:
-            program.main([f"--{k}={v}" for k, v in settings.items()])
+            program.main(vs_trl.arguments(spec | {"ours": vs_trl.limits(profile)}, out))
         except StopIteration:
             pass
     events, wall = state["profiler"].key_averages(), state["wall"]

@@ -145,6 +145,24 @@ def told(spec: dict, losses: list[float], ends: list[float], **more) -> None:
     print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "peak_gib": peak} | more), flush=True)
 
 
+def limits(profile: str) -> dict:
+    """The longest prompt and completion (with its EOS) that records() makes."""
+    y = PROFILES[profile][1]
+    return {"data.max_prompt": 1000 - 3 * y, "data.max_completion": 3 * y + 1}
+
+
+def arguments(spec: dict, out: str) -> list[str]:
+    """Our command line, of a run in `out`."""
+    settings = {
+        "model": spec["model"], "out_dir": f"{out}/run", "batch_size": BATCH, "data.train": spec["records"],
+        "precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[spec["precision"]], "data.shuffle": "false",
+        "optim.lr": 1e-4, "optim.schedule": "constant", "progress": "false", "eval.samples": 0,
+        "val_interval": "null", "save_interval": "null",
+        **{k: x if x != "OUT" else f"{out}/cache" for k, x in spec["ours"].items()},
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
 def ours(spec: dict) -> None:
     sys.path[0] = str(HERE.parent)
     import csv
@@ -163,17 +181,11 @@ def ours(spec: dict) -> None:
         ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as out:
-        settings = {
-            "model": spec["model"], "out_dir": f"{out}/run", "batch_size": BATCH, "data.train": spec["records"],
-            "precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[spec["precision"]], "data.shuffle": "false",
-            "optim.lr": 1e-4, "optim.schedule": "constant", "progress": "false", "eval.samples": 0,
-            "val_interval": "null", "save_interval": "null",
-            **{k: v if v != "OUT" else f"{out}/cache" for k, v in spec["ours"].items()},
-        }  # fmt: skip
+        argv = arguments(spec, out)
         program = __import__(spec["kind"])
         tell.Tell.step = noted
         try:
-            program.main([f"--{name}={value}" for name, value in settings.items()])
+            program.main(argv)
         except StopIteration:
             pass
         rows, first = list(csv.DictReader(open(f"{out}/run/metrics.csv"))), first - spec.get("began", first)
@@ -181,7 +193,6 @@ def ours(spec: dict) -> None:
 
 
 def trl(spec: dict) -> None:
-    sys.path.pop(0)  # here lie other programs' names
     import datasets
     import torch
     import transformers
@@ -259,9 +270,8 @@ def cell(python: str, kind: str, size: str, profile: str, precision: str, mode: 
     """The rows of a cell: ours beside each way that TRL runs."""
     rows, file = records(kind, size, profile), OUT / f"{kind}-{size}-{profile.replace('/', '-')}.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (settings, ways), y = MODES[mode], PROFILES[profile][1]
-    settings = {"data.max_prompt": 1000 - 3 * y, "data.max_completion": 3 * y + 1, **settings}
-    spec = {"kind": kind, "precision": precision, "records": str(file), "ours": settings}
+    settings, ways = MODES[mode]
+    spec = {"kind": kind, "precision": precision, "records": str(file), "ours": limits(profile) | settings}
     spec["model"] = str(model_folder(size, SIZES[size]))
     useful, results = sum(map(tokens, rows[BATCH:])), {name: [] for name in ["ours", *ways]}
     for i in range(PAIRS[size]):
