@@ -422,7 +422,7 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
             check(examples["train"])
         of = [*marks, s.precision, s.data.score_prompt]
         wide = torch.promote_types(dtype, torch.float32)  # log-probs are never in bfloat16
-        reference = Remembered(fabric, reference, Path(s.reference_cache), of, wide)
+        reference = Remembered(fabric, reference, Path(s.reference_cache).expanduser(), of, wide)
         steps = (draw(s, examples["train"], plan, step) for step in range(state["step"] + 1, plan.end + 1))
         others = [judged.batch(x) for x in (val.examples if val else [], examples["test"]) if x]
         remember(fabric, s, reference, objective, itertools.chain(map(objective.batch, steps), others))

@@ -44,6 +44,10 @@ class Remembered:
         self.known: dict[bytes, float] = {}
         self.fresh: dict[bytes, float] = {}
         self.asked, self.saved = 0, time.monotonic()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise BadInput(f"reference_cache: {folder}: {e.strerror}: give a folder that can be written to") from None
         for file in sorted(folder.glob(f"{self.of}-*.safetensors")):
             try:
                 state = load_file(file)

@@ -111,6 +111,12 @@ def test_a_damaged_cache_is_refused_with_the_way_out(tiny, ratings, tmp_path):
         train(tiny, ratings, tmp_path / "b", *argv)
 
 
+def test_a_cache_that_is_a_file_is_refused_in_one_line(tiny, ratings, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=f"reference_cache: {tmp_path / 'file'}: File exists: give a folder"):
+        train(tiny, ratings, tmp_path / "a", *COMMON, f"--reference_cache={tmp_path / 'file'}")
+
+
 def test_spin_refuses_a_cache(tiny, tmp_path):
     with pytest.raises(BadInput, match="reference_cache: SPIN"):
         spin.main(["--reference_cache", str(tmp_path)])
