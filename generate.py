@@ -152,7 +152,7 @@ def _answer(fabric, policy, prompts, index: list[int], answer_PT, tokenizer, arg
         if len(stay) == 0:  # ended here, not elsewhere: one row goes on unread
             stay, idle = torch.zeros(1, dtype=torch.long, device=device), True
         if len(stay) <= 0.9 * len(new):  # what has ended leaves the batch, a tenth of it at a time: leaving is a copy
-            cache.keep(stay)
+            stay = cache.keep(stay)
             u_BT, room, length, alive = u_BT[stay], room[stay], length[stay], alive[stay]
             new, gone, seen_BV = new[stay], gone[stay], None if seen_BV is None else seen_BV[stay]
         cache.at(new, (length + t).clamp(max=cache.slots - 1), min(cache.slots, width + t + 1))

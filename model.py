@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from data import BadInput, Rows, local
 
 HEAD_LOGITS = 2**24  # the head makes this many logits at a time (64 MiB in float32), whatever N and V are,
-HEAD_KEPT = 2**26  # and keeps this many for its backward; the rest it makes again
+HEAD_KEPT = 2**26  # and keeps this many's gradients for its backward; the rest it makes again
 TOGETHER = 128  # tokens of examples that share a call of attention on a CPU
 
 
@@ -168,7 +168,7 @@ class Packed:
         softcap = attn.config.attention_logit_softcapping
         score = None if softcap is None else lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)
         mask = self.kept(self.block_mask, attn.window)
-        return flex_attention(compiled)(q, k, v, score, mask, scale=scale(attn))
+        return flex_attention(compiled)(q, k, v, score, mask, scale=scale(attn), enable_gqa=k.shape[1] < q.shape[1])
 
 
 @functools.cache
@@ -184,6 +184,8 @@ def scale(attn) -> float:
 
 def sdpa(attn, q, k, v, mask):
     """Attention under a boolean mask (True: look), or causal where mask is None and q and k are as long."""
+    if k.shape[1] < q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     softcap = attn.config.attention_logit_softcapping
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale(attn))
@@ -202,18 +204,38 @@ class Cache:
     """
 
     def __init__(self, rows: Rows, slots: int):
-        self.slots, self.store, self.packed = slots, {}, Packed(rows)
+        self.slots, self.store, self.packed, self.seen = slots, {}, Packed(rows), {}
         self.token_BT, self.position_BT, self.last_B = rows.token_N[None], rows.position_N[None], rows.source_T
+        self.row_B = torch.arange(len(rows.sizes), device=rows.token_N.device)
 
     def at(self, token_B, position_B, upto: int):
         """The next forward's tokens. No row looks at slot `upto` or behind it."""
-        self.token_BT, self.position_BT, self.upto, self.packed = token_B[:, None], position_B[:, None], upto, None
-        self.last_B = torch.arange(len(token_B), device=token_B.device)
+        self.token_BT, self.position_BT, self.upto = token_B[:, None], position_B[:, None], upto
+        self.last_B, self.packed, self.seen = self.row_B, None, {}
         return self
 
-    def keep(self, row_B):
-        """Drop all but these rows."""
-        self.store = {layer: tuple(x[row_B] for x in kv) for layer, kv in self.store.items()}
+    def keep(self, row_B) -> torch.Tensor:
+        """Drop all but these rows. -> the kept ones in their new order: only those behind move, into the gaps."""
+        n = len(row_B)
+        stays_B = torch.zeros(len(self.row_B), dtype=torch.bool, device=row_B.device).index_fill_(0, row_B, True)
+        gaps, movers = (~stays_B[:n]).nonzero()[:, 0], row_B[row_B >= n]
+        for kv in self.store.values():
+            for x in kv:
+                x[gaps] = x[movers]
+        self.store = {layer: tuple(x[:n] for x in kv) for layer, kv in self.store.items()}
+        order_B, self.row_B = self.row_B[:n].clone(), self.row_B[:n]
+        order_B[gaps] = movers
+        return order_B
+
+    def see(self, window: int | None):
+        """(B, 1, 1, slots): whether a row looks at a slot. The same for all layers with this window."""
+        if window not in self.seen:
+            j = torch.arange(self.upto, device=self.position_BT.device)
+            see = j <= self.position_BT
+            if window is not None:
+                see &= self.position_BT - j < window
+            self.seen[window] = see[:, None, None]
+        return self.seen[window]
 
     def attend(self, attn, q, k, v):
         if self.packed:
@@ -223,14 +245,76 @@ class Cache:
                 for row, x in zip(kept, new[0].split(sizes, dim=1)):
                     row[:, : x.shape[1]] = x
             return self.packed.attend(attn, q, k, v)
-        slot_B1 = self.position_BT
         for kept, new in zip(self.store[attn], (k, v)):
-            kept[torch.arange(len(kept), device=k.device), :, slot_B1[:, 0]] = new[:, :, 0]
-        j = torch.arange(self.upto, device=k.device)
-        see = j <= slot_B1
-        if attn.window is not None:
-            see &= slot_B1 - j < attn.window
-        return sdpa(attn, q, *(x[:, :, : self.upto] for x in self.store[attn]), see[:, None, None])
+            kept[self.row_B, :, self.position_BT[:, 0]] = new[:, :, 0]
+        k, v = (x[:, :, : self.upto] for x in self.store[attn])
+        return sdpa(attn, q.reshape(*k.shape[:2], -1, k.shape[3]), k, v, self.see(attn.window)).reshape(q.shape)
+
+
+# ---- the head -------------------------------------------------------------------------------------------------------
+
+
+def _logp(logits_TV, target_T):
+    """-> log-probs of the targets, and of all tokens."""
+    if logits_TV.dtype != torch.float64:
+        logits_TV = logits_TV.float()  # log-softmax in bfloat16 would lose the differences that r is made of
+    logp_TV = logits_TV.log_softmax(-1)
+    return logp_TV.gather(1, target_T[:, None])[:, 0], logp_TV
+
+
+class Head(torch.autograd.Function):
+    """Log-probs of the targets (T,), `size` tokens at a time: nobody holds T x V logits.
+
+    The first `keep` chunks keep their gradient by the logits (None: no gradient is wanted), the rest make it again. The
+    matrix's gradient is added up in one place. A frozen matrix needs nothing again: a token's gradient by h is then a
+    number times a vector that is known in the forward.
+    """
+
+    @staticmethod
+    def forward(ctx, h_TC, w_VC, target_T, cap, size, keep):
+        ctx.save_for_backward(h_TC, w_VC, target_T)
+        ctx.cap, ctx.size, ctx.kept, frozen = cap, size, [], not ctx.needs_input_grad[1]
+        logp = []
+        for i, (h, target) in enumerate(zip(h_TC.split(size), target_T.split(size))):
+            wanted = keep is not None and (frozen or i < keep)
+            logp_T, slope_TV = Head.chunk(h, w_VC, target, cap, wanted)
+            logp.append(logp_T)
+            if wanted:
+                ctx.kept.append(slope_TV @ w_VC if frozen else slope_TV)
+        return torch.cat(logp)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g_T):
+        h_TC, w_VC, target_T = ctx.saved_tensors
+        g_T1 = -g_T[:, None]
+        if not ctx.needs_input_grad[1]:
+            return (g_T1 * torch.cat(ctx.kept)).to(h_TC.dtype), *[None] * 5
+        kept, ctx.kept = iter(ctx.kept), None
+        dh_TC, dw_VC = torch.empty_like(h_TC), torch.zeros_like(w_VC)
+        gh_TC = (g_T1 * h_TC).to(h_TC.dtype)  # g goes to the narrow side of each product
+        for h, gh, target, dh in zip(*(x.split(ctx.size) for x in (h_TC, gh_TC, target_T, dh_TC))):
+            slope_TV = next(kept, None)
+            if slope_TV is None:
+                slope_TV = Head.chunk(h, w_VC, target, ctx.cap, True)[1]
+            torch.mm(slope_TV, w_VC, out=dh)
+            dw_VC.addmm_(slope_TV.T, gh)
+        return (g_T1 * dh_TC).to(h_TC.dtype), dw_VC, *[None] * 4
+
+    @staticmethod
+    def chunk(h_TC, w_VC, target_T, cap, wanted: bool):
+        """-> log-probs of the targets; minus their gradient by the logits, softmax less one at the target."""
+        logits_TV = h_TC @ w_VC.T
+        if cap is not None:
+            logits_TV = (logits_TV / cap).tanh_()
+        logp_T, logp_TV = _logp(logits_TV if cap is None else cap * logits_TV, target_T)
+        if not wanted:
+            return logp_T, None
+        slope_TV = logp_TV.exp_()
+        slope_TV[torch.arange(len(target_T), device=target_T.device), target_T] -= 1
+        if cap is not None:
+            slope_TV *= 1 - logits_TV.square()
+        return logp_T, slope_TV.to(h_TC.dtype)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -251,7 +335,7 @@ class _Packing:
             attn = block.attn
             attn.window = config.sliding_window_size if attn.apply_sliding_window_attention else None
             attn.apply_sliding_window_attention = False  # litgpt would put its own T x T mask in place of ours
-            attn.scaled_dot_product_attention = functools.partial(_attend, attn)
+            attn.forward = functools.partial(_attend, attn)
 
     def forward(self, x: Rows | Cache, prompts: Prompts | None = None) -> torch.Tensor:
         """Rows -> (B, K) summed log-probs of the completions; Cache -> (B, V) next-token logits.
@@ -296,29 +380,47 @@ class _Packing:
         return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
 
     def logp(self, h_TC, target_T):
-        logits_TV = self.head(h_TC)
-        if logits_TV.dtype != torch.float64:
-            logits_TV = logits_TV.float()  # log-softmax in bfloat16 would lose the differences that r is made of
-        return -F.cross_entropy(logits_TV, target_T, reduction="none")
+        """Log-probs of the targets (T,)."""
+        linear, device = getattr(self.lm_head, "linear", self.lm_head), h_TC.device.type
+        size = max(1, HEAD_LOGITS // self.config.padded_vocab_size)
+        if linear.bias is None and not getattr(self.lm_head, "r", 0):
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h_TC.dtype
+            keep = HEAD_KEPT // HEAD_LOGITS if torch.is_grad_enabled() else None
+            cap = self.config.final_logit_softcapping
+            return Head.apply(h_TC.to(dtype), linear.weight.to(dtype), target_T, cap, size, keep)
+
+        def chunk(h_TC, target_T):  # a bias or adapters: by autograd, all made again
+            return _logp(self.head(h_TC), target_T)[0]
+
+        chunks = zip(h_TC.split(size), target_T.split(size))
+        return torch.cat([checkpoint(chunk, *c, use_reentrant=False) for c in chunks])
 
     def logps(self, rows: Rows, prompts: Prompts | None = None):
         packed = Packed(rows, prompts)
         h_NC = self.hidden(packed.asking(rows.token_N)[None], packed.asking(rows.position_N)[None], packed)[0]
         h_TC = packed.whole("h", h_NC, 0)[rows.source_T]  # the head never sees a position that predicts nothing
-        size = max(1, HEAD_LOGITS // self.config.padded_vocab_size)
-        kept = HEAD_KEPT // HEAD_LOGITS if torch.is_grad_enabled() else math.inf
-        logp_T = torch.cat([
-            self.logp(*chunk) if i < kept else checkpoint(self.logp, *chunk, use_reentrant=False)
-            for i, chunk in enumerate(zip(h_TC.split(size), rows.target_T.split(size)))
-        ])  # fmt: skip
+        logp_T = self.logp(h_TC, rows.target_T)
         B, K = rows.length_BK.shape
         # per example K completions and, last, the prompt itself (empty unless data.score_prompt)
         logp_BS = logp_T.new_zeros(B * (K + 1)).index_add(0, rows.segment_T, logp_T).view(B, K + 1)
         return logp_BS[:, :K] + logp_BS[:, K:]
 
 
-def _attend(attn, q, k, v, mask):
-    return mask.attend(attn, q, k, v).transpose(1, 2)
+def _attend(attn, x, cos, sin, seen: Packed | Cache, *_):
+    """litgpt's attention, without its copies: grouped keys stay as few as they are, and what is not rotated is left."""
+    c, D, n = attn.config, attn.config.head_size, attn.config.rope_n_elem
+    q, k, v = attn.qkv(x).split([D * heads for heads in (c.n_head, c.n_query_groups, c.n_query_groups)], dim=-1)
+    if c.norm_qk and c.norm_qk_type == "olmo2":
+        q, k = attn.norm_q(q), attn.norm_k(k)
+    q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))  # (1, H, M, D) or (B, H, 1, D)
+    if c.norm_qk and c.norm_qk_type == "default":
+        q, k = attn.norm_q(q), attn.norm_k(k)
+    if n:
+        rotate = litgpt.model.apply_rope_interleave if c.rope_interleave else litgpt.model.apply_rope
+        q, k = (
+            rotate(y, cos, sin) if n == D else torch.cat([rotate(y[..., :n], cos, sin), y[..., n:]], -1) for y in (q, k)
+        )
+    return attn.proj(seen.attend(attn, q, k, v).transpose(1, 2).flatten(2))
 
 
 class GPT(_Packing, litgpt.model.GPT):

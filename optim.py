@@ -59,7 +59,7 @@ def make_optimizer(s: Run, policy):
         import bitsandbytes  # slow to import
 
         return bitsandbytes.optim.AdamW8bit(groups, **kw)
-    return torch.optim.AdamW(groups, **kw, fused=params[0].is_cuda)
+    return torch.optim.AdamW(groups, **kw, fused=True)
 
 
 def clip(fabric, policy, optimizer, max_norm: float) -> float:

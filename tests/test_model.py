@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -222,6 +223,8 @@ SHAPES = {
     "llama": LLAMA,
     "window": LLAMA | dict(sliding_window_size=4),
     "gemma 2": LLAMA | GEMMA,
+    "qwen 3": LLAMA | dict(norm_qk=True, rope_interleave=True),
+    "olmo 2": LLAMA | dict(norm_qk=True, norm_qk_type="olmo2", lm_head_bias=True),
     "neox": LLAMA | dict(n_query_groups=4, rotary_percentage=0.5, parallel_residual=True, mlp_class_name="GptNeoxMLP"),
 }
 
@@ -278,12 +281,12 @@ def exact_norms(monkeypatch):
 
 
 def chunked(monkeypatch, vocabulary: int, tokens: int) -> list:
-    """The head takes so many targets at a time, and keeps two such chunks. -> a list that grows with every recomputed
-    chunk."""
-    calls, real = [], model.checkpoint
+    """The head takes so many targets at a time, and keeps two such chunks. -> a list of the targets of every chunk
+    that it makes, or makes again."""
+    calls, real = [], model._logp
     monkeypatch.setattr(model, "HEAD_LOGITS", vocabulary * tokens)
     monkeypatch.setattr(model, "HEAD_KEPT", 2 * vocabulary * tokens)
-    monkeypatch.setattr(model, "checkpoint", lambda *a, **kw: calls.append(a) or real(*a, **kw))
+    monkeypatch.setattr(model, "_logp", lambda logits, target: calls.append(len(target)) or real(logits, target))
     return calls
 
 
@@ -304,13 +307,16 @@ def test_packed_rows_give_the_log_probs_and_gradients_of_plain_forwards(
         theirs = plainly(other, prompts, completions, score_prompt)
         ours = gpt(rows)
         assert ours.dtype == dtype and ours.shape == (5, K)
-        assert len(calls) == (-(-len(rows.target_T) // tokens) - 2 if tokens else 0)
+        chunks = -(-len(rows.target_T) // (tokens or 1000))
+        assert sum(calls) == len(rows.target_T) and len(calls) == chunks and max(calls) <= (tokens or 1000)
         assert ((ours - theirs) / theirs).abs().max() <= tolerance
         w_BK = torch.randn(5, K, dtype=dtype, generator=torch.Generator().manual_seed(seed))
         gpt.zero_grad()
         other.zero_grad()
         (w_BK * ours).sum().backward()
         (w_BK * theirs).sum().backward()
+        kept = 0 if gpt.lm_head.bias is not None else 2  # autograd's chunks are all made again
+        assert len(calls) == chunks + max(0, chunks - kept)
         mine, reference = {n: p.grad for n, p in gpt.named().items()}, gradients()
         assert mine.keys() == reference.keys()
         whole = torch.stack([x.norm() for x in reference.values()]).norm()
@@ -498,6 +504,32 @@ def test_an_adapter_on_the_head_needs_an_untied_head(folders):
     plain = model.load(folders["llama"])
     plain.load_state_dict(full)
     assert not same(gpt(rows), base, 1e-2) and same(plain(rows), gpt(rows), 1e-4)
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma 2"])
+def test_a_frozen_head_passes_the_same_gradient_on_and_makes_no_chunk_again(shape, tiny, monkeypatch, exact_norms):
+    gpt, *_ = pair(shape, tiny, torch.float64)
+    prompts, completions = ragged(2, 61, 0)
+    rows, grads = pack(prompts, completions), []
+    weight_BK = torch.randn(5, 2, dtype=torch.float64)
+    for frozen in (False, True):
+        gpt.lm_head.weight.requires_grad_(not frozen)
+        calls = chunked(monkeypatch, 61, 2)
+        (weight_BK * gpt(rows)).sum().backward()
+        chunks = -(-len(rows.target_T) // 2)
+        assert len(calls) == chunks + (0 if frozen else chunks - 2)
+        grads.append(gpt.transformer.h[0].mlp.proj.weight.grad)
+        gpt.zero_grad()
+    assert same(*grads, 1e-10)
+
+
+def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
+    h_TC, w_VC = torch.tensor([[1.0, 0.0]]).bfloat16(), torch.tensor([[7.0, 0.0], [0.0, 0.0]]).bfloat16()
+    h_TC.requires_grad_()
+    model.Head.apply(h_TC, w_VC.requires_grad_(), torch.tensor([0]), None, 4, 4).sum().backward()
+    miss = 1 - 1 / (1 + math.exp(-7))  # 9e-4: in bfloat16 the softmax would be 1 and the slope 0
+    assert h_TC.grad[0, 0].item() == pytest.approx(7 * miss, rel=1e-2)
+    assert w_VC.grad[:, 0].tolist() == pytest.approx([miss, -miss], rel=1e-2)
 
 
 def test_a_recomputed_head_draws_the_same_dropout_again(folders, monkeypatch):
