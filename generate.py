@@ -123,10 +123,9 @@ def _answer(fabric, policy, prompts, index: list[int], answer_PT, tokenizer, arg
     u_BT = torch.stack([_uniform(seed, i, max_new) for i in index or [0]]).to(device)
     rows = pack(batch, [(np.zeros(1, int),)] * len(batch)).to(device)  # a completion's last token is never an input
     length = torch.tensor(rows.sizes, device=device)
-    room, width = torch.clamp(context - length, max=max_new), max(rows.sizes)  # so many more tokens fit
-    cache = Cache(rows, min(context, width + max_new))
+    room = torch.clamp(context - length, max=max_new)  # so many more tokens fit
+    cache = Cache(rows, min(context, max(rows.sizes) + max_new))
     alive, seen_BV = torch.tensor(index or [-1], device=device), None
-    gone = torch.zeros(len(batch), dtype=torch.bool, device=device)  # ended, but still in the batch
     for t in range(max_new):
         logits = policy(cache)
         if args.repetition_penalty != 1:
@@ -141,21 +140,21 @@ def _answer(fabric, policy, prompts, index: list[int], answer_PT, tokenizer, arg
         if seen_BV is not None:
             seen_BV[torch.arange(len(new), device=device), new] = True
         if not idle:
-            answer_PT[alive, t] = torch.where(gone | (t >= room), -1, new)
-        done = gone | (new == eos) | (t + 1 >= room)
+            answer_PT[alive, t] = torch.where(t < room, new, -1)
+        done = (new == eos) | (t + 1 >= room)
         if args.stop and not idle:
             said = [tokenizer.decode([i for i in ids if i >= 0]) for ids in answer_PT[alive, : t + 1].tolist()]
             done = done | torch.tensor([any(stop in x for stop in args.stop) for x in said], device=device)
         if _all(fabric, idle or bool(done.all())):
             break
-        stay, gone = (~done).nonzero()[:, 0], done
+        stay = (~done).nonzero()[:, 0]
         if len(stay) == 0:  # ended here, not elsewhere: one row goes on unread
             stay, idle = torch.zeros(1, dtype=torch.long, device=device), True
-        if len(stay) <= 0.9 * len(new):  # what has ended leaves the batch, a tenth of it at a time: leaving is a copy
+        if len(stay) < len(new):
             stay = cache.keep(stay)
-            u_BT, room, length, alive = u_BT[stay], room[stay], length[stay], alive[stay]
-            new, gone, seen_BV = new[stay], gone[stay], None if seen_BV is None else seen_BV[stay]
-        cache.at(new, (length + t).clamp(max=cache.slots - 1), min(cache.slots, width + t + 1))
+            u_BT, room, length, alive, new = u_BT[stay], room[stay], length[stay], alive[stay], new[stay]
+            seen_BV = None if seen_BV is None else seen_BV[stay]
+        cache.at(new, (length + t).clamp(max=cache.slots - 1))
 
 
 def _uniform(seed: int, i: int, n: int) -> torch.Tensor:

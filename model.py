@@ -208,9 +208,9 @@ class Cache:
         self.token_BT, self.position_BT, self.last_B = rows.token_N[None], rows.position_N[None], rows.source_T
         self.row_B = torch.arange(len(rows.sizes), device=rows.token_N.device)
 
-    def at(self, token_B, position_B, upto: int):
-        """The next forward's tokens. No row looks at slot `upto` or behind it."""
-        self.token_BT, self.position_BT, self.upto = token_B[:, None], position_B[:, None], upto
+    def at(self, token_B, position_B):
+        """The next forward's tokens. No row looks behind the last one's slot."""
+        self.token_BT, self.position_BT, self.upto = token_B[:, None], position_B[:, None], int(position_B.max()) + 1
         self.last_B, self.packed, self.seen = self.row_B, None, {}
         return self
 

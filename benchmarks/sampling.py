@@ -39,8 +39,9 @@ def rate(work, seconds: float = 0.5) -> float:
 
 
 def roofline(gpt, prompts: list[int], tokens: float) -> float:
-    """Tokens a second if nothing cost anything but the prompts' products at the rate of a large product, each step's
-    one read of the weights, and each token's one read of its row's keys and values, at the rate of a large read."""
+    """Tokens a second if nothing cost anything but the products at the rate of a large product or, after the prompts,
+    each step's one read of the weights and each token's one read of its row's keys and values at the rate of a large
+    read, whichever takes longer."""
     x, w = torch.randn(2048, 1024), torch.randn(1024, 1024)
     flops, block = 2 * 2048 * 1024 * 1024 * rate(lambda: x @ w), torch.randn(2**25)
     bandwidth = 4 * len(block) * rate(block.sum)
@@ -48,7 +49,8 @@ def roofline(gpt, prompts: list[int], tokens: float) -> float:
     mean = sum(prompts) / len(prompts) + tokens / len(prompts) / 2
     cache = tokens * mean * 2 * config.n_layer * config.n_embd * 4
     print(f"a product runs at {flops / 1e9:.0f} GFLOP/s, a read at {bandwidth / 1e9:.1f} GB/s")
-    return tokens / (2 * size * sum(prompts) / flops + (NEW * size * 4 + cache) / bandwidth)
+    steps = max(2 * size * tokens / flops, (NEW * size * 4 + cache) / bandwidth)
+    return tokens / (2 * size * sum(prompts) / flops + steps)
 
 
 def main() -> None:

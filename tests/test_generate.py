@@ -92,7 +92,7 @@ def test_the_cache_gives_the_logits_of_a_whole_forward(shape, tiny):
                 rows = pack([whole], [(whole[:1],)])
                 h_NC = policy.hidden(rows.token_N[None], rows.position_N[None], model.Packed(rows))[0]
                 assert (logits[b] - policy.head(h_NC[-1])).abs().max() < 1e-5
-            cache.at(torch.tensor([int(m[t]) for m in more]), torch.tensor(lengths) + t, 9 + t + 1)
+            cache.at(torch.tensor([int(m[t]) for m in more]), torch.tensor(lengths) + t)
 
 
 # ---- chances --------------------------------------------------------------------------------------------------------
