@@ -22,6 +22,7 @@ LLAMA = dict(block_size=48, n_layer=2, n_embd=24, n_head=4, vocab_size=61, padde
 LLAMA |= dict(n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm")
 LLAMA |= dict(mlp_class_name="LLaMAMLP")
 SHAPES = {"gpt2": None, "llama": LLAMA, "window": LLAMA | dict(sliding_window_size=4)}
+SHAPES["one window"] = SHAPES["window"] | dict(sliding_window_indices=[1, 0])
 
 
 @pytest.fixture(autouse=True)

@@ -414,6 +414,14 @@ def test_log_probs_are_float32_or_float64(weights, out, tiny):
         assert same(logp, model.load(tiny)(pack(*ragged(2, 512, 0))), 0.5)
 
 
+def test_under_autocast_the_head_multiplies_in_bfloat16(tiny, monkeypatch):
+    dtypes, real = [], model._logp
+    monkeypatch.setattr(model, "_logp", lambda logits, target: dtypes.append(logits.dtype) or real(logits, target))
+    with torch.autocast("cpu", torch.bfloat16):
+        logp_BK = model.load(tiny)(pack(*ragged(1, 512, 0)))
+    assert dtypes == [torch.bfloat16] and logp_BK.dtype == torch.float32
+
+
 def test_bfloat16_log_probs_are_not_rounded_to_bfloat16(tiny):
     logp_T = model.load(tiny, dtype=torch.bfloat16)(pack(*ragged(1, 512, 0)))
     assert not torch.equal(logp_T, logp_T.bfloat16().float())
