@@ -414,9 +414,9 @@ def test_log_probs_are_float32_or_float64(weights, out, tiny):
         assert same(logp, model.load(tiny)(pack(*ragged(2, 512, 0))), 0.5)
 
 
-def test_under_autocast_the_head_multiplies_in_bfloat16(tiny, monkeypatch):
-    dtypes, real = [], model._logp
-    monkeypatch.setattr(model, "_logp", lambda logits, target: dtypes.append(logits.dtype) or real(logits, target))
+def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monkeypatch):
+    dtypes, real = [], model.Head.chunk
+    monkeypatch.setattr(model.Head, "chunk", lambda h, *rest: dtypes.append(h.dtype) or real(h, *rest))
     with torch.autocast("cpu", torch.bfloat16):
         logp_BK = model.load(tiny)(pack(*ragged(1, 512, 0)))
     assert dtypes == [torch.bfloat16] and logp_BK.dtype == torch.float32
