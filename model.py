@@ -217,13 +217,12 @@ class Cache:
     def keep(self, row_B) -> torch.Tensor:
         """Drop all but these rows. -> the kept ones in their new order: only those behind move, into the gaps."""
         n = len(row_B)
-        stays_B = torch.zeros(len(self.row_B), dtype=torch.bool, device=row_B.device).index_fill_(0, row_B, True)
-        gaps, movers = (~stays_B[:n]).nonzero()[:, 0], row_B[row_B >= n]
+        self.row_B, order_B = self.row_B[:n], self.row_B[:n].clone()
+        gaps, movers = order_B[~torch.isin(order_B, row_B)], row_B[row_B >= n]
         for kv in self.store.values():
             for x in kv:
                 x[gaps] = x[movers]
         self.store = {layer: tuple(x[:n] for x in kv) for layer, kv in self.store.items()}
-        order_B, self.row_B = self.row_B[:n].clone(), self.row_B[:n]
         order_B[gaps] = movers
         return order_B
 
@@ -334,7 +333,6 @@ class _Packing:
         for block in self.transformer.h:
             attn = block.attn
             attn.window = config.sliding_window_size if attn.apply_sliding_window_attention else None
-            attn.apply_sliding_window_attention = False  # litgpt would put its own T x T mask in place of ours
             attn.forward = functools.partial(_attend, attn)
 
     def forward(self, x: Rows | Cache, prompts: Prompts | None = None) -> torch.Tensor:

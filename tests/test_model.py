@@ -517,8 +517,7 @@ def test_an_adapter_on_the_head_needs_an_untied_head(folders):
 @pytest.mark.parametrize("shape", ["llama", "gemma 2"])
 def test_a_frozen_head_passes_the_same_gradient_on_and_makes_no_chunk_again(shape, tiny, monkeypatch, exact_norms):
     gpt, *_ = pair(shape, tiny, torch.float64)
-    prompts, completions = ragged(2, 61, 0)
-    rows, grads = pack(prompts, completions), []
+    rows, grads = pack(*ragged(2, 61, 0)), []
     weight_BK = torch.randn(5, 2, dtype=torch.float64)
     for frozen in (False, True):
         gpt.lm_head.weight.requires_grad_(not frozen)
