@@ -455,6 +455,14 @@ def restart_lora(model: nn.Module, seed: int, place) -> None:
             m.lora_B.zero_()
 
 
+@torch.no_grad()
+def narrow(model: nn.Module) -> None:
+    """Hold matrices in the bfloat16 that autocast makes of them at each use: the same log-probs in half the memory."""
+    for m in model.modules():
+        if isinstance(m, nn.Linear) and m.weight is not model.transformer.wte.weight:
+            m.to(torch.bfloat16)
+
+
 def fold_lora(state: dict, model: nn.Module) -> dict:
     """Full weights by their plain names: each adapter added to its base matrix. `state` may be gathered from shards."""
     state = dict(state)
@@ -672,7 +680,8 @@ def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.floa
             model = (
                 LoraGPT(litgpt.lora.Config(**arguments, **adapters)) if adapters else GPT(litgpt.Config(**arguments))
             )
-        state = {name: x.to(dtype) for name, x in state.items()}
+        for name, x in state.items():  # a copy: one tensor of the file's own would keep the whole file in memory
+            state[name] = x.to(dtype, copy=True)
         missing, unknown = model.load_state_dict(state, strict=False, assign=True)
         missing = [name for name in missing if "lora_" not in name]
         if missing or unknown:

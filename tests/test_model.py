@@ -215,6 +215,23 @@ def test_an_export_brings_the_tokenizer_and_the_dtype_along(tiny, tmp_path):
 LLAMA = dict(block_size=32, n_layer=2, n_embd=24, n_head=4, vocab_size=61, padded_vocab_size=61, intermediate_size=40)
 LLAMA |= dict(n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm")
 LLAMA |= dict(mlp_class_name="LLaMAMLP")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, tied", "litgpt"])
+def test_loaded_weights_have_nothing_to_do_with_their_file_any_more(name, tmp_path):
+    made(HF[name] if name in HF else HF["llama"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    if name not in HF:
+        gpt, file = model.load(tmp_path), tmp_path / "lit_model.pth"
+        torch.save(gpt.state_dict(), file)
+        litgpt.utils.save_config(gpt.config, tmp_path)
+    gpt = model.load(tmp_path)
+    before = {name: x.detach().clone() for name, x in gpt.named().items()}
+    with open(file, "r+b") as f:
+        f.write(bytes(file.stat().st_size))
+    assert same_weights(before, gpt.named())
+
+
 GEMMA = dict(mlp_class_name="GemmaMLP", scale_embeddings=True, attention_scores_scalar=9, post_attention_norm=True)
 GEMMA |= dict(post_mlp_norm=True, sliding_window_size=4, sliding_window_indices=[1, 0], gelu_approximate="tanh")
 GEMMA |= dict(final_logit_softcapping=2.0, attention_logit_softcapping=0.5)
@@ -420,6 +437,16 @@ def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monke
     with torch.autocast("cpu", torch.bfloat16):
         logp_BK = model.load(tiny)(pack(*ragged(1, 512, 0)))
     assert dtypes == [torch.bfloat16] and logp_BK.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_narrow_matrices_give_the_log_probs_of_autocast_to_the_bit(shape, tiny):
+    gpt, *_ = pair(shape, tiny, torch.float32)
+    rows, narrow = pack(*ragged(2, 61, 0)), copy.deepcopy(gpt)
+    model.narrow(narrow)
+    assert next(narrow.transformer.h[0].mlp.parameters()).dtype == torch.bfloat16
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(narrow(rows), gpt(rows))
 
 
 def test_bfloat16_log_probs_are_not_rounded_to_bfloat16(tiny):

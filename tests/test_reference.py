@@ -65,6 +65,14 @@ def test_the_reference_is_gone_before_the_first_step(tiny, ratings, tmp_path, mo
     assert alive[1] == alive[0] - 1
 
 
+@pytest.mark.parametrize("precision, dtype", [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
+def test_a_copy_that_computes_in_bfloat16_is_held_in_bfloat16(precision, dtype, tiny, ratings, tmp_path, monkeypatch):
+    held, real = [], kto.check_start
+    monkeypatch.setattr(kto, "check_start", lambda *args: held.append(args[2].frozen) or real(*args))
+    train(tiny, ratings, tmp_path, "--batch_size=7", "--max_steps=1", f"--precision={precision}")
+    assert {p.dtype for p in held[0].transformer.h.parameters() if p.ndim > 1} == {dtype}
+
+
 @pytest.mark.parametrize("change", ["--precision=bf16-mixed", "--data.score_prompt=true", "weights"])
 def test_other_weights_precision_or_scoring_are_not_answered_from_the_cache(change, tiny, ratings, tmp_path, capsys):
     cache = f"--reference_cache={tmp_path / 'cache'}"
