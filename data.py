@@ -9,6 +9,7 @@ Shape letters: B examples, K completions, N packed tokens, T targets.
 
 import csv
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -227,10 +228,11 @@ def understand(record, kind: str) -> Record:
 
 def _no_twice(items):
     """json keeps the last of two equal keys silently; a second label must not win like that."""
-    for key, n in Counter(k for k, _ in items).items():
-        if n > 1:
-            raise Fault(f"{key}: given {n} times")
-    return dict(items)
+    found = dict(items)
+    if len(found) < len(items):
+        (key, n), *_ = Counter(k for k, _ in items).most_common(1)
+        raise Fault(f"{key}: given {n} times")
+    return found
 
 
 def local(source: str) -> Path:
@@ -251,10 +253,10 @@ def read(source: str) -> Iterator[tuple[str, object]]:
                 raise BadInput(f"{source}{f':{e.lineno}' if hasattr(e, 'lineno') else ''}: json: {e}") from None
             yield from ((f"{source}:record {i}", row) for i, row in enumerate(rows, 1))
             return
-        for i, line in enumerate(blob.split(b"\n"), 1):
+        for i, line in enumerate(io.BytesIO(blob), 1):
             if line.strip():
                 try:
-                    yield f"{source}:{i}", json.loads(line.decode(), object_pairs_hook=_no_twice)
+                    yield f"{source}:{i}", json.loads(line.removesuffix(b"\n").decode(), object_pairs_hook=_no_twice)
                 except Fault as e:
                     yield f"{source}:{i}", e
                 except UnicodeDecodeError as e:
@@ -278,7 +280,7 @@ def _csv(source: str, path: Path) -> Iterator[tuple[str, object]]:
     try:
         rows = csv.reader(io.StringIO(blob.decode("utf-8-sig"), newline=""), strict=True)
         names = next(rows, [])
-        _no_twice((name, None) for name in names)
+        _no_twice([(name, None) for name in names])
     except UnicodeDecodeError as e:
         raise BadInput(f"{source}:{blob[: e.start].count(10) + 1}: csv: not UTF-8") from None
     except (csv.Error, Fault) as e:
@@ -327,6 +329,9 @@ def _table(source: str, path: Path):
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+TEXTS = 4096  # encoded at a time
 
 
 def _json(file: Path) -> dict:
@@ -448,11 +453,14 @@ class Tokenizer:
             and self.processor.serialized_model_proto() == other.processor.serialized_model_proto()
         )
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids, nothing added."""
-        if self.fast:
-            return [e.ids for e in self.processor.encode_batch(texts, add_special_tokens=False)]
-        return [list(ids) for ids in self.processor.encode(texts)]
+    def encode(self, texts: list[str]) -> Iterator[list[int]]:
+        """Token ids, nothing added. In parallel, some at a time: an encoding also holds its text, offsets and masks."""
+        for i in range(0, len(texts), TEXTS):
+            some = texts[i : i + TEXTS]
+            if self.fast:
+                yield from (e.ids for e in self.processor.encode_batch(some, add_special_tokens=False))
+            else:
+                yield from self.processor.encode(some)
 
     def prompt(self, ids: list[int]) -> list[int]:
         """With BOS in front, once, if this tokenizer adds one."""
@@ -496,12 +504,12 @@ def load(
             prompt, completions, chat = tokenizer.render(record)
             if not prompt and not tokenizer.adds_bos:
                 raise Fault("prompt: empty, and this tokenizer adds no BOS: nothing would predict the first token")
-            for text in (prompt, *completions):
-                if any("\ud800" <= c <= "\udfff" for c in text):
-                    raise Fault("record: half of a surrogate pair (\\ud800-\\udfff) is no text")
+            "".join((prompt, *completions)).encode()
             if chat and not all(completions):
                 raise Fault("completion: the chat template renders it as nothing")
-        except (Fault, RecursionError) as e:
+        except (Fault, RecursionError, UnicodeEncodeError) as e:
+            if isinstance(e, UnicodeEncodeError):
+                e = "record: half of a surrogate pair (\\ud800-\\udfff) is no text"
             faults.append(" ".join(f"{where}: {e}".splitlines()))
             if len(faults) == 20:
                 break
@@ -512,7 +520,7 @@ def load(
         raise BadInput("\n".join(faults))
     if not records:
         raise BadInput(f"{source}: no records")
-    ids = iter(tokenizer.encode(texts))
+    ids = tokenizer.encode(texts)
     examples, cuts = [], Counter()
     for where, record, chat, k in records:
         prompt = tokenizer.prompt(next(ids))
@@ -590,9 +598,13 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, context: int, say) -> dict[
             f"data: max_prompt {d.max_prompt} + max_completion {d.max_completion} exceed the context of {context}"
         )
     parts, cuts = {"train": [], "val": [], "test": []}, {}
-    for name in parts:
-        if source := getattr(d, name):
-            parts[name], cuts[name] = load(source, tokenizer, kind, d.max_prompt, d.max_completion)
+    gc.disable()  # millions of small objects and no cycle among them: to look for some would be a third of the time
+    try:
+        for name in parts:
+            if source := getattr(d, name):
+                parts[name], cuts[name] = load(source, tokenizer, kind, d.max_prompt, d.max_completion)
+    finally:
+        gc.enable()
     if d.split:
         if d.val or d.test:
             raise BadInput("data.split: it cuts data.train in parts; give it, or data.val and data.test, not both")

@@ -100,7 +100,7 @@ def make_base(folder: Path, tokenizer: data.Tokenizer, rng: random.Random, held_
             if prompt_of(words) not in held_out:
                 prompts.append(prompt_of(words))
                 answers.append(answer_of(sloppy(words, rng)))
-        ids = tokenizer.encode(prompts + answers)
+        ids = list(tokenizer.encode(prompts + answers))
         completions = [([*c, tokenizer.eos],) for c in ids[BATCH:]]
         rows = data.pack([data.np.array(p) for p in ids[:BATCH]], [(data.np.array(c),) for (c,) in completions])
         loss = -gpt(rows).sum() / rows.length_BK.sum()

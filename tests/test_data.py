@@ -1,5 +1,7 @@
 """Records are understood or refused, never guessed; tokens end where they should; a step's pairs and cuts are exact."""
 
+import contextlib
+import gc
 import json
 import random
 import re
@@ -8,6 +10,7 @@ import socket
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -378,6 +381,7 @@ def test_each_bad_record_has_one_line_that_says_where_and_why(tmp_path, plain):
         '{"prompt": ["one\u2028two"], "completion": "c", "label": 1}'.encode(),
         b"[" * 5000 + b"]" * 5000,
         b'{"prompt": ' + b"1" * 5000 + b', "completion": "c", "label": 1}',
+        b'{"prompt": "p", "completion": "c"',
         b'{"prompt": "p", "completion": "half a li',
     ]
     path.write_bytes(b"\n".join(lines))
@@ -395,13 +399,14 @@ def test_each_bad_record_has_one_line_that_says_where_and_why(tmp_path, plain):
         13: "prompt.0.: expected a message",
         14: "json: .*recursion",
         15: "json: .*digits",
-        16: "json: Unterminated string.*column",
+        16: "json: .*delimiter: column 34",
+        17: "json: Unterminated string.*column",
     }
     got = refusal(path, plain)
     assert [int(re.match(rf"{re.escape(str(path))}:(\d+): ", g)[1]) for g in got] == list(wanted)
     for line, (number, pattern) in zip(got, wanted.items()):
         assert re.match(rf"{re.escape(str(path))}:{number}: {pattern}", line), line
-        assert "line 1" not in line, "the number inside the line would contradict the file's"
+        assert " line " not in line, "the number inside the line would contradict the file's"
 
 
 def test_the_first_twenty_faults_are_told_and_no_more(tmp_path, plain):
@@ -670,7 +675,29 @@ def test_a_text_whose_first_token_is_unknown_is_not_taken_for_bos(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>", "bos_token": "<eos>"}')
     tokenizer = Tokenizer(tmp_path)
-    assert not tokenizer.adds_bos and tokenizer.prompt(tokenizer.encode(["w1"])[0]) == [1]
+    assert not tokenizer.adds_bos and tokenizer.prompt(*tokenizer.encode(["w1"])) == [1]
+
+
+def test_texts_are_encoded_some_at_a_time_and_in_their_order(plain, monkeypatch):
+    sizes, real = [], plain.processor
+
+    def encode_batch(texts, **kw):
+        sizes.append(len(texts))
+        return real.encode_batch(texts, **kw)
+
+    monkeypatch.setattr(data, "TEXTS", 3)
+    monkeypatch.setattr(plain, "processor", SimpleNamespace(encode_batch=encode_batch))
+    texts = [f"w{i}" for i in range(1, 8)]
+    assert list(plain.encode(texts)) == [real.encode(t, add_special_tokens=False).ids for t in texts]
+    assert sizes == [3, 3, 1]
+
+
+def test_reading_leaves_the_garbage_collector_on(plain, tmp_path):
+    good, bad = write(tmp_path / "a.jsonl", rated()), write(tmp_path / "b.jsonl", "{}")
+    for file in (good, bad):
+        with contextlib.suppress(BadInput):
+            data.splits(Data(file), plain, "rated", 64, lambda text: None)
+        assert gc.isenabled()
 
 
 def test_a_tokenizer_that_adds_bos_gets_it_once(tmp_path, bos):
