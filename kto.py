@@ -400,7 +400,7 @@ def work(fabric, s: Run, objective: Objective, program: str, folder: Path, token
     if frozen is not None:  # DDP refuses a module that never trains; FSDP2 must shard it
         frozen.requires_grad_(False).eval()
         if s.precision == "bf16-mixed" and s.strategy != "fsdp":  # which wants one dtype
-            model.narrow(frozen)
+            model.hold_in_bfloat16(frozen)
         frozen = fabric.setup_module(frozen) if s.strategy == "fsdp" else fabric.to_device(frozen)
     torch.manual_seed(s.seed + 1000003 * fabric.global_rank)  # from here on ranks may draw differently (dropout)
     policy = fabric.setup_module(policy)

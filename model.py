@@ -456,7 +456,7 @@ def restart_lora(model: nn.Module, seed: int, place) -> None:
 
 
 @torch.no_grad()
-def narrow(model: nn.Module) -> None:
+def hold_in_bfloat16(model: nn.Module) -> None:
     """Hold matrices in the bfloat16 that autocast makes of them at each use: the same log-probs in half the memory."""
     for m in model.modules():
         if isinstance(m, nn.Linear) and m.weight is not model.transformer.wte.weight:

@@ -440,10 +440,10 @@ def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monke
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_narrow_matrices_give_the_log_probs_of_autocast_to_the_bit(shape, tiny):
+def test_matrices_held_in_bfloat16_give_the_log_probs_of_autocast_to_the_bit(shape, tiny):
     gpt, *_ = pair(shape, tiny, torch.float32)
     rows, narrow = pack(*ragged(2, 61, 0)), copy.deepcopy(gpt)
-    model.narrow(narrow)
+    model.hold_in_bfloat16(narrow)
     assert next(narrow.transformer.h[0].mlp.parameters()).dtype == torch.bfloat16
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(narrow(rows), gpt(rows))
