@@ -504,7 +504,7 @@ def load(
             prompt, completions, chat = tokenizer.render(record)
             if not prompt and not tokenizer.adds_bos:
                 raise Fault("prompt: empty, and this tokenizer adds no BOS: nothing would predict the first token")
-            "".join((prompt, *completions)).encode()
+            "".join((prompt, *completions)).encode()  # fails on half of a surrogate pair
             if chat and not all(completions):
                 raise Fault("completion: the chat template renders it as nothing")
         except (Fault, RecursionError, UnicodeEncodeError) as e:
