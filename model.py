@@ -33,6 +33,7 @@ from data import BadInput, Rows, local
 
 HEAD_LOGITS = 2**24  # the head makes this many logits at a time (64 MiB in float32), whatever N and V are,
 HEAD_KEPT = 2**26  # and keeps this many's gradients for its backward; the rest it makes again
+HEAD_SOFT = 2**22  # its softmax takes so many: a CPU gets blocks of 32 MiB and more from the system, page by page
 TOGETHER = 128  # tokens of examples that share a call of attention on a CPU
 
 
@@ -303,17 +304,18 @@ class Head(torch.autograd.Function):
     @staticmethod
     def chunk(h_TC, w_VC, target_T, cap, wanted: bool):
         """-> log-probs of the targets; minus their gradient by the logits, softmax less one at the target."""
-        logits_TV = h_TC @ w_VC.T
-        if cap is not None:
-            logits_TV = (logits_TV / cap).tanh_()
-        logp_T, logp_TV = _logp(logits_TV if cap is None else cap * logits_TV, target_T)
-        if not wanted:
-            return logp_T, None
-        slope_TV = logp_TV.exp_()
-        slope_TV[torch.arange(len(target_T), device=target_T.device), target_T] -= 1
-        if cap is not None:
-            slope_TV *= 1 - logits_TV.square()
-        return logp_T, slope_TV.to(h_TC.dtype)
+        logits_TV, logp = h_TC @ w_VC.T, []
+        size = max(1, HEAD_SOFT // len(w_VC))
+        for logits, target in zip(logits_TV.split(size), target_T.split(size)):
+            soft = logits if cap is None else (logits / cap).tanh_()
+            logp_T, slope = _logp(soft if cap is None else cap * soft, target)
+            logp.append(logp_T)
+            if wanted:
+                slope.exp_()[torch.arange(len(target), device=target.device), target] -= 1
+                if cap is not None:
+                    slope *= 1 - soft.square()
+                logits.copy_(slope)
+        return torch.cat(logp), logits_TV if wanted else None
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

@@ -557,6 +557,20 @@ def test_a_frozen_head_passes_the_same_gradient_on_and_makes_no_chunk_again(shap
     assert same(*grads, 1e-10)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_heads_softmax_may_go_in_blocks_of_any_size(dtype, cap, monkeypatch):
+    h_TC, w_VC = (torch.randn(n, 8, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (20, 61))
+    target_T, seen = torch.arange(20) * 3, []
+    for block in (2**22, 3 * 61, 1):
+        monkeypatch.setattr(model, "HEAD_SOFT", block)
+        h, w = (x.clone().requires_grad_() for x in (h_TC, w_VC))
+        logp_T = model.Head.apply(h, w, target_T, cap, 7, 1)  # 7 targets at a time, of which the first are kept
+        (logp_T * torch.arange(20)).sum().backward()
+        seen.append((logp_T, h.grad, w.grad))
+    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
+
+
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
     h_TC, w_VC = torch.tensor([[1.0, 0.0]]).bfloat16(), torch.tensor([[7.0, 0.0], [0.0, 0.0]]).bfloat16()
     h_TC.requires_grad_()
