@@ -504,12 +504,13 @@ def load(
             prompt, completions, chat = tokenizer.render(record)
             if not prompt and not tokenizer.adds_bos:
                 raise Fault("prompt: empty, and this tokenizer adds no BOS: nothing would predict the first token")
-            "".join((prompt, *completions)).encode()  # fails on half of a surrogate pair
+            try:
+                "".join((prompt, *completions)).encode()
+            except UnicodeEncodeError:
+                raise Fault("record: half of a surrogate pair (\\ud800-\\udfff) is no text") from None
             if chat and not all(completions):
                 raise Fault("completion: the chat template renders it as nothing")
-        except (Fault, RecursionError, UnicodeEncodeError) as e:
-            if isinstance(e, UnicodeEncodeError):
-                e = "record: half of a surrogate pair (\\ud800-\\udfff) is no text"
+        except (Fault, RecursionError) as e:
             faults.append(" ".join(f"{where}: {e}".splitlines()))
             if len(faults) == 20:
                 break

@@ -34,6 +34,7 @@ from data import BadInput, Rows, local
 HEAD_LOGITS = 2**24  # the head makes this many logits at a time (64 MiB in float32), whatever N and V are,
 HEAD_KEPT = 2**26  # and keeps this many's gradients for its backward; the rest it makes again
 HEAD_SOFT = 2**22  # its softmax takes so many: a CPU gets blocks of 32 MiB and more from the system, page by page
+# (fewer logits at a time instead would add the matrix's gradient up in more bfloat16 roundings)
 TOGETHER = 128  # tokens of examples that share a call of attention on a CPU
 
 

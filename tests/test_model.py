@@ -174,6 +174,21 @@ def test_a_litgpt_checkpoint_folder_loads_as_its_hugging_face_one(tmp_path):
     assert same_weights(model.load(tmp_path).named(), gpt.named())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama, tied", "litgpt"])
+def test_loaded_weights_have_nothing_to_do_with_their_file_any_more(name, tmp_path):
+    made(HF[name] if name in HF else HF["llama"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    if name not in HF:
+        gpt, file = model.load(tmp_path), tmp_path / "lit_model.pth"
+        torch.save(gpt.state_dict(), file)
+        litgpt.utils.save_config(gpt.config, tmp_path)
+    gpt = model.load(tmp_path)
+    before = {n: x.detach().clone() for n, x in gpt.named().items()}
+    with open(file, "r+b") as f:
+        f.write(bytes(file.stat().st_size))
+    assert same_weights(before, gpt.named())
+
+
 def test_shards_are_joined_and_mistrals_second_copy_is_left_aside(tmp_path):
     hf = made(HF["llama"], tmp_path / "one")
     hf.save_pretrained(tmp_path / "many", max_shard_size="40KB")
@@ -215,23 +230,6 @@ def test_an_export_brings_the_tokenizer_and_the_dtype_along(tiny, tmp_path):
 LLAMA = dict(block_size=32, n_layer=2, n_embd=24, n_head=4, vocab_size=61, padded_vocab_size=61, intermediate_size=40)
 LLAMA |= dict(n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm")
 LLAMA |= dict(mlp_class_name="LLaMAMLP")
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama, tied", "litgpt"])
-def test_loaded_weights_have_nothing_to_do_with_their_file_any_more(name, tmp_path):
-    made(HF[name] if name in HF else HF["llama"], tmp_path)
-    file = tmp_path / "model.safetensors"
-    if name not in HF:
-        gpt, file = model.load(tmp_path), tmp_path / "lit_model.pth"
-        torch.save(gpt.state_dict(), file)
-        litgpt.utils.save_config(gpt.config, tmp_path)
-    gpt = model.load(tmp_path)
-    before = {name: x.detach().clone() for name, x in gpt.named().items()}
-    with open(file, "r+b") as f:
-        f.write(bytes(file.stat().st_size))
-    assert same_weights(before, gpt.named())
-
-
 GEMMA = dict(mlp_class_name="GemmaMLP", scale_embeddings=True, attention_scores_scalar=9, post_attention_norm=True)
 GEMMA |= dict(post_mlp_norm=True, sliding_window_size=4, sliding_window_indices=[1, 0], gelu_approximate="tanh")
 GEMMA |= dict(final_logit_softcapping=2.0, attention_logit_softcapping=0.5)
