@@ -97,7 +97,13 @@ def row(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | None, d
     settings = vs_trl.limits("200/120") | {"batch_size": batch, "micro_batch_tokens": 65536}
     if lora:
         settings |= {"lora.rank": 8, "precision": "bf16-true"}
-    spec = {"kind": "kto", "precision": "bf16", "records": str(file), "model": str(folder), "ours": settings}
+    spec = {
+        "kind": "kto",
+        "precision": "bf16",
+        "records": str(file),
+        "model": str(folder),
+        "ours": settings,
+    }
     spec |= {"batch": batch, "warmup": WARMUP, "bf16_weights": lora}
     useful = sum(map(vs_trl.tokens, rows[batch * WARMUP :]))
     one = vs_trl.once(sys.executable, "ours", spec)
@@ -126,7 +132,11 @@ def main() -> None:
     import torch
 
     words, check = [a for a in sys.argv[1:] if not a.startswith("--")], "--check" in sys.argv
-    gpu, (full, lora), vocab = torch.cuda.is_available(), TINY if check else (GPT2, LLAMA), 512 if check else 128256
+    gpu, (full, lora), vocab = (
+        torch.cuda.is_available(),
+        TINY if check else (GPT2, LLAMA),
+        512 if check else 128256,
+    )
     missing = "not yet measured"
     if not (gpu or check):
         print(HEADER)
@@ -138,9 +148,9 @@ def main() -> None:
     if "--no-trl" not in sys.argv:
         python = sys.executable if importlib.util.find_spec("trl") else vs_trl.environment()
     if gpu:
-        import tell
+        from support.throughput import peak_flops
 
-        sheet, rate = tell.peak_flops(torch.device("cuda"), "bf16-mixed"), gemm()
+        sheet, rate = peak_flops(torch.device("cuda"), "bf16-mixed"), gemm()
     for shapes, is_lora in ((full, False), (lora, True)):
         for name, (shape, batch) in shapes.items():
             if all(w in name for w in words):
@@ -156,7 +166,15 @@ def main() -> None:
         if best:
             over, theirs = f"{r['tokens_s'] / best['tokens_s']:.2f}", f"{best['peak_gib']:.1f}"
         mfu = [f"{r['tflops'] * 1e12 / x:.1%}" if x else missing for x in (sheet, rate)]
-        cells = [r["row"], f"{r['tokens_s']:,.0f}", over, *mfu, f"{r['tflops']:.4g}", f"{r['peak_gib']:.1f}", theirs]
+        cells = [
+            r["row"],
+            f"{r['tokens_s']:,.0f}",
+            over,
+            *mfu,
+            f"{r['tflops']:.4g}",
+            f"{r['peak_gib']:.1f}",
+            theirs,
+        ]
         print(f"| {' | '.join(cells)} |")
 
 

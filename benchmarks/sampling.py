@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import generate  # noqa: E402
 import model  # noqa: E402
+from support.settings import Sampling  # noqa: E402
 
 ROWS, NEW, EOS, VOCAB = 64, 256, 0, 64
 
@@ -71,10 +72,10 @@ def main() -> None:
     for row, p in zip(padded, prompts):
         row[: len(p)] = torch.from_numpy(p.astype("int64"))
     fabric, tokenizer = Fabric(accelerator="cpu", devices=1), SimpleNamespace(eos=EOS)
-    args = generate.Sampling(batch_size=ROWS)
+    args = Sampling(batch_size=ROWS)
 
     def a(seed):
-        return sum(map(len, generate.generate(fabric, ours, prompts, tokenizer, args, NEW, 512, seed)))
+        return sum(map(len, generate.generate(fabric, ours, prompts, tokenizer, args, NEW, seed)))
 
     @torch.inference_mode()
     def b(seed):
@@ -95,9 +96,13 @@ def main() -> None:
             useful.append(tokens)
     for name, f in (("ours", a), ("litgpt", b)):
         v = sorted(speeds[f])
-        print(f"{name:<7} {statistics.median(v):8,.0f} useful tokens/s  ({v[0]:,.0f} to {v[-1]:,.0f})")
+        print(
+            f"{name:<7} {statistics.median(v):8,.0f} useful tokens/s  ({v[0]:,.0f} to {v[-1]:,.0f})"
+        )
     print(f"ratio   {statistics.median(speeds[a]) / statistics.median(speeds[b]):8.2f}")
-    print(f"bound   {roofline(ours, [len(p) for p in prompts], statistics.median(useful)):8,.0f} useful tokens/s")
+    print(
+        f"bound   {roofline(ours, [len(p) for p in prompts], statistics.median(useful)):8,.0f} useful tokens/s"
+    )
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32")
 
 

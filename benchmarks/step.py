@@ -4,10 +4,10 @@
     python benchmarks/step.py where                 # or: share, tokens, completion, vocabulary, records
     python benchmarks/step.py where kto 30M 200/120 bf16
 
-The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs (tell.py counts them: no padding, nothing
-twice, the head on completion tokens, attention scores left out); the GEMM rate is that of products of 2048 x 2048
-matrices, before and after. Each measurement of memory is a process of its own: the maximum resident set, libraries
-included.
+The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs (support/throughput.py counts them:
+no padding, nothing twice, the head on completion tokens, attention scores left out); the GEMM rate is that of
+products of 2048 x 2048 matrices, before and after. Each measurement of memory is a process of its own: the maximum
+resident set, libraries included.
 """
 
 import json
@@ -52,13 +52,26 @@ def written(name: str, n: int, x: int, y: int, vocab: int) -> str:
 
 
 def measured(
-    name: str, shape, n: int, x: int, y: int, batch: int, precision="fp32", positions=1024, **settings
+    name: str,
+    shape,
+    n: int,
+    x: int,
+    y: int,
+    batch: int,
+    precision="fp32",
+    positions=1024,
+    **settings,
 ) -> dict:
     """An epoch of kto.py, its first step a warm-up, in a process of its own."""
     settings = {"batch_size": batch, "data.max_prompt": x, "data.max_completion": y, **settings}
     spec = {"kind": "kto", "precision": precision, "ours": settings}
-    spec |= {"model": str(vs_trl.model_folder(name, shape, positions)), "records": written(name, n, x, y, shape[3])}
-    return once(sys.executable, "ours", spec | {"began": time.time()})  # the files above are not part of its start
+    spec |= {
+        "model": str(vs_trl.model_folder(name, shape, positions)),
+        "records": written(name, n, x, y, shape[3]),
+    }
+    return once(
+        sys.executable, "ours", spec | {"began": time.time()}
+    )  # the files above are not part of its start
 
 
 # ---- where ----------------------------------------------------------------------------------------------------------
@@ -79,13 +92,15 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
     from importlib import import_module
 
     import torch
+    from lightning.fabric import Fabric
     from torch.profiler import ProfilerActivity, record_function
     from torch.profiler import profile as profiler
 
-    import kto
     import model
-    import tell
+    import train
     from data import Batch
+    from reference import Reference
+    from support.logger import Logger
 
     program, rows = import_module(kind), vs_trl.records(kind, size, profile)
     file = OUT / "where.jsonl"
@@ -97,7 +112,9 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
 
         def wrapped(*args, **kwargs):
             label = name if isinstance(name, str) else name()
-            if within and label != "head":  # the policy's forward inside the reference's is the reference's
+            if (
+                within and label != "head"
+            ):  # the policy's forward inside the reference's is the reference's
                 return real(*args, **kwargs)
             within.append(label)
             try:
@@ -108,39 +125,50 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
 
         setattr(owner, attribute, wrapped)
 
-    named(Batch, "rows", "data: pack rows")
-    named(kto.Reference, "__call__", "look: reference")
-    named(model.GPT, "forward", lambda: "learn: forward" if torch.is_grad_enabled() else "look: policy")
-    named(model.GPT, "logp", "head")
-    named(kto.Fabric, "backward", "learn: backward")
-    named(kto, "clip", "clip")
-    named(torch.optim.AdamW, "step", "optimizer")
-    step, state = tell.Tell.step, {}
+    def forward() -> str:
+        return "forward" if torch.is_grad_enabled() else "no-gradient pass: policy"
 
-    def noted(self, n, *rest):
+    named(Batch, "pack", "packing")
+    named(Reference, "__call__", "no-gradient pass: reference")
+    named(model.GPT, "forward", forward)
+    named(model.GPT, "logp", "head")
+    named(Fabric, "backward", "backward")
+    named(train, "clip", "clip")
+    named(torch.optim.AdamW, "step", "optimizer")
+    step, state = Logger.step, {}
+
+    def noted(self, n, row):
         if n == 1:
             state["profiler"] = profiler(activities=[ProfilerActivity.CPU])
             state["profiler"].__enter__()
             state["began"] = time.perf_counter()
-        if n == self.plan.end:
+        if n == self.progress.total:
             state["wall"] = time.perf_counter() - state["began"]
             state["profiler"].__exit__(None, None, None)
             raise StopIteration
-        step(self, n, *rest)
+        step(self, n, row)
 
-    tell.Tell.step = noted
-    spec = {"model": vs_trl.model_folder(size, SIZES[size]), "records": file, "precision": precision}
+    Logger.step = noted
+    spec = {
+        "model": vs_trl.model_folder(size, SIZES[size]),
+        "records": file,
+        "precision": precision,
+    }
     with tempfile.TemporaryDirectory() as out:
         try:
             program.main(vs_trl.arguments(spec | {"ours": vs_trl.limits(profile)}, out))
         except StopIteration:
             pass
     events, wall = state["profiler"].key_averages(), state["wall"]
-    print(f"\n{kind} {size} {profile} {precision}, per step {wall / 3:.3f} s, {torch.get_num_threads()} threads\n")
+    print(
+        f"\n{kind} {size} {profile} {precision}, per step {wall / 3:.3f} s, {torch.get_num_threads()} threads\n"
+    )
     print("| phase | share of the wall |\n| --- | --- |")
     phases = {e.key[6:]: e.cpu_time_total / 1e6 for e in events if e.key.startswith("phase ")}
     for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
-        print(f"| {name}{' forward, within the above' if name == 'head' else ''} | {seconds / wall:.1%} |")
+        print(
+            f"| {name}{' forward, within the above' if name == 'head' else ''} | {seconds / wall:.1%} |"
+        )
     print(f"| the rest | {1 - sum(v for k, v in phases.items() if k != 'head') / wall:.1%} |")
     print("\n| operations | share of self time |\n| --- | --- |")
     total = sum(e.self_cpu_time_total for e in events)
@@ -164,7 +192,10 @@ def rate() -> None:
             before, n = gemm(precision), 8 * (3 if size == "124M" else 8)
             one = measured(size, shape, n, x, y, 8, precision)
             peak, useful = (before + gemm(precision)) / 2, statistics.median(one["flops"][1:])
-            print(f"| {size} {precision} | {useful:.3f} | {peak / 1e12:.3f} | {useful * 1e12 / peak:.2f} |", flush=True)
+            print(
+                f"| {size} {precision} | {useful:.3f} | {peak / 1e12:.3f} | {useful * 1e12 / peak:.2f} |",
+                flush=True,
+            )
 
 
 # ---- sharing --------------------------------------------------------------------------------------------------------
@@ -178,7 +209,11 @@ def share() -> None:
     import model
     from data import pack
 
-    print("\n| pass | size | prompt/completion | speed-up | ceiling by FLOPs | reached |\n" + "| --- " * 6 + "|")
+    print(
+        "\n| pass | size | prompt/completion | speed-up | ceiling by FLOPs | reached |\n"
+        + "| --- " * 6
+        + "|"
+    )
     rng = np.random.default_rng(1)
     for size, x, y in [("8M", 200, 120), ("8M", 400, 60), ("30M", 400, 60)]:
         gpt = model.load(vs_trl.model_folder(size, SIZES[size]))
@@ -190,7 +225,7 @@ def share() -> None:
         both = pack(prompts, [a + b for a, b in zip(first, second)])
 
         def kto(shared: bool):
-            kept = model.Prompts() if shared else None
+            kept = model.PromptCache() if shared else None
             logp = gpt(one, kept)
             with torch.no_grad():
                 gpt(two, kept)
@@ -228,12 +263,18 @@ def share() -> None:
 
 def tokens() -> None:
     """4k to 64k tokens a step, in micro-batches of 4k and of 16k."""
-    print("\n| tokens a step | micro-batch | ms a thousand tokens | peak GiB |\n| --- | --- | --- | --- |")
+    print(
+        "\n| tokens a step | micro-batch | ms a thousand tokens | peak GiB |\n| --- | --- | --- | --- |"
+    )
     for budget in (4096, 16384):
         for batch in (12, 25, 51, 102, 204):
-            one = measured("tokens", SIZES["8M"], 3 * batch, 200, 120, batch, micro_batch_tokens=budget)
+            one = measured(
+                "tokens", SIZES["8M"], 3 * batch, 200, 120, batch, micro_batch_tokens=budget
+            )
             ms = one["seconds"] / 2 / (batch * 320) * 1e6
-            print(f"| {batch * 320:,} | {budget:,} | {ms:.0f} | {one['peak_gib']:.2f} |", flush=True)
+            print(
+                f"| {batch * 320:,} | {budget:,} | {ms:.0f} | {one['peak_gib']:.2f} |", flush=True
+            )
 
 
 def completion() -> None:
@@ -248,7 +289,9 @@ def completion() -> None:
 
 def vocabulary() -> None:
     """8k to 256k words: peak memory less weights, reference, gradients and optimizer state (5 times the parameters)."""
-    print("\n| vocabulary | ms a thousand tokens | peak GiB | beyond weights, reference, gradients, states |")
+    print(
+        "\n| vocabulary | ms a thousand tokens | peak GiB | beyond weights, reference, gradients, states |"
+    )
     print("| --- " * 4 + "|")
     layers, width, heads, _ = SIZES["8M"]
     for vocab in (8192, 32768, 131072, 262144):
@@ -268,7 +311,9 @@ def records() -> None:
 
 def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
-    sections = {f.__name__: f for f in (where, rate, share, tokens, completion, vocabulary, records)}
+    sections = {
+        f.__name__: f for f in (where, rate, share, tokens, completion, vocabulary, records)
+    }
     name, *args = sys.argv[1:] or [None]
     if name:
         return sections[name](*args)

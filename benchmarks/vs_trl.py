@@ -43,7 +43,10 @@ PAIRS = {"8M": 5, "30M": 5, "124M": 3}
 MODES = {  # ours, and the ways that TRL runs beside it
     "full": ({}, {"best": {}, "completion-only head": {"compact": True}}),
     "defaults": ({}, {"defaults": {"gradient_checkpointing": True}}),
-    "precomputed": ({"reference_cache": "OUT"}, {"precomputed": {"precompute_ref_log_probs": True}}),
+    "precomputed": (
+        {"reference_cache": "OUT"},
+        {"precomputed": {"precompute_ref_log_probs": True}},
+    ),
     "lora": ({"lora.rank": 8}, {"lora": {"lora": True}}),
 }
 REQUIRED = [
@@ -71,20 +74,30 @@ def records(kind: str, size: str, profile: str) -> list[dict]:
 
     n = BATCH * (STEPS[size] + 1)
     if kind == "kto":
-        rows = [{"prompt": text(x), "completion": f" {text(y)}", "label": bool(i % 2)} for i in range(n)]
+        rows = [
+            {"prompt": text(x), "completion": f" {text(y)}", "label": bool(i % 2)} for i in range(n)
+        ]
     else:
-        rows = [{"prompt": text(x), "chosen": f" {text(y)}", "rejected": f" {text(y)}"} for _ in range(n)]
+        rows = [
+            {"prompt": text(x), "chosen": f" {text(y)}", "rejected": f" {text(y)}"}
+            for _ in range(n)
+        ]
     return sorted(rows, key=tokens) if profile.endswith("sorted") else rows
 
 
 def tokens(record: dict) -> int:
-    return sum(len(v.split()) + (k != "prompt") for k, v in record.items() if k != "label")  # an EOS each
+    return sum(
+        len(v.split()) + (k != "prompt") for k, v in record.items() if k != "label"
+    )  # an EOS each
 
 
 def histogram(rows: list[dict]) -> str:
     """Lengths of prompts and completions in eighths."""
     out = []
-    for name, keys in (("prompt", ["prompt"]), ("completion", ["completion", "chosen", "rejected"])):
+    for name, keys in (
+        ("prompt", ["prompt"]),
+        ("completion", ["completion", "chosen", "rejected"]),
+    ):
         n = sorted(len(r[k].split()) for r in rows for k in keys if k in r)
         out.append(f"{name} " + " ".join(str(n[round(q / 8 * (len(n) - 1))]) for q in range(9)))
     return "; ".join(out)
@@ -102,7 +115,10 @@ def model_folder(name: str, shape: tuple[int, int, int, int], positions: int = 1
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
-    w = {"wte.weight": torch.randn(vocab, width) * 0.02, "wpe.weight": torch.randn(positions, width) * 0.01}
+    w = {
+        "wte.weight": torch.randn(vocab, width) * 0.02,
+        "wpe.weight": torch.randn(positions, width) * 0.01,
+    }
     for i in range(layers):
         for name, rows, columns in [
             ("attn.c_attn", 1, 3),
@@ -113,20 +129,33 @@ def model_folder(name: str, shape: tuple[int, int, int, int], positions: int = 1
             w[f"h.{i}.{name}.weight"] = torch.randn(rows * width, columns * width) * 0.02
             w[f"h.{i}.{name}.bias"] = torch.zeros(columns * width)
         for name in ("ln_1", "ln_2"):
-            w |= {f"h.{i}.{name}.weight": torch.ones(width), f"h.{i}.{name}.bias": torch.zeros(width)}
+            w |= {
+                f"h.{i}.{name}.weight": torch.ones(width),
+                f"h.{i}.{name}.bias": torch.zeros(width),
+            }
     w |= {"ln_f.weight": torch.ones(width), "ln_f.bias": torch.zeros(width)}
-    save_file({f"transformer.{k}": x for k, x in w.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {f"transformer.{k}": x for k, x in w.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     config = dict(
         model_type="gpt2", architectures=["GPT2LMHeadModel"], n_layer=layers, n_embd=width, n_head=heads,
         vocab_size=vocab, n_positions=positions, layer_norm_epsilon=1e-5, activation_function="gelu_new",
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    words = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, vocab)}}, unk_token="<eos>"))
+    words = Tokenizer(
+        models.WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, vocab)}}, unk_token="<eos>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<eos>"])
     words.save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>"}
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<eos>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     return folder
 
@@ -142,7 +171,10 @@ def told(spec: dict, losses: list[float], ends: list[float], **more) -> None:
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30
     seconds = ends[-1] - ends[spec.get("warmup", 1) - 1]
-    print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "peak_gib": peak} | more), flush=True)
+    print(
+        "RESULT " + json.dumps({"losses": losses, "seconds": seconds, "peak_gib": peak} | more),
+        flush=True,
+    )
 
 
 def limits(profile: str) -> dict:
@@ -167,29 +199,37 @@ def ours(spec: dict) -> None:
     sys.path[0] = str(HERE.parent)
     import csv
 
-    import tell
+    from support.logger import Logger
 
-    ends, first, step = [], 0.0, tell.Tell.step
+    ends, first, step = [], 0.0, Logger.step
 
-    def noted(self, n, *rest):
+    def noted(self, n, row):
         nonlocal first
         first = first or time.time()
-        if n == self.plan.end:
-            ends.append(time.perf_counter())
-            raise StopIteration  # neither checkpoint nor export
-        step(self, n, *rest)
+        step(self, n, row)
         ends.append(time.perf_counter())
+        if n == self.progress.total:
+            raise StopIteration  # neither checkpoint nor export
 
     with tempfile.TemporaryDirectory() as out:
         argv = arguments(spec, out)
         program = __import__(spec["kind"])
-        tell.Tell.step = noted
+        Logger.step = noted
         try:
             program.main(argv)
         except StopIteration:
             pass
-        rows, first = list(csv.DictReader(open(f"{out}/run/metrics.csv"))), first - spec.get("began", first)
-        told(spec, [float(r["loss"]) for r in rows], ends, flops=[float(r["tflops/s"]) for r in rows], first=first)
+        rows, first = (
+            list(csv.DictReader(open(f"{out}/run/metrics.csv"))),
+            first - spec.get("began", first),
+        )
+        told(
+            spec,
+            [float(r["loss"]) for r in rows],
+            ends,
+            flops=[float(r["tflops/s"]) for r in rows],
+            first=first,
+        )
 
 
 def trl(spec: dict) -> None:
@@ -254,24 +294,39 @@ def environment() -> str:
 
         subprocess.run([sys.executable, "-m", "venv", OUT / "venv"], check=True)
         version = torch.__version__.split("+")[0]
-        subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={version}", "trl>=1.16", "peft"], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", f"torch=={version}", "trl>=1.16", "peft"],
+            check=True,
+        )
     return str(python)
 
 
 def once(python: str, side: str, spec: dict) -> dict:
-    done = subprocess.run([python, __file__, f"--{side}", json.dumps(spec)], capture_output=True, text=True)
+    done = subprocess.run(
+        [python, __file__, f"--{side}", json.dumps(spec)], capture_output=True, text=True
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise SystemExit(f"{side}: {json.dumps(spec)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{side}: {json.dumps(spec)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return json.loads(lines[0][7:])
 
 
 def cell(python: str, kind: str, size: str, profile: str, precision: str, mode: str) -> list[dict]:
     """The rows of a cell: ours beside each way that TRL runs."""
-    rows, file = records(kind, size, profile), OUT / f"{kind}-{size}-{profile.replace('/', '-')}.jsonl"
+    rows, file = (
+        records(kind, size, profile),
+        OUT / f"{kind}-{size}-{profile.replace('/', '-')}.jsonl",
+    )
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
     settings, ways = MODES[mode]
-    spec = {"kind": kind, "precision": precision, "records": str(file), "ours": limits(profile) | settings}
+    spec = {
+        "kind": kind,
+        "precision": precision,
+        "records": str(file),
+        "ours": limits(profile) | settings,
+    }
     spec["model"] = str(model_folder(size, SIZES[size]))
     useful, results = sum(map(tokens, rows[BATCH:])), {name: [] for name in ["ours", *ways]}
     for i in range(PAIRS[size]):
@@ -286,10 +341,14 @@ def cell(python: str, kind: str, size: str, profile: str, precision: str, mode: 
     for name in ways:
         trl, n = results[name], STEPS[size]
         off = max(abs(a - b) / abs(b) for a, b in zip(ours[0]["losses"][:n], trl[0]["losses"][:n]))
-        if off > (1e-4 if precision == "fp32" else 1e-2) and mode != "lora":  # adapters start at other random numbers
+        if (
+            off > (1e-4 if precision == "fp32" else 1e-2) and mode != "lora"
+        ):  # adapters start at other random numbers
             raise SystemExit(f"not the same training: {ours[0]['losses']} and {trl[0]['losses']}")
         ratios = sorted(t["seconds"] / o["seconds"] for o, t in zip(ours, trl))
-        speed, theirs = (useful / statistics.median(r["seconds"] for r in side) for side in (ours, trl))
+        speed, theirs = (
+            useful / statistics.median(r["seconds"] for r in side) for side in (ours, trl)
+        )
         peak, peaks = (statistics.median(r["peak_gib"] for r in side) for side in (ours, trl))
         out.append({
             "cell": [kind, size, profile, precision, mode], "trl": name, "ratio": statistics.median(ratios),
@@ -304,13 +363,21 @@ def main() -> None:
         return {"--ours": ours, "--trl": trl}[sys.argv[1]](json.loads(sys.argv[2]))
     OUT.mkdir(parents=True, exist_ok=True)
     python, results = environment(), HERE / "vs_trl.jsonl"
-    known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    every = [*product(["kto", "dpo"], SIZES, PROFILES, ["fp32", "bf16"], MODES)] if "--all" in sys.argv else []
+    known = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+    every = (
+        [*product(["kto", "dpo"], SIZES, PROFILES, ["fp32", "bf16"], MODES)]
+        if "--all" in sys.argv
+        else []
+    )
     words = [a for a in sys.argv[1:] if a != "--all"]
     versions = "import sys, torch, trl, transformers as t; print(torch.__version__, trl.__version__, t.__version__)"
     said = subprocess.run([python, "-c", versions], capture_output=True, text=True).stdout.split()
     print("torch {}, trl {}, transformers {};".format(*said), os.cpu_count(), "cores\n")
-    print("| cell | TRL | speed | range | our useful tokens/s | TRL's | our peak GiB | TRL's | memory | loss off by |")
+    print(
+        "| cell | TRL | speed | range | our useful tokens/s | TRL's | our peak GiB | TRL's | memory | loss off by |"
+    )
     print("| --- " * 10 + "|")
     for spec in [*REQUIRED, *(c for c in every if c not in REQUIRED)]:
         if not all(w in spec for w in words):

@@ -19,10 +19,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+import litgpt  # noqa: E402
+import numpy as np  # noqa: E402
+
 import data  # noqa: E402
 import generate  # noqa: E402
 import model  # noqa: E402
 from demo.check import check  # noqa: E402
+from support import weights  # noqa: E402
+from support.settings import Sampling  # noqa: E402
+from support.tokenizer import Tokenizer as Texts  # noqa: E402
 
 WORDS = (
     "acorn apple bean beet carrot cherry corn date elder fennel fig garlic grape hazel iris kale kiwi leek lemon lime "
@@ -81,15 +87,21 @@ def make_tokenizer(folder: Path) -> None:
     )
     tokenizer.train_from_iterator([prompt_of(WORDS)] * 10, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = dict(tokenizer_class="GPT2TokenizerFast", bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    config = dict(
+        tokenizer_class="GPT2TokenizerFast", bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def make_base(folder: Path, tokenizer: data.Tokenizer, rng: random.Random, held_out: set) -> torch.nn.Module:
+def make_base(folder: Path, tokenizer: Texts, rng: random.Random, held_out: set) -> torch.nn.Module:
     """Next-token training on sloppy answers; held-out prompts are never seen."""
     config = {k: v for k, v in CONFIG.items() if k != "vocab_size"}
-    arguments = model.FAMILIES["gpt2"][0](config | {"vocab_size": tokenizer.n_vocab})
-    gpt = model.GPT(model.litgpt.Config(**arguments, vocab_size=tokenizer.n_vocab, padded_vocab_size=tokenizer.n_vocab))
+    arguments = weights.FAMILIES["gpt2"][0](config | {"vocab_size": tokenizer.n_vocab})
+    gpt = model.GPT(
+        litgpt.Config(
+            **arguments, vocab_size=tokenizer.n_vocab, padded_vocab_size=tokenizer.n_vocab
+        )
+    )
     gpt.apply(gpt._init_weights)
     gpt.lm_head.weight = gpt.transformer.wte.weight
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
@@ -102,7 +114,9 @@ def make_base(folder: Path, tokenizer: data.Tokenizer, rng: random.Random, held_
                 answers.append(answer_of(sloppy(words, rng)))
         ids = list(tokenizer.encode(prompts + answers))
         completions = [([*c, tokenizer.eos],) for c in ids[BATCH:]]
-        rows = data.pack([data.np.array(p) for p in ids[:BATCH]], [(data.np.array(c),) for (c,) in completions])
+        rows = data.pack(
+            [np.array(p) for p in ids[:BATCH]], [(np.array(c),) for (c,) in completions]
+        )
         loss = -gpt(rows).sum() / rows.length_BK.sum()
         loss.backward()
         for group in optimizer.param_groups:
@@ -112,9 +126,11 @@ def make_base(folder: Path, tokenizer: data.Tokenizer, rng: random.Random, held_
         optimizer.zero_grad()
         if step % 250 == 0:
             print(f"step {step}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": tokenizer.n_vocab}, indent=1) + "\n")
-    state = {name: p.detach() for name, p in gpt.named().items()}
-    model.export(state, folder, folder)
+    (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"vocab_size": tokenizer.n_vocab}, indent=1) + "\n"
+    )
+    state = {name: p.detach() for name, p in gpt.unique_parameters().items()}
+    weights.export(state, folder, folder)
     return gpt
 
 
@@ -123,7 +139,7 @@ def main() -> None:
     rng, base = random.Random(1), HERE / "base"
     base.mkdir(exist_ok=True)
     make_tokenizer(base)
-    tokenizer = data.Tokenizer(base)
+    tokenizer = Texts(base)
     prompts: list[str] = []
     while len(prompts) < TRAIN_PROMPTS + VAL_PROMPTS:
         prompt = prompt_of(words_of(rng))
@@ -133,22 +149,31 @@ def main() -> None:
 
     seen, held_out = prompts[:TRAIN_PROMPTS], prompts[TRAIN_PROMPTS:]
     asked = [p for p in seen for _ in range(PER_PROMPT)] + held_out * PER_PROMPT
-    fabric, args = Fabric(accelerator="cpu", devices=1), generate.Eval(temperature=1.0, batch_size=500)
-    ids = [data.np.array(p, dtype="int32") for p in tokenizer.encode(asked)]
-    answers = generate.generate(fabric, gpt, ids, tokenizer, args, max_new=24, context=64, seed=1)
+    fabric, args = (
+        Fabric(accelerator="cpu", devices=1),
+        Sampling(temperature=1.0, batch_size=500),
+    )
+    ids = [np.array(p, dtype="int32") for p in tokenizer.encode(asked)]
+    answers = generate.generate(fabric, gpt, ids, tokenizer, args, 24, seed=1)
     records = []
     for prompt, answer in zip(asked, answers):
         if answer[-1] == tokenizer.eos:  # an answer that never ended has no text of its own
             completion = generate.text(tokenizer, answer)
-            records.append({"prompt": prompt, "completion": completion, "label": check(prompt, completion)})
+            records.append(
+                {"prompt": prompt, "completion": completion, "label": check(prompt, completion)}
+            )
     train = [r for r in records if r["prompt"] in set(seen)]
     val = [r for r in records if r["prompt"] in set(held_out)]
     write("train", train)
-    write("val", list({r["prompt"]: r for r in reversed(val)}.values())[::-1])  # the first answer to each
+    write(
+        "val", list({r["prompt"]: r for r in reversed(val)}.values())[::-1]
+    )  # the first answer to each
     write("train_pairs", pairs(train))
     write("val_pairs", pairs(val))
     for name, asked in (("train_demos", seen), ("val_demos", held_out)):
-        write(name, [{"prompt": p, "completion": answer_of(sorted(p.split()[1:-1]))} for p in asked])
+        write(
+            name, [{"prompt": p, "completion": answer_of(sorted(p.split()[1:-1]))} for p in asked]
+        )
 
 
 def pairs(records: list[dict]) -> list[dict]:
@@ -156,13 +181,20 @@ def pairs(records: list[dict]) -> list[dict]:
     first: dict[str, dict[bool, str]] = {}
     for r in records:
         first.setdefault(r["prompt"], {}).setdefault(r["label"], r["completion"])
-    return [{"prompt": p, "chosen": c[True], "rejected": c[False]} for p, c in first.items() if len(c) == 2]
+    return [
+        {"prompt": p, "chosen": c[True], "rejected": c[False]}
+        for p, c in first.items()
+        if len(c) == 2
+    ]
 
 
 def write(name: str, records: list[dict]) -> None:
     (HERE / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     right = [r["label"] for r in records if "label" in r]
-    print(f"{name}: {len(records)} records" + (f", {100 * sum(right) / len(right):.1f}% right" if right else ""))
+    print(
+        f"{name}: {len(records)} records"
+        + (f", {100 * sum(right) / len(right):.1f}% right" if right else "")
+    )
 
 
 if __name__ == "__main__":

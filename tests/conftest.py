@@ -5,21 +5,24 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for what the tests start; two cores with two threads each would wait in turns
+# for what the tests start: two cores with two threads each would wait in turns
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 PARITY = Path(__file__).parent / "parity"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
-    """A Hugging Face folder: GPT-2, 2 layers x 32, vocabulary 512, context 128, EOS 0, no BOS added."""
+    """A Hugging Face folder: GPT-2, 2 layers x 32, vocabulary 512, context 128, EOS 0, no BOS."""
     folder = tmp_path_factory.mktemp("tiny")
     for source in (PARITY / "policy", PARITY / "tokenizer"):
         shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -36,7 +39,8 @@ def torch_state():
 
 
 def ranks(n: int, work):
-    """work(rank) in n forked processes that can talk (gloo); their results in order. An error in one fails the test."""
+    """work(rank) in n forked processes that can talk (gloo); their results in order. An error in
+    one fails the test."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -46,12 +50,10 @@ def ranks(n: int, work):
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            os.environ.update(
-                LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n)
-            )
-            os.environ.update(
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", GROUP_RANK="0"
-            )
+            os.environ |= dict(LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", GROUP_RANK="0")
+            os.environ |= dict(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
+            os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ["TORCHELASTIC_RUN_ID"] = "test"
             torch.set_num_threads(1)
             try:
                 out = ("ok", work(rank))
@@ -68,15 +70,16 @@ def ranks(n: int, work):
         with os.fdopen(read, "rb") as f:
             blob = f.read()
         os.waitpid(pid, 0)
-        results.append(torch.load(io.BytesIO(blob), weights_only=True) if blob else ("error", "died"))
-    errors = [f"rank {rank}: {value}" for rank, (status, value) in enumerate(results) if status != "ok"]
+        died = ("error", "died")
+        results.append(torch.load(io.BytesIO(blob), weights_only=True) if blob else died)
+    errors = [f"rank {i}: {value}" for i, (status, value) in enumerate(results) if status != "ok"]
     assert not errors, "\n".join(errors)
     return [value for _, value in results]
 
 
 @pytest.fixture(scope="session")
 def ratings(tmp_path_factory) -> Path:
-    """24 rated examples: 8 ratings, and 8 pairs whose two ratings share a prompt. 12 of 24 are up."""
+    """24 rated examples: 8 ratings, and 8 pairs whose ratings share a prompt. 12 of 24 are up."""
     rated = (PARITY / "kto_data.jsonl").read_text().splitlines()
     pairs = (PARITY / "dpo_data.jsonl").read_text().splitlines()
     file = tmp_path_factory.mktemp("data") / "ratings.jsonl"
@@ -90,15 +93,28 @@ def pairs() -> Path:
     return PARITY / "dpo_data.jsonl"
 
 
+def start(program: str, argv: list[str]) -> None:
+    """A program's main in this process, as if it had been started."""
+    from importlib import import_module
+
+    module = import_module(program)
+    with mock.patch.object(sys, "argv", [module.__file__, *argv]):
+        module.main(argv)
+
+
 def train(tiny, data, out: Path, *argv: str, program: str = "kto") -> dict:
     """A run of kto.py (dpo.py) in this process. -> its rows, and its final weights."""
+    given = [f"--model={tiny}", f"--data.train={data}", f"--out_dir={out}", "--progress=false"]
+    start(program, [*given, *argv])
+    return result(out)
+
+
+def result(out: Path) -> dict:
+    """A run's rows, and its final weights."""
     import csv
-    from importlib import import_module
 
     from safetensors.torch import load_file
 
-    argv = ["--model", str(tiny), "--data.train", str(data), "--out_dir", str(out), "--progress=false", *argv]
-    import_module(program).main(argv)
     with open(out / "metrics.csv") as f:
         rows = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(f)]
     final = out / "final" / "model.safetensors"
@@ -119,8 +135,8 @@ def assert_same(a: dict, b: dict):
 
 
 def killed(n: int, out: Path, name: str, lines: int, work) -> None:
-    """work(rank) on n forked ranks, killed with SIGKILL as soon as the file `name` of the run `out` has so many lines.
-    On a busy machine we may look too late, when the run has ended: then once more."""
+    """work(rank) on n forked ranks, killed with SIGKILL as soon as the file `name` of the run `out`
+    has so many lines. On a busy machine we may look too late, when it has ended: then once more."""
     for _ in range(5):
         parent = os.fork()
         if parent == 0:

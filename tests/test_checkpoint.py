@@ -9,20 +9,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from conftest import PARITY, assert_same, killed, numbers, ranks, train
 from safetensors.torch import load_file
 
-import checkpoint
-import devices
 import kto
-import model
+from support import checkpoint
+from support.cli import parse
+from support.devices import Stop
+from support.errors import BadInput, Failed, run_cli
+from support.settings import Run
+from support.weights import gpt2_from_hf
 
-RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2", "--micro_batch_size=2",
-       "--precision=32-true")  # fmt: skip
+RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
+       "--micro_batch_size=2", "--precision=32-true")  # fmt: skip
 ROOT = Path(kto.__file__).parent
+VAL = f"--data.val={PARITY}/kto_data.jsonl"
 
 
 MODES = {
@@ -34,8 +39,10 @@ MODES = {
 
 @pytest.mark.parametrize("n,strategy", [(1, "auto"), (2, "ddp"), (2, "fsdp")])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(mode, n, strategy, tiny, ratings, tmp_path):
-    argv = (f"--strategy={strategy}", f"--data.val={PARITY}/kto_data.jsonl", "--val_interval=3", *RUN, *MODES[mode])
+def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(
+    mode, n, strategy, tiny, ratings, tmp_path
+):
+    argv = (f"--strategy={strategy}", VAL, "--val_interval=3", *RUN, *MODES[mode])
     whole, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "whole", *argv))
     for i, lines in enumerate((2, 6)):  # before the first checkpoint, and after some
         out = tmp_path / str(i)
@@ -44,36 +51,41 @@ def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(mode, n, strateg
         assert_same(resumed, whole)
         assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
     if mode == "lora with dropout":
-        other, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "other", *argv, "--seed=2"))
-        assert numbers(other) != numbers(whole), "else dropout draws nothing and its state proves nothing"
+        out, argv = tmp_path / "other", (*argv, "--seed=2")
+        other, *_ = ranks(n, lambda rank: train(tiny, ratings, out, *argv))
+        proves = "else dropout draws nothing and its state proves nothing"
+        assert numbers(other) != numbers(whole), proves
 
 
 def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tiny, ratings, tmp_path):
     out = tmp_path / "run"
-    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={out}", *RUN, "--max_steps=4000", "--epochs=9999"]
-    process = subprocess.Popen([sys.executable, ROOT / "kto.py", *argv], stdout=subprocess.PIPE, text=True)
-    while not (out / "metrics.csv").exists() or (out / "metrics.csv").read_text().count("\n") < 4:
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={out}", *RUN]
+    argv = [sys.executable, ROOT / "kto.py", *argv, "--max_steps=4000", "--epochs=9999"]
+    process, rows = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True), out / "metrics.csv"
+    while not rows.exists() or rows.read_text().count("\n") < 4:
         time.sleep(0.01)
     process.terminate()
     said, _ = process.communicate(timeout=60)
-    steps = (out / "metrics.csv").read_text().count("\n") - 1
+    steps = rows.read_text().count("\n") - 1
     assert process.returncode == 128 + signal.SIGTERM
-    assert (
-        f"stopped by SIGTERM at step {steps} of 4000" in said and f"--config {out}/settings.yaml --resume auto" in said
-    )
+    assert f"stopped by SIGTERM at step {steps} of 4000" in said
+    assert f"kto.py --config {out}/settings.yaml --resume auto" in said
     assert max(checkpoint.steps(out / "checkpoints")) == steps
-    s = kto.parse(kto.Settings, ["--config", f"{out}/settings.yaml", "--resume", "auto"], "", Path("none"))
-    assert s.out_dir == str(out), "the command that it prints finds the run"
+    argv = ["--config", f"{out}/settings.yaml", "--resume", "auto"]
+    cfg = parse(kto.Settings, argv, "", "none")
+    assert cfg.out_dir == str(out), "the command that it prints finds the run"
 
 
 @pytest.fixture
 def at_once(monkeypatch):
     """A time limit that is over after the first step."""
-    monkeypatch.setattr(kto.Settings, "seconds", lambda self: 1e-9)
+    monkeypatch.setattr(Run, "seconds", lambda self: 1e-9)
     return "--max_time=00:00:01"
 
 
-def test_the_time_limit_stops_the_run_like_a_signal_and_the_rest_follows(at_once, tiny, ratings, tmp_path):
+def test_the_time_limit_stops_the_run_like_a_signal_and_the_rest_follows(
+    at_once, tiny, ratings, tmp_path
+):
     whole = train(tiny, ratings, tmp_path / "whole", *RUN)
     run = train(tiny, ratings, tmp_path / "run", *RUN, at_once)
     assert len(run["rows"]) == 1 and run["weights"] is None
@@ -87,9 +99,14 @@ def done(tiny, ratings, tmp_path):
     return tmp_path / "run", run
 
 
-@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+FILES = ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(file, damage, done, tiny, ratings, capsys):
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    file, damage, done, tiny, ratings, capsys
+):
     out, run = done
     shutil.rmtree(out / "final")
     newest = out / "checkpoints" / "step-00000009" / file
@@ -109,20 +126,27 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(file, damage, do
 
 def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, ratings):
     out, _ = done
-    changed = (
-        "--kto.beta=0.2",
-        "--optim.lr=1e-4",
-        "--seed=5",
-        "--max_steps=10",
-        "--data.max_prompt=9",
-        "--lora.rank=2",
-    )
-    with pytest.raises(kto.BadInput) as e:
+    changed = ("--kto.beta=0.2", "--optim.lr=1e-4", "--seed=5", "--max_steps=10",
+               "--data.max_prompt=9", "--lora.rank=2")  # fmt: skip
+    with pytest.raises(BadInput) as e:
         train(tiny, ratings, out, *RUN, "--resume=auto", *changed)
-    names = [line.split(":")[0] for line in str(e.value).splitlines()]
-    assert set(names) == {c[2:].split("=")[0] for c in changed} | {"data.max_completion"}, (
-        "which follows from max_prompt"
-    )
+    names = {line.split(":")[0] for line in str(e.value).splitlines()}
+    follows = {"data.max_completion"}  # from max_prompt
+    assert names == {c[2:].split("=")[0] for c in changed} | follows
+
+
+def test_a_setting_that_the_old_run_did_not_have_is_a_difference(done, tiny, ratings):
+    out, _ = done
+    settings = out / "checkpoints" / "step-00000009" / "settings.yaml"
+    old = settings.read_text()
+    settings.write_text(old.replace("  desirable_weight: 1.0\n", "", 1))
+    assert settings.read_text() != old
+    manifest = settings.with_name("manifest.json")
+    hashes = json.loads(manifest.read_text()) | {"settings.yaml": checkpoint.digest(settings)}
+    manifest.write_text(json.dumps(hashes))
+    with pytest.raises(BadInput) as e:
+        train(tiny, ratings, out, *RUN, "--resume=auto")
+    assert str(e.value) == "kto.desirable_weight: a resume cannot change it"
 
 
 def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
@@ -135,37 +159,112 @@ def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
     assert "equal to rounding only, since micro_batch_size changed" in capsys.readouterr().out
 
 
-def test_a_resume_refuses_a_model_whose_weights_have_changed(done, tiny, ratings, tmp_path):
-    out, _ = done
-    shutil.rmtree(out / "final")
-    moved = tmp_path / "model"
-    shutil.copytree(tiny, moved)
-    settings = out / "checkpoints" / "step-00000009" / "settings.yaml"
-    settings.write_text(settings.read_text().replace(str(tiny), str(moved)))
-    manifest = settings.with_name("manifest.json")
-    hashes = json.loads(manifest.read_text()) | {"settings.yaml": checkpoint.digest(settings)}
-    manifest.write_text(json.dumps(hashes))
-    train(moved, ratings, out, *RUN, "--keep_last=9", "--resume=auto")
-    shutil.copy(PARITY / "ref" / "model.safetensors", moved)
-    with pytest.raises(kto.BadInput, match="other weights than when this run began"):
-        train(moved, ratings, out, *RUN, "--keep_last=9", "--resume=auto")
+def test_a_checkpoint_of_another_program_is_refused_by_the_names_of_both(tiny, pairs, tmp_path):
+    argv = ("--batch_size=4", "--precision=32-true")
+    train(tiny, pairs, tmp_path / "run", *argv, program="dpo")
+    with pytest.raises(BadInput, match=r"a run of \S*/dpo\.py, not of \S*/kto\.py$"):
+        train(tiny, pairs, tmp_path / "run", *argv, "--resume=auto")
+
+
+def test_a_program_that_has_changed_is_said_once_and_goes_on(
+    tiny, ratings, tmp_path, capsys, monkeypatch
+):
+    program, out = tmp_path / "a_copy_of_kto.py", tmp_path / "run"
+    shutil.copy(ROOT / "kto.py", program)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def go(*argv) -> bool:
+        runs.append(train(tiny, ratings, out, *RUN, *argv, program=program.stem))
+        return f"{program} has changed since" in capsys.readouterr().out
+
+    runs = []
+    assert not go("--stop_at=1")
+    assert not go("--stop_at=2", "--resume=auto")
+    program.write_text(program.read_text() + "# an idea\n")
+    assert go("--stop_at=3", "--resume=auto")
+    assert not go("--resume=auto")
+    assert_same(runs[-1], train(tiny, ratings, tmp_path / "whole", *RUN))
+
+
+@pytest.fixture
+def own(tiny, ratings, tmp_path):
+    """A function that goes on with a finished run, whose model, data and template we may change."""
+    shutil.copytree(tiny, tmp_path / "model")
+    shutil.copy(ratings, tmp_path / "data.jsonl")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+    def go(resume="auto"):
+        argv = (*RUN, "--max_steps=2", "--save_interval=1", f"--resume={resume}",
+                f"--data.chat_template={tmp_path / 'chat.jinja'}")  # fmt: skip
+        return train(tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "run", *argv)
+
+    go()
+    return go
+
+
+def test_a_resume_refuses_a_model_whose_weights_have_changed(own, tmp_path):
+    own()
+    shutil.copy(PARITY / "ref" / "model.safetensors", tmp_path / "model")
+    with pytest.raises(BadInput, match="model weights: not what this run began with"):
+        own()
+
+
+DATA = "data (token ids and labels)"
+CHANGES = {
+    "a label": (DATA, "data.jsonl", lambda text: text.replace("true", "false", 1)),
+    "the order": (DATA, "data.jsonl", lambda text: "\n".join(text.splitlines()[::-1])),
+    "a missing record": (DATA, "data.jsonl", lambda text: text.split("\n", 1)[1]),
+    "the tokenizer": ("tokenizer.json", "model/tokenizer.json", lambda text: text + "\n"),
+    "the config": ("config.json", "model/config.json", lambda text: text + "\n"),
+    "the chat template": ("data.chat_template", "chat.jinja", lambda text: text + "!"),
+}
+
+
+def refusal(go) -> int:
+    """The exit code of a program, which a process of several would leave at once."""
+    with mock.patch.object(os, "_exit"), pytest.raises(SystemExit) as e:
+        run_cli(go)
+    return e.value.code
+
+
+@pytest.mark.parametrize("n,change", [*((1, change) for change in CHANGES), (2, "a label")])
+def test_a_resume_refuses_in_one_line_what_has_changed_under_the_same_path(
+    n, change, own, tmp_path, capfd
+):
+    name, file, new = CHANGES[change]
+    (tmp_path / file).write_text(new((tmp_path / file).read_text()))
+    capfd.readouterr()
+    codes = [refusal(own)] if n == 1 else ranks(n, lambda rank: refusal(own))
+    line = f"error: resume: {name}: not what this run began with"
+    assert codes == [2] * n
+    assert sorted(capfd.readouterr().err.splitlines()) == [line, f"rank 1: {line}"][:n]
+
+
+def test_a_resume_that_is_refused_puts_no_checkpoint_aside(own, tmp_path):
+    (tmp_path / "chat.jinja").write_text("")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with pytest.raises(BadInput, match="data.chat_template: not what this run began with"):
+        own(checkpoints / "step-00000001")
+    assert list(checkpoint.steps(checkpoints)) == [1, 2]
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(done, tiny, ratings):
     out, _ = done
     before = (out / "metrics.csv").read_bytes()
-    with pytest.raises(kto.BadInput, match="holds a run already"):
+    with pytest.raises(BadInput, match="holds a run already"):
         train(tiny, ratings, out, *RUN)
     assert (out / "metrics.csv").read_bytes() == before
 
 
-def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(tiny, ratings, tmp_path):
+def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
+    tiny, ratings, tmp_path
+):
     out = tmp_path / "run"
-    argv = (f"--data.val={PARITY}/kto_data.jsonl", f"--data.test={ratings}", "--val_interval=1", "--keep_best=kl",
-            "--keep_last=2", "--save_interval=4")  # fmt: skip
+    argv = (VAL, f"--data.test={ratings}", "--val_interval=1", "--keep_best=kl", "--keep_last=2",
+            "--save_interval=4")  # fmt: skip
     train(tiny, ratings, out, *RUN, *argv)
-    lines = [line.split(",") for line in (out / "val.csv").read_text().split()]
-    kl = {int(row[0]): float(row[lines[0].index("kl")]) for row in lines[1:] if int(row[0]) > 0}
+    names, *rows = [line.split(",") for line in (out / "val.csv").read_text().split()]
+    kl = {int(row[0]): float(row[names.index("kl")]) for row in rows if int(row[0]) > 0}
     best = min(kl, key=lambda step: (kl[step], step))
     assert best not in (8, 9), "else keep_last keeps it"
     kept = list(checkpoint.steps(out / "checkpoints"))
@@ -176,11 +275,12 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
 
 
 def assert_last_exported(out: Path):
+    """`final` holds the last weights, not the best ones."""
     last = list(checkpoint.steps(out / "checkpoints").values())[-1]
     ours: dict = {}
-    model.gpt2_from_hf(None, ours, load_file(out / "final" / "model.safetensors"))
+    gpt2_from_hf(None, ours, load_file(out / "final" / "model.safetensors"))
     theirs = load_file(last / "weights.safetensors")
-    assert all(torch.equal(ours[n], x) for n, x in theirs.items()), "final holds the last weights, not the best ones"
+    assert all(torch.equal(ours[n], x) for n, x in theirs.items())
 
 
 def test_going_back_to_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny, ratings):
@@ -192,19 +292,26 @@ def test_going_back_to_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny,
 
 
 def test_a_run_may_go_on_in_another_folder(tiny, ratings, tmp_path):
-    argv = (f"--data.val={ratings}", f"--data.test={ratings}", "--val_interval=2", "--keep_best=loss", "--optim.lr=0.1")
-    train(tiny, ratings, tmp_path / "a", *RUN, *argv)
-    train(tiny, ratings, tmp_path / "b", *RUN, *argv, f"--resume={tmp_path}/a/checkpoints/step-00000008")
+    argv = (*RUN, f"--data.val={ratings}", f"--data.test={ratings}", "--val_interval=2",
+            "--keep_best=loss", "--optim.lr=0.1")  # fmt: skip
+    train(tiny, ratings, tmp_path / "a", *argv)
+    eight = tmp_path / "a" / "checkpoints" / "step-00000008"
+    train(tiny, ratings, tmp_path / "b", *argv, f"--resume={eight}")
     assert_last_exported(tmp_path / "b")
 
 
-def test_a_run_without_a_folder_gets_a_fresh_one_and_its_settings_know_it(tiny, ratings, tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_folder_gets_a_fresh_one_and_its_settings_know_it(
+    tiny, ratings, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [kto.__file__])
+    argv = ["--batch_size=8", "--max_steps=1", "--progress=false"]
     for _ in range(2):
-        kto.main([f"--model={tiny}", f"--data.train={ratings}", "--batch_size=8", "--max_steps=1", "--progress=false"])
+        kto.main([f"--model={tiny}", f"--data.train={ratings}", *argv])
     one, two = sorted((tmp_path / "out").iterdir())
     assert f"out_dir: out/{one.name}\n" in (one / "settings.yaml").read_text()
     assert f"run folder: out/{two.name}" in capsys.readouterr().out
+    assert one.name.startswith("kto-") and two.name.startswith("kto-")
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost():
@@ -218,15 +325,18 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost():
 
     calls, before = [], [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     try:
-        stop = devices.Stop(None)
-        assert [stop.now(Fabric()), stop.now(Fabric())] == [False, True] and stop.why == "SIGTERM"
+        stop = Stop(None)
+        assert [stop.requested(Fabric()), stop.requested(Fabric())] == [False, True]
+        assert stop.why == "SIGTERM"
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
             signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
-def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(code, tiny, ratings, tmp_path, monkeypatch):
+def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(
+    code, tiny, ratings, tmp_path, monkeypatch
+):
     out, real = tmp_path / "run", checkpoint.save_file
 
     def full(state, path, **kw):
@@ -235,30 +345,33 @@ def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(code, tiny, 
         return real(state, path, **kw)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(kto.Failed, match=f"step-00000004: not saved: {os.strerror(code)}"):
+    with pytest.raises(Failed, match=f"step-00000004: not saved: {os.strerror(code)}"):
         train(tiny, ratings, out, *RUN)
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
     assert checkpoint.verify(out / "checkpoints" / "step-00000002") is None
     monkeypatch.undo()
-    assert_same(train(tiny, ratings, out, *RUN, "--resume=auto"), train(tiny, ratings, tmp_path / "whole", *RUN))
+    whole = train(tiny, ratings, tmp_path / "whole", *RUN)
+    assert_same(train(tiny, ratings, out, *RUN, "--resume=auto"), whole)
 
 
 def test_an_error_on_one_rank_ends_all_ranks(tiny, ratings, tmp_path):
-    """The second process fails in its third step; the first waits in a collective, and must not wait for ever."""
+    """The second process fails in its third step; the first waits in a collective, not for ever."""
     script = tmp_path / "mine.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import os, kto, devices\n"
-        "real, calls = kto.clip, []\n"
+        "import os, kto, train\n"
+        "from support.errors import run_cli\n"
+        "real, calls = train.clip, []\n"
         "def clip(*a):\n"
         "    calls.append(1)\n"
-        "    if len(calls) == 3 and os.environ['LOCAL_RANK'] == '1': raise MemoryError('out of memory')\n"
+        "    if len(calls) == 3 and os.environ['LOCAL_RANK'] == '1':\n"
+        "        raise MemoryError('out of memory')\n"
         "    return real(*a)\n"
-        "kto.clip = clip\n"
-        "devices.guarded(kto.main)\n"
+        "train.clip = clip\n"
+        "run_cli(kto.main)\n"
     )
-    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN, "--devices=2"]
-    began = time.monotonic()
-    process = subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, timeout=120)
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN]
+    argv, began = [sys.executable, script, *argv, "--devices=2"], time.monotonic()
+    process = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert process.returncode != 0 and "out of memory" in process.stderr
     assert time.monotonic() - began < 60

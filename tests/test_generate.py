@@ -1,4 +1,5 @@
-"""Sampling: the cache against a plain forward, chances, independence of the batch and of the ranks, where it ends."""
+"""Sampling: the cache against a plain forward, chances, independence of the batch and of the
+ranks, where it ends."""
 
 from types import SimpleNamespace
 
@@ -10,24 +11,24 @@ from conftest import ranks
 from lightning.fabric import Fabric
 from torch import nn
 
-import generate as g
-import generate as generate_module
+import generate
 import model
-from data import BadInput, pack
-from generate import Eval, choose, generate
+from data import pack
+from support.errors import BadInput
+from support.settings import Sampling
 
 FABRIC = Fabric(accelerator="cpu", devices=1)
 EOS = 0
-LLAMA = dict(block_size=48, n_layer=2, n_embd=24, n_head=4, vocab_size=61, padded_vocab_size=61, intermediate_size=40)
-LLAMA |= dict(n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm")
-LLAMA |= dict(mlp_class_name="LLaMAMLP")
+LLAMA = dict(block_size=48, n_layer=2, n_embd=24, n_head=4, vocab_size=61, padded_vocab_size=61)
+LLAMA |= dict(n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False)
+LLAMA |= dict(mlp_class_name="LLaMAMLP", norm_class_name="RMSNorm", intermediate_size=40)
 SHAPES = {"gpt2": None, "llama": LLAMA, "window": LLAMA | dict(sliding_window_size=4)}
 SHAPES["one window"] = SHAPES["window"] | dict(sliding_window_indices=[1, 0])
 
 
 @pytest.fixture(autouse=True)
 def one_thread(torch_state):
-    torch.set_num_threads(1)  # on a busy machine, two threads wait for each other ten times as long as they compute
+    torch.set_num_threads(1)  # on a busy machine, two wait for each other most of the time
 
 
 def policy_of(shape, tiny, dtype=torch.float32):
@@ -46,22 +47,33 @@ def prompts_of(lengths, vocabulary=61, seed=0):
     return [r.integers(1, vocabulary, size=n).astype("int32") for n in lengths]
 
 
+def letters(eos=EOS):
+    """A tokenizer that says abc... for 0, 1, 2, ..."""
+    return SimpleNamespace(eos=eos, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+
+
 def answers(policy, prompts, max_new=12, context=48, seed=3, fabric=FABRIC, eos=EOS, **settings):
-    tokenizer = SimpleNamespace(eos=eos, decode=lambda ids: "".join(chr(97 + i) for i in ids))
-    return generate(fabric, policy, prompts, tokenizer, Eval(**settings), max_new, context, seed)
+    policy.max_seq_length = context
+    args = Sampling(**settings)
+    return generate.generate(fabric, policy, prompts, letters(eos), args, max_new, seed)
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+def whole_forward(policy, ids):
+    """The logits of the next token, without a cache."""
+    rows = pack([np.array(ids)], [(np.array([1]),)])
+    packed = model.PackedAttention(rows)
+    return policy.head(policy.hidden(rows.token_N[None], rows.position_N[None], packed)[0, -1])
 
 
 @torch.no_grad()
 def greedily(policy, prompt, max_new, context, eos=EOS) -> list[int]:
-    """Argmax of a whole forward for each token, without a cache."""
+    """Argmax of a whole forward for each token."""
     ids = [int(i) for i in prompt]
     while len(ids) < min(context, len(prompt) + max_new) and eos not in ids[len(prompt) :]:
-        rows = pack([np.array(ids)], [(np.array([1]),)])
-        h_NC = policy.hidden(rows.token_N[None], rows.position_N[None], model.Packed(rows))[0]
-        ids.append(int(policy.head(h_NC[-1]).argmax()))
+        ids.append(int(whole_forward(policy, ids).argmax()))
     return ids[len(prompt) :]
 
 
@@ -74,7 +86,8 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(shape, tiny):
     assert answers(policy, prompts, eos=-2, temperature=0) == expected
     assert answers(policy, prompts, eos=-2, temperature=0, batch_size=2) == expected
     assert answers(policy, prompts, eos=-2, temperature=1.0, top_k=1) == expected
-    eos = max(set(tokens), key=tokens.count)  # now rows end at different times, and the others go on from their slots
+    # now rows end at different times, and the others go on from their slots
+    eos = max(set(tokens), key=tokens.count)
     ended = [greedily(policy, p, 12, 48, eos) for p in prompts]
     assert len({len(e) for e in ended}) > 3
     assert answers(policy, prompts, temperature=0, eos=eos) == ended
@@ -84,27 +97,25 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(shape, tiny):
 def test_the_cache_gives_the_logits_of_a_whole_forward(shape, tiny):
     policy, lengths = policy_of(shape, tiny, torch.float64), [5, 1, 9]
     ids, more = prompts_of(lengths), prompts_of([6, 6, 6], seed=1)
-    cache = model.Cache(pack(ids, [(ids[0][:1],)] * 3), 20)
+    cache = model.KVCache(pack(ids, [(ids[0][:1],)] * 3), 20)
     with torch.no_grad():
         for t in range(6):
             logits = policy(cache)
             for b in range(3):
-                whole = np.concatenate([ids[b], more[b][:t]])
-                rows = pack([whole], [(whole[:1],)])
-                h_NC = policy.hidden(rows.token_N[None], rows.position_N[None], model.Packed(rows))[0]
-                assert (logits[b] - policy.head(h_NC[-1])).abs().max() < 1e-5
+                whole = whole_forward(policy, np.concatenate([ids[b], more[b][:t]]))
+                assert (logits[b] - whole).abs().max() < 1e-5
             cache.at(torch.tensor([int(m[t]) for m in more]), torch.tensor(lengths) + t)
 
 
-# ---- chances --------------------------------------------------------------------------------------------------------
+# ---- chances -------------------------------------------------------------------------------------
 
 P = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.2, 0.1, 0.0])
-N = 10_000
-U = (torch.arange(N, dtype=torch.float64) + 0.5) / N  # evenly spread, so frequencies are chances to 1 / N
+N = 10_000  # draws, evenly spread, so frequencies are chances to 1 / N
+U = (torch.arange(N, dtype=torch.float64) + 0.5) / N
 
 
 def frequencies(u=U, **settings):
-    token = choose(P.log().expand(len(u), -1), u, Eval(**settings))
+    token = generate.choose(P.log().expand(len(u), -1), u, Sampling(**settings))
     return torch.bincount(token, minlength=len(P)) / len(u)
 
 
@@ -123,7 +134,8 @@ def test_tokens_are_chosen_with_their_probability(temperature):
 
 def test_top_k_and_top_p_cut_the_tail_and_leave_the_rest_in_proportion():
     assert support() == {0, 1, 3, 4, 5}
-    assert support(top_k=1) == support(top_p=0.01) == support(top_p=0.39) == support(temperature=0) == {1}
+    for one in (dict(top_k=1), dict(top_p=0.01), dict(top_p=0.39), dict(temperature=0)):
+        assert support(**one) == {1}
     assert support(top_k=3) == support(top_p=0.8) == {1, 3, 4}
     assert support(top_k=100) == support(top_k=0) == support(top_p=1.0) == {0, 1, 3, 4, 5}
     assert support(top_p=0.41) == {1, 3}
@@ -132,13 +144,14 @@ def test_top_k_and_top_p_cut_the_tail_and_leave_the_rest_in_proportion():
         kept = torch.tensor([0, 0.4, 0, 0.25, 0, 0, 0]) / 0.65
         assert (frequencies(**settings) - kept).abs().max() <= 1 / N
     tied = torch.zeros(1, 4).expand(N, -1)
-    assert len(set(choose(tied, U, Eval(top_k=2)).tolist())) == 2, "k tokens, not all that tie with the k-th"
+    chosen = set(generate.choose(tied, U, Sampling(top_k=2)).tolist())
+    assert len(chosen) == 2, "k tokens, not all that tie with the k-th"
 
 
 def test_the_ends_of_the_range_never_choose_the_impossible():
     u = torch.tensor([0.0, 1 - 2**-24, 1 - 2**-53], dtype=torch.float64)
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(3, -1)
-    assert choose(logits, u, Eval()).tolist() == [1, 2, 2]
+    assert generate.choose(logits, u, Sampling()).tolist() == [1, 2, 2]
 
 
 class Alphabet(nn.Module):
@@ -159,13 +172,14 @@ class Alphabet(nn.Module):
 
 def test_equal_prompts_get_different_answers_with_the_right_chances():
     n = 4000
-    first, second = torch.tensor(answers(Alphabet(P.log()), prompts_of([2]) * n, max_new=2, eos=-2)).T
+    policy, prompts = Alphabet(P.log()), prompts_of([2]) * n
+    first, second = torch.tensor(answers(policy, prompts, max_new=2, eos=-2)).T
     sigma = (P * (1 - P) / n).sqrt()
     for token in (first, second):  # of each row's own generator
         assert ((torch.bincount(token, minlength=7) / n - P).abs() <= 4 * sigma).all()
     both = ((first == 1) & (second == 1)).float().mean()
     assert abs(both - 0.16) < 4 * (0.16 * 0.84 / n) ** 0.5, "the two draws of a row are independent"
-    other = torch.tensor(answers(Alphabet(P.log()), prompts_of([2]) * n, max_new=1, eos=-2, seed=4))[:, 0]
+    other = torch.tensor(answers(policy, prompts, max_new=1, eos=-2, seed=4))[:, 0]
     assert abs(((first == 1) & (other == 1)).float().mean() - 0.16) < 4 * (0.16 * 0.84 / n) ** 0.5
 
 
@@ -185,10 +199,11 @@ def test_an_answer_depends_on_the_seed_and_its_place_only(shape, dtype, tiny):
         assert answers(policy, company[: i + 1], batch_size=3)[i] == base[i]
     assert answers(policy, prompts, seed=4) != base
     assert answers(policy, prompts[::-1]) != base[::-1]
-    assert answers(policy, prompts, max_new=5) == [a[:5] for a in base], "a longer answer begins like a shorter one"
+    begins = answers(policy, prompts, max_new=5)
+    assert begins == [a[:5] for a in base], "a longer answer begins like a shorter one"
 
 
-# ---- where it ends --------------------------------------------------------------------------------------------------
+# ---- where it ends -------------------------------------------------------------------------------
 
 
 def count(start, end):
@@ -196,15 +211,14 @@ def count(start, end):
 
 
 def test_an_answer_ends_with_its_eos_at_the_limit_or_at_the_context():
-    prompts = [
-        np.array(p, "int32") for p in ([3], [9, 9, 15], [17, 18, 19], [20, 20, 20, 2], [30] * 8, [40] * 9, [50] * 10)
-    ]
+    prompts = [[3], [9, 9, 15], [17, 18, 19], [20, 20, 20, 2], [30] * 8, [40] * 9, [50] * 10]
+    prompts = [np.array(p, "int32") for p in prompts]
     expected = [count(4, 9), count(16, 20), [20], count(3, 8), [31, 32], [41], []]
-    policy = Alphabet()
-    assert answers(policy, prompts, max_new=6, context=10, eos=20, temperature=0) == expected
+    policy, given = Alphabet(), dict(context=10, eos=20, temperature=0)
+    assert answers(policy, prompts, max_new=6, **given) == expected
     assert policy.rows == [7, 4, 3, 3, 3, 2], "finished rows leave"
-    assert answers(policy, prompts, max_new=6, context=10, eos=20, temperature=0, batch_size=2) == expected
-    assert answers(policy, prompts, max_new=1, context=10, eos=20) == [e[:1] for e in expected]
+    assert answers(policy, prompts, max_new=6, batch_size=2, **given) == expected
+    assert answers(policy, prompts, max_new=1, **given) == [e[:1] for e in expected]
     assert answers(policy, [], max_new=6) == []
 
 
@@ -222,21 +236,23 @@ def test_the_training_mode_is_off_while_sampling_and_restored(training):
     assert policy.training == training and policy.modes == {False}
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n, batch_size", [(7, 256), (7, 2), (5, 1), (1, 4), (2, 1)])
 def test_two_ranks_give_the_answers_of_one(n, batch_size, tiny):
-    policy, prompts = policy_of("gpt2", tiny), prompts_of([30, 1, 9, 2, 4, 6, 3][:n], vocabulary=512)
-    alone = answers(policy, prompts, batch_size=batch_size, context=34, eos=5)
-    assert len(alone[0]) == 4 and len(alone[-1]) in (4, 12), "at its context, the first row waits for a longer one"
+    policy = policy_of("gpt2", tiny)
+    prompts = prompts_of([30, 1, 9, 2, 4, 6, 3][:n], vocabulary=512)
+    given = dict(batch_size=batch_size, context=34, eos=5)
+    alone, longest = answers(policy, prompts, **given), "the first row waits for a longer one"
+    assert len(alone[0]) == 4 and len(alone[-1]) in (4, 12), longest
 
     def work(rank):
         fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
         fabric.launch()
         calls = []
         policy.register_forward_hook(lambda *_: calls.append(0))
-        return answers(policy, prompts, batch_size=batch_size, context=34, eos=5, fabric=fabric), len(calls)
+        return answers(policy, prompts, fabric=fabric, **given), len(calls)
 
     (zero, calls_0), (one, calls_1) = ranks(2, work)
     assert zero == one == alone
@@ -249,26 +265,15 @@ def test_a_rank_that_is_done_early_waits_for_the_other():
     def work(rank):
         fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
         fabric.launch()
-        policy = Alphabet()
-        got = answers(policy, prompts, max_new=9, context=32, eos=20, fabric=fabric, temperature=0, batch_size=2)
-        return got, policy.rows
+        policy, given = Alphabet(), dict(context=32, eos=20, temperature=0, batch_size=2)
+        return answers(policy, prompts, max_new=9, fabric=fabric, **given), policy.rows
 
     (zero, rows_0), (one, rows_1) = ranks(2, work)
     assert zero == one == [count(4, 12), [19, 20], count(5, 13), [18, 19, 20], count(6, 14)]
     assert rows_0 == [2] * 9 + [1] * 9 and rows_1 == [2, 2] + [1] * 16
 
 
-# ---- counting -------------------------------------------------------------------------------------------------------
-
-
-def test_wilsons_interval_by_hand():
-    assert g.wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    z2 = 1.96**2
-    assert g.wilson(0, 10) == pytest.approx((0, z2 / (10 + z2)), abs=1e-12)
-    assert g.wilson(10, 10) == pytest.approx((10 / (10 + z2), 1), abs=1e-12)
-    assert g.wilson(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
-    low, high = g.wilson(0, 10)
-    assert low == 0 and 0.27 < high < 0.28
+# ---- what is asked for ---------------------------------------------------------------------------
 
 
 class Fixed(torch.nn.Module):
@@ -286,48 +291,40 @@ def test_a_repetition_penalty_divides_and_multiplies_what_is_there_in_the_prompt
     model = Fixed([3.0, 2.9, -1.0, -1.05])
     assert answers(model, prompts_of([9]), max_new=2, eos=-2, temperature=0)[0] == [0, 0]
     prompt = [np.array([2, 2], "int32"), np.array([0], "int32")]
-    given = answers(model, prompt, max_new=4, eos=-2, temperature=0, repetition_penalty=1.5)
+    penalty = dict(eos=-2, temperature=0, repetition_penalty=1.5)
+    given = answers(model, prompt, max_new=4, **penalty)
     assert given == [[0, 1, 0, 0], [1, 0, 0, 0]], "2.0 and 1.93 are still above all others"
     low = Fixed([-9.0, -9.0, -1.0, -1.05])
-    assert answers(low, prompt, max_new=2, eos=-2, temperature=0, repetition_penalty=1.5) == [[3, 2], [2, 3]]
+    assert answers(low, prompt, max_new=2, **penalty) == [[3, 2], [2, 3]]
 
 
 def test_no_eos_comes_before_min_new_tokens():
-    model = Fixed([1.0, 5.0, 2.0])
-    assert answers(model, prompts_of([3]), max_new=5, eos=1, temperature=0) == [[1]]
-    assert answers(model, prompts_of([3]), max_new=5, eos=1, temperature=0, min_new_tokens=2) == [[2, 2, 1]]
+    model, given = Fixed([1.0, 5.0, 2.0]), dict(max_new=5, eos=1, temperature=0)
+    assert answers(model, prompts_of([3]), **given) == [[1]]
+    assert answers(model, prompts_of([3]), min_new_tokens=2, **given) == [[2, 2, 1]]
 
 
 def test_a_stop_text_ends_an_answer_and_is_not_shown():
     model = Fixed([0.0, 0.0, 0.0, 0.0])
     given = answers(model, prompts_of([3]) * 40, max_new=12, eos=-2, stop=["bc", "dd"], seed=1)
-    tokenizer = SimpleNamespace(eos=-2, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    tokenizer = letters(eos=-2)
     assert {len(a) for a in given} > {2, 3, 4}
     for ids in given:
-        said, shown = tokenizer.decode(ids), generate_module.text(tokenizer, ids, ["bc", "dd"])
+        said, shown = tokenizer.decode(ids), generate.text(tokenizer, ids, ["bc", "dd"])
         assert said.startswith(shown) and "bc" not in shown and "dd" not in shown
         assert len(ids) == 12 or said[-2:] in ("bc", "dd") and shown == said[:-2]
 
 
 def test_the_program_answers_from_a_folder(tiny, capsys, monkeypatch):
-    argv = [
-        "generate.py",
-        "--model",
-        str(tiny),
-        "--prompt",
-        "Best best?",
-        "--temperature",
-        "0",
-        "--max_new_tokens",
-        "5",
-    ]
+    argv = ["generate.py", "--model", str(tiny), "--prompt", "Best best?"]
+    argv += ["--temperature", "0", "--max_new_tokens", "5"]
     monkeypatch.setattr("sys.argv", argv)
-    generate_module.main()
+    generate.main()
     one = capsys.readouterr().out
     monkeypatch.setattr("sys.argv", [*argv, "--prompt=Wick"])
-    generate_module.main()
+    generate.main()
     assert capsys.readouterr().out.startswith("Best best?" + one.strip("\n"))
     for bad in (["--model", "nowhere/at/all"], ["--temperature", "hot"], ["--prompt", "x " * 300]):
         monkeypatch.setattr("sys.argv", [*argv, *bad])
         with pytest.raises(BadInput):
-            generate_module.main()
+            generate.main()

@@ -1,34 +1,41 @@
-"""The objective: the loss by hand and against another implementation's recorded numbers, and its metrics."""
+"""The objective: its loss by hand and against another implementation's numbers; its metrics."""
 
+import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY
+from conftest import PARITY, assert_same, train
 from lightning.fabric import Fabric
 from safetensors.torch import load_file
 
 import kto
 import model
-import tell
-from data import Batch, Example, Micro
+from data import Batch
+from support.checkpoint import RunState
+from support.errors import Failed
+from support.examples import Example
+from support.metrics import auc
+from support.weights import gpt2_from_hf
+from train import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
 
 
-def example(prompt, completion, label, where="x:1"):
-    return Example(np.array(prompt, "int32"), (np.array(completion, "int32"),), label, (1.0, 0.0), where)
+def example(prompt, completion, label):
+    prompt, completion = (np.array(ids, "int32") for ids in (prompt, completion))
+    return Example(prompt, (completion,), label, where="x:1")
 
 
 def recorded_batch(batch, pairs: bool) -> Batch:
     """The recorded examples, each with the recorded mismatched pair."""
 
     def cut(i, name):
-        ids, mask, on = (
-            np.array(batch[f"{name}{field}"][i]) for field in ("input_ids", "attention_mask", "completion_mask")
-        )
+        fields = ("input_ids", "attention_mask", "completion_mask")
+        ids, mask, on = (np.array(batch[f"{name}{field}"][i]) for field in fields)
         return ids[(mask == 1) & (on == 0)], ids[on == 1]
 
     n = len(batch["label"])
@@ -38,20 +45,30 @@ def recorded_batch(batch, pairs: bool) -> Batch:
         partners = [(i - 1) % n for i in range(n)]
         for i, j in enumerate(partners):  # it rotates the other way round: (x1, yn), (x2, y1), ...
             prompt, completion = cut(i, "KL_")
-            assert (prompt == examples[i].prompt).all() and (completion == examples[j].completions[0]).all()
-    return Batch(examples, partners, torch.tensor([e.label for e in examples]), False)
+            assert (prompt == examples[i].prompt).all()
+            assert (completion == examples[j].completions[0]).all()
+    return Batch(examples, partners)
+
+
+def trainer_of(objective, policy=None, reference=None) -> Trainer:
+    """As much of one as a step on one device needs."""
+    trainer = object.__new__(Trainer)
+    trainer.fabric, trainer.objective = Fabric(accelerator="cpu", devices=1), objective
+    trainer.policy = policy and trainer.fabric.setup_module(policy)
+    trainer.reference, trainer.tokenizer, trainer.state = reference, None, RunState()
+    data = SimpleNamespace(score_prompt=False)
+    cut = dict(micro_batch_size=99, micro_batch_tokens=None, no_grad_tokens=None)
+    trainer.cfg = SimpleNamespace(data=data, **cut)
+    return trainer
 
 
 def score(objective, policy, reference, batch):
-    """One step's look and learn on one device, with the gradient left in the policy."""
-    fabric, micro = Fabric(accelerator="cpu", devices=1), Micro(list(range(len(batch.examples))), 1.0)
-    with torch.no_grad():
-        base = objective.look(fabric, policy, reference, batch, [micro])
-    rows = batch.rows(micro.slots)
-    loss_B, columns = objective.loss(policy(rows), rows.length_BK, batch, micro.slots, base)
-    loss_B.mean().backward()
-    columns = {k: v.detach().double() for k, v in (base.columns | columns).items()}
-    return base, columns, objective.report(columns, base)
+    """One step of both passes, with the gradient left in the policy. -> NoGrad, columns, metrics"""
+    trainer = trainer_of(objective, policy, reference)
+    columns, kl = trainer.forward_backward(batch)
+    no_grad = trainer.no_gradient_pass(batch, policy, objective)
+    assert no_grad.kl.z.item() == pytest.approx(kl.z.item(), abs=1e-5)
+    return no_grad, columns, objective.metrics(columns, kl)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,25 +77,25 @@ def test_it_matches_another_implementations_recorded_numbers(name):
     names = ("policy", "ref") if not case["swap_policy_and_ref"] else ("ref", "policy")
     policy, reference = (model.load(PARITY / n) for n in names)
     chosen = {k: v for k, v in case["settings"].items() if "weight" in k or k == "beta"}
-    args = kto.KTO(loss=case["settings"].get("loss_type", "kto"), **chosen)
+    args = kto.KTOSettings(loss=case["settings"].get("loss_type", "kto"), **chosen)
     recorded = case["batches"][0]
     pairs = args.loss == "kto"
     batch = recorded_batch(recorded["batch"], pairs)
-    base, columns, line = score(kto.kto_objective(args), policy, reference, batch)
+    no_grad, columns, row = score(kto.KTO(args), policy, reference, batch)
     exact, trl = recorded["fp64"], recorded["trl"]
     norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
     assert columns["logp"].tolist() == pytest.approx(exact["policy_logps"], abs=1e-4)
-    assert base.ref_logp_GK[:, 0].tolist() == pytest.approx(exact["ref_logps"], abs=1e-4)
+    assert no_grad.ref_logps[:, 0].tolist() == pytest.approx(exact["ref_logps"], abs=1e-4)
     assert (args.beta * columns["logratio"]).tolist() == pytest.approx(trl["rewards"], abs=1e-4)
-    assert line["loss"] == pytest.approx(exact["loss"], abs=1e-5)
+    assert row["loss"] == pytest.approx(exact["loss"], abs=1e-5)
     assert norm == pytest.approx(exact["grad_norm"], rel=1e-4)
     if pairs:
-        assert line["kl"] == pytest.approx(exact["kl"], abs=1e-4)
+        assert row["kl"] == pytest.approx(exact["kl"], abs=1e-4)
     if name == "default":
         assert exact["kl"] > 0, "else the clamp hides a wrong mean"
         state: dict = {}
-        model.gpt2_from_hf(None, state, load_file(PARITY / "kto_grads_default.safetensors"))
-        for n, p in policy.named().items():
+        gpt2_from_hf(None, state, load_file(PARITY / "kto_grads_default.safetensors"))
+        for n, p in policy.unique_parameters().items():
             torch.testing.assert_close(p.grad, state[n], atol=1e-6, rtol=1e-4)
 
 
@@ -91,7 +108,7 @@ def sigmoid(x):
 
 
 def test_the_loss_is_equation_8_by_hand():
-    args = kto.KTO(beta=0.5, desirable_weight=1.25, undesirable_weight=0.75)
+    args = kto.KTOSettings(beta=0.5, desirable_weight=1.25, undesirable_weight=0.75)
     z = torch.tensor(0.4, dtype=torch.float64)
     by_hand = [
         1.25 * (1 - sigmoid(0.5 * (3.0 - 0.4))),
@@ -103,30 +120,31 @@ def test_the_loss_is_equation_8_by_hand():
 
 
 def test_without_pairs_it_is_apo_zero_by_hand():
-    args = kto.KTO(loss="apo_zero_unpaired", beta=0.5, desirable_weight=1.25, undesirable_weight=0.75)
-    by_hand = [1.25 * (1 - sigmoid(1.5)), 1.25 * (1 - sigmoid(-1.0)), 0.75 * sigmoid(0.25), 0.75 * sigmoid(-0.5)]
-    assert kto.kto_loss(R, torch.tensor(0.0), GOOD, args).tolist() == pytest.approx(by_hand, rel=1e-12)
+    weights = dict(desirable_weight=1.25, undesirable_weight=0.75)
+    args, z = kto.KTOSettings(loss="apo_zero_unpaired", beta=0.5, **weights), torch.tensor(0.0)
+    by_hand = [1.25 * (1 - sigmoid(1.5)), 1.25 * (1 - sigmoid(-1.0))]
+    by_hand += [0.75 * sigmoid(0.25), 0.75 * sigmoid(-0.5)]
+    assert kto.kto_loss(R, z, GOOD, args).tolist() == pytest.approx(by_hand, rel=1e-12)
 
 
 class Table(torch.nn.Module):
-    """A stand-in for a model: the log-prob of a completion is looked up by its first token, times its length."""
+    """A stand-in for a model: a completion's log-prob is its first token's value x its length."""
 
     def __init__(self, values):
         super().__init__()
         self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
-    def forward(self, rows):
-        first = torch.cat([torch.tensor([True]), rows.segment_T[1:] != rows.segment_T[:-1]])
-        K = rows.length_BK.shape[1]
-        return self.values[rows.target_T[first]].view(-1, K) * rows.length_BK
+    def forward(self, packed, prompt_cache=None):
+        first = torch.cat([torch.tensor([True]), packed.segment_T[1:] != packed.segment_T[:-1]])
+        K = packed.length_BK.shape[1]
+        return self.values[packed.target_T[first]].view(-1, K) * packed.length_BK
 
 
-def tables(**kw):
-    """Four examples with completions of 1, 2, 3, 4 tokens that begin with tokens 0, 1, 2, 3; nothing symmetric."""
-    examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate([True, False, True, True])]
-    args = kto.KTO(beta=0.1, **kw)
-    objective = kto.kto_objective(args)
-    return objective, objective.batch(examples)
+def tables(labels=(True, False, True, True), **kw):
+    """Four examples; completion i is of i + 1 tokens i. Nothing symmetric."""
+    examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate(labels)]
+    objective = kto.KTO(kto.KTOSettings(beta=0.1, **kw))
+    return objective, trainer_of(objective).make_batch(examples, objective)
 
 
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
@@ -136,117 +154,167 @@ def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp(torch_state):
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
     assert batch.partners == [1, 2, 3, 0]
-    per_pair = [2 * -0.5, 3 * 0.1, 4 * 0.75, 1 * 0.5]  # length x (policy - ref) of the borrowed completion
+    per_pair = [2 * -0.5, 3 * 0.1, 4 * 0.75, 1 * 0.5]  # length x (policy - ref), of the borrowed
     by_hand = sum(per_pair) / 4
     assert by_hand > 0.1 and min(per_pair) < -0.1, "else clamping each one first would not show"
-    base, _, line = score(objective, Table(POLICY), Table(REF), batch)
-    assert base.z.item() == pytest.approx(by_hand, rel=1e-12)
-    assert (line["kl"], line["kl/clamped"], line["kl/pairs"]) == (pytest.approx(by_hand), 0.0, 4)
-    assert line["kl/stderr"] == pytest.approx(np.std(per_pair, ddof=1) / 2)
-    base, _, line = score(objective, Table(REF), Table(POLICY), batch)
-    assert (base.z.item(), line["kl"], line["kl/clamped"]) == (0.0, 0.0, 1.0)
+    no_grad, _, row = score(objective, Table(POLICY), Table(REF), batch)
+    assert no_grad.kl.z.item() == pytest.approx(by_hand, rel=1e-12)
+    assert (row["kl"], row["kl/clamped"], row["kl/pairs"]) == (pytest.approx(by_hand), 0.0, 4)
+    assert row["kl/stderr"] == pytest.approx(np.std(per_pair, ddof=1) / 2)
+    no_grad, _, row = score(objective, Table(REF), Table(POLICY), batch)
+    assert (no_grad.kl.z.item(), row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
 
 
 def test_an_example_without_partner_leaves_the_mean_and_is_counted(torch_state):
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
-    batch = batch._replace(partners=[2, -1, 3, -1])
-    base, _, line = score(objective, Table(POLICY), Table(REF), batch)
-    assert base.z.item() == pytest.approx((3 * 0.1 + 4 * 0.75) / 2) and line["kl/pairs"] == 2
-    base, _, line = score(objective, Table(POLICY), Table(REF), batch._replace(partners=[-1] * 4))
-    assert base.z.item() == 0 and line["kl/pairs"] == 0
+    some, none = (dataclasses.replace(batch, partners=p) for p in ([2, -1, 3, -1], [-1] * 4))
+    no_grad, _, row = score(objective, Table(POLICY), Table(REF), some)
+    assert no_grad.kl.z.item() == pytest.approx((3 * 0.1 + 4 * 0.75) / 2) and row["kl/pairs"] == 2
+    no_grad, _, row = score(objective, Table(POLICY), Table(REF), none)
+    assert no_grad.kl.z.item() == 0 and row["kl/pairs"] == 0
 
 
 def test_average_logps_divides_r_and_z_by_the_scored_tokens(torch_state):
     torch.set_default_dtype(torch.float64)
     objective, batch = tables(average_logps=True)
-    base, columns, _ = score(objective, Table(POLICY), Table(REF), batch)
-    assert base.z.item() == pytest.approx((-0.5 + 0.1 + 0.75 + 0.5) / 4)
+    no_grad, columns, _ = score(objective, Table(POLICY), Table(REF), batch)
+    assert no_grad.kl.z.item() == pytest.approx((-0.5 + 0.1 + 0.75 + 0.5) / 4)
     assert columns["logratio"].tolist() == pytest.approx([0.5, -0.5, 0.1, 0.75])
 
 
 @pytest.mark.parametrize("average", [None, False, True])
 @pytest.mark.parametrize("sft_average", [None, False, True])
-def test_the_sft_term_is_a_mean_over_the_desirable_without_class_weights(average, sft_average, torch_state):
+def test_the_sft_term_is_a_mean_over_the_desirable_without_class_weights(
+    average, sft_average, torch_state
+):
     torch.set_default_dtype(torch.float64)
     average = bool(average)
-    kw = dict(average_logps=average, sft_average_logps=sft_average, sft_loss_weight=0.7, preference_loss_weight=0.3)
-    objective, batch = tables(**kw, desirable_weight=3.0, undesirable_weight=2.0)
-    policy = Table(POLICY)
-    _, columns, line = score(objective, policy, Table(REF), batch)
+    kw = dict(average_logps=average, sft_average_logps=sft_average, sft_loss_weight=0.7)
+    kw |= dict(preference_loss_weight=0.3, desirable_weight=3.0, undesirable_weight=2.0)
+    objective, batch = tables(**kw)
+    _, columns, row = score(objective, Table(POLICY), Table(REF), batch)
     divide = average if sft_average is None else sft_average
-    nll = [1.0, 3.0 * (1 if divide else 3), 0.5 * (1 if divide else 4)]  # the three desirable ones
-    assert line["sft_loss"] == pytest.approx(sum(nll) / 3)
-    assert line["loss"] == pytest.approx(0.3 * line["preference_loss"] + 0.7 * sum(nll) / 3)
+    nll = [1.0, 3.0 * (1 if divide else 3), 0.5 * (1 if divide else 4)]  # the desirable ones
+    assert row["sft_loss"] == pytest.approx(sum(nll) / 3)
+    assert row["loss"] == pytest.approx(0.3 * row["preference_loss"] + 0.7 * sum(nll) / 3)
     assert columns["sft_loss"][1] == 0, "an undesirable completion is no demonstration"
+
+
+def test_a_records_weight_multiplies_its_preference_loss_but_neither_z_nor_the_sft_term(
+    torch_state,
+):
+    torch.set_default_dtype(torch.float64)
+    objective, batch = tables(preference_loss_weight=0.3, sft_loss_weight=0.7)
+    weights = [2.0, 0.25, 0.0, 3.0]
+    weighted = [e._replace(weight=w) for e, w in zip(batch.examples, weights)]
+    weighted = dataclasses.replace(batch, examples=weighted)
+    policy = Table(POLICY)
+    no_grad, columns, _ = score(objective, policy, Table(REF), weighted)
+    z = (2 * -0.5 + 3 * 0.1 + 4 * 0.75 + 1 * 0.5) / 4
+    assert no_grad.kl.z.item() == pytest.approx(z)
+    rs, signs, sft = [0.5, -1.0, 0.3, 3.0], [1, -1, 1, 1], [4 / 3 * x for x in (1.0, 0, 9.0, 2.0)]
+    by_hand = [w * (1 - sigmoid(0.1 * s * (r - z))) for w, s, r in zip(weights, signs, rs)]
+    assert columns["preference_loss"].tolist() == pytest.approx(by_hand)
+    assert columns["sft_loss"].tolist() == pytest.approx(sft)
+    total = [0.3 * x + 0.7 * y for x, y in zip(by_hand, sft)]
+    assert columns["loss"].tolist() == pytest.approx(total)
+    assert policy.values.grad[2].item() == pytest.approx(-0.7 * 3 / 3), "the SFT term's alone"
+
+
+@pytest.mark.parametrize("up, down", [(1.0, 0.0), (2.0, 0.5)])
+def test_weights_of_records_by_class_train_and_validate_as_the_class_weights(
+    up, down, tiny, ratings, tmp_path
+):
+    records = []
+    for r in map(json.loads, ratings.read_text().splitlines()):
+        both = ("chosen", True), ("rejected", False)
+        for k, label in both if "chosen" in r else [("completion", r["label"])]:
+            records.append({"prompt": r["prompt"], "completion": r[k], "label": label})
+    settings = (f"--kto.desirable_weight={up}", f"--kto.undesirable_weight={down}")
+    weighted = [r | {"weight": up if r["label"] else down} for r in records]
+    runs, val = [], set()
+    for name, some, argv in (("settings", records, settings), ("records", weighted, ())):
+        file, out = tmp_path / f"{name}.jsonl", tmp_path / name
+        file.write_text("".join(json.dumps(r) + "\n" for r in some))
+        argv = (f"--data.val={file}", "--batch_size=8", "--epochs=2", "--optim.lr=1e-3", *argv)
+        runs.append(train(tiny, file, out, "--kto.sft_loss_weight=0.1", *argv))
+        val.add((out / "val.csv").read_text())
+    assert_same(*runs)
+    assert len(val) == 1
 
 
 def test_the_sft_term_is_zero_when_nothing_is_desirable(torch_state):
     torch.set_default_dtype(torch.float64)
-    objective, batch = tables(sft_loss_weight=1.0)
-    batch = batch._replace(desirable_G=torch.zeros(4, dtype=torch.bool))
-    _, _, line = score(objective, Table(POLICY), Table(REF), batch)
-    assert line["sft_loss"] == 0 and math.isfinite(line["loss"])
-    assert line["rewards/chosen"] is None and line["auc"] is None
+    objective, batch = tables([False] * 4, sft_loss_weight=1.0)
+    _, _, row = score(objective, Table(POLICY), Table(REF), batch)
+    assert row["sft_loss"] == 0 and math.isfinite(row["loss"])
+    assert row["rewards/chosen"] is None and row["auc"] is None
 
 
 def test_z_and_the_reference_get_no_gradient(torch_state):
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
     policy, reference = Table(POLICY), Table(REF)
-    _, columns, _ = score(objective, policy, reference, batch)
+    score(objective, policy, reference, batch)
     assert reference.values.grad is None
     z = (2 * -0.5 + 3 * 0.1 + 4 * 0.75 + 1 * 0.5) / 4
     for i, (r, length, good) in enumerate(zip([0.5, -1.0, 0.3, 3.0], [1, 2, 3, 4], [1, -1, 1, 1])):
         s = sigmoid(0.1 * good * (r - z))
-        assert policy.values.grad[i].item() == pytest.approx(-0.1 * good * s * (1 - s) * length / 4, rel=1e-9)
+        by_hand = -0.1 * good * s * (1 - s) * length / 4
+        assert policy.values.grad[i].item() == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_the_metrics_are_those_of_the_field(torch_state):
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
-    _, _, line = score(objective, Table(POLICY), Table(REF), batch)
-    r, z = [0.5, -1.0, 0.3, 3.0], line["kl"]
-    assert line["rewards/chosen"] == pytest.approx(0.1 * (0.5 + 0.3 + 3.0) / 3)
-    assert line["rewards/rejected"] == pytest.approx(-0.1)
-    assert line["rewards/margins"] == pytest.approx(line["rewards/chosen"] - line["rewards/rejected"])
-    assert line["rewards/mean"] == pytest.approx(0.1 * sum(r) / 4)
-    assert line["rewards/std"] == pytest.approx(0.1 * np.std(r, ddof=1))
-    assert line["logps/chosen"] == pytest.approx((-1 - 9 - 2) / 3) and line["logps/rejected"] == pytest.approx(-5)
-    assert line["accuracy"] == 1.0 and 0.3 < z < 3.0
-    assert line["accuracy/about_z"] == pytest.approx(2 / 4), "0.5 and 0.3 are below z, -1 is too, 3 is above"
+    _, _, row = score(objective, Table(POLICY), Table(REF), batch)
+    r, z = [0.5, -1.0, 0.3, 3.0], row["kl"]
+    chosen, rejected = row["rewards/chosen"], row["rewards/rejected"]
+    assert chosen == pytest.approx(0.1 * (0.5 + 0.3 + 3.0) / 3) and rejected == pytest.approx(-0.1)
+    assert row["rewards/margins"] == pytest.approx(chosen - rejected)
+    assert row["rewards/mean"] == pytest.approx(0.1 * sum(r) / 4)
+    assert row["rewards/std"] == pytest.approx(0.1 * np.std(r, ddof=1))
+    assert row["logps/chosen"] == pytest.approx((-1 - 9 - 2) / 3)
+    assert row["logps/rejected"] == pytest.approx(-5)
+    assert row["accuracy"] == 1.0 and 0.3 < z < 3.0
+    about_z = "0.5 and 0.3 are below z, -1 is too, 3 is above"
+    assert row["accuracy/about_z"] == pytest.approx(2 / 4), about_z
 
 
 def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one():
     high, low = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0])
-    assert tell.auc(high, low) == pytest.approx((1 + 1.5 + 2) / 6)
-    assert tell.auc(low, high) == pytest.approx(1.5 / 6)
+    assert auc(high, low) == pytest.approx((1 + 1.5 + 2) / 6)
+    assert auc(low, high) == pytest.approx(1.5 / 6)
 
 
 def test_one_class_only_is_right_and_finite(torch_state):
     torch.set_default_dtype(torch.float64)
     for label in (True, False):
-        objective, batch = tables()
-        batch = batch._replace(desirable_G=torch.full((4,), label))
-        base, columns, line = score(objective, Table(POLICY), Table(REF), batch)
-        sign = 1 if label else -1
-        by_hand = [1 - sigmoid(0.1 * sign * (r - base.z.item())) for r in (0.5, -1.0, 0.3, 3.0)]
-        assert line["loss"] == pytest.approx(sum(by_hand) / 4)
+        objective, batch = tables([label] * 4)
+        no_grad, _, row = score(objective, Table(POLICY), Table(REF), batch)
+        sign, z = 1 if label else -1, no_grad.kl.z.item()
+        by_hand = [1 - sigmoid(0.1 * sign * (r - z)) for r in (0.5, -1.0, 0.3, 3.0)]
+        assert row["loss"] == pytest.approx(sum(by_hand) / 4)
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_where_policy_and_reference_agree_the_loss_is_half_the_mean_weight(loss, torch_state):
     torch.set_default_dtype(torch.float64)
     objective, batch = tables(loss=loss, desirable_weight=1.5, undesirable_weight=0.5)
-    assert objective.at_start(batch) == (3 * 1.5 + 0.5) / 4 / 2
-    base, _, line = score(objective, Table(POLICY), Table(POLICY), batch)
-    assert base.z == 0 and line["preference_loss"] == pytest.approx(objective.at_start(batch))
+    no_grad, _, row = score(objective, Table(POLICY), Table(POLICY), batch)
+    assert no_grad.kl.z == 0
+    assert row["preference_loss"] == pytest.approx((3 * 1.5 + 0.5) / 4 / 2)
 
 
 def test_the_check_at_start_refuses_another_reference(tiny):
-    policy, other = model.load(tiny), model.load(PARITY / "ref")
     examples = [example([5, 6, 7], [i, 9, 0], i % 2 == 0) for i in range(4)]
-    fabric, objective = Fabric(accelerator="cpu", devices=1), kto.kto_objective(kto.KTO())
-    kto.check_start(fabric, policy, model.load(tiny), objective, examples)
-    with pytest.raises(kto.Failed, match="not the model we start from"):
-        kto.check_start(fabric, policy, other, objective, examples)
+    objective = kto.KTO(kto.KTOSettings())
+    for reference, same in ((model.load(tiny), True), (model.load(PARITY / "ref"), False)):
+        trainer = trainer_of(objective, model.load(tiny), reference)
+        batch = trainer.make_batch(examples, objective)
+        if same:
+            trainer.check_start(batch)
+            continue
+        with pytest.raises(Failed, match="not the model we start from"):
+            trainer.check_start(batch)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +10,15 @@ from torch import nn
 
 import kto
 import model
-from data import Data
-from optim import Plan, clip, lr_at, make_optimizer, make_plan, steps_of
-from settings import Optim
+from support.optim import Plan, clip, iteration_plans, lr_at, make_optimizer, make_plan, steps_of
+from support.settings import Data, Lora, Optim
 
 
 def run_settings(**kw) -> kto.Settings:
     return kto.Settings(model="m", data=Data(train="t"), **kw)
 
 
-# ---- steps ----------------------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
@@ -50,40 +48,57 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
         ({"epochs": 2, "limit_train": 4, "max_steps": 5}, 4, 5),
     ],
 )
-def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_remainder_is_left_out(settings, per_epoch, total):
+def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_out(
+    settings, per_epoch, total
+):
     plan = make_plan(run_settings(batch_size=8, **settings), n=87)  # 10 batches and 7 examples
     assert (plan.per_epoch, plan.total) == (per_epoch, total)
     assert isinstance(plan.total, int), "range() takes it"
 
 
 def test_intervals_are_fractions_of_the_epoch_as_limited():
-    plan = make_plan(run_settings(batch_size=8, limit_train=6, val_interval=0.5, save_interval=5), n=87)
-    assert (plan.val, plan.save) == (3, 5)
+    asked = dict(limit_train=6, val_interval=0.5, save_interval=5)
+    assert make_plan(run_settings(batch_size=8, **asked), n=87)[2:4] == (3, 5)
     assert make_plan(run_settings(batch_size=8), n=87)[2:4] == (10, 10), "once an epoch by default"
     assert make_plan(run_settings(val_interval=None, save_interval=None), n=87)[2:4] == (None, None)
 
 
-# ---- the learning rate ----------------------------------------------------------------------------------------------
+def test_iterations_lie_end_to_end_under_one_schedule():
+    twice = run_settings(batch_size=8, epochs=2)
+    plans = iteration_plans(twice, [87, 87, 40])
+    assert [(p.begin, p.end) for p in plans] == [(0, 20), (20, 40), (40, 50)]
+    assert [p.per_epoch for p in plans] == [p.val for p in plans] == [10, 10, 5]
+    assert {p.total for p in plans} == {50}
+    assert iteration_plans(twice, [87]) == [make_plan(twice, 87)]
+    plans = iteration_plans(run_settings(batch_size=8, max_steps=12), [87, 87, 87])
+    assert [(p.end, p.total) for p in plans] == [(10, 12), (12, 12)], "max_steps counts all of them"
+
+
+# ---- the learning rate ---------------------------------------------------------------------------
 
 
 def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
-    return [lr_at(step, Plan(per_epoch, total, None, None), Optim(**optim)) for step in range(1, total + 1)]
+    plan, o = Plan(per_epoch, total, None, None), Optim(**optim)
+    return [lr_at(step, plan, o) for step in range(1, total + 1)]
 
 
 def test_the_warmup_is_a_straight_line_to_the_peak():
-    assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]
+    assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
     assert rates(3, lr=2.0, warmup=4) == [0.5, 1.0, 1.5], "a run may end in its warmup"
 
 
 def test_linear_goes_from_the_peak_to_min_lr():
-    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]  # 2 up, 2 flat, then 0.9 down in 6
-    assert rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="linear") == pytest.approx(expected)
+    # 2 up, 2 flat, then 0.9 down in 6
+    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]
+    given = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="linear")
+    assert given == pytest.approx(expected)
 
 
 def test_cosine_goes_from_the_peak_to_min_lr():
     # 0.1 + 0.9 (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
     expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.9397114317, 0.775, 0.55, 0.325, 0.1602885683]
-    assert rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="cosine") == pytest.approx(expected)
+    given = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="cosine")
+    assert given == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -98,10 +113,10 @@ def test_the_constant_schedule_stays_and_needs_no_min_lr():
 
 
 def test_warmup_and_constant_may_be_fractions_of_an_epoch():
-    steps = rates(20, per_epoch=10, lr=1.0, warmup=4, constant=3, schedule="linear")
-    assert rates(20, per_epoch=10, lr=1.0, warmup=0.4, constant=0.3, schedule="linear") == steps
-    assert rates(20, per_epoch=10, lr=1.0, warmup=1.0, schedule="linear")[9:11] == [1.0, 1.0]
-    assert rates(20, per_epoch=10, lr=1.0, warmup=1, schedule="linear")[:2] == [1.0, 1.0], "1 is a step, 1.0 an epoch"
+    linear = dict(total=20, lr=1.0, schedule="linear")
+    assert rates(**linear, warmup=0.4, constant=0.3) == rates(**linear, warmup=4, constant=3)
+    assert rates(**linear, warmup=1.0)[9:11] == [1.0, 1.0]
+    assert rates(**linear, warmup=1)[:2] == [1.0, 1.0], "1 is a step, 1.0 an epoch"
     assert rates(4, lr=1.0, warmup=0.0, constant=0.0, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
 
 
@@ -115,29 +130,28 @@ def test_a_rate_of_0_is_0_throughout():
         assert rates(5, lr=0.0, warmup=2, schedule=schedule) == [0.0] * 5
 
 
-# ---- AdamW ----------------------------------------------------------------------------------------------------------
+# ---- AdamW ---------------------------------------------------------------------------------------
 
 
-def decayed(policy, **optim) -> dict[str, bool]:
+def decayed(module) -> dict[str, bool]:
     """Name -> whether a step with a gradient of 0 shrinks it, and by as much as it should."""
-    s = run_settings(optim=Optim(lr=0.5, weight_decay=0.25, **optim))
-    for p in policy.module.parameters():
+    for p in module.parameters():
         p.data.fill_(1.0)
         p.grad = torch.zeros_like(p)
-    make_optimizer(s, policy).step()
-    named = {n: p for n, p in policy.module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    make_optimizer(Optim(lr=0.5, weight_decay=0.25), module).step()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    named = {n: p for n, p in named.items() if p.requires_grad}
     for name, p in named.items():
         assert p.unique().tolist() in ([1.0], [0.875]), name  # 1 - 0.5 * 0.25
     return {name: p.flatten()[0].item() < 1 for name, p in named.items()}
 
 
 def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(tiny):
-    fate = decayed(SimpleNamespace(module=model.load(tiny)))
+    fate = decayed(model.load(tiny))
     assert fate["transformer.h.0.attn.qkv.weight"] and fate["transformer.h.1.mlp.proj.weight"]
     kept = [n for n, shrinks in fate.items() if not shrinks]
-    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "lm_head.weight"} <= set(
-        kept
-    )
+    names = ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head")
+    assert {f"{name}.weight" for name in names} <= set(kept)
     skipped = re.compile("bias|norm|ln_f|wte|wpe|lm_head")  # this model's head is its embedding
     assert [n for n in fate if skipped.search(n)] == kept
     assert sum(fate.values()) == 8, "four matrices in each of two layers"
@@ -145,31 +159,29 @@ def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(
 
 def test_a_head_of_its_own_decays_and_a_tied_one_does_not():
     def build(tie):
-        parts = nn.ModuleDict({"wte": nn.Embedding(8, 4), "ln": nn.LayerNorm(4), "head": nn.Linear(4, 8)})
+        wte, head = nn.Embedding(8, 4), nn.Linear(4, 8)
         if tie:
-            parts["head"].weight = parts["wte"].weight
-        return SimpleNamespace(module=parts)
+            head.weight = wte.weight
+        return nn.ModuleDict({"wte": wte, "ln": nn.LayerNorm(4), "head": head})
 
     assert [name for name, shrinks in decayed(build(False)).items() if shrinks] == ["head.weight"]
     assert not any(decayed(build(True)).values())
 
 
 def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
-    policy = SimpleNamespace(module=model.load(tiny, model.Lora(rank=2)))
+    policy = model.load(tiny, Lora(rank=2))
     fate = decayed(policy)
     assert fate and all("lora_" in name for name in fate) and all(fate.values())
-    optimizer = make_optimizer(run_settings(), policy)
-    assert len(optimizer.param_groups) == 1, "no empty group"
+    assert len(make_optimizer(Optim(), policy).param_groups) == 1, "no empty group"
 
 
 def test_the_optimizer_is_built_as_told():
-    policy = SimpleNamespace(module=nn.Linear(4, 4))
     o = Optim(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
-    optimizer = make_optimizer(run_settings(optim=o), policy)
+    optimizer = make_optimizer(o, nn.Linear(4, 4))
     assert isinstance(optimizer, torch.optim.AdamW)
-    matrix, bias = optimizer.param_groups
-    assert (matrix["lr"], matrix["betas"], matrix["eps"], matrix["weight_decay"]) == (0.1, (0.8, 0.95), 1e-6, 0.3)
-    assert (bias["lr"], bias["betas"], bias["eps"], bias["weight_decay"]) == (0.1, (0.8, 0.95), 1e-6, 0.0)
+    for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
+        told = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
+        assert {name: group[name] for name in told} == told
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -179,9 +191,9 @@ def test_adamw8bit_trains_on_a_cpu_with_states_in_8_bits():
     except Exception as e:
         pytest.skip(f"bitsandbytes does not import: {e}")
     torch.manual_seed(0)
-    layer, x = nn.Linear(96, 64), torch.randn(32, 96)  # bitsandbytes keeps states of less than 4096 values whole
-    s = run_settings(optim=Optim(name="adamw8bit", lr=0.01, weight_decay=0.1))
-    optimizer = make_optimizer(s, SimpleNamespace(module=layer))
+    # bitsandbytes keeps states of less than 4096 values whole
+    layer, x = nn.Linear(96, 64), torch.randn(32, 96)
+    optimizer = make_optimizer(Optim(name="adamw8bit", lr=0.01, weight_decay=0.1), layer)
     assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     losses = []
@@ -195,12 +207,13 @@ def test_adamw8bit_trains_on_a_cpu_with_states_in_8_bits():
     assert optimizer.state[layer.weight]["state1"].dtype == torch.uint8
 
 
-# ---- clipping -------------------------------------------------------------------------------------------------------
+# ---- clipping ------------------------------------------------------------------------------------
 
 
 def clipped(gradient: list[float], max_norm: float) -> tuple[float, list[float]]:
     fabric = Fabric(accelerator="cpu", devices=1)
-    policy, optimizer = fabric.setup(layer := nn.Linear(2, 1, bias=False), torch.optim.SGD(layer.parameters(), 0.1))
+    layer = nn.Linear(2, 1, bias=False)
+    policy, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), 0.1))
     layer.weight.grad = torch.tensor([gradient])
     return clip(fabric, policy, optimizer, max_norm), layer.weight.grad[0].tolist()
 

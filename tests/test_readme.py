@@ -1,77 +1,145 @@
-"""The README's commands and every config work as written, for a few steps and with a tiny model where one is named."""
+"""The README's commands, in the order in which they stand, and every config work as written: for
+a few steps, and with a tiny model where a Hub id is named."""
 
 import re
 import shlex
+import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
-import dpo
-import kto
-import spin
-
-ROOT = Path(kto.__file__).parent
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 COMMANDS = [
     shlex.split(line.split("#")[0])
-    for line in "".join(BLOCKS).splitlines()
-    if re.search(r"\b(kto|dpo|spin)\.py", line) and "--help" not in line and "--print_config" not in line
+    for block in re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
+    for line in block.splitlines()
+    if re.search(r"\w\.py\b", line)
 ]
+TRAINING = ("kto.py", "dpo.py", "spin.py", "online.py")
 
 
-def few_steps(argv: list[str], tiny: Path, ratings: Path, tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A clone by links, in which all commands run one after the other."""
+    folder = tmp_path_factory.mktemp("clone")
+    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("support", "config", "demo"))]:
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
     """The same command on stand-ins: what a Hub id or a placeholder names becomes the tiny model and its ratings."""
-    if "--resume" in argv:
-        run = tmp_path / "out"
-        kto.main(["--max_steps=2", f"--out_dir={run}", "--eval.prompts=4"])
-        return [a.replace("out/run", str(run)) for a in argv]
-    small = [
-        "--max_steps=2",
-        f"--out_dir={tmp_path / 'run'}",
-        "--batch_size=4",
-        "--eval.prompts=4",
-        "--precision=32-true",
-    ]
+    small = ["--max_steps=2", "--eval.prompts=4", "--precision=32-true"]
+    if (
+        "--resume" in argv
+    ):  # which may change neither model nor data, and finds the settings in its folder
+        return argv
     if "--config" in argv:
-        small += [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}", "--keep_best=null"]
-        small += ["--data.max_prompt=64", "--data.max_completion=64"]
+        small += [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
+        small += [
+            "--data.max_prompt=64",
+            "--data.max_completion=64",
+            "--batch_size=4",
+            "--keep_best=null",
+        ]
     keep, skip = [], False
     for a in argv:  # launching eight processes is not for here: the strategies have their own tests
-        if skip or a in ("--devices", "--strategy", "--model", "--data.train"):
+        if skip or a in ("--devices", "--strategy", "--model"):
             skip = not skip
         else:
             keep.append(a)
-    return [*keep, *([f"--data.train={ratings}"] if "--data.train" in argv else []), *small]
+    return [*[str(ratings) if a == "ratings.jsonl" else a for a in keep], *small]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_command_of_the_readme_runs(command, tiny, ratings, tmp_path, monkeypatch, torch_state, capsys):
-    monkeypatch.chdir(ROOT)
+def test_a_command_of_the_readme_runs(
+    command, clone, tiny, ratings, monkeypatch, torch_state, capsys
+):
+    monkeypatch.chdir(clone)
     at = [c.endswith(".py") for c in command].index(True)
-    program = {"kto.py": kto, "dpo.py": dpo, "spin.py": spin}[command[at]]
-    program.main(few_steps(command[at + 1 :], tiny, ratings, tmp_path))
+    program, argv = command[at], command[at + 1 :]
+    if program in TRAINING and not {"--help", "--print_config"} & set(argv):
+        argv = few_steps(argv, tiny, ratings)
+    if program == "sweep.py":
+        argv += ["--max_steps", "1", "--eval.prompts", "2", "--eval.samples", "0"]
+        argv = [a.replace("1,2", "1").replace("0.1,0.3", "0.1,0.3") for a in argv]
+    monkeypatch.setattr(sys, "argv", [program, *argv])
+    main = import_module(program.removesuffix(".py")).main
+    try:
+        main()
+    except SystemExit as e:
+        assert not e.code
     said = capsys.readouterr().out
-    assert "exported to" in said
+    expected = {"report.py": "report.html", "sweep.py": "report.html", "generate.py": ""}
+    expected |= {"--help": "--kto.beta", "--print_config": "beta: 0.1"}
+    keys = [x for x in (program, *argv) if x in expected]
+    assert (expected[keys[-1]] if keys else "exported to") in said
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_config_trains_two_steps(config, tiny, ratings, pairs, tmp_path, monkeypatch, torch_state):
+def test_every_config_trains_two_steps(
+    config, tiny, ratings, pairs, tmp_path, monkeypatch, torch_state
+):
+    kinds = {"dpo": pairs, "spin": ratings.parent / "demos.jsonl", "online": ratings}
+    program = next((name for name in kinds if name in config.name), "kto")
+    if program == "spin":
+        kinds["spin"].write_text('{"prompt": "Best best?", "completion": " best."}\n' * 6)
+    argv = few_steps(["--config", str(config)], tiny, kinds.get(program, ratings))
     monkeypatch.chdir(ROOT)
-    program, data = (dpo, pairs) if "dpo" in config.name else (kto, ratings)
-    if "spin" in config.name:
-        program, data = spin, ratings.parent / "demos.jsonl"
-        data.write_text('{"prompt": "Best best?", "completion": " best."}\n' * 6)
-    program.main(few_steps(["--config", str(config)], tiny, data, tmp_path))
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv, f"--out_dir={tmp_path / 'run'}"])
+    import_module(program).main()
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 3
 
 
-def test_a_hub_id_without_a_network_is_one_line_that_says_what_to_do(tmp_path, monkeypatch):
-    import subprocess
+def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
+    """Its code as it stands, with a stand-in for vLLM that answers by transformers."""
+    import transformers
 
-    env = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    asked = []
+
+    class LLM:
+        def __init__(self, folder: str):
+            self.policy = transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+        def generate(self, prompts, params):
+            asked.append(params)
+            for p in prompts:
+                ids = torch.tensor([p["prompt_token_ids"]])
+                told = self.policy.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                                            max_new_tokens=params.max_tokens, pad_token_id=0)  # fmt: skip
+                tokens = told[0, ids.shape[1] :].tolist()
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+
+    vllm = ModuleType("vllm")
+    vllm.LLM, vllm.SamplingParams = LLM, lambda **kw: SimpleNamespace(**kw)
+    argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=4", "--online.max_iterations=1",
+            "--online.max_new_tokens=4", f"--out_dir={tmp_path / 'run'}", "--progress=false"]  # fmt: skip
+    with (
+        mock.patch.dict(sys.modules, vllm=vllm),
+        mock.patch.object(sys, "argv", ["online.py", *argv]),
+    ):
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    assert asked and asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()
+
+
+def test_a_hub_id_without_a_network_is_one_line_that_says_what_to_do(tmp_path):
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+    }
     command = [sys.executable, "kto.py", "--config", "config/gpt2.yaml"]
-    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
     assert process.returncode == 2
     lines = process.stderr.strip().splitlines()
     assert len(lines) == 1 and "openai-community/gpt2" in lines[0] and "folder" in lines[0]

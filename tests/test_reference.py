@@ -1,4 +1,4 @@
-"""The reference's memory: what is read back is what the reference said, and the reference is not needed again."""
+"""The reference's cache: what is read back is what the reference said, which is then not needed."""
 
 import gc
 import shutil
@@ -8,15 +8,18 @@ import pytest
 import torch
 from conftest import assert_same, numbers, ranks, train
 
-import kto
 import model
 import spin
-from data import BadInput, pack
+from data import pack
+from support.errors import BadInput
+from support.weights import export
+from train import Trainer
 
 pytestmark = pytest.mark.usefixtures("torch_state")  # 64-true changes torch's default
 
-COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5", "--precision=64-true",
-          "--save_interval=null", "--micro_batch_size=3")  # fmt: skip
+COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
+          "--precision=64-true", "--save_interval=null", "--micro_batch_size=3")  # fmt: skip
+SINGLE = [a if "64-true" not in a else "--precision=32-true" for a in COMMON]
 
 
 def close(a: dict, b: dict) -> None:
@@ -27,16 +30,18 @@ def close(a: dict, b: dict) -> None:
 
 @pytest.mark.parametrize("lora", [(), ("--lora.rank=2",)])
 @pytest.mark.parametrize("program", ["kto", "dpo"])
-def test_a_run_on_remembered_log_probs_is_the_run_on_the_reference_itself(
+def test_a_run_on_cached_log_probs_is_the_run_on_the_reference_itself(
     program, lora, tiny, ratings, pairs, tmp_path
 ):
     data = {"kto": ratings, "dpo": pairs}[program]
     common = [a for a in COMMON if program == "kto" or not a.startswith("--kto")] + list(lora)
     common += [f"--data.val={data}", "--eval.samples=0"]
     asked = train(tiny, data, tmp_path / "a", *common, program=program)
-    cached = train(tiny, data, tmp_path / "b", *common, f"--reference_cache={tmp_path / 'cache'}", program=program)
+    common.append(f"--reference_cache={tmp_path / 'cache'}")
+    cached = train(tiny, data, tmp_path / "b", *common, program=program)
     close(cached, asked)
-    flops = [run["rows"][-1]["tflops/s"] * run["rows"][-1]["seconds"] for run in (cached, asked)]
+    rows = [run["rows"][-1] for run in (cached, asked)]
+    flops = [row["tflops/s"] * row["seconds"] for row in rows]
     assert 0.55 < flops[0] / flops[1] < 0.8, "the reference's part is no longer useful work"
 
 
@@ -52,52 +57,68 @@ def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings
 
 
 def test_the_reference_is_gone_before_the_first_step(tiny, ratings, tmp_path, monkeypatch):
-    alive, real = [], kto.train
+    alive, real = [], Trainer.forward_backward
 
-    def counted(*args):
+    def counted(self, batch):
         gc.collect()
         alive.append(sum(type(x) is model.GPT for x in gc.get_objects()))
-        return real(*args)
+        return real(self, batch)
 
-    monkeypatch.setattr(kto, "train", counted)
-    train(tiny, ratings, tmp_path / "a", *COMMON)
-    train(tiny, ratings, tmp_path / "b", *COMMON, f"--reference_cache={tmp_path / 'cache'}")
+    monkeypatch.setattr(Trainer, "forward_backward", counted)
+    argv = (*COMMON, "--max_steps=1")
+    train(tiny, ratings, tmp_path / "a", *argv)
+    train(tiny, ratings, tmp_path / "b", *argv, f"--reference_cache={tmp_path / 'cache'}")
     assert alive[1] == alive[0] - 1
 
 
-@pytest.mark.parametrize("precision, dtype", [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
-def test_a_copy_that_computes_in_bfloat16_is_held_in_bfloat16(precision, dtype, tiny, ratings, tmp_path, monkeypatch):
-    held, real = [], kto.check_start
-    monkeypatch.setattr(kto, "check_start", lambda *args: held.append(args[2].frozen) or real(*args))
-    train(tiny, ratings, tmp_path, "--batch_size=7", "--max_steps=1", f"--precision={precision}")
+@pytest.mark.parametrize(
+    "precision, dtype", [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)]
+)
+def test_a_copy_that_computes_in_bfloat16_is_held_in_bfloat16(
+    precision, dtype, tiny, ratings, tmp_path, monkeypatch
+):
+    held, real = [], Trainer.check_start
+
+    def check_start(self, batch):
+        held.append(self.reference.frozen)
+        return real(self, batch)
+
+    monkeypatch.setattr(Trainer, "check_start", check_start)
+    argv = ("--batch_size=7", "--max_steps=1", f"--precision={precision}")
+    train(tiny, ratings, tmp_path, *argv)
     assert {p.dtype for p in held[0].transformer.h.parameters() if p.ndim > 1} == {dtype}
 
 
-@pytest.mark.parametrize("change", ["--precision=bf16-mixed", "--data.score_prompt=true", "weights"])
-def test_other_weights_precision_or_scoring_are_not_answered_from_the_cache(change, tiny, ratings, tmp_path, capsys):
-    cache = f"--reference_cache={tmp_path / 'cache'}"
-    common = [a if "64-true" not in a else "--precision=32-true" for a in COMMON]
-    train(tiny, ratings, tmp_path / "a", *common, cache)
+@pytest.mark.parametrize(
+    "change", ["--precision=bf16-mixed", "--data.score_prompt=true", "weights"]
+)
+def test_other_weights_precision_or_scoring_are_not_answered_from_the_cache(
+    change, tiny, ratings, tmp_path, capsys
+):
+    argv = [*SINGLE, f"--reference_cache={tmp_path / 'cache'}"]
+    train(tiny, ratings, tmp_path / "a", *argv)
     n = int(capsys.readouterr().out.split("reference: ")[1].split()[0].replace(",", ""))
     source = tiny
     if change == "weights":
         gpt = model.load(tiny)
         gpt.transformer.ln_f.weight.data[0] += 1e-3
-        model.export(gpt.named(), tiny, tmp_path / "other")
         source = tmp_path / "other"
-    train(source, ratings, tmp_path / "b", *common, cache, *([change] if change != "weights" else []))
+        export(gpt.unique_parameters(), tiny, source)
+    else:
+        argv.append(change)
+    train(source, ratings, tmp_path / "b", *argv)
     assert f"reference: {n} log-probs computed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_remember_what_one_does(strategy, tiny, ratings, tmp_path):
-    common = [a if "64-true" not in a else "--precision=32-true" for a in COMMON]
-    one = train(tiny, ratings, tmp_path / "one", *common)
-
+def test_two_processes_cache_what_one_does(strategy, tiny, ratings, tmp_path):
+    one = train(tiny, ratings, tmp_path / "one", *SINGLE)
+    argv = ("--devices=2", f"--strategy={strategy}", f"--reference_cache={tmp_path / 'cache'}")
     for name in ("a", "b"):  # the second finds all of it, in files that both ranks wrote
-        argv = ("--devices=2", f"--strategy={strategy}", f"--reference_cache={tmp_path / 'cache'}")
-        runs = ranks(2, lambda _rank, out=tmp_path / name, argv=argv: train(tiny, ratings, out, *common, *argv))
-        assert [row["loss"] for row in runs[0]["rows"]] == pytest.approx([r["loss"] for r in one["rows"]], abs=1e-5)
+        out = tmp_path / name
+        runs = ranks(2, lambda _rank, out=out: train(tiny, ratings, out, *SINGLE, *argv))
+        losses = [[row["loss"] for row in run["rows"]] for run in (runs[0], one)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_a_resume_reads_what_the_run_read(tiny, ratings, tmp_path):
@@ -121,8 +142,9 @@ def test_a_damaged_cache_is_refused_with_the_way_out(tiny, ratings, tmp_path):
 
 def test_a_cache_that_is_a_file_is_refused_in_one_line(tiny, ratings, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match=f"reference_cache: {tmp_path / 'file'}: File exists: give a folder"):
-        train(tiny, ratings, tmp_path / "a", *COMMON, f"--reference_cache={tmp_path / 'file'}")
+    cache = f"reference_cache: {tmp_path / 'file'}"
+    with pytest.raises(BadInput, match=f"{cache}: File exists: give a folder"):
+        train(tiny, ratings, tmp_path / "a", *COMMON, f"--{cache.replace(': ', '=')}")
 
 
 def test_spin_refuses_a_cache(tiny, tmp_path):
@@ -130,12 +152,11 @@ def test_spin_refuses_a_cache(tiny, tmp_path):
         spin.main(["--reference_cache", str(tmp_path)])
 
 
-def test_contents_tell_apart_where_a_prompt_ends_and_not_whether_it_is_scored():
+def test_digests_tell_apart_where_a_prompt_ends_and_not_whether_it_is_scored():
     def digests(prompt, *completions, score=False):
         other = np.array([9, 9]), tuple(np.array([8] * (k + 1)) for k in range(len(completions)))
         mine = np.array(prompt), tuple(map(np.array, completions))
-        rows = pack([other[0], mine[0]], [other[1], mine[1]], score)
-        return rows.contents()[1]
+        return pack([other[0], mine[0]], [other[1], mine[1]], score).digests()[1]
 
     a, b = digests([1, 2], [3, 4], [3])
     assert a != b

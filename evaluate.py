@@ -1,0 +1,63 @@
+"""Samples from the policy, and what a checker says of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from generate import generate, text
+from support.checkpoint import write_json
+from support.settings import Run
+
+Checker = Callable[[str, str], bool]  # (prompt, completion) -> whether it is right
+
+
+def checker_of(cfg: Run) -> Checker | None:
+    """The checker that eval.check names. One of your own is given in code: main(checker=...)."""
+    if cfg.eval.check != "demo":
+        return None
+    from demo.check import check
+
+    return check
+
+
+class Evaluator:
+    """Answers held-out prompts. The same weights and settings give the same answers."""
+
+    def __init__(self, fabric, cfg: Run, policy, tokenizer, val, checker: Checker | None):
+        self.fabric, self.cfg, self.policy, self.tokenizer = fabric, cfg, policy, tokenizer
+        self.checker = checker or checker_of(cfg)
+        self.prompts = list({e.prompt.tobytes(): e.prompt for e in val}.values())  # distinct
+        self.last: dict | None = None  # the last verdict
+
+    def samples(self) -> list[dict]:
+        """A few completions to look at."""
+        return self.answers(self.prompts[: self.cfg.eval.samples])
+
+    def answers(self, prompts: list) -> list[dict]:
+        """Completions sampled from the policy, as text."""
+        if not prompts:
+            return []
+        e, tokenizer = self.cfg.eval, self.tokenizer
+        new = e.max_new_tokens or self.cfg.data.max_completion
+        ids = generate(self.fabric, self.policy, prompts, tokenizer, e, new, self.cfg.seed)
+        return [
+            {"prompt": text(tokenizer, list(p)), "completion": text(tokenizer, y, e.stop)}
+            for p, y in zip(prompts, ids)
+        ]
+
+    def check(self, name: str, step: int) -> dict | None:
+        """The checker's verdict on fresh answers, also written as eval/name.json."""
+        if self.checker is None or not self.prompts[: self.cfg.eval.prompts]:
+            return None
+        if self.last is None or self.last["step"] != step:
+            answers = self.answers(self.prompts[: self.cfg.eval.prompts])
+            right = sum(bool(self.checker(**a)) for a in answers)
+            counts = {"step": step, "right": right, "of": len(answers)}
+            self.last = counts | {"answers": answers}
+        if self.fabric.global_rank == 0:
+            write_json(Path(self.cfg.out_dir) / "eval" / f"{name}.json", self.last)
+        return self.last
+
+    def accuracy(self, step: int) -> float | None:
+        """The share of answers that the checker accepts."""
+        verdict = self.check("before" if step == 0 else f"answers-{step}", step)
+        return verdict and verdict["right"] / verdict["of"]

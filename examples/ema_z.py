@@ -1,0 +1,29 @@
+"""z as an exponential average over steps: cp examples/ema_z.py . && python ema_z.py"""
+
+from kto import KTO, Settings
+from support.cli import parse
+from support.errors import run_cli
+from train import Trainer
+
+
+class EMA(KTO):
+    average = 0.0
+
+    def baseline(self, kl_n):
+        return max(0.0, self.average)
+
+    def after_step(self, columns, kl):
+        self.average += 0.1 * (kl.logratio.mean().item() - self.average)
+
+    def state_dict(self):
+        return {"average": self.average}
+
+
+def main(argv=None):
+    cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
+    with Trainer(cfg, EMA(cfg.kto)) as trainer:
+        trainer.fit() and trainer.finish()
+
+
+if __name__ == "__main__":
+    run_cli(main)

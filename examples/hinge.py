@@ -1,0 +1,35 @@
+"""max(0, margin - h) on pairs, h as in DPO: cp examples/hinge.py . && python hinge.py"""
+
+from dataclasses import dataclass
+
+from support.cli import parse
+from support.errors import run_cli
+from support.settings import Run
+from train import Objective, Trainer
+
+
+@dataclass(frozen=True)
+class Settings(Run):
+    margin: float = 1.0
+    """How far the chosen log-ratio should be above the rejected one."""
+
+
+class Hinge(Objective):
+    records = "paired"
+
+    def __init__(self, margin):
+        self.margin = margin
+
+    def loss(self, logps, ref_logps, batch, z):
+        h = (logps - ref_logps) @ logps.new_tensor([1.0, -1.0])  # r_chosen - r_rejected
+        return (self.margin - h).relu(), {"wins": h > 0}
+
+
+def main(argv=None):
+    cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
+    with Trainer(cfg, Hinge(cfg.margin)) as trainer:
+        trainer.fit() and trainer.finish()
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,5 @@
+from kto import main
+from support.errors import run_cli
+
+if __name__ == "__main__":  # short answers are right
+    run_cli(lambda: main(checker=lambda prompt, completion: len(completion.split()) < 4))

@@ -1,0 +1,41 @@
+"""SimPO (arXiv 2405.14734), no reference: cp examples/simpo.py . && python simpo.py"""
+
+from dataclasses import dataclass
+
+from torch.nn.functional import logsigmoid
+
+from support.cli import parse
+from support.errors import run_cli
+from support.settings import Run
+from train import Objective, Trainer
+
+
+@dataclass(frozen=True)
+class Settings(Run):
+    beta: float = 2.0
+    """Scale of the rewards, which are mean log-probs of a completion's tokens."""
+    gamma: float = 0.5
+    """How far the chosen reward should be above the rejected one."""
+
+
+class SimPO(Objective):
+    records, needs_reference = "paired", False
+
+    def __init__(self, cfg):
+        self.beta, self.gamma = cfg.beta, cfg.gamma
+
+    def loss(self, logps, ref_logps, batch, z):
+        reward = self.beta * logps / batch.length
+        margin = reward[:, 0] - reward[:, 1]
+        columns = {"margin": margin, "accuracy": margin > 0}
+        return -logsigmoid(margin - self.gamma), columns
+
+
+def main(argv=None):
+    cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
+    with Trainer(cfg, SimPO(cfg)) as trainer:
+        trainer.fit() and trainer.finish()
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,140 @@
+"""Online KTO: no ratings at all. The policy answers, a checker rates the answers, KTO learns.
+
+    python online.py                               # the demo: two cores, two minutes
+
+A checker of your own, (prompt, completion) -> bool, is given in code:
+
+    from online import main
+    main(checker=lambda prompt, completion: completion.strip().endswith("."))
+
+Reading order: settings, the examples of an iteration, main. The loss is kto.py's; data.train is
+read for its prompts only. The reference stays the first model, or becomes the policy as it is when
+an iteration begins (online.reference).
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data import epoch_order
+from generate import text
+from kto import KTO, KTOSettings
+from rollout import answers, iterations
+from support.cli import parse
+from support.errors import BadInput, run_cli
+from support.examples import Example, load
+from support.logger import side_by_side
+from support.optim import iteration_plans
+from support.settings import Run, Sampling, refuse_unless
+from train import Trainer
+
+
+@dataclass(frozen=True)
+class OnlineSettings(Sampling):
+    """The iterations, and how answers are sampled."""
+
+    max_iterations: int = 6
+    """Iterations; --epochs counts within each."""
+    prompts_per_iteration: int | None = None
+    """So many prompts are answered in an iteration, the next ones of a seeded order. Default: all."""
+    num_generations: int = 1
+    """Answers to each prompt of an iteration."""
+    reference: str = "last"
+    """last: the policy as it is when an iteration begins. first: the model that the run started
+    from."""
+    ratings: str | None = None
+    """Offline rated records to mix in, in the forms that kto.py takes."""
+    ratings_per_iteration: int | None = None
+    """So many of them join each iteration, the next ones of a seeded order. Default: all."""
+    rollout_batch_size: int = 512
+    """Prompts answered between two writes to disk: a resume goes on at such a border."""
+
+    def validate(self, group: str = "online") -> None:
+        super().validate(group)
+        for name in ("max_iterations", "num_generations", "rollout_batch_size"):
+            refuse_unless(getattr(self, name) >= 1, f"{group}.{name}: expected at least 1")
+        for name in ("prompts_per_iteration", "ratings_per_iteration"):
+            value = getattr(self, name)
+            refuse_unless(value is None or value >= 1, f"{group}.{name}: expected at least 1")
+        expected = f"{group}.reference: expected first or last, got {self.reference}"
+        refuse_unless(self.reference in ("first", "last"), expected)
+
+
+@dataclass(frozen=True)
+class Settings(Run):
+    kto: KTOSettings = field(default_factory=KTOSettings)
+    online: OnlineSettings = field(default_factory=OnlineSettings)
+
+    def validate(self) -> None:
+        super().validate()
+        self.kto.validate()
+        self.online.validate()
+        moves = "reference_cache: the completions are not known before the run"
+        refuse_unless(not self.reference_cache, moves)
+        other = self.reference and self.online.reference == "last"
+        refuse_unless(not other, "reference: goes with online.reference first only")
+
+
+class OnlineKTO(KTO):
+    records = "prompts"
+
+
+def next_of(items: list, i: int, n: int | None, seed: int) -> list:
+    """Iteration i's n items: a slice of one seeded permutation after another."""
+    n, picked = n or len(items), []
+    for j in range((i - 1) * n, i * n):
+        epoch, k = divmod(j, len(items))
+        picked.append(items[epoch_order(len(items), epoch, seed, True)[k]])
+    return picked
+
+
+def rate(trainer, prompts: list[Example], own: list[list[int]]) -> list[Example]:
+    """The policy's answers as rated examples, by the checker."""
+    examples, stop, tokenizer = [], trainer.cfg.online.stop, trainer.tokenizer
+    for e, ids in zip(prompts, own):
+        said = text(tokenizer, ids, stop)
+        good = bool(trainer.evaluator.checker(text(tokenizer, list(e.prompt)), said))
+        examples.append(e._replace(completions=(np.array(ids, np.int32),), label=good))
+    return examples
+
+
+def show(trainer, i: int, examples: list[Example], tokens: int) -> None:
+    good = sum(e.label for e in examples)
+    share = f"{good:,} right ({100 * good / len(examples):.1f}%)"
+    trainer.fabric.print(f"iteration {i}: {len(examples):,} answers, {share}, {tokens:,} tokens")
+    rows = []
+    for e in examples[:4]:
+        prompt, answer = (text(trainer.tokenizer, list(x)) for x in (e.prompt, e.completions[0]))
+        rows.append((prompt, answer, "up" if e.label else "down"))
+    trainer.fabric.print(side_by_side(("prompt", "answer", "rated"), rows))
+
+
+def main(argv=None, checker=None, rollout=None) -> None:
+    """`checker`: a function (prompt, completion) -> bool; `rollout`: an engine that answers."""
+    cfg = parse(Settings, argv, __doc__, demo="demo_online.yaml")
+    args, given = cfg.online, dict(checker=checker, rollout=rollout)
+    with Trainer(cfg, OnlineKTO(cfg.kto), **given) as trainer:
+        if trainer.evaluator.checker is None:
+            raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
+        prompts, rated = trainer.examples["train"], []
+        if args.ratings:
+            rated = load(args.ratings, trainer.tokenizer, "rated", trainer.cfg.data).examples
+        n = (args.prompts_per_iteration or len(prompts)) * args.num_generations
+        n += min(len(rated), args.ratings_per_iteration or len(rated))
+        plans = iteration_plans(cfg, [n] * args.max_iterations)
+        for i, plan in iterations(trainer, plans, moving_reference=args.reference == "last"):
+            asked = next_of(prompts, i, args.prompts_per_iteration, cfg.seed)
+            asked = [e for e in asked for _ in range(args.num_generations)]
+            own = answers(trainer, i, plan, [e.prompt for e in asked], args)
+            examples = rate(trainer, asked, own)
+            show(trainer, i, examples, sum(map(len, own)))
+            if rated:
+                examples += next_of(rated, i, args.ratings_per_iteration, cfg.seed)
+            if not trainer.fit(examples, plan):
+                break
+        else:
+            trainer.finish()
+
+
+if __name__ == "__main__":
+    run_cli(main)

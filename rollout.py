@@ -1,0 +1,154 @@
+"""What SPIN and online KTO share: iterations, a reference that moves, and answers
+on disk.
+
+Answers come from our own sampler, or from an engine given in code,
+main(rollout=engine): a function
+
+    engine(folder, prompts, sampling, max_new_tokens, seed) -> completions
+
+that answers prompts (lists of token ids) with the Hugging Face model in `folder`,
+the policy as it is now. A completion is a list of token ids, with its EOS if it
+came to one.
+"""
+
+import contextlib
+import json
+from dataclasses import asdict
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from generate import generate, text
+from support import checkpoint
+from support.errors import BadInput
+from support.lora import merge_adapters, reset_adapters
+from support.settings import Sampling
+from support.weights import export, fingerprint
+
+
+def iterations(trainer, plans, moving_reference: bool):
+    """(i, plan) of each iteration that is not done yet, i from 1. With a moving
+    reference the policy, as it is when an iteration begins, becomes its reference."""
+    state = trainer.state
+    if state.iteration and moving_reference:  # a resume: its weights belong on this reference
+        _put_reference(trainer, state.iteration)
+    for i, plan in enumerate(plans, 1):
+        if plan.end <= state.step:
+            continue
+        if i > state.iteration:
+            was, state.iteration = state.started_from, i
+            state.started_from = _start_iteration(trainer, i, moving_reference)
+            moved = state.started_from != was
+            assert moved, "the policy has not moved: this iteration would repeat the last one"
+        yield i, plan
+
+
+def _merged(trainer) -> dict:
+    """The policy's weights by their plain names, adapters merged; on rank 0 only. A
+    collective."""
+    weights = checkpoint.gather_whole(trainer.fabric, trainer.policy.unique_parameters())
+    return merge_adapters(weights, trainer.policy.module) if weights else {}
+
+
+def _start_iteration(trainer, i: int, moving_reference: bool) -> str:
+    """-> the policy's fingerprint. LoRA's adapters are merged into the base where
+    that becomes the reference, and begin anew, with their optimizer state."""
+    weights = _merged(trainer)
+    if not moving_reference:
+        return trainer.fabric.broadcast(weights and fingerprint(weights))
+    lora, module = trainer.reference.frozen is None, trainer.policy.module
+    if lora and weights:
+        weights = {n: weights[n.replace(".linear.", ".")] for n in _base_names(module)}
+    folder = trainer.out / "iterations" / f"{i}"
+
+    def write(tmp):
+        save_file(weights, tmp / "weights.safetensors")
+
+    checkpoint.publish(trainer.fabric, write, folder)
+    if lora:
+        reset_adapters(module, trainer.cfg.seed + 7919 * i, checkpoint.place)
+        trainer.optimizer.optimizer.state.clear()
+    trainer.reference_step = trainer.state.step
+    return _put_reference(trainer, i)
+
+
+def _base_names(module) -> list[str]:
+    return [name for name in module.unique_parameters() if "lora_" not in name]
+
+
+def _put_reference(trainer, i: int) -> str:
+    """Iteration i's reference in its place, from disk. -> its fingerprint"""
+    state = load_file(trainer.out / "iterations" / f"{i}" / "weights.safetensors")
+    checkpoint.set_weights(trainer.reference.frozen or trainer.policy, state)
+    return fingerprint(state)
+
+
+def answers_file(trainer, i: int):
+    return trainer.out / "iterations" / f"answers-{i}.jsonl"
+
+
+def read_answers(trainer, i: int) -> list[list[int]]:
+    """The token ids of iteration i's answers."""
+    return _ids(answers_file(trainer, i).read_text().split("\n")[1:-1])
+
+
+def _ids(lines: list[str]) -> list[list[int]]:
+    return [json.loads(line)["ids"] for line in lines]
+
+
+def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
+    """The policy's answers of iteration i to `prompts`, written per rollout batch:
+    what a killed run has written is taken as it stands, if policy, prompts and
+    sampling are the same. `args`: a Sampling with a rollout_batch_size."""
+    fabric, file, size = trainer.fabric, answers_file(trainer, i), args.rollout_batch_size
+    asked = {"policy": trainer.state.started_from, "seed": trainer.cfg.seed}
+    head = json.dumps(asked | {"prompts": len(prompts)} | asdict(args))
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    lines = lines[1:] if lines[:1] == [head] else []
+    whole = len(lines) if len(lines) == len(prompts) else len(lines) // size * size
+    lines = fabric.broadcast(lines[:whole])
+    if len(lines) < len(prompts) and trainer.state.step > plan.begin:
+        before = f"resume from a checkpoint of step {plan.begin} or before"
+        raise BadInput(f"resume: {file}: not what this iteration learns from; {before}")
+    done = _ids(lines)
+    while len(done) < len(prompts):
+        some = prompts[len(done) : len(done) + size]
+        seed = (trainer.cfg.seed * 1009 + i) * 1000003 + len(done)
+        fresh = _answer(trainer, some, args, seed)
+        done += fresh
+        if fabric.global_rank == 0:
+            decoded = [text(trainer.tokenizer, ids, args.stop) for ids in fresh]
+            rows = [{"ids": ids, "completion": x} for ids, x in zip(fresh, decoded)]
+            lines += [json.dumps(row, ensure_ascii=False) for row in rows]
+            checkpoint.write_atomically(file, "\n".join([head, *lines, ""]))
+    return done
+
+
+def _answer(trainer, prompts, args: Sampling, seed: int) -> list[list[int]]:
+    """By our sampler, or by the engine from an exported folder."""
+    fabric, new = trainer.fabric, args.max_new_tokens or trainer.cfg.data.max_completion
+    if trainer.engine is None:
+        return generate(fabric, trainer.policy, prompts, trainer.tokenizer, args, new, seed)
+    folder, weights = trainer.out / "iterations" / "policy", _merged(trainer)
+    checkpoint.publish(fabric, lambda tmp: export(weights, trainer.folder, tmp), folder)
+    fresh = None
+    if fabric.global_rank == 0:
+        asked = [[int(i) for i in p] for p in prompts]
+        fresh = trainer.engine(folder, asked, args, new, seed)
+        fresh = [[int(i) for i in ids] for ids in fresh]
+    fresh = fabric.broadcast(fresh)
+    if len(fresh) != len(prompts) or not all(fresh):
+        raise BadInput(f"rollout: {len(prompts)} prompts, {sum(map(bool, fresh))} answers")
+    return fresh
+
+
+@contextlib.contextmanager
+def offloaded(optimizer, on: bool):
+    """The optimizer's state on the CPU for as long as this lasts."""
+    states = optimizer.optimizer.state.values() if on else ()
+    moved = [(s, k, x.device) for s in states for k, x in s.items() if isinstance(x, torch.Tensor)]
+    for s, k, _ in moved:
+        s[k] = s[k].cpu()
+    yield
+    for s, k, device in moved:
+        s[k] = s[k].to(device)

@@ -1,0 +1,177 @@
+"""How YAML files, overrides and mistakes are read, and how settings are written back."""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+import typing
+from pathlib import Path
+
+import yaml
+
+from support.errors import BadInput, rank
+from support.settings import flat
+
+RENAMED = {"look_tokens": "no_grad_tokens"}
+ROOT = Path(__file__).parent.parent
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text like 1e3, which jsonargparse would read back as a number (YAML 1.2), and PyYAML
+    (1.1) would not."""
+
+
+_NUMBER = re.compile(r"[-+]?[\d._]+[eE][-+]?\d+")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def dump(settings) -> str:
+    """YAML that parses back into equal settings."""
+    return yaml.dump(dataclasses.asdict(settings), Dumper=_Dumper, sort_keys=False)
+
+
+def dotted(node: dict, prefix=""):
+    """Dotted names of what YAML sets, with their values: groups only where they are none."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check_names(names, cls, where: str = "") -> None:
+    known = flat(cls)
+    for name in names:
+        if name in RENAMED:
+            raise BadInput(f"{where}{name}: renamed, use {RENAMED[name]}")
+        if name in known:
+            continue
+        inside = [k for k in known if k.startswith(f"{name}.")]
+        if inside:
+            raise BadInput(f"{where}{name}: a group: expected a setting in it, such as {inside[0]}")
+        near = [k for k in known if k.endswith("." + name)]
+        near = near or difflib.get_close_matches(name, known, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise BadInput(f"{where}{name}: no such setting{hint}")
+
+
+def _read_yaml(path: str, cls) -> list[str]:
+    """The names of the settings in a file, all known."""
+    try:
+        node = yaml.safe_load(Path(path).read_text())
+        names = [name for name, _ in dotted(node)] if isinstance(node, dict) else None
+    except (yaml.YAMLError, RecursionError) as e:
+        mark = getattr(e, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise BadInput(f"{path}:{line}: {getattr(e, 'problem', None) or 'not YAML'}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"config: {path}: {getattr(e, 'strerror', None) or 'not text'}") from None
+    if names is None:
+        raise BadInput(f"{path}:1: expected settings as `name: value`")
+    _check_names(names, cls, f"{path}: ")
+    return names
+
+
+def _arguments(argv: list[str], cls) -> tuple[list[str], list[str]]:
+    """(--config files, the rest). A bare --flag of a yes/no setting means true."""
+    types, configs, rest, i = flat(cls), [], [], 0
+    while i < len(argv):
+        name, value = argv[i], argv[i + 1] if i + 1 < len(argv) else None
+        if name == "--config" and value is not None:
+            configs.append(value)
+            i += 1
+        elif name.startswith("--config="):
+            configs.append(name.split("=", 1)[1])
+        elif _is_yes_no(types.get(name[2:])) and (value or "-")[0] == "-":
+            rest.append(f"{name}=true")
+        else:
+            rest.append(name)
+        i += 1
+    return configs, rest
+
+
+def _is_yes_no(kind) -> bool:
+    return bool in (kind, *typing.get_args(kind))
+
+
+def parse(cls, argv: list[str] | None, doc: str, demo: str):
+    """Settings of type `cls` from the command line, or from argv where it is given. --config files
+    are read first, in order, so an override wins wherever it stands.
+
+    No arguments means `demo`, a file of config/. Naming --model or --config means your own run,
+    which must name data.train; naming data.train alone keeps the demo's model, but neither its
+    validation data nor its checker.
+    """
+    configs, rest = _arguments(sys.argv[1:] if argv is None else argv, cls)
+    names = [a[2:].split("=", 1)[0].removesuffix("+") for a in rest if a.startswith("--")]
+    _check_names([n for n in names if n not in ("config", "print_config", "help")], cls)
+    merged = {name for c in configs for name in _read_yaml(c, cls)}
+    asks = {"-h", "--help"} & set(rest) or "print_config" in names
+    if not asks and (configs or "model" in names):
+        if "data.train" not in names and "data.train" not in merged:
+            raise BadInput("data.train: required: the records to learn from")
+    if not configs and "model" not in names:
+        configs = [str(ROOT / "config" / demo)]
+        if "data.train" in names:
+            rest = ["--data.val=null", "--eval.check=none", *rest]
+            if not asks and rank() == 0:
+                print("your data.train: the demo's validation data and checker are left out")
+    settings = _parse(cls, configs, rest, doc)
+    for name, value in flat(settings).items():  # jsonargparse lets null pass for every type
+        if value is None and type(None) not in typing.get_args(flat(cls)[name]):
+            raise BadInput(f"{name}: expected {_kind(name, cls)}, got null")
+    settings.validate()
+    return settings
+
+
+def _parse(cls, configs: list[str], rest: list[str], doc: str):
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    usage = "python %(prog)s [--config FILE] [--SETTING VALUE ...]"
+    program = Path(sys.argv[0]).name
+    doc = doc.split("\n\n")[0]
+    parser = jsonargparse.ArgumentParser(program, usage, description=doc, exit_on_error=False)
+    about = "A YAML file of these settings."
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help=about)
+    parser.add_class_arguments(cls, None, as_group=False)
+    _add_help(parser, cls)
+    try:
+        parsed = parser.parse_args([*(a for c in configs for a in ("--config", c)), *rest])
+        parsed = parser.instantiate_classes(parsed)
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as e:
+        raise BadInput(_one_line(str(e), cls)) from None
+    return cls(**{f.name: parsed[f.name] for f in dataclasses.fields(cls)})
+
+
+def _add_help(parser, cls) -> None:
+    """jsonargparse reads the sentences of a class itself only, not of its bases."""
+    import docstring_parser
+
+    options = parser._option_string_actions
+    kinds = typing.get_type_hints(cls).items()
+    groups = {f"{name}.": kind for name, kind in kinds if dataclasses.is_dataclass(kind)}
+    for prefix, group in {"": cls, **groups}.items():
+        for base in group.__mro__[1:-1]:
+            for x in docstring_parser.parse_from_object(base).params:
+                options[f"--{prefix}{x.arg_name}"].help = " ".join(x.description.split())
+    for group in {k.rsplit(".", 1)[0] for k in flat(cls) if "." in k}:
+        options[f"--{group}"].help = argparse.SUPPRESS  # a file for a group: not among ours
+
+
+def _kind(name: str, cls) -> str:
+    kind = flat(cls)[name]
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("None", "null")
+
+
+def _one_line(message: str, cls) -> str:
+    """jsonargparse's message, as `name: reason`."""
+    message = " ".join(message.split())
+    if m := re.search(r'[Kk]ey "([\w.]+)" is required', message):
+        return f"{m[1]}: required"
+    if m := re.search(r'key "([\w.]+)":.*(?:Got value|Given value): ?(.*)', message):
+        return f"{m[1]}: expected {_kind(m[1], cls)}, got {m[2] or 'nothing'}"
+    if m := re.search(r'(?:key "|argument --)([\w.]+)"?:? (.*)', message):
+        return f"{m[1]}: {m[2]}"
+    return message

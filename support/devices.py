@@ -1,0 +1,127 @@
+"""From --devices and --strategy to running ranks, and out again: launch, shard, stop together.
+
+Launching, collectives and sharding are Fabric's and torch's; here is only which of them, and what
+they get wrong.
+"""
+
+import gc
+import inspect
+import logging
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+from support.errors import LAUNCHED, BadInput, rank
+from support.settings import Run
+
+
+def say(line: str) -> None:
+    """On the first process only, before and after launching."""
+    if rank() == 0:
+        print(line, flush=True)
+
+
+def resolve(cfg: Run) -> Run:
+    """Devices, accelerator and precision filled in. torchrun and SLURM fix the number of processes;
+    a run that ignores it would be several runs, silently."""
+    devices, nodes = cfg.devices, cfg.num_nodes
+    if local := int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+        if devices not in (1, local):
+            raise BadInput(
+                f"devices: {devices}, but the launcher started {local} processes on this node"
+            )
+        devices, nodes = local, max(1, int(os.environ["WORLD_SIZE"]) // local)
+    accelerator = cfg.accelerator
+    if accelerator == "auto":
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    if accelerator == "gpu" and devices > torch.cuda.device_count():
+        n = torch.cuda.device_count()
+        raise BadInput(f"devices: {devices}, but this machine has {n} GPUs")
+    precision = cfg.precision or ("bf16-mixed" if accelerator == "gpu" else "32-true")
+    return replace(
+        cfg, devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision
+    )
+
+
+def shard(module, mesh):
+    """FSDP2: each block by itself, then what is left (embedding, last norm, head)."""
+    for block in module.transformer.h:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    return fully_shard(module, mesh=mesh["data_parallel"])
+
+
+def make_strategy(name: str, n: int):
+    if name == "ddp" or name == "auto" and n > 1:
+        names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+        new = "forward_sync_buffers" in names  # renamed in torch 2.13
+        sync = "forward_sync_buffers" if new else "broadcast_buffers"
+        return DDPStrategy(**{sync: False})  # buffers are constant
+    if name == "fsdp":  # without sizes Fabric would make all of a node tensor parallel
+        return ModelParallelStrategy(shard, n, 1, save_distributed_checkpoint=False)
+    return name
+
+
+def launch(cfg: Run) -> Fabric:
+    """A Fabric with all its processes running and seeded alike."""
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if cfg.precision == "64-true":  # else Fabric casts what a forward returns to float32
+        torch.set_default_dtype(torch.float64)
+    for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # banners
+    n = cfg.devices * cfg.num_nodes
+    fabric = Fabric(
+        accelerator=cfg.accelerator,
+        strategy=make_strategy(cfg.strategy, n),
+        devices=cfg.devices,
+        num_nodes=cfg.num_nodes,
+        # bf16-true: the base is loaded in bf16, adapters stay in float32
+        precision="bf16-mixed" if cfg.precision == "bf16-true" else cfg.precision,
+    )
+    LAUNCHED.append(fabric)
+    fabric.launch()
+    launched = int(os.environ.get("WORLD_SIZE", n))
+    if fabric.world_size != max(n, launched):
+        raise BadInput(f"devices: {fabric.world_size} processes run, but {launched} were launched")
+    torch.manual_seed(cfg.seed)
+    return fabric
+
+
+def leave(fabric: Fabric) -> None:
+    """End the processes in step. Tearing gloo down with a live model behind it aborts now and then
+    (pytorch 190489)."""
+    gc.collect()
+    if torch.distributed.is_initialized():
+        fabric.barrier()
+        torch.distributed.destroy_process_group()
+
+
+class Stop:
+    """A signal or the time limit ends the run after the step it fell in; all ranks agree on it."""
+
+    def __init__(self, seconds: float | None):
+        self.deadline = time.monotonic() + seconds if seconds else math.inf
+        self.signal, self.why = 0, ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number, _frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+
+    def requested(self, fabric) -> bool:
+        """Whether to end after this step; then .why tells."""
+        late = time.monotonic() > self.deadline
+        mine = torch.tensor([self.signal, late], device=fabric.device)
+        number, late = fabric.all_reduce(mine, reduce_op="max").tolist()
+        self.signal = number or self.signal  # one may have come in while we asked
+        self.why = signal.Signals(number).name if number else "max_time" if late else ""
+        return bool(self.why)

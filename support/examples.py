@@ -1,0 +1,221 @@
+"""A source's records to examples of token ids: cut to the limits, split, described in a table."""
+
+import dataclasses
+import gc
+import hashlib
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from support.errors import BadInput
+from support.records import Fault, read, understand
+from support.settings import Data
+from support.tokenizer import Tokenizer
+
+
+class Example(NamedTuple):
+    """A prompt with its completion (rated, demonstrated) or its two (chosen, rejected), as int32
+    token ids."""
+
+    prompt: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    label: bool  # desirable; True where nothing was rated
+    rewards: tuple[float | None, float | None] = (None, None)  # of a pair's completions
+    where: str = ""  # file:line
+    weight: float = 1.0
+    extra: dict = {}  # the fields named by data.extra
+
+    @property
+    def keys(self) -> tuple[bytes, bytes]:
+        """Equal prompts and equal completions have equal keys."""
+        return self.prompt.tobytes(), self.completions[0].tobytes()
+
+
+class Loaded(NamedTuple):
+    """A source's examples, counts of what was cut, and the record fields that nothing reads."""
+
+    examples: list[Example]
+    cuts: Counter
+    ignored: tuple[str, ...]
+
+
+def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
+    """All examples of a source. `kind`: rated (a pair becomes two), paired, demonstrations, prompts
+    (distinct ones, whatever else their records hold).
+
+    Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
+    """
+    faults, texts, records = [], [], []
+    for where, raw in read(source, limits.extra_fields):
+        try:
+            record, prompt, completions, chat = _rendered(raw, tokenizer, kind, limits)
+        except (Fault, RecursionError) as e:
+            faults.append(" ".join(f"{where}: {e}".splitlines()))
+            if len(faults) == 20:
+                break
+            continue
+        records.append((where, record, chat, len(completions)))
+        texts += [prompt, *completions]
+    if faults:
+        raise BadInput("\n".join(faults))
+    if not records:
+        raise BadInput(f"{source}: no records")
+    ids = tokenizer.encode(texts)
+    examples, cuts, ignored = [], Counter(), {}
+    for where, record, chat, n in records:
+        prompt = _cut_prompt(tokenizer.prompt(next(ids)), tokenizer.bos, limits.max_prompt, cuts)
+        end = [] if chat else [tokenizer.eos]
+        completions = [
+            _cut_completion([*next(ids), *end], limits.max_completion, cuts) for _ in range(n)
+        ]
+        if not len(prompt) or not all(map(len, completions)):  # a normaliser may leave nothing
+            what = "completion" if len(prompt) else "prompt"
+            raise BadInput(f"{where}: {what}: not empty, but no tokens are left of it")
+        rest = (record.rewards, where, record.weight, record.extra)
+        if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
+            rest = ((None, None), *rest[1:])
+            examples += [Example(prompt, (c,), i == 0, *rest) for i, c in enumerate(completions)]
+        else:
+            examples.append(Example(prompt, tuple(completions), record.label is not False, *rest))
+        ignored |= dict.fromkeys(record.ignored)
+    if kind == "prompts":
+        first: dict[bytes, Example] = {}
+        for e in examples:
+            first.setdefault(e.prompt.tobytes(), e)
+        examples = list(first.values())
+    return Loaded(examples, cuts, tuple(ignored))
+
+
+def _rendered(raw, tokenizer: Tokenizer, kind: str, limits: Data):
+    """A raw record understood, and its texts. Raises Fault."""
+    if isinstance(raw, Fault):
+        raise raw
+    record = understand(raw, kind, limits.extra_fields)
+    prompt, completions, chat = tokenizer.render(record)
+    if not prompt and not tokenizer.adds_bos:
+        raise Fault(
+            "prompt: empty, and this tokenizer adds no BOS: nothing would predict the first token"
+        )
+    try:
+        "".join((prompt, *completions)).encode()
+    except UnicodeEncodeError:
+        raise Fault("record: half of a surrogate pair (\\ud800-\\udfff) is no text") from None
+    if chat and not all(completions):
+        raise Fault("completion: the chat template renders it as nothing")
+    return record, prompt, completions, chat
+
+
+def _cut_prompt(ids: list[int], bos: int | None, longest: int, cuts: Counter) -> np.ndarray:
+    """The head goes; BOS stays, the tokenizer's own or one that the template wrote."""
+    if len(ids) > longest:
+        cuts["prompts cut"] += 1
+        keep_bos = ids[0] == bos and longest > 1
+        ids = [bos, *ids[1 - longest :]] if keep_bos else ids[-longest:]
+    return np.array(ids, dtype=np.int32)
+
+
+def _cut_completion(ids: list[int], longest: int, cuts: Counter) -> np.ndarray:
+    cuts["completions cut"] += len(ids) > longest
+    return np.array(ids[:longest], dtype=np.int32)
+
+
+def split(examples: list[Example], parts: str) -> list[list[Example]]:
+    """Into train, val, test by a hash of the prompt: order and other prompts do not matter, and
+    ratings of one prompt stay together."""
+    try:
+        sizes = [float(p) for p in parts.split(",")]
+    except ValueError:
+        sizes = []
+    possible = len(sizes) in (2, 3) and min(sizes) >= 0 and sizes[0] > 0
+    if not possible or not math.isfinite(sum(sizes)):
+        raise BadInput(f"data.split: expected two or three parts like 980,10,10; got {parts}")
+    edges, out = np.cumsum(sizes) / sum(sizes), [[], [], []]
+    for e in examples:
+        digest = hashlib.sha256(e.prompt.tobytes()).digest()
+        u = int.from_bytes(digest[:8], "big") / 2**64
+        out[int(np.searchsorted(edges, u, side="right"))].append(e)
+    return out
+
+
+def table(name: str, examples: list[Example], cuts: Counter, ignored: tuple = ()) -> str:
+    """What is about to be learned from, for a person to read before it starts."""
+    n, k = len(examples), len(examples[0].completions)
+    if k == 0:
+        return f"{name}: {n:,} prompts, longest {max(len(e.prompt) for e in examples)} tokens"
+    good = sum(e.label for e in examples)
+    n_prompts = len({e.keys[0] for e in examples})
+    lines = [f"{name}: {n:,} {'pairs' if k == 2 else 'examples'} of {n_prompts:,} prompts"]
+    if k == 1:
+        lines[0] += f", {good:,} desirable, {n - good:,} undesirable"
+    prompts = [len(e.prompt) for e in examples]
+    completions = [len(c) for e in examples for c in e.completions]
+    for what, lengths in (("prompt", prompts), ("completion", completions)):
+        median, high, most = np.percentile(lengths, [50, 95, 100]).astype(int)
+        lines.append(f"  {what} tokens: median {median}, 95% below {high}, longest {most}")
+    distinct = Counter((*e.keys, e.label, e.completions[-1].tobytes()) for e in examples)
+    labels: dict[tuple, set] = {}
+    for e in examples:
+        labels.setdefault(e.keys, set()).add(e.label)
+    contradictions = sum(len(x) > 1 for x in labels.values())
+    counts = {"duplicates": n - len(distinct), "contradictions": contradictions, **cuts}
+    lines.append("  " + ", ".join(f"{v:,} {what}" for what, v in counts.items()))
+    if ignored:
+        lines.append(f"  fields that nothing reads: {', '.join(ignored)} (see data.extra)")
+    if k == 1 and 0 < good < n:
+        ratio = (n - good) / good  # eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]; the smaller weight is 1
+        advice = f"desirable {max(1, ratio):.2f} to {4 / 3 * ratio:.2f}, undesirable 1"
+        if ratio < 3 / 4:
+            advice = f"desirable 1, undesirable {3 / 4 / ratio:.2f} to {1 / ratio:.2f}"
+        lines.append(f"  the paper's rule for this balance gives weights: {advice}")
+    return "\n".join(lines)
+
+
+def with_limits(d: Data, context: int) -> Data:
+    """max_prompt and max_completion filled in, so that both fit the model's context."""
+    longest = d.max_prompt or max(1, min(1024, context // 2, context - (d.max_completion or 1)))
+    answer = d.max_completion or min(1024, context - longest)
+    if longest + answer > context or answer < 1:
+        both = f"max_prompt {longest} + max_completion {answer}"
+        raise BadInput(f"data: {both} exceed the context of {context}")
+    return dataclasses.replace(d, max_prompt=longest, max_completion=answer)
+
+
+def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict:
+    """{"train", "val", "test": examples}, with a table of what each holds. `val_kind` is that of
+    val and test; `d` has its limits filled in."""
+    parts, loaded = {"train": [], "val": [], "test": []}, {}
+    gc.disable()  # millions of small objects without a cycle: looking for one is a third of the time
+    try:
+        for name in parts:
+            if source := getattr(d, name):
+                asked = kind if name == "train" else val_kind
+                loaded[name] = load(source, tokenizer, asked, d)
+                parts[name] = loaded[name].examples
+    finally:
+        gc.enable()
+    if d.split:
+        if d.val or d.test:
+            raise BadInput(
+                "data.split: it cuts data.train in parts; give it, or data.val and data.test, not both"
+            )
+        parts = dict(zip(parts, split(parts["train"], d.split)))
+    for name, examples in parts.items():
+        if examples:
+            one = loaded.get(name) or Loaded([], Counter(), ())
+            say(table(name, examples, one.cuts, one.ignored))
+    return parts
+
+
+def fingerprint(parts: dict[str, list[Example]]) -> str:
+    """A hash of all examples as token ids, labels, weights and rewards, in their order."""
+    h = hashlib.sha256()
+    for name, examples in parts.items():
+        for at in range(0, len(examples), 65536):
+            some = examples[at : at + 65536]
+            ids = [x for e in some for x in (e.prompt, *e.completions)]
+            rest = [(e.label, e.weight, e.rewards, e.extra) for e in some]
+            h.update(f"{name} {[len(x) for x in ids]} {rest}".encode())
+            h.update(np.concatenate(ids).tobytes())
+    return h.hexdigest()

@@ -1,0 +1,273 @@
+"""metrics.csv and val.csv, which survive a kill and a resume; trackers; the progress line; tables.
+
+Rank 0 writes; on the others every method does nothing.
+"""
+
+import csv
+import io
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from support.checkpoint import write_json
+from support.devices import say
+from support.errors import BadInput, rank
+from support.optim import Plan
+from support.settings import Run
+
+SHOWN = ("loss", "kl", "rewards/margins", "tokens/s")
+
+
+class Csv:
+    """Rows by step, flushed a line at a time. On resume, rows after the checkpoint are cut, a torn
+    last line too."""
+
+    def __init__(self, path: Path, resume_step: int | None):
+        self.names = None
+        old = resume_step is not None and path.exists()
+        lines = path.read_text().split("\n") if old else [""]
+        if len(lines) > 1 and lines[0]:  # else the kill came before the first line was whole
+            self.names = next(csv.reader(lines[:1]))
+            rows = [r for r in csv.reader(lines[1:-1]) if len(r) == len(self.names)]
+            kept = [r for r in rows if int(r[0]) <= resume_step]
+            tmp = path.with_suffix(".tmp")
+            tmp.write_text("".join(map(self._line, [self.names, *kept])))
+            tmp.replace(path)
+        self.file = open(path, "a" if self.names else "w")
+
+    def _line(self, values) -> str:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerow(values)
+        return out.getvalue()
+
+    def row(self, values: dict) -> None:
+        if self.names is None:
+            self.names = list(values)
+            self.file.write(self._line(self.names))
+        cells = [values.get(n) for n in self.names]
+        self.file.write(self._line("" if x is None else x for x in cells))
+        self.file.flush()
+
+    def sync(self) -> None:
+        """To the disk, before a checkpoint claims these steps."""
+        os.fsync(self.file.fileno())
+
+
+# ---- trackers -----------------------------------------------------------------------------------
+
+
+class Tracker:
+    """csv: nothing beside the files that are always written."""
+
+    def scalars(self, values: dict[str, float], step: int) -> None: ...
+
+    def samples(self, rows: list[dict], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard(Tracker):
+    def __init__(self, out: Path):
+        from tensorboardX import SummaryWriter
+
+        self.writer = SummaryWriter(str(out / "tensorboard"), flush_secs=5)
+
+    def scalars(self, values, step):
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def samples(self, rows, step):
+        text = "\n\n".join(f"{r['prompt']} **{r['completion']}**" for r in rows)
+        self.writer.add_text("val/samples", text, step)
+
+    def close(self):
+        self.writer.close()  # flush does not wait for its own queue: the last lines would be lost
+
+
+class Wandb(Tracker):
+    """A resumed run goes on with its own id. wandb's exit hook tells a crash from an end."""
+
+    def __init__(self, out: Path, cfg: Run, resumed: bool):
+        import wandb
+
+        self.wandb, file = wandb, out / "wandb_id"
+        run_id = file.read_text() if resumed and file.exists() else None
+        kw = dict(project=cfg.project, dir=out, config=asdict(cfg), name=out.name)
+        try:
+            self.run = wandb.init(**kw, id=run_id, resume="allow")
+        except Exception as e:  # no key, no network: wandb has its own errors for each
+            why = " ".join(str(e).split())
+            advice = "WANDB_MODE=offline needs neither key nor network"
+            raise BadInput(f"logger: wandb: {why}; {advice}") from None
+        file.write_text(self.run.id)
+
+    def scalars(self, values, step):
+        self.run.log(values, step=step)
+
+    def samples(self, rows, step):
+        table = self.wandb.Table(["prompt", "completion"], [list(r.values()) for r in rows])
+        self.run.log({"val/samples": table}, step=step)
+
+
+def make_tracker(cfg: Run, out: Path, resumed: bool) -> Tracker:
+    if cfg.logger == "wandb":
+        return Wandb(out, cfg, resumed)
+    return TensorBoard(out) if cfg.logger == "tensorboard" else Tracker()
+
+
+# ---- the console --------------------------------------------------------------------------------
+
+
+class Progress:
+    """A bar on a terminal; elsewhere about twenty lines a run."""
+
+    def __init__(self, total: int, start: int, on: bool):
+        self.total, self.start, self.on, self.bar = total, start, on, None
+        self.every, self.began = max(1, round(total / 20)), time.monotonic()
+        self.next = 0  # lines come each log_interval, so maybe later than at a multiple of `every`
+        if on and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+
+    def step(self, step: int, row: dict | None) -> None:
+        names = [n for n in SHOWN if row and row.get(n) is not None]
+        shown = {n.removeprefix("rewards/"): f"{row[n]:.4f}" for n in names}
+        if "tokens/s" in shown:
+            shown["tokens/s"] = f"{row['tokens/s']:,.0f}"
+        if "kl" in shown and row.get("kl/clamped"):  # a bare 0.0000 would read like a bug
+            shown["kl"] += " (clamped)"
+        if self.bar is not None:
+            self.bar.update()
+            if shown:
+                self.bar.set_postfix(shown)
+        elif self.on and shown and (step >= self.next or step == self.total):
+            self.next = step - step % self.every + self.every
+            each = (time.monotonic() - self.began) / max(1, step - self.start)
+            left = (self.total - step) * each
+            shown["ETA"] = f"{left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f}"
+            line = "  ".join(f"{k} {v}" for k, v in shown.items())
+            say(f"step {step}/{self.total}  {line}")
+
+    def say(self, line: str) -> None:
+        if self.on:
+            say(line) if self.bar is None else self.bar.write(line)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Logger:
+    """All that a run writes between steps, but for checkpoints."""
+
+    def __init__(self, cfg: Run, resume_step: int | None):
+        self.main, self.cfg, self.out = rank() == 0, cfg, Path(cfg.out_dir)
+        self.progress = None
+        if self.main:
+            self.metrics = Csv(self.out / "metrics.csv", resume_step)
+            self.val = Csv(self.out / "val.csv", resume_step)
+            self.tracker = make_tracker(cfg, self.out, resume_step is not None)
+
+    def begin(self, plan: Plan, n: int, batch_size: int, start: int) -> None:
+        """Before the first step of the first iteration, which learns from n examples."""
+        if not self.main or self.progress:
+            return
+        rest = n - plan.per_epoch * batch_size
+        each = f"{plan.per_epoch:,} an epoch, which leaves out {rest:,} of {n:,}"
+        say(f"{plan.total:,} steps of {batch_size}, {each}")
+        self.progress = Progress(plan.total, start, self.cfg.progress and not self.cfg.debug)
+
+    def step(self, step: int, row: dict | None) -> None:
+        """After an optimizer step, with its row of metrics.csv or none."""
+        if not self.main:
+            return
+        if row:
+            self.metrics.row({"step": step, **row})
+            self.tracker.scalars({k: v for k, v in row.items() if v is not None}, step)
+        self.progress.step(step, row)
+
+    def validation(self, step: int, row: dict, samples: list[dict]) -> None:
+        """A row of val.csv, and eval/step-N.json with samples."""
+        if not self.main:
+            return
+        self.val.row({"step": step, **row})
+        names = ("loss", "kl", "accuracy", "rewards/margins", "checker_accuracy")
+        shown = [f"{n} {row[n]:.4f}" for n in names if row.get(n) is not None]
+        if "accuracy" in row and row["accuracy"] is None:
+            shown.append("accuracy empty (r is 0)" if step == 0 else "accuracy empty")
+        self.progress.say(f"validation at step {step}: {', '.join(shown)}")
+        self.tracker.scalars({f"val/{k}": v for k, v in row.items() if v is not None}, step)
+        if samples:
+            self.tracker.samples(samples, step)
+        content = {"step": step, "metrics": row, "samples": samples}
+        write_json(self.out / "eval" / f"step-{step}.json", content)
+
+    def examples(self, step: int, batch, columns: dict) -> None:
+        """examples-N.csv: a row for each example of a step, largest loss first."""
+        if not self.main:
+            return
+        decode, rows = batch.tokenizer.decode, []
+        for i in columns["loss"].argsort(descending=True).tolist():
+            e = batch.examples[i]
+            row = {"where": e.where, "prompt": decode(e.prompt)}
+            for k, y in enumerate(e.completions, 1):
+                row |= {f"completion {k}": decode(y), f"tokens {k}": len(y)}
+            row |= {"label": e.label, "weight": e.weight, **e.extra}
+            rows.append(row | {name: column[i].item() for name, column in columns.items()})
+        path = self.out / f"examples-{step}.csv"
+        table = Csv(path, None)
+        for row in rows:
+            table.row(row)
+        table.file.close()
+        self.progress.say(f"examples of step {step}, largest loss first: {path}")
+
+    def sync(self) -> None:
+        if self.main:
+            self.metrics.sync()
+            self.val.sync()
+
+    def close(self) -> None:
+        if self.main:
+            self.metrics.file.close()
+            self.val.file.close()
+            self.tracker.close()
+            if self.progress:
+                self.progress.close()
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """A 95% confidence interval for k of n (Wilson 1927): honest near 0 and 1, where k/n +- 2
+    sigma is not."""
+    mid = (k + z * z / 2) / (n + z * z)
+    width = z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z)
+    return max(0.0, mid - width), min(1.0, mid + width)
+
+
+def before_and_after(before: dict, after: dict, n: int = 5, width: int = 34) -> str:
+    """The checker's accuracy before and after with 95% intervals, and the first answers."""
+    lines = ["", "held-out accuracy by the checker (95% interval)"]
+    for name, v in (("before", before), ("after", after)):
+        (low, high), share = wilson(v["right"], v["of"]), v["right"] / v["of"]
+        interval = f"({100 * low:.1f} to {100 * high:.1f})"
+        counts = f"{v['right']} of {v['of']}"
+        lines.append(f"  {name:<7} {100 * share:5.1f}%  {interval}  {counts}")
+    gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
+    lines += [f"  gain    {gain:+5.1f} points", ""]
+    pairs = list(zip(before["answers"], after["answers"]))[:n]
+    rows = [(a["prompt"], a["completion"], b["completion"]) for a, b in pairs]
+    return "\n".join([*lines, side_by_side(("prompt", "before", "after"), rows, width)])
+
+
+def side_by_side(head: tuple[str, ...], rows: list[tuple[str, ...]], width: int = 34) -> str:
+    """A table of short texts."""
+    cells = [[c.replace("\n", " ")[:width] for c in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    padded = [[c.ljust(w) for c, w in zip(row, widths)] for row in cells]
+    return "\n".join("  " + "  ".join(row).rstrip() for row in padded)

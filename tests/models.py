@@ -1,0 +1,94 @@
+"""Models that several test files share: random weights, small families, ragged batches."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import model
+from data import pack
+from support.errors import BadInput
+
+SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
+GQA = dict(SMALL, max_position_embeddings=64, intermediate_size=80, num_key_value_heads=2)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=16, rope_theta=500.0)
+LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=300.0)
+GPT2 = dict(vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=64)
+HF = {
+    "llama": transformers.LlamaConfig(**GQA),
+    "llama, tied": transformers.LlamaConfig(**GQA, tie_word_embeddings=True),
+    "llama, one key head, wide heads": transformers.LlamaConfig(
+        **GQA | {"num_key_value_heads": 1}, head_dim=16
+    ),
+    "llama3 rope": transformers.LlamaConfig(**GQA, rope_parameters=LLAMA3),
+    "linear rope": transformers.LlamaConfig(**GQA, rope_parameters=LINEAR),
+    "qwen2": transformers.Qwen2Config(**GQA, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**GQA, head_dim=16),
+    "mistral, window": transformers.MistralConfig(**GQA, sliding_window=5),
+    "gpt2": transformers.GPT2Config(**GPT2, n_inner=100),
+    "gpt2, untied": transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
+}
+
+
+def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Every parameter random, biases and norms included, so that none can be lost unseen."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            p.add_(noise * (0.1 if p.dim() == 1 else p.shape[-1] ** -0.5))
+    return module.eval()
+
+
+def made(config, folder: Path) -> nn.Module:
+    """transformers' model of this config, saved in the folder."""
+    kind = transformers.AutoModelForCausalLM
+    hf = shaken(kind.from_config(config, attn_implementation="eager"))
+    hf.save_pretrained(folder)
+    return hf
+
+
+def logits(gpt, ids) -> torch.Tensor:
+    """Next-token logits at all positions; a completion of one token adds no input."""
+    batch = pack([np.array(ids)], [(np.array(ids[:1]),)])
+    attention = model.PackedAttention(batch)
+    return gpt.head(gpt.hidden(batch.token_N[None], batch.position_N[None], attention))[0]
+
+
+def same(a, b, tolerance=0.0) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance)
+
+
+def same_weights(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+def ragged(K: int, vocabulary: int, seed: int):
+    """Prompts and completions of random lengths, one-token ones among them."""
+    r = np.random.default_rng(seed)
+    p_len, c_len = r.integers(1, 10, 5), r.integers(1, 8, (5, K))
+    p_len[1] = p_len[3] = 1
+    c_len[1] = c_len[2, 0] = c_len[4, -1] = 1
+    prompts = [r.integers(vocabulary, size=n) for n in p_len]
+    return prompts, [tuple(r.integers(vocabulary, size=n) for n in row) for row in c_len]
+
+
+def trained(gpt, batch, steps=2):
+    """A few large steps on what may be trained."""
+    optimizer = torch.optim.SGD([p for p in gpt.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (-gpt(batch).mean()).backward()
+        optimizer.step()
+    return gpt
+
+
+def refused(match: str, f, *args) -> str:
+    with pytest.raises(BadInput, match=match) as e:
+        f(*args)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 600, e.value
+    return str(e.value)

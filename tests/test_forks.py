@@ -1,0 +1,165 @@
+"""A new idea is one short file: the examples train, resume to the bit after a kill, and give the same on two processes;
+and a copy of kto.py with another loss does all that by the commands that a user types."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import assert_same, killed, numbers, ranks, train
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+sys.path.append(str(EXAMPLES))
+LINES = {"bco": 45, "ema_z": 30, "simpo": 45, "hinge": 35, "my_checker": 5, "reverse_digits": 15}
+COMMON = ("--batch_size=6", "--max_steps=8", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
+          "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
+
+
+def test_an_example_is_short():
+    for name, most in LINES.items():
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= most, name
+
+
+@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge"])
+def test_an_algorithm_from_outside_trains_resumes_and_shards(
+    program, tiny, ratings, pairs, tmp_path
+):
+    data = pairs if program in ("simpo", "hinge") else ratings
+    argv = (*COMMON, f"--data.val={data}", "--eval.samples=0", "--val_interval=3")
+    whole = train(tiny, data, tmp_path / "whole", *argv, program=program)
+    assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
+    out = tmp_path / "run"
+    killed(1, out, "metrics.csv", 6, lambda rank: train(tiny, data, out, *argv, program=program))
+    assert_same(train(tiny, data, out, *argv, "--resume=auto", program=program), whole)
+    for strategy in ("ddp", "fsdp"):
+        two = (f"--strategy={strategy}", *argv)
+        (run, _) = ranks(
+            2, lambda rank: train(tiny, data, tmp_path / strategy, *two, program=program)
+        )  # noqa: B023
+        for a, b in zip(numbers(run), numbers(whole), strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+
+
+def state(out: Path, step: int) -> dict:
+    file = out / "checkpoints" / f"step-{step:08d}" / "state.json"
+    return json.loads(file.read_text())["run"]["objective"]
+
+
+def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratings, tmp_path):
+    argv = (*COMMON, "--optim.lr=1e-3", "--keep_last=9")
+    train(tiny, ratings, tmp_path / "a", *argv, program="bco")
+    train(
+        tiny,
+        ratings,
+        tmp_path / "b",
+        *argv,
+        f"--data.val={ratings}",
+        "--val_interval=1",
+        program="bco",
+    )
+    ranks(2, lambda rank: train(tiny, ratings, tmp_path / "c", *argv, program="bco") and None)
+    a, b, c = (state(tmp_path / name, 8) for name in "abc")
+    assert a == b and a["count"] == 8 * 6 == c["count"]
+    assert a["delta"] == pytest.approx(c["delta"], abs=1e-6) and abs(a["delta"]) > 1e-4
+    with open(tmp_path / "a" / "metrics.csv") as f:
+        rewards = [float(row["reward"]) for row in csv.DictReader(f)]
+    assert a["delta"] == pytest.approx(sum(rewards) / 8, abs=1e-9), "the mean of all rewards so far"
+
+
+def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_path, monkeypatch):
+    import lifecycle
+    import model
+
+    loads, real = [], model.load
+    monkeypatch.setattr(model, "load", lambda *a: loads.append(a) or real(*a))
+    no_copy = SimpleNamespace(deepcopy=lambda m: pytest.fail("a copy for a reference"))
+    monkeypatch.setattr(lifecycle, "copy", no_copy)
+    train(tiny, pairs, tmp_path, *COMMON, program="simpo")
+    assert len(loads) == 1
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A clone as a user has it, by links."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for path in [
+        *ROOT.glob("*.py"),
+        *(ROOT / name for name in ("support", "config", "demo", "examples")),
+    ]:
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def run(clone: Path, command: str, **kw):
+    argv = [sys.executable, *shlex.split(command)[1:]]
+    return subprocess.Popen(
+        argv, cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kw
+    )
+
+
+def rows(out: Path) -> list[str]:
+    clocks = r"(tokens/s|seconds|memory_gb|tflops/s|mfu)"
+    with open(out / "metrics.csv") as f:
+        return [
+            {k: v for k, v in row.items() if not re.fullmatch(clocks, k)}
+            for row in csv.DictReader(f)
+        ]
+
+
+def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(
+    clone,
+):
+    text = (ROOT / "kto.py").read_text()
+    old = "(1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z)))"
+    assert text.count(old) == 1
+    new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z))"
+    (clone / "mine.py").write_text(text.replace(old, new))
+    base = "python mine.py --max_steps 30 --eval.prompts 4 --eval.samples 0 --save_interval 5"
+    whole = run(clone, f"{base} --out_dir out/whole")
+    said, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0, said
+    process, out = run(clone, f"{base} --out_dir out/run"), clone / "out" / "run"
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.csv").exists() or (out / "metrics.csv").read_text().count("\n") < 6:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    (command,) = re.findall(r"^  (python .*)$", said, re.M)
+    assert command.startswith("python mine.py "), (
+        "not kto.py: it would swap the loss in the middle of a run"
+    )
+    resumed = run(clone, command)
+    said, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0 and "exported to" in said, said
+    assert rows(out) == rows(clone / "out" / "whole")
+    assert float(rows(out)[0]["loss"]) == pytest.approx(0.693147, abs=1e-5)
+    other = run(clone, command.replace("mine.py", "kto.py"))
+    said, _ = other.communicate(timeout=120)
+    assert other.returncode == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
+
+
+def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone):
+    shutil.copy(EXAMPLES / "my_checker.py", clone / "mine.py")
+    command = "python mine.py --max_steps 4 --eval.prompts 30 --eval.check_interval 2 --val_interval 1 --out_dir out/c"
+    process = run(clone, command, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "held-out accuracy by the checker" in said, said
+    with open(clone / "out" / "c" / "val.csv") as f:
+        shares = [row["checker_accuracy"] for row in csv.DictReader(f)]
+    assert [bool(x) for x in shares] == [True, False, True, False, True], "at 0, 2 and the end"
+    verdict = json.loads((clone / "out" / "c" / "eval" / "after.json").read_text())
+    right = sum(len(a["completion"].split()) < 4 for a in verdict["answers"])
+    assert float(shares[-1]) == right / 30

@@ -1,0 +1,543 @@
+"""What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
+
+import csv
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokens import EOS, ids_of, plain
+
+import evaluate
+import kto
+import model
+from evaluate import Evaluator
+from support.checkpoint import RunState, write_json
+from support.devices import say
+from support.errors import BadInput
+from support.examples import Example
+from support.logger import Csv, Logger, Progress, before_and_after, make_tracker, wilson
+from support.settings import Data, Eval
+from support.throughput import Throughput, least_passes
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_settings(out: Path, **kw) -> kto.Settings:
+    return kto.Settings("m", Data("t"), out_dir=str(out), **kw)
+
+
+# ---- metrics.csv ---------------------------------------------------------------------------------
+
+
+def write(path, resume_step, *rows) -> None:
+    file = Csv(path, resume_step)
+    for row in rows:
+        file.row(row)
+    file.sync()
+    file.file.close()
+
+
+def test_a_resume_keeps_the_rows_up_to_its_step_and_goes_on_after_them(tmp_path):
+    path = tmp_path / "m.csv"
+    write(path, None, *({"step": i, "loss": i / 7} for i in range(5)))
+    write(path, 2, {"step": 3, "loss": 0.5})
+    lines = path.read_text().splitlines()
+    assert lines == ["step,loss", "0,0.0", f"1,{1 / 7}", f"2,{2 / 7}", "3,0.5"]
+    assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
+
+
+def test_a_torn_last_line_is_dropped_whatever_it_says(tmp_path):
+    path = tmp_path / "m.csv"
+    for torn in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0"):
+        path.write_text(f"step,loss\n1,0.1\n{torn}")
+        write(path, 9, {"step": 2, "loss": 0.25})
+        whole = "step,loss\n1,0.1\n2,0.25\n"
+        assert path.read_text() == whole, "a whole-looking line without its end may lack digits"
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    file = Csv(tmp_path / "m.csv", None)
+    file.row({"step": 1, "loss": 0.5})
+    assert (tmp_path / "m.csv").read_text() == "step,loss\n1,0.5\n", "a kill now must not lose it"
+    file.file.close()
+
+
+@pytest.mark.parametrize("torn", ["", "step", "step,lo", "\n"])
+def test_without_a_whole_first_line_it_starts_anew(tmp_path, torn):
+    (tmp_path / "m.csv").write_text(torn)
+    write(tmp_path / "m.csv", 3, {"step": 4, "loss": 0.5, "kl": 1.0})
+    assert (tmp_path / "m.csv").read_text() == "step,loss,kl\n4,0.5,1.0\n"
+
+
+def test_a_header_alone_is_kept_and_a_missing_file_made(tmp_path):
+    (tmp_path / "m.csv").write_text("step,loss\n")
+    for name in ("m.csv", "new.csv"):
+        write(tmp_path / name, 3, {"step": 4, "loss": 0.5})
+        assert (tmp_path / name).read_text() == "step,loss\n4,0.5\n"
+
+
+def test_a_new_run_overwrites_what_an_unsaved_one_left(tmp_path):
+    (tmp_path / "m.csv").write_text("step,other\n1,2\n")
+    write(tmp_path / "m.csv", None, {"step": 1, "loss": 0.5})
+    assert (tmp_path / "m.csv").read_text() == "step,loss\n1,0.5\n"
+
+
+def test_columns_stay_where_the_first_row_put_them_and_none_is_empty(tmp_path):
+    path = tmp_path / "m.csv"
+    first, second = {"step": 1, "loss": None, "kl": 0.0}, {"kl": 2.0, "step": 2, "loss": 3.0}
+    write(path, None, first, second)
+    write(path, 2, {"step": 3, "kl": 4.0})
+    whole = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
+    assert path.read_text() == whole, "0.0 is a value, None is none"
+
+
+def test_numbers_come_back_to_the_bit(tmp_path):
+    numbers = [0.1 + 0.2, 1 / 3, 1e-300, 5e-324, -0.0, math.pi * 1e20, 123456789.123456789]
+    numbers.append(math.inf)
+    write(tmp_path / "m.csv", None, *({"step": i, "x": x} for i, x in enumerate(numbers)))
+    write(tmp_path / "m.csv", len(numbers))  # rewritten once
+    back = [float(row["x"]) for row in rows(tmp_path / "m.csv")]
+    assert list(map(repr, back)) == list(map(repr, numbers))
+
+
+def rows(path: Path) -> list[dict]:
+    with open(path, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+def progress(capsys, total, start=0, log_interval=1, on=True, **row) -> list[str]:
+    bar = Progress(total, start, on)
+    row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5, "auc": 0.5} | row
+    for step in range(start + 1, total + 1):
+        bar.step(step, row if step % log_interval == 0 or step == total else None)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No launcher."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+def test_without_a_terminal_progress_is_about_twenty_lines(capsys, alone):
+    said = progress(capsys, 1000)
+    shown = "step 1/1000  loss 0.2500  margins 1.5000  tokens/s 1,234  ETA 0:00:"
+    assert said[0].startswith(shown)
+    assert said[1].startswith("step 50/") and said[-1].startswith("step 1000/") and len(said) == 21
+    for total, interval in ((30, 1), (39, 1), (1000, 7), (2100, 100), (999, 10), (1010, 50)):
+        lines = progress(capsys, total, log_interval=interval)
+        assert 10 <= len(lines) <= 30, (total, interval)
+    assert len(progress(capsys, 3)) == 3
+    steps = [x.split("/")[0] for x in progress(capsys, 1000, start=900)]
+    assert steps == ["step 901", "step 950", "step 1000"], "a resumed run says that it goes on"
+
+
+def test_progress_says_where_the_clamp_made_z_zero(capsys, alone):
+    for clamped, shown in (
+        (1.0, "kl 0.0000 (clamped)  "),
+        (0.0, "kl 0.0000  "),
+        (None, "kl 0.0000  "),
+    ):
+        (line,) = progress(capsys, 1, kl=0.0, **{"kl/clamped": clamped})
+        assert f"loss 0.2500  {shown}margins" in line
+
+
+def test_progress_off_says_nothing(capsys):
+    assert progress(capsys, 100, on=False) == []
+
+
+def test_on_a_terminal_progress_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = Progress(10, 4, True)
+    progress.step(5, {"loss": 0.25, "kl": 0.125})
+    progress.step(6, None)
+    bar = progress.bar
+    assert (bar.n, bar.total, bar.postfix) == (6, 10, "loss=0.2500, kl=0.1250")
+    progress.close()
+    assert capsys.readouterr().out == "" and bar.disable
+    assert Progress(10, 0, False).bar is None
+
+
+def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
+    for rank, said, files in (("0", "hi\n", {"metrics.csv", "val.csv"}), ("1", "", set())):
+        monkeypatch.setenv("RANK", rank)
+        say("hi")
+        assert capsys.readouterr().out == said
+        (tmp_path / rank).mkdir()
+        logger = Logger(run_settings(tmp_path / rank), None)
+        if rank == "1":
+            logger.step(1, {"loss": 1.0})
+            logger.validation(1, {"loss": 1.0}, [])
+            logger.sync()
+        logger.close()
+        assert {p.name for p in (tmp_path / rank).iterdir()} == files
+
+
+def test_the_end_of_a_run_closes_what_it_writes_to(tmp_path, monkeypatch):
+    ended, logger = [], Logger(run_settings(tmp_path), None)
+    monkeypatch.setattr(logger.tracker, "close", lambda: ended.append(True))
+    logger.close()
+    assert ended and logger.metrics.file.closed and logger.val.file.closed
+
+
+# ---- trackers, through whole runs ----------------------------------------------------------------
+
+TINY = "--batch_size=4 --epochs=2 --max_steps=3 --val_interval=null --save_interval=null"
+TINY += " --eval.samples=2 --eval.max_new_tokens=3 --examples_at=2 --optim.lr=1e-3"
+SPIN = "--spin.max_iterations=1 --spin.max_new_tokens=3"
+
+
+@pytest.fixture(scope="module")
+def tracked(tiny, ratings, pairs, tmp_path_factory):
+    """(program, logger) -> (its folder, exit code, stdout, stderr) of a run, two at a time."""
+    root = tmp_path_factory.mktemp("tracked")
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    demos = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in records]
+    (root / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
+    sources = {"kto": ratings, "dpo": pairs, "spin": root / "demos.jsonl"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    env |= {"WANDB_MODE": "offline", "HOME": str(root), "WANDB_SILENT": "true"}
+
+    def run(program, logger):
+        out = root / f"{program}-{logger}"
+        command = [sys.executable, ROOT / f"{program}.py", "--model", tiny, "--out_dir", out]
+        command += ["--data.train", sources[program], "--data.val", sources[program]]
+        command += [
+            f"--logger={logger}",
+            *TINY.split(),
+            *(SPIN.split() if program == "spin" else ()),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+        return out, done.returncode, done.stdout, done.stderr
+
+    asked = [(program, logger) for logger in ("tensorboard", "wandb") for program in sources]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(asked, pool.map(lambda x: run(*x), asked)))
+
+
+def events(out: Path) -> dict[tuple[str, int], float | str]:
+    """(tag, step) -> number or text, of a run's one TensorBoard file."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = (out / "tensorboard").glob("events.out.tfevents.*")
+    raw, found = file.read_bytes(), {}
+    while raw:  # a record: its length (8 bytes), a checksum (4), itself, a checksum (4)
+        n = int.from_bytes(raw[:8], "little")
+        event, raw = Event.FromString(raw[12 : 12 + n]), raw[16 + n :]
+        for v in event.summary.value:
+            assert (v.tag, event.step) not in found
+            text = b"".join(v.tensor.string_val).decode()
+            found[v.tag, event.step] = text or v.simple_value
+    return found
+
+
+def history(out: Path) -> dict[tuple[str, int], float]:
+    """(name, step) -> number, of a run's one wandb file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = (out / "wandb").glob("offline-run-*/*.wandb")
+    raw, at, record, found = file.read_bytes(), 7, b"", {}
+    while at < len(raw):  # parts in blocks of 32 KiB: checksum (4 bytes), length (2), kind (1)
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        n, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        record, at = record + raw[at + 7 : at + 7 + n], at + 7 + n
+        if kind in (1, 4):  # a whole record, or its last part
+            entry, record = Record.FromString(record).history, b""
+            values = {"/".join(i.nested_key): json.loads(i.value_json) for i in entry.item}
+            ours = {k: v for k, v in values.items() if k[0] != "_" and isinstance(v, float | int)}
+            found |= {(k, entry.step.num): v for k, v in ours.items()}
+    return found
+
+
+def logged(out: Path) -> dict[tuple[str, int], float]:
+    """What a tracker should have: all cells of metrics.csv and val.csv."""
+    wanted = {}
+    for name, prefix in (("metrics.csv", ""), ("val.csv", "val/")):
+        for row in rows(out / name):
+            values = {f"{prefix}{k}": float(v) for k, v in row.items() if v and k != "step"}
+            wanted |= {(k, int(row["step"])): pytest.approx(v, rel=1e-6) for k, v in values.items()}
+    assert {("loss", step) for step in (1, 2, 3)} | {("val/loss", 0), ("val/loss", 3)} <= set(
+        wanted
+    )
+    return wanted
+
+
+def samples(out: Path, step: int) -> list[list[str]]:
+    """The prompts and completions that were shown at a step."""
+    found = json.loads((out / "eval" / f"step-{step}.json").read_text())["samples"]
+    assert len(found) == 2
+    return [[x["prompt"], x["completion"]] for x in found]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", ["kto", "dpo", "spin"])
+def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, program):
+    out, code, _, stderr = tracked[program, "tensorboard"]
+    assert code == 0, stderr
+    found = events(out)
+    texts = {step: x for (_, step), x in found.items() if isinstance(x, str)}
+    assert {k: v for k, v in found.items() if not isinstance(v, str)} == logged(out)
+    assert set(texts) == {0, 3}
+    for step, text in texts.items():
+        assert all(f"{prompt} **{said}**" in text for prompt, said in samples(out, step))
+
+
+@pytest.mark.parametrize("program", ["kto", "dpo", "spin"])
+def test_wandb_gets_every_value_at_its_step_and_the_samples_offline(tracked, program):
+    out, code, _, stderr = tracked[program, "wandb"]
+    assert code == 0, stderr
+    found, wanted = history(out), logged(out)
+    assert {k: found.get(k) for k in wanted} == wanted
+    tables = (out / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
+    shown = [json.loads(path.read_text())["data"] for path in tables]
+    assert sorted(shown) == sorted(samples(out, step) for step in (0, 3))
+
+
+@pytest.mark.parametrize("program, empty", [("kto", True), ("dpo", True), ("spin", False)])
+def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program, empty):
+    out, _, stdout, _ = tracked[program, "tensorboard"]
+    said = [line for line in stdout.splitlines() if line.startswith("validation at step ")]
+    assert [line.split(":")[0][-1] for line in said] == ["0", "3"]
+    assert [line.endswith(", accuracy empty (r is 0)") for line in said] == [empty, False]
+    if empty:
+        assert [row["accuracy"] != "" for row in rows(out / "val.csv")] == [False, True]
+
+
+def test_a_run_says_how_many_steps_it_will_have(tracked):
+    out, _, stdout, _ = tracked["kto", "tensorboard"]
+    assert "\n3 steps of 4, 6 an epoch, which leaves out 0 of 24\n" in stdout
+    assert "\nstep 1/3  loss " in stdout and f"\nrun folder: {out}\n" in stdout
+
+
+@pytest.mark.parametrize("program, K", [("kto", 1), ("dpo", 2), ("spin", 2)])
+def test_a_steps_examples_are_a_table_with_the_largest_loss_first(tracked, program, K):
+    out, *_ = tracked[program, "tensorboard"]
+    found = rows(out / "examples-2.csv")
+    losses = [float(row["loss"]) for row in found]
+    assert len(found) == 4 and losses == sorted(losses, reverse=True)
+    mean = next(float(row["loss"]) for row in rows(out / "metrics.csv") if row["step"] == "2")
+    assert sum(losses) / 4 == pytest.approx(mean)
+    for row in found:
+        assert row["where"].split(":")[0].endswith(".jsonl") and row["prompt"]
+        assert row["label"] in ("True", "False") and row["weight"] == "1.0"
+        assert all(int(row[f"tokens {k}"]) > 0 for k in range(1, K + 1))
+        assert f"completion {K}" in row and f"completion {K + 1}" not in row
+
+
+def test_the_csv_logger_tracks_nowhere_else(tmp_path):
+    tracker = make_tracker(run_settings(tmp_path), tmp_path, False)
+    tracker.scalars({"loss": 1.0}, 1)
+    tracker.samples([{"prompt": "p", "completion": "c"}], 1)
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def wandb_elsewhere(out: Path, runs: int, **env) -> list[str] | None:
+    """What `runs` trackers, the second one resumed, say in a process of their own (wandb leaves
+    threads and hooks)."""
+    pytest.importorskip("wandb")
+    out.mkdir()
+
+    def work():
+        for name in [k for k in os.environ if k.startswith("WANDB")]:
+            del os.environ[name]
+        os.environ.update(HOME=str(out), NETRC=str(out / "none"), **env)
+        sys.stdin, said = open(os.devnull), []
+        warnings.simplefilter("ignore")
+        try:
+            for resumed in (False, True)[:runs]:
+                tracker = make_tracker(run_settings(out, logger="wandb"), out, resumed)
+                tracker.scalars({"loss": 0.5}, 1 + resumed)
+                tracker.close()
+                said.append((out / "wandb_id").read_text())
+                sys.modules["wandb"].finish()
+        except BadInput as e:
+            said.append(str(e))
+        (out / "said.json").write_text(json.dumps(said))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(30)
+    process.kill()
+    return json.loads((out / "said.json").read_text()) if (out / "said.json").exists() else None
+
+
+def test_a_resumed_run_goes_on_with_its_own_in_wandb(tmp_path):
+    said = wandb_elsewhere(tmp_path / "run", 2, WANDB_MODE="offline")
+    if said is None:
+        pytest.skip("wandb needs more than 30 s here")
+    assert len(said) == 2 and said[0] == said[1]
+
+
+def test_wandb_online_without_a_key_is_refused_at_once_in_one_line(tmp_path):
+    (said,) = wandb_elsewhere(tmp_path / "run", 1, WANDB_API_KEY="")
+    assert said.startswith("logger: wandb: ") and "\n" not in said
+    assert said.endswith("; WANDB_MODE=offline needs neither key nor network")
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def test_wilsons_interval_by_hand():
+    assert wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    z2 = 1.96**2
+    assert wilson(0, 10) == pytest.approx((0, z2 / (10 + z2)), abs=1e-12)
+    assert wilson(10, 10) == pytest.approx((10 / (10 + z2), 1), abs=1e-12)
+    assert wilson(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
+    low, high = wilson(0, 10)
+    assert low == 0 and 0.27 < high < 0.28
+
+
+def answers(*texts):
+    return [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(texts)]
+
+
+def test_the_verdict_shows_both_accuracies_with_intervals_and_the_gain():
+    before = {"right": 5, "of": 10, "answers": answers("b c", "a\nb")}
+    after = {"right": 8, "of": 10, "answers": answers("a b", "x" * 99)}
+    text = before_and_after(before, after)
+    assert "  before   50.0%  (23.7 to 76.3)  5 of 10\n" in text  # Wilson's interval, from a table
+    assert "  after    80.0%  (49.0 to 94.3)  8 of 10\n" in text
+    assert "  gain    +30.0 points\n" in text
+    assert text.splitlines()[-2:] == ["  p0      b c     a b", f"  p1      a b     {'x' * 34}"]
+    assert "  gain    -30.0 points\n" in before_and_after(after, before)
+    assert "p1" not in before_and_after(before, after, n=1)
+
+
+# ---- held-out answers and the best step ----------------------------------------------------------
+
+
+def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> Evaluator:
+    """With prompts of a letter each and a policy that answers "ab" to all."""
+
+    def generate(_fabric, _policy, prompts, *_):
+        return [[66, 67, EOS]] * len(prompts)
+
+    monkeypatch.setattr(evaluate, "generate", generate)
+    val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
+    cfg, fabric = run_settings(out, eval=Eval(**settings)), SimpleNamespace(global_rank=0)
+    return Evaluator(fabric, cfg, None, plain(), val, checker)
+
+
+def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch):
+    asked = []
+
+    def checker(prompt, completion):
+        asked.append((prompt, completion))
+        return prompt == "s"
+
+    evaluator = held_out(tmp_path, monkeypatch, "ssnmo", checker, prompts=3)
+    verdict = evaluator.check("before", 0)
+    assert asked == [("s", "ab"), ("n", "ab"), ("m", "ab")]
+    assert (verdict["right"], verdict["of"], verdict["step"]) == (1, 3, 0)
+    assert json.loads((tmp_path / "eval" / "before.json").read_text()) == verdict
+    assert evaluator.accuracy(7) == 1 / 3 and len(asked) == 6, "the policy has moved"
+    assert evaluator.check("after", 7)["right"] == 1 and len(asked) == 6, "the same weights"
+    files = {"before.json", "answers-7.json", "after.json"}
+    assert {p.name for p in (tmp_path / "eval").iterdir()} == files
+
+
+def test_nothing_is_checked_without_prompts_or_a_checker(tmp_path, monkeypatch):
+    for letters, asked, check in (("p", 0, "demo"), ("", 500, "demo"), ("p", 500, "none")):
+        nothing = held_out(tmp_path, monkeypatch, letters, check=check, prompts=asked)
+        assert nothing.check("before", 0) is None, "0 of 0 has no accuracy"
+        assert nothing.accuracy(0) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demos_checker_is_used_where_it_is_named_and_none_is_given(tmp_path, monkeypatch):
+    from demo.check import check
+
+    assert held_out(tmp_path, monkeypatch, "p", check="demo").checker is check
+    assert held_out(tmp_path, monkeypatch, "p", max, check="demo").checker is max
+
+
+def best_of(keep_best, values) -> list[int]:
+    """The steps at which a validation is the best so far."""
+    state, found = RunState(), []
+    for step, value in enumerate(values):
+        state.step = step
+        row = dict(loss=value, kl=value, accuracy=value, checker_accuracy=value, auc=None)
+        found += [step] if state.is_best(row, keep_best) else []
+    assert state.best_step == (found[-1] if found else None)
+    return found
+
+
+def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
+    values = [0.5, 0.4, 0.6, 0.3, 0.7]
+    assert best_of("loss", values) == best_of("kl", values) == [1, 3]
+    assert best_of("accuracy", values) == [1, 2, 4]
+    tie = best_of("loss", [0.1, 0.5, 0.5])
+    assert tie == [1], "step 0 has no checkpoint, and a tie changes nothing"
+    assert best_of(None, values) == []
+    checked = [0.5, None, 0.6, None, 0.7]
+    assert best_of("checker_accuracy", checked) == [2, 4], "not each validation is checked"
+
+
+def test_a_column_that_is_not_there_is_refused_before_the_first_step():
+    have = "loss, kl, accuracy, checker_accuracy"
+    for name in ("los", "auc"):
+        with pytest.raises(
+            BadInput, match=f"^keep_best: {name}: not in val.csv, which has {have}$"
+        ):
+            best_of(name, [0.5])
+    with pytest.raises(BadInput, match="^keep_best: checker_accuracy: not in val.csv"):
+        RunState().is_best({"loss": 0.5}, "checker_accuracy")
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "eval" / "x.json"
+    with pytest.raises(TypeError):
+        write_json(file, {"fine": 1, "not": object()})
+    assert not list(file.parent.glob("*"))
+    write_json(file, {"text": "Größe", "n": 1})
+    assert json.loads(file.read_text()) == {"text": "Größe", "n": 1}
+    assert "Größe" in file.read_text()
+    with pytest.raises(TypeError):
+        write_json(file, {"not": object()})
+    assert json.loads(file.read_text())["n"] == 1, "the old one stays"
+    assert [p.name for p in file.parent.iterdir()] == ["x.json"]
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+
+def test_only_passes_that_no_implementation_can_save_are_counted():
+    pairs, none = dict(kl_pairs=True), dict(kl_pairs=False)
+    assert least_passes(**none, reference=True, lora=False) == (4, 4)  # forward 1, backward 2
+    assert least_passes(**none, reference=False, lora=False) == (3, 3)
+    assert least_passes(**none, reference=True, lora=True) == (3, 3), "no gradient of matrices"
+    assert least_passes(**pairs, reference=True, lora=False) == (4, 6), "a prompt's pass is shared"
+    assert least_passes(**pairs, reference=False, lora=True) == (2, 3), "the reference is cached"
+
+
+def test_useful_flops_are_two_for_each_weight_token_and_pass(tiny):
+    policy, fabric = model.load(tiny), SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    body = sum(p.numel() for p in policy.transformer.h.parameters())
+    speed = Throughput(fabric, "32-true", policy, (4, 6))
+    example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
+    for seconds in (0.5, 1.5):
+        speed.add([example], seconds)
+    row = speed.read()
+    head = policy.config.n_embd * policy.config.padded_vocab_size
+    flops = 2 * 2 * (body * (4 * 5 + 6 * 7) + head * 6 * 7)  # the head runs on completions only
+    assert row["tflops/s"] == pytest.approx(flops / 2 / 1e12)
+    assert (row["tokens/s"], row["seconds"], row["mfu"]) == (12, 2.0, None)
+    speed.add([example], 3.0)
+    assert speed.read()["tokens/s"] == 4, "each line is of its own steps"

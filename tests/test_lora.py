@@ -1,0 +1,122 @@
+"""Adapters: off to the bit, trained alone, merged into the model that they make."""
+
+import numpy as np
+import pytest
+import torch
+from models import HF, logits, made, ragged, same, trained
+
+import model
+from data import pack
+from support.errors import BadInput
+from support.lora import disable_adapters, merge_adapters, reset_adapters
+from support.settings import Lora
+from support.weights import export
+
+
+@pytest.fixture(autouse=True)
+def one_thread(torch_state):
+    torch.set_num_threads(1)  # on a busy machine two threads wait for each other
+
+
+@pytest.fixture
+def folders(tiny, tmp_path):
+    made(HF["llama"], tmp_path / "llama")
+    return {"gpt2": tiny, "llama": tmp_path / "llama"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name, folders):
+    folder, batch = folders[name], pack(*ragged(2, 97, 0))
+    base = model.load(folder)(batch)
+    gpt = model.load(folder, Lora(rank=2, dropout=0.5))
+    gpt.eval()
+    assert torch.equal(gpt(batch), base)
+    trainable = {n for n, p in gpt.named_parameters() if p.requires_grad}
+    assert trainable == {n for n in gpt.unique_parameters() if "lora_" in n}
+    gpt.train()
+    trained(gpt, batch)
+    assert not torch.equal(gpt(batch), gpt(batch)), "else there is no dropout to be switched off"
+    with disable_adapters(gpt):
+        assert torch.equal(gpt(batch), base)
+    gpt.eval()
+    assert not torch.isclose(gpt(batch), base, atol=1e-3).all()
+
+
+def test_adapters_come_back_on_after_an_error_and_a_model_without_any_is_refused(tiny):
+    batch, gpt = pack(*ragged(1, 97, 0)), model.load(tiny, Lora(rank=2))
+    trained(gpt, batch)
+    on = gpt(batch)
+    with pytest.raises(KeyError), disable_adapters(gpt):
+        assert not torch.equal(gpt(batch), on)
+        raise KeyError
+    assert torch.equal(gpt(batch), on)
+    match = "reference would be the policy"
+    with pytest.raises(AssertionError, match=match), disable_adapters(model.load(tiny)):
+        pass
+
+
+def test_adapters_are_in_float32_though_their_matrices_are_not(tiny):
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        for name, p in model.load(tiny, Lora(rank=2), dtype).named_parameters():
+            assert p.dtype == (wide if "lora_" in name else dtype)
+
+
+def test_adapters_start_again_as_the_base_and_by_the_seed_alone(tiny):
+    batch, gpt = pack(*ragged(1, 97, 0)), model.load(tiny, Lora(rank=2))
+    base = gpt(batch)
+
+    def matrices(seed) -> torch.Tensor:
+        placed = []
+        reset_adapters(trained(gpt, batch), seed, lambda x, like: placed.append(x) or x)
+        assert len(placed) == 2 * 4 and torch.equal(gpt(batch), base)
+        a = [p.detach().flatten() for n, p in gpt.named_parameters() if "lora_A" in n]
+        return torch.cat(a)
+
+    first = matrices(1)
+    torch.manual_seed(5)
+    assert torch.equal(matrices(1), first) and not torch.equal(matrices(2), first)
+    a = gpt.transformer.h[0].mlp.proj.lora_A  # litgpt's own start: uniform, by the width
+    assert 0.9 * a.shape[1] ** -0.5 < a.abs().max() <= a.shape[1] ** -0.5
+    assert a.min() < 0 < a.max()
+
+
+TARGETS = [["query"], ["key", "value"], ["query", "value"], ["mlp"], ["projection"]]
+TARGETS.append(Lora().targets)
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids="+".join)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path):
+    folder, ids = folders[name], list(range(20))
+    gpt = model.load(folder, Lora(rank=3, alpha=12, targets=targets))
+    trained(gpt, pack(*ragged(1, 97, 0)))
+    full = merge_adapters(gpt.unique_parameters(), gpt)
+    export(full, folder, tmp_path / "out")
+    with torch.no_grad():
+        adapted, base = logits(gpt, ids), logits(model.load(folder), ids)
+        assert not same(adapted, base, 1e-2), "else merging nothing would pass"
+        assert same(logits(model.load(tmp_path / "out"), ids), adapted, 1e-5)
+    plain = model.load(folder).unique_parameters()
+    assert full.keys() == plain.keys()
+    moved = {n.split(".")[-2] for n in full if not torch.equal(full[n], plain[n])}
+    assert moved <= {"qkv", "proj", "fc", "fc_1", "fc_2"}
+
+
+def test_an_adapter_on_the_head_needs_an_untied_head(folders):
+    lora = Lora(rank=2, targets=["head"])
+    with pytest.raises(BadInput, match="lora.targets: head: .* tied"):
+        model.load(folders["gpt2"], lora)
+    gpt, batch = model.load(folders["llama"], lora), pack(*ragged(1, 97, 0))
+    base = gpt(batch)
+    trained(gpt, batch)
+    full = merge_adapters(gpt.unique_parameters(), gpt)
+    plain = model.load(folders["llama"])
+    plain.load_state_dict(full)
+    assert not same(gpt(batch), base, 1e-2) and same(plain(batch), gpt(batch), 1e-4)
+
+
+def test_rank_0_is_a_model_without_adapters(tiny):
+    plain = model.load(tiny, Lora(rank=0))
+    assert type(plain) is model.GPT and all(p.requires_grad for p in plain.parameters())
+    batch = pack([np.array([1, 2])], [(np.array([3]),)])
+    assert torch.equal(plain(batch), model.load(tiny)(batch))

@@ -1,0 +1,239 @@
+"""Online KTO: the policy answers, a checker rates, KTO learns; no ratings, the same guarantees."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import PARITY, assert_same, killed, ranks, result
+
+import online
+import rollout
+from support import checkpoint
+from support.errors import BadInput
+
+RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--online.prompts_per_iteration=5",
+       "--online.num_generations=2", "--online.max_new_tokens=5", "--online.rollout_batch_size=4", "--save_interval=1",
+       "--precision=32-true", "--keep_last=99", "--eval.samples=0", "--data.max_completion=12")  # fmt: skip
+
+
+def even(prompt: str, completion: str) -> bool:
+    return len(completion) % 2 == 0
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    """7 distinct prompts, one of them twice, without ratings."""
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    records = [json.loads(line) for line in (PARITY / "kto_data.jsonl").read_text().splitlines()]
+    names = [r["prompt"] for r in records][:7]
+    file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in [*names, names[0]]))
+    return file
+
+
+def go(tiny, prompts, out: Path, *argv, **given) -> dict:
+    argv = [
+        f"--model={tiny}",
+        f"--data.train={prompts}",
+        f"--out_dir={out}",
+        "--progress=false",
+        *RUN,
+        *argv,
+    ]
+    with mock.patch.object(sys, "argv", [online.__file__, *argv]):
+        online.main(argv, **{"checker": even, **given})
+    return result(out)
+
+
+def answers(out: Path, i: int) -> list[dict]:
+    return [
+        json.loads(line)
+        for line in (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()[1:]
+    ]
+
+
+def test_each_iteration_learns_from_fresh_answers_that_the_checker_rated(
+    tiny, prompts, tmp_path, monkeypatch, capsys
+):
+    seen, real = [], online.Trainer.fit
+    monkeypatch.setattr(
+        online.Trainer, "fit", lambda self, e, p: seen.append((e, p)) or real(self, e, p)
+    )
+    run = go(tiny, prompts, tmp_path)
+    assert [(p.begin, p.end) for _, p in seen] == [(0, 2), (2, 4), (4, 6)], (
+        "ten answers are two steps of four"
+    )
+    for i, (examples, _) in enumerate(seen, 1):
+        own = answers(tmp_path, i)
+        assert [list(e.completions[0]) for e in examples] == [a["ids"] for a in own]
+        assert [e.label for e in examples] == [even("", a["completion"]) for a in own]
+        good = sum(e.label for e in examples)
+        assert f"iteration {i}: 10 answers, {good} right" in capsys.readouterr().out or i > 1
+    asked = [e.prompt.tobytes() for examples, _ in seen for e in examples[::2]]
+    assert len(set(asked[:7])) == 7 and len(set(asked[7:14])) == 7, (
+        "one pass over distinct prompts after another"
+    )
+    assert answers(tmp_path, 1) != answers(tmp_path, 2) and len(run["rows"]) == 6
+
+
+def test_without_a_checker_it_is_refused(tiny, prompts, tmp_path):
+    with pytest.raises(BadInput, match="needs a checker"):
+        go(tiny, prompts, tmp_path, checker=None)
+
+
+def test_it_learns_what_the_checker_likes(tiny, prompts, tmp_path):
+    """Short answers are right: after some iterations more of them are."""
+    argv = (
+        "--online.max_iterations=12",
+        "--online.num_generations=8",
+        "--batch_size=8",
+        "--save_interval=null",
+    )
+    go(tiny, prompts, tmp_path, *argv, checker=lambda p, c: len(c) < 12)
+    shares = [
+        sum(len(a["completion"]) < 12 for a in answers(tmp_path, i)) / 40 for i in (1, 11, 12)
+    ]
+    assert shares[0] < 0.6 and min(shares[1:]) > shares[0] + 0.2
+
+
+FIRST, LORA = ("--online.reference=first",), ("--lora.rank=2",)
+CASES = [(1, "auto", FIRST), (1, "auto", LORA), (2, "ddp", ()), (2, "fsdp", ())]
+
+
+@pytest.mark.parametrize("n,strategy,more", CASES)
+def test_killed_while_answering_or_learning_and_resumed_it_is_the_same_run(
+    n, strategy, more, tiny, prompts, tmp_path
+):
+    argv = (f"--strategy={strategy}", *more)
+    whole, *_ = ranks(n, lambda rank: go(tiny, prompts, tmp_path / "whole", *argv))
+    for i, (file, lines) in enumerate((("iterations/answers-2.jsonl", 5), ("metrics.csv", 5))):
+        out = tmp_path / str(i)
+        killed(n, out, file, lines, lambda rank: go(tiny, prompts, out, *argv))  # noqa: B023
+        resumed, *_ = ranks(n, lambda rank: go(tiny, prompts, out, "--resume=auto", *argv))  # noqa: B023
+        assert_same(resumed, whole)
+        assert [answers(out, t) for t in (1, 2, 3)] == [
+            answers(tmp_path / "whole", t) for t in (1, 2, 3)
+        ]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_the_reference_stays_the_first_model_or_becomes_the_last_iterations(
+    moves, tiny, prompts, tmp_path
+):
+    run = go(tiny, prompts, tmp_path, f"--online.reference={'last' if moves else 'first'}")
+    at_start = abs(run["rows"][2]["rewards/mean"])  # the first step of iteration 2
+    assert (at_start < 1e-5) == moves
+    assert (tmp_path / "iterations" / "2" / "weights.safetensors").exists() == moves
+
+
+def test_two_processes_answer_and_learn_like_one(tiny, prompts, tmp_path):
+    one = go(tiny, prompts, tmp_path / "one", "--online.max_iterations=1")
+    two, _ = ranks(
+        2,
+        lambda rank: go(
+            tiny, prompts, tmp_path / "two", "--online.max_iterations=1", "--strategy=ddp"
+        ),
+    )
+    assert answers(tmp_path / "one", 1) == answers(tmp_path / "two", 1)
+    for a, b in zip(one["rows"], two["rows"]):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+def test_a_step_of_one_class_only_is_right(tiny, prompts, tmp_path):
+    run = go(tiny, prompts, tmp_path, "--online.max_iterations=1", checker=lambda p, c: False)
+    assert run["rows"][0]["rewards/chosen"] is None and run["rows"][0]["loss"] == pytest.approx(
+        0.5, abs=1e-6
+    )
+
+
+def test_offline_ratings_join_each_iteration(tiny, prompts, ratings, tmp_path, monkeypatch):
+    seen, real = [], online.Trainer.fit
+    monkeypatch.setattr(
+        online.Trainer, "fit", lambda self, e, p: seen.append(e) or real(self, e, p)
+    )
+    go(tiny, prompts, tmp_path, f"--online.ratings={ratings}", "--online.ratings_per_iteration=6")
+    assert [len(e) for e in seen] == [16, 16, 16]
+    mixed = [e.where for examples in seen for e in examples[10:]]
+    assert all("ratings.jsonl" in where for where in mixed)
+    assert len({(e.where, e.label) for examples in seen for e in examples[10:]}) == 18, (
+        "the next ones, not the same"
+    )
+
+
+def test_held_out_prompts_are_answered_and_checked(tiny, prompts, tmp_path):
+    go(
+        tiny,
+        prompts,
+        tmp_path,
+        f"--data.val={prompts}",
+        "--val_interval=1",
+        "--keep_best=checker_accuracy",
+    )
+    with open(tmp_path / "val.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert list(rows[0]) == ["step", "checker_accuracy"]
+    assert [bool(r["checker_accuracy"]) for r in rows] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_an_engine_answers_from_an_exported_folder(tiny, prompts, tmp_path):
+    """As vLLM would: here transformers' generate on the Hugging Face folder of the policy as it is."""
+    import transformers
+
+    weights = []
+
+    def engine(folder, asked, sampling, max_new_tokens, seed):
+        torch.manual_seed(seed)
+        policy = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        weights.append(policy.lm_head.weight.detach().clone())
+        out = []
+        for ids in asked:
+            ids = torch.tensor([ids])
+            told = policy.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True,
+                                   max_new_tokens=max_new_tokens, temperature=sampling.temperature,
+                                   top_k=0, pad_token_id=0)  # fmt: skip
+            out.append(told[0, ids.shape[1] :].tolist())
+        return out
+
+    run = go(tiny, prompts, tmp_path, "--online.max_iterations=2", rollout=engine)
+    assert len(run["rows"]) == 4 and len(answers(tmp_path, 2)) == 10
+    assert len(weights) == 6 and torch.equal(weights[0], weights[2]), (
+        "one policy for an iteration's three calls"
+    )
+    assert not torch.equal(weights[2], weights[3]), (
+        "the next iteration asks the policy as it is then"
+    )
+
+
+def test_an_engine_that_leaves_a_prompt_unanswered_is_refused(tiny, prompts, tmp_path):
+    with pytest.raises(BadInput, match="rollout: 4 prompts, 3 answers"):
+        go(tiny, prompts, tmp_path, rollout=lambda folder, asked, *a: [[5]] * (len(asked) - 1))
+
+
+def test_answers_that_are_gone_in_the_middle_of_an_iteration_are_not_made_anew(
+    tiny, prompts, tmp_path
+):
+    go(tiny, prompts, tmp_path, "--stop_at=3")
+    (tmp_path / "iterations" / "answers-2.jsonl").unlink()
+    with pytest.raises(BadInput, match="resume from a checkpoint of step 2 or before"):
+        go(tiny, prompts, tmp_path, "--resume=auto")
+    go(tiny, prompts, tmp_path, f"--resume={checkpoint.steps(tmp_path / 'checkpoints')[2]}")
+    assert len(answers(tmp_path, 2)) == 10
+
+
+def test_iterations_draw_other_random_numbers(tiny, prompts, tmp_path, monkeypatch):
+    seeds, real = [], rollout.generate
+    monkeypatch.setattr(rollout, "generate", lambda *a: seeds.append(a[-1]) or real(*a))
+    go(tiny, prompts, tmp_path, "--optim.lr=1e-9")
+    assert len(set(seeds)) == len(seeds) == 9
+    assert answers(tmp_path, 1) != answers(tmp_path, 2)

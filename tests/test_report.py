@@ -1,0 +1,443 @@
+"""report.py, from outside: run folders written by hand, numbers worked out by hand."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("matplotlib")
+import report  # noqa: E402
+from support.errors import BadInput  # noqa: E402
+
+HERE = Path(report.__file__).parent
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def csv_text(columns: dict[str, list]) -> str:
+    rows = [list(columns), *zip(*columns.values())]
+    return "".join(",".join("" if c is None else str(c) for c in row) + "\n" for row in rows)
+
+
+def a_run(path: Path, train=None, val=None, finished=True, **settings) -> str:
+    """A run folder; settings with __ for dots."""
+    tree = {"seed": 1, "out_dir": str(path), "resume": None, "kto": {"beta": 0.1, "loss": "kto"}}
+    for name, value in settings.items():
+        *groups, last = name.split("__")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[last] = value
+    (path / "eval").mkdir(parents=True)
+    (path / "settings.yaml").write_text(yaml.safe_dump(tree))
+    (path / "metrics.csv").write_text(csv_text(train or {"step": [1, 2], "loss": [0.5, 0.4]}))
+    if val:
+        (path / "val.csv").write_text(csv_text(val))
+    if finished:
+        (path / "final").mkdir()
+    return str(path)
+
+
+def verdict(path: str, name: str, right=None, **answers: str) -> None:
+    pairs = [{"prompt": p, "completion": c} for p, c in answers.items()]
+    node = {"samples": pairs} if right is None else {"right": right, "of": 8, "answers": pairs}
+    (Path(path) / "eval" / f"{name}.json").write_text(json.dumps(node))
+
+
+@pytest.fixture
+def show(tmp_path, monkeypatch, capsys):
+    """report.main on folders -> what it prints, and the page."""
+    monkeypatch.chdir(tmp_path)
+
+    def show(*folders):
+        report.main(list(folders))
+        return capsys.readouterr().out, Path("report.html").read_text()
+
+    return show
+
+
+def row_of(out: str, name: str, which=0) -> dict[str, str]:
+    """The row of the printed table that begins with a name, by column."""
+    lines = out.replace("\u00a0", "~").splitlines()
+    head = next(i for i, line in enumerate(lines) if " steps " in line)
+    ends = {m[0]: m.end() for m in re.finditer(r"\S+", lines[head])}
+    rows = [line for line in lines[head + 1 :] if line.split()[:1] == [name.replace(" ", "~")]]
+    starts = [0, *ends.values()]
+    line = rows[which].ljust(100)
+    first = len(re.match(r"\s*\S+", line)[0])
+    return {
+        n: line[max(first, s) : e].strip()
+        for n, s, e in zip(ends, [first, *starts[1:]], ends.values())
+    }
+
+
+def marks(file: str) -> int:
+    return len(ET.parse(file).findall(f".//{SVG}use"))
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+
+def three_seeds(tmp_path) -> list[str]:
+    return [
+        a_run(
+            tmp_path / f"run{seed}",
+            {"step": [1, 2], "loss": [0.9, train], "tokens/s": [2000, 1000 * seed]},
+            {"step": [0, 2], "loss": [0.7, val], "auc": [0.5, 0.9]},
+            seed=seed,
+        )
+        for seed, train, val in ((1, 0.5, 0.30), (2, 0.5, 0.32), (3, 0.5, 0.37))
+    ]
+
+
+def test_the_table_has_the_mean_over_seeds_and_its_95_percent_interval(tmp_path, show):
+    out, _ = show(*three_seeds(tmp_path))
+    mean, half = row_of(out, "0 val"), row_of(out, "±", 1)
+    assert (mean["n"], mean["steps"], mean["loss"]) == ("3", "2", "0.33")
+    # by hand: deviations -0.03, -0.01, 0.04; s = sqrt(0.0026 / 2) = 0.036056; t(2) = 4.303
+    assert half["loss"] == "0.0896"
+    assert row_of(out, "0 train")["tokens/s"] == "2,000"
+    # s = 1000, 4.303 * 1000 / sqrt(3) = 2484
+    assert row_of(out, "±", 0)["tokens/s"] == "2,484"
+
+
+@pytest.mark.parametrize("n, t", [(2, 12.706), (5, 2.776), (11, 2.228), (16, 2.131), (61, 2.000)])
+def test_the_interval_is_students_for_any_number_of_seeds(tmp_path, show, n, t):
+    runs = [a_run(tmp_path / f"{i}", {"step": [1], "loss": [i % 2]}, seed=i) for i in range(n)]
+    out, _ = show(*runs)
+    ones = n // 2
+    variance = (ones * (1 - ones / n) ** 2 + (n - ones) * (ones / n) ** 2) / (n - 1)
+    by_hand = t * (variance / n) ** 0.5
+    assert float(row_of(out, "±")["loss"]) == pytest.approx(by_hand, rel=5e-3)
+
+
+def test_one_run_has_no_interval(tmp_path, show):
+    out, _ = show(three_seeds(tmp_path)[0])
+    assert "\n      ±" not in out and row_of(out, "0 val")["n"] == "1"
+
+
+def test_train_numbers_are_the_end_of_a_running_mean_and_val_the_last_row(tmp_path, show):
+    losses = [1.0] * 48 + [0.4, 0.2]  # 50 rows: a window of 3, at the end of 2
+    val = {"step": [0, 25, 50], "loss": [0.9, 0.8, 0.6]}
+    out, _ = show(a_run(tmp_path / "a", {"step": range(1, 51), "loss": losses}, val))
+    assert row_of(out, "0 train")["loss"] == "0.3"
+    assert row_of(out, "0 val")["loss"] == "0.6"
+
+
+def test_an_empty_cell_is_no_value(tmp_path, show):
+    train = {"step": [1, 2, 3], "loss": [0.5, 0.4, None], "kl": [None] * 3, "note": ["a", "b", "c"]}
+    out, page = show(a_run(tmp_path / "a", train))
+    assert row_of(out, "0 train")["loss"] == "0.4"
+    assert " kl" not in out and not Path("report-svg/kl.svg").exists()
+    assert "note" not in page
+
+
+@pytest.mark.parametrize("tokens", [98_765, 98_765_432])
+def test_the_table_fits_80_columns(tmp_path, show, tokens):
+    shares = {c: [0.1, 0.98765] for c in ("accuracy", "auc", "checker_accuracy", "memory_gb")}
+    nats = {c: [0.1, -43.123456] for c in ("loss", "kl", "rewards/margins")}
+    columns = {"step": [1, 120_000], **nats, **shares, "tokens/s": [tokens] * 2}
+    name = "a-quite-long-name-of-a-run-folder-"
+    runs = [a_run(tmp_path / f"{name}{seed}", columns, columns, seed=seed) for seed in range(3)]
+    out, _ = show(*runs)
+    assert max(map(len, out.splitlines())) <= 80, out
+    assert f"{tokens:,}" in out and "memory" in out, "wider tables go on below"
+
+
+# ---- groups ----------------------------------------------------------------------------------
+
+
+def test_runs_that_differ_only_in_seed_and_bookkeeping_are_one_line(tmp_path, show):
+    a = a_run(tmp_path / "a", seed=1, progress=True)
+    b = a_run(tmp_path / "b", seed=2, progress=False, logger="wandb")
+    c = a_run(tmp_path / "c", seed=1, kto__beta=0.3)
+    out, page = show(a, b, c)
+    assert row_of(out, "0 train")["n"] == "2" and row_of(out, "1 train")["n"] == "1"
+    assert "0: kto.beta=0.1\n1: kto.beta=0.3\n" in out
+    assert "0: kto.beta=0.1</span>" in page
+
+
+def test_the_page_names_the_settings_that_differ_and_no_others(tmp_path, show):
+    a = a_run(tmp_path / "a", optim__lr=1e-3, dpo__loss="ipo")
+    b = a_run(tmp_path / "b", optim__lr=1e-5)
+    _, page = show(a, b)
+    table = page[page.index("Settings that differ") : page.index("Other columns")]
+    assert re.search(r"optim\.lr</th>\s*<td>0\.001</td>\s*<td>1e-05</td>", table)
+    assert re.search(r"dpo\.loss</th>\s*<td>'ipo'</td>\s*<td></td>", table)
+    assert "kto.beta" not in table and "out_dir" not in table and "seed" not in table
+
+
+def test_runs_that_differ_in_much_are_named_by_their_folders(tmp_path, show):
+    a = a_run(tmp_path / "a", dpo={"a": 1, "b": 2, "c": 3, "d": 4, "e": 5})
+    out, _ = show(a, a_run(tmp_path / "b"), a_run(tmp_path / "c", seed=2))
+    assert f"0: {tmp_path}/a\n" in out and f"1: {tmp_path}/b, {tmp_path}/c"[:80] in out
+
+
+def test_the_same_seed_again_is_another_programs_and_never_averaged_in(tmp_path, show):
+    runs = [a_run(tmp_path / f"{p}{seed}", seed=seed) for p in ("kto", "mine") for seed in (1, 2)]
+    out, page = show(*runs)
+    assert row_of(out, "0 train")["n"] == row_of(out, "1 train")["n"] == "2"
+    assert f"1: {tmp_path}/mine1, {tmp_path}/mine2<" in page
+
+
+def test_an_unfinished_run_is_never_averaged_with_finished_ones(tmp_path, show):
+    a = [a_run(tmp_path / f"{seed}", seed=seed) for seed in (1, 2)]
+    killed = a_run(tmp_path / "3", {"step": [1], "loss": [0.9]}, seed=3, finished=False)
+    out, _ = show(*a, killed)
+    assert "0: finished=True\n1: finished=False\n" in out
+    assert row_of(out, "0 train")["loss"] == "0.4" and row_of(out, "1 train")["steps"] == "1"
+
+
+def test_a_folder_named_twice_is_one_run(tmp_path, show):
+    a = a_run(tmp_path / "a")
+    assert row_of(show(a, a)[0], "0 train")["n"] == "1"
+
+
+# ---- curves ----------------------------------------------------------------------------------
+
+
+def with_kl(path: Path, clamped: list) -> str:
+    steps = range(1, len(clamped) + 1)
+    n = len(clamped)
+    columns = {"step": steps, "kl": [0.2] * n, "kl/stderr": [0.05] * n, "kl/clamped": clamped}
+    return a_run(path, columns)
+
+
+def test_each_step_where_z_was_clamped_has_a_mark(tmp_path, show):
+    show(with_kl(tmp_path / "a", [0.0, 0.0, 0.0, 0.0]))
+    without = marks("report-svg/kl.svg")
+    show(with_kl(tmp_path / "b", [0.0, 1.0, 0.0, 1.0]))
+    assert marks("report-svg/kl.svg") == without + 2
+
+
+def test_the_band_of_z_is_its_standard_error_and_of_runs_smallest_to_largest(tmp_path):
+    a = report.read_run(with_kl(tmp_path / "a", [0.0, 0.0]))
+    band = report.spread([a], "train", "kl")
+    assert band.loc[2].tolist() == pytest.approx([0.2, 0.15, 0.25])
+    runs = [report.read_run(run) for run in three_seeds(tmp_path)]
+    band = report.spread(runs, "val", "loss")
+    assert band.loc[2].tolist() == pytest.approx([0.33, 0.30, 0.37])
+
+
+def test_validation_stands_beside_training_as_dots(tmp_path, show):
+    train = {"step": [1, 2, 3], "loss": [0.5, 0.4, 0.3]}
+    show(a_run(tmp_path / "a", train))
+    without = marks("report-svg/loss.svg")
+    show(a_run(tmp_path / "b", train, {"step": [0, 3], "loss": [0.6, 0.4]}))
+    ticks_may_move = marks("report-svg/loss.svg") - without
+    assert ticks_may_move >= 2
+    assert "loss" in row_of(show(str(tmp_path / "b"))[0], "0 val")
+
+
+def test_every_plot_is_a_file_of_its_own_that_is_xml(tmp_path, show):
+    train = {"step": [1, 2], "loss": [1, 2], "rewards/chosen": [1, 2], "rewards/rejected": [0, 1]}
+    train |= {"my/idea": [1, 3], "margin": [1, 2], "epoch": [0.5, 1]}
+    _, page = show(a_run(tmp_path / "a", train))
+    names = {file.name for file in Path("report-svg").iterdir()}
+    assert names == {"loss.svg", "rewards.svg", "other-my-idea.svg", "other-margin.svg"}
+    for name in names:
+        assert ET.parse(Path("report-svg") / name).getroot().tag == f"{SVG}svg"
+    assert page.count("<svg") == len(names)
+    assert page.index(">my/idea<") > page.index("Other columns") > page.index(">loss<")
+
+
+def test_text_and_axes_take_the_pages_colour_and_a_file_for_a_paper_is_black(tmp_path, show):
+    _, page = show(a_run(tmp_path / "a"))
+    assert "color-scheme: light dark" in page
+    assert "currentColor" in page and report.INK not in page
+    assert "#000000" not in page, "black text cannot be read in dark mode"
+    assert "currentColor" not in Path("report-svg/loss.svg").read_text()
+
+
+def test_a_long_run_makes_no_huge_page_and_keeps_its_last_numbers(tmp_path, show):
+    n = 20_000
+    noise = [(i * 7919 % 1000) / 1000 for i in range(n)]
+    out, page = show(a_run(tmp_path / "a", {"step": range(1, n + 1), "loss": noise}))
+    assert len(page) < 500_000
+    assert row_of(out, "0 train")["steps"] == "20,000"
+
+
+# ---- the checker and the samples -------------------------------------------------------------
+
+
+def test_the_checkers_accuracy_comes_from_val_csv_or_else_from_before_and_after(tmp_path, show):
+    old = a_run(tmp_path / "old", val={"step": [0, 2], "loss": [1, 2]})
+    verdict(old, "before", right=2, q="a")
+    verdict(old, "after", right=6, q="b")
+    assert row_of(show(old)[0], "0 val")["checker"] == "0.75"
+    new = a_run(tmp_path / "new", val={"step": [0, 1, 2], "checker_accuracy": [0.1, 0.5, None]})
+    verdict(new, "after", right=6, q="b")
+    assert row_of(show(new)[0], "0 val")["checker"] == "0.5"
+
+
+def test_a_verdict_from_before_training_is_not_a_final_number(tmp_path, show):
+    run = a_run(tmp_path / "a", finished=False)
+    verdict(run, "before", right=2, q="a")
+    out, _ = show(run)
+    assert "checker" not in out and Path("report-svg/checker.svg").exists()
+
+
+def test_samples_before_and_after_stand_side_by_side(tmp_path, show):
+    run = a_run(tmp_path / "a", val={"step": [0, 1, 2], "loss": [1, 1, 1]})
+    for step, said in ((0, "first words"), (1, "words between"), (2, "last words")):
+        verdict(run, f"step-{step}", question=said, **{"x" * 20: "y" * 300})
+    _, page = show(run)
+    assert re.search(r"question</th>\s*<td>first words</td>\s*<td>last words</td>", page)
+    assert "words between" not in page
+    assert "y" * 300 in page, "a sample is not cut at 50 characters"
+
+
+def test_of_an_unfinished_run_the_last_samples_are_shown(tmp_path, show):
+    run = a_run(tmp_path / "a", val={"step": [0, 1], "loss": [1, 1]}, finished=False)
+    verdict(run, "before", right=1, question="first words")
+    verdict(run, "step-1", question="so far")
+    assert re.search(r"first words</td>\s*<td>so far</td>", show(run)[1])
+
+
+# ---- what runs hold is text, not markup ------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.attributes, self.words = set(), [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+
+    def handle_data(self, data):
+        self.words += data
+
+
+EVIL = '<script>alert(1)</script><img src=x onerror=y> & "q" $x_1$ </svg>'
+
+
+def test_nothing_from_a_run_becomes_markup(tmp_path, show):
+    a = a_run(tmp_path / "<b>a", {"step": [1, 2], '"<i>&$x_1$"': [1, 2]}, data__train=EVIL)
+    b = a_run(tmp_path / "b", {"step": [1, 2], "loss": [1, 2]}, **{"<u>": 1})
+    for run in (a, b):
+        verdict(run, "before", right=1, **{EVIL: EVIL})
+        verdict(run, "after", right=1, **{EVIL: EVIL})
+    _, page = show(a, b)
+    html = Tags(page)
+    assert not html.tags & {"script", "img", "i", "u", "onerror"}
+    assert not any(name.startswith("on") for name, _ in html.attributes)
+    assert html.words.count(EVIL) >= 5, "it is shown as it is"
+    assert "<i>&$x_1$" in html.words, "a column's name, and no formula"
+    for file in Path("report-svg").iterdir():
+        ET.parse(file)
+
+
+def test_the_page_loads_nothing_from_elsewhere(tmp_path, show):
+    _, page = show(
+        a_run(tmp_path / "a", data__train="https://example.org/x"), a_run(tmp_path / "b")
+    )
+    html = Tags(page)
+    assert not html.tags & {"link", "script", "img", "iframe", "object", "embed", "base"}
+    for name, value in html.attributes:
+        if name in ("href", "xlink:href", "src"):
+            assert value.startswith("#"), value
+        elif not name.startswith(("xmlns", "rdf:")):
+            assert "http" not in (value or ""), (name, value)
+    assert not re.search(r"@import|url\((?!#)", page)
+
+
+# ---- broken folders --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torn", ["3", "3,0.1", "3,0.1,0.", "3,0.1,0.25"])
+def test_a_line_torn_by_a_kill_is_left_out(tmp_path, show, torn):
+    run = a_run(tmp_path / "a", {"step": [1, 2], "loss": [1, 2], "auc": [0.5, 0.75]})
+    with open(tmp_path / "a" / "metrics.csv", "a") as file:
+        file.write(torn)
+    assert row_of(show(run)[0], "0 train") | {} == {
+        "n": "1",
+        "steps": "2",
+        "loss": "2",
+        "auc": "0.75",
+    }
+
+
+@pytest.mark.parametrize("val", [None, "", "step,loss\n", "step,lo"])
+def test_a_run_without_validation_is_a_run(tmp_path, show, val):
+    run = a_run(tmp_path / "a")
+    if val is not None:
+        (tmp_path / "a" / "val.csv").write_text(val)
+    assert "\u00a0val" not in show(run)[0]
+
+
+BAD = {
+    "no folder": (None, None, "settings: {}/settings.yaml: No such file"),
+    "no settings": ("settings.yaml", None, "settings: {}/settings.yaml: No such file"),
+    "no metrics": ("metrics.csv", None, "metrics: {}/metrics.csv: No such file"),
+    "an empty file": ("metrics.csv", "", "metrics: {}/metrics.csv: no rows yet"),
+    "only a header": ("metrics.csv", "step,loss\n", "metrics: {}/metrics.csv: no rows yet"),
+    "no step": ("metrics.csv", "loss\n1\n", "metrics: {}/metrics.csv: "),
+    "too many cells": (
+        "metrics.csv",
+        "step,loss\n1,2\n2,3,4\n",
+        "metrics: {}/metrics.csv: .*line 3",
+    ),
+    "broken yaml": ("settings.yaml", "a: 1\nb: [1\n", "settings: {}/settings.yaml: .*line"),
+    "a list": ("settings.yaml", "- 1\n", "settings: {}/settings.yaml: expected settings"),
+    "a python object": (
+        "settings.yaml",
+        "a: !!python/name:os.system\n",
+        "settings: {}/settings.yaml",
+    ),
+    "not text": ("settings.yaml", b"\xff\xfe\x00", "settings: {}/settings.yaml: .*decode"),
+    "broken json": ("eval/before.json", "{", "before: {}/eval/before.json: "),
+    "other json": ("eval/after.json", "[1]", "after: {}/eval/after.json: "),
+}
+
+
+@pytest.mark.parametrize("file, content, message", BAD.values(), ids=BAD)
+def test_what_is_broken_is_named_in_one_line(tmp_path, show, file, content, message):
+    folder = tmp_path / "a"
+    if file:
+        a_run(folder)
+        (folder / file).unlink(missing_ok=True)
+        if content is not None:
+            (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadInput, match=message.format(re.escape(str(folder)))) as e:
+        show(str(folder))
+    assert "\n" not in str(e.value)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    run = a_run(tmp_path / "a")
+    with pytest.raises(BadInput, match="out: .*settings.yaml"):
+        report.main([run, "--out", f"{run}/settings.yaml/report.html"])
+
+
+def outside(*argv: str, **env) -> subprocess.CompletedProcess:
+    command = [sys.executable, HERE / "report.py", *argv]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def test_the_command_ends_with_2_and_one_line(tmp_path):
+    done = outside(str(tmp_path / "nothing"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"error: settings: .*nothing/settings.yaml: No such file.*\n", done.stderr)
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path):
+    (tmp_path / "matplotlib.py").write_text(
+        "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
+    )
+    done = outside(a_run(tmp_path / "a"), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "matplotlib" in done.stderr and "pip install '.[report]'" in done.stderr
+
+
+def test_no_file_is_unpickled_and_yaml_is_read_safely():
+    source = (HERE / "report.py").read_text()
+    assert not re.search(r"pickle|torch\.load|yaml\.(?!safe_load|YAMLError)", source)

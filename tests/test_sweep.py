@@ -1,0 +1,256 @@
+"""sweep.py, from outside, over a tiny program that writes run folders as ours do."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+import sweep  # noqa: E402
+from support.errors import BadInput  # noqa: E402
+
+HERE = Path(sweep.__file__).parent
+
+# Three steps. It dies, stops or fails where the file `how` says, and goes on with --resume auto.
+FAKE = """
+import os, signal, sys, time
+from pathlib import Path
+
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+out, resume = Path(given.pop("out_dir")), given.pop("resume")
+how = Path("how").read_text() if Path("how").exists() else ""
+mine = dict(line.split() for line in how.splitlines()).get(given["seed"])
+if mine == "refuse":
+    sys.exit("error: seed: 2 is not welcome")
+text = "".join(f"{name}: {value}\\n" for name, value in given.items())
+out.mkdir(parents=True, exist_ok=True)
+saved = out / "settings.yaml"
+if resume == "auto" and saved.exists() and saved.read_text() != text:
+    sys.exit("error: lr: a resume cannot change it")
+saved.write_text(text)
+stop = []
+
+
+def on_signal(number, frame):
+    stop.append(number)
+    signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+
+
+signal.signal(signal.SIGINT, on_signal)
+table = out / "metrics.csv"
+step = len(table.read_text().splitlines()) - 1 if table.exists() else 0
+print("resumed at" if step else "starting at", step)
+with open(table, "a") as file:
+    if not step:
+        file.write("step,loss\\n")
+        file.flush()
+    if mine == "early":
+        sys.exit(1)
+    while step < 3:
+        step += 1
+        file.write(f"{step},{float(given['seed']) / step}\\n")
+        file.flush()
+        if mine == "die" and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mine == "leave":
+            sys.exit(0)
+        if mine == "wait" and step == 2:
+            print("waiting")
+            while not stop:
+                time.sleep(0.01)
+            time.sleep(0.3)
+        if stop:
+            print("saved")
+            sys.exit(130)
+(out / "final").mkdir(exist_ok=True)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the program kto.py; signals as they were afterwards."""
+    monkeypatch.chdir(tmp_path)
+    Path("kto.py").write_text(FAKE)
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield tmp_path
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def lines(out: str) -> list[str]:
+    """The line of each run, without its time."""
+    return [line.split(" after")[0] for line in out.splitlines() if re.match(r"\d+/\d+ ", line)]
+
+
+def test_a_grid_runs_in_order_and_ends_with_the_report_over_all(place, capsys):
+    sweep.main(["kto.py", "--seed", "1,2", "--beta=0.1,0.3", "--lr", "1e-3"])
+    out = capsys.readouterr().out
+    assert lines(out) == [
+        "1/4  seed=1,beta=0.1  finished",
+        "2/4  seed=1,beta=0.3  finished",
+        "3/4  seed=2,beta=0.1  finished",
+        "4/4  seed=2,beta=0.3  finished",
+    ]
+    run = Path("out/sweep-kto/seed=2,beta=0.3")
+    assert (run / "settings.yaml").read_text() == "seed: 2\nbeta: 0.3\nlr: 1e-3\n"
+    log = Path(f"{run}.log").read_text()
+    assert "kto.py --seed=2 --beta=0.3 --lr=1e-3 --out_dir=out/sweep-kto/seed=2,beta=0.3" in log
+    assert "starting at 0" in log
+    assert "0: beta=0.1\n1: beta=0.3\n" in out and re.search(r"0\u00a0train 2 +3 +0.5\n", out)
+    page = Path("out/sweep-kto/report.html").read_text()
+    assert "1: beta=0.3<" in page and Path("out/sweep-kto/report-svg/loss.svg").exists()
+
+
+def test_the_same_command_again_skips_what_is_finished_and_runs_what_is_new(place, capsys):
+    sweep.main(["kto.py", "--seed", "1,2", "--name", "mine"])
+    capsys.readouterr()
+    sweep.main(["kto.py", "--seed", "1,2,3", "--name", "mine"])
+    done = "skipped, finished"
+    expected = [f"1/3  seed=1  {done}", f"2/3  seed=2  {done}", "3/3  seed=3  finished"]
+    assert lines(capsys.readouterr().out) == expected
+    assert "3" in Path("out/sweep-mine/report.html").read_text()
+
+
+def test_a_killed_run_does_not_stop_the_others_and_is_resumed_by_the_next_call(place, capsys):
+    Path("how").write_text("1 die\n")
+    with pytest.raises(SystemExit) as e:
+        sweep.main(["kto.py", "--seed", "1,2"])
+    assert e.value.code == "failed: seed=1", "a text: exit code 1"
+    out = capsys.readouterr().out
+    assert lines(out) == ["1/2  seed=1  failed", "2/2  seed=2  finished"]
+    assert "code -9, see out/sweep-kto/seed=1.log" in out
+    assert "0: finished=False\n1: finished=True" in out, "the report has both"
+    Path("how").unlink()
+    sweep.main(["kto.py", "--seed", "1,2"])
+    out = capsys.readouterr().out
+    assert lines(out) == ["1/2  seed=1  finished", "2/2  seed=2  skipped, finished"]
+    assert "resumed at 2" in Path("out/sweep-kto/seed=1.log").read_text()
+
+
+def test_the_message_of_a_run_that_refuses_is_passed_on(place, capsys):
+    Path("how").write_text("1 die\n2 refuse\n")
+    with pytest.raises(SystemExit, match="failed: seed=1 seed=2"):
+        sweep.main(["kto.py", "--seed", "1,2", "--lr", "1e-3"])
+    assert "  error: seed: 2 is not welcome\n" in capsys.readouterr().out
+    Path("how").unlink()
+    with pytest.raises(SystemExit, match="failed: seed=1$"):
+        sweep.main(["kto.py", "--seed", "1,2", "--lr", "1e-4"])
+    out = capsys.readouterr().out
+    assert "  error: lr: a resume cannot change it\n" in out
+    Path("how").write_text("1 leave\n")
+    with pytest.raises(SystemExit, match="failed: seed=1$"):
+        sweep.main(["kto.py", "--seed", "1,2", "--lr", "1e-3"])
+    assert "error: " not in capsys.readouterr().out, "only what this attempt told"
+
+
+def test_a_run_that_ends_well_but_is_not_finished_did_not_succeed(place, capsys):
+    Path("how").write_text("1 leave\n")
+    with pytest.raises(SystemExit, match="failed: run"):
+        sweep.main(["kto.py", "--seed", "1"])
+    assert "code 0, see out/sweep-kto/run.log" in capsys.readouterr().out
+
+
+def test_a_finished_run_of_other_settings_is_not_skipped_in_silence(place, capsys):
+    sweep.main(["kto.py", "--seed", "1", "--lr", "1e-3"])
+    sweep.main(["kto.py", "--seed", "1", "--lr", "1e-4"])
+    assert lines(capsys.readouterr().out)[1] == "1/1  run  skipped, finished with other settings"
+
+
+@pytest.mark.parametrize("how", ["refuse", "early"])
+def test_when_no_run_gets_to_a_step_there_is_no_report(place, how):
+    Path("how").write_text(f"1 {how}\n")
+    with pytest.raises(SystemExit, match="failed: run"):
+        sweep.main(["kto.py", "--seed", "1"])
+    assert not Path("out/sweep-kto/report.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_lets_the_run_save_stops_the_sweep_and_says_how_to_go_on(place, number):
+    Path("how").write_text("2 wait\n")
+    command = [sys.executable, str(HERE / "sweep.py"), "kto.py", "--seed", "1,2,3"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    log = Path("out/sweep-kto/seed=2.log")
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # the log is live
+    with subprocess.Popen(command, **pipes, env=env, start_new_session=True) as child:
+        deadline = time.monotonic() + 120
+        while not (log.exists() and "waiting" in log.read_text()):
+            assert time.monotonic() < deadline and child.poll() is None
+            time.sleep(0.02)
+        if number == signal.SIGINT:
+            os.killpg(child.pid, number)  # as a terminal does: all of the foreground
+        else:
+            child.send_signal(number)
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 1
+    assert lines(out) == ["1/3  seed=1  finished", "2/3  seed=2  stopped"]
+    assert f"go on with\n  python {HERE / 'sweep.py'} kto.py --seed 1,2,3" in err
+    assert "Traceback" not in err
+    assert log.read_text().endswith("saved\n")
+    assert not Path("out/sweep-kto/seed=3").exists()
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("1", ["1"]),
+        ("1e-3,1e-4", ["1e-3", "1e-4"]),
+        ("a b,c", ["a b", "c"]),
+        ("[1,2]", ["[1,2]"]),
+        ("[1,2],[3]", ["[1,2]", "[3]"]),
+        ("[[1,2],3],{a: 1, b: 2}", ["[[1,2],3]", "{a: 1, b: 2}"]),
+        ("'a,b',c", ["a,b", "c"]),
+        ('"a,b"', ["a,b"]),
+        ("don't", ["don't"]),
+        ("[1", ["[1"]),
+        ("0.10,true,null", ["0.10", "true", "null"]),
+        ("out/a.jsonl,https://b/c", ["out/a.jsonl", "https://b/c"]),
+    ],
+)
+def test_commas_outside_brackets_and_quotes_make_the_grid(text, expected):
+    assert sweep.parse(["--x", text]) == sweep.parse([f"--x={text}"]) == {"--x": expected}
+
+
+def test_folders_are_safe_and_no_two_runs_share_one(place):
+    paths = ["../../a/b", "..%2F..%2Fa/b", ".. /../a/b", "a,seed=2", "a", "ä" * 100, "ä" * 101, "~"]
+    quoted = ",".join(f'"{path}"' for path in paths)
+    sweep.main(["kto.py", "--seed", "1,2", "--data", quoted, "--name", "../x y"])
+    (out,) = Path("out").iterdir()
+    assert out.name == "sweep-..%2Fx%20y"
+    folders = [path for path in out.glob("*/") if path.name != "report-svg"]
+    assert len(folders) == 2 * len(paths)
+    assert sum(len(list(path.glob("final"))) for path in folders) == 2 * len(paths)
+    assert {path.name for path in place.iterdir()} == {"kto.py", "out"}
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "sweep: program: expected the path"),
+        (["kto.txt"], "sweep: kto.txt: expected the path of a .py file"),
+        (["no.py"], "sweep: no.py: expected"),
+        (["kto.py", "seed"], "sweep: seed: expected --setting value"),
+        (["kto.py", "--seed"], "sweep: --seed: expected --setting value"),
+        (["kto.py", "--seed", "--lr", "1"], "sweep: --seed: expected"),
+        (["kto.py", "--seed", "1", "2"], "sweep: 2: expected"),
+        (["kto.py", "--seed", "1", "--seed=2"], "sweep: --seed: .*once"),
+        (["kto.py", "--seed", "1,[2"], r"sweep: --seed: 1,\[2: unbalanced"),
+        (["kto.py", "--out_dir", "x"], "sweep: --out_dir: "),
+        (["kto.py", "--resume=auto"], "sweep: --resume: "),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_runs(place, argv, message):
+    with pytest.raises(BadInput, match=message) as e:
+        sweep.main(argv)
+    assert "\n" not in str(e.value) and not Path("out").exists()
+
+
+def test_the_command_ends_with_2_and_one_line(place):
+    command = [sys.executable, str(HERE / "sweep.py"), "no.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 2
+    assert done.stderr == "error: sweep: no.py: expected the path of a .py file\n"

@@ -1,0 +1,351 @@
+"""Weights in and out: every family against transformers, exports, fingerprints, refusals."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import litgpt
+import numpy as np
+import pytest
+import torch
+import transformers
+from models import GQA, HF, logits, made, refused, same, same_weights, shaken
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import model
+from data import pack
+from support.lora import merge_adapters
+from support.settings import Lora
+from support.weights import export, fetch, fingerprint
+
+
+@pytest.fixture(autouse=True)
+def one_thread(torch_state):
+    torch.set_num_threads(1)  # on a busy machine two threads wait for each other
+
+
+def check_against_transformers(folder: Path, hf: nn.Module, tmp: Path, n=40) -> nn.Module:
+    """Equal logits when loaded from `folder`; equal again in both libraries once exported."""
+    ids = torch.randint(hf.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1))
+    gpt, out = model.load(folder), tmp / "out"
+    with torch.no_grad():
+        theirs, ours = hf(ids[None]).logits[0], logits(gpt, ids.tolist())
+        assert theirs.std() > 0.1, "else equal logits say little"
+        assert same(ours, theirs, 1e-4)
+        export(gpt.unique_parameters(), folder, out)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        back, info = load(out, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == gpt.tied
+        assert back.config.tie_word_embeddings == hf.config.tie_word_embeddings == gpt.tied
+        assert same(back(ids[None]).logits[0], theirs, 1e-5)
+        again = model.load(out)
+        assert same_weights(again.unique_parameters(), gpt.unique_parameters())
+        assert same(logits(again, ids.tolist()), ours)
+    return gpt
+
+
+# ---- families, against transformers --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpt2_124m(tmp_path_factory):
+    """GPT-2 of the full size (random weights): its folder and transformers' own model. 500 MB, so
+    deleted early."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    hf = shaken(transformers.GPT2LMHeadModel(transformers.GPT2Config()))
+    hf.save_pretrained(folder)
+    yield folder, hf
+    shutil.rmtree(folder)
+
+
+def test_gpt2_of_full_size_computes_what_transformers_does_and_goes_back(gpt2_124m, tmp_path):
+    folder, hf = gpt2_124m
+    gpt = check_against_transformers(folder, hf, tmp_path)
+    assert gpt.tied and sum(p.numel() for p in gpt.parameters()) == 124_439_808
+    shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", HF)
+def test_every_family_computes_what_transformers_does_and_goes_back(name, tmp_path):
+    hf = made(HF[name], tmp_path / "in")
+    check_against_transformers(tmp_path / "in", hf, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama3 rope", "linear rope"])
+def test_rope_scaling_is_read_in_the_older_spelling_too(name, tmp_path):
+    hf = made(HF[name], tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if name == "linear rope":
+        rope["type"] = rope.pop("rope_type")  # the oldest
+    file.write_text(json.dumps(config | {"rope_scaling": rope}))
+    check_against_transformers(tmp_path / "in", hf, tmp_path)
+
+
+def test_families_known_by_litgpts_names_are_found_in_a_download_and_after_an_export(tmp_path):
+    folder = tmp_path / "models--EleutherAI--pythia-14m" / "snapshots" / "0123abcd"
+    sizes = dict(hidden_size=128, num_hidden_layers=6, num_attention_heads=4)
+    sizes |= dict(intermediate_size=512, vocab_size=50304, max_position_embeddings=512)
+    hf = made(transformers.GPTNeoXConfig(**sizes), folder)
+    check_against_transformers(folder, hf, tmp_path)
+
+
+def test_the_name_of_a_folder_says_nothing_about_the_weights_in_it(tmp_path):
+    # litgpt gives RMSNorm an offset of 1 where it reads Gemma, drops LayerNorm's weights at OLMo
+    for name, family in (("Gemma-as-teacher", "llama"), ("OLMo-as-teacher", "gpt2")):
+        folder = tmp_path / name
+        hf = made(HF[family], folder)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("tie_word_embeddings")
+        (folder / "config.json").write_text(json.dumps(config))
+        check_against_transformers(folder, hf, folder)
+
+
+# ---- in ------------------------------------------------------------------------------------------
+
+
+def test_old_gpt2_files_load_without_prefix_and_with_mask_buffers(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "old")
+    weights = load_file(tiny / "model.safetensors")
+    weights = {k.removeprefix("transformer."): x for k, x in weights.items()}
+    for i in range(2):
+        weights[f"h.{i}.attn.bias"] = torch.ones(1, 1, 128, 128).tril()
+        weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    assert "wte.weight" in weights
+    save_file(weights, tmp_path / "old" / "model.safetensors")
+    old, new = (model.load(path).unique_parameters() for path in (tmp_path / "old", tiny))
+    assert same_weights(old, new)
+
+
+def test_a_litgpt_checkpoint_folder_loads_as_its_hugging_face_one(tmp_path):
+    made(HF["llama"], tmp_path)
+    gpt = model.load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(gpt.state_dict(), tmp_path / "lit_model.pth")
+    refused("no \\*.safetensors", model.load, tmp_path)
+    litgpt.utils.save_config(gpt.config, tmp_path)
+    assert same_weights(model.load(tmp_path).unique_parameters(), gpt.unique_parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, tied", "litgpt"])
+def test_loaded_weights_have_nothing_to_do_with_their_file_any_more(name, tmp_path):
+    made(HF[name] if name in HF else HF["llama"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    if name not in HF:
+        gpt, file = model.load(tmp_path), tmp_path / "lit_model.pth"
+        torch.save(gpt.state_dict(), file)
+        litgpt.utils.save_config(gpt.config, tmp_path)
+    gpt = model.load(tmp_path)
+    before = {n: x.detach().clone() for n, x in gpt.unique_parameters().items()}
+    with open(file, "r+b") as f:
+        f.write(bytes(file.stat().st_size))
+    assert same_weights(before, gpt.unique_parameters())
+
+
+def test_shards_are_joined_and_mistrals_second_copy_is_left_aside(tmp_path):
+    hf = made(HF["llama"], tmp_path / "one")
+    hf.save_pretrained(tmp_path / "many", max_shard_size="40KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    second = {"tok_embeddings.weight": torch.zeros(2, 2)}
+    save_file(second, tmp_path / "many" / "consolidated.safetensors")
+    many, one = (model.load(tmp_path / name).unique_parameters() for name in ("many", "one"))
+    assert same_weights(many, one)
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "llama", "gpt2, untied"])
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_a_tied_head_stays_one_matrix_and_an_untied_one_two(name, lora, tmp_path):
+    hf = made(HF[name], tmp_path / "in")
+    tied = hf.config.tie_word_embeddings
+    gpt = model.load(tmp_path / "in", lora)
+    head = getattr(gpt.lm_head, "linear", gpt.lm_head)
+    assert gpt.tied == tied == (head.weight is gpt.transformer.wte.weight)
+    named = [p for p in gpt.unique_parameters().values() if p.shape == (97, 48)]
+    held = [p for p in gpt.parameters() if p.shape == (97, 48)]
+    assert len(named) == len(held) == 2 - tied
+    if not lora:  # trained once: one step moves both uses of it
+        gpt(pack([np.array([1, 2])], [(np.array([3, 4]),)])).sum().backward()
+        torch.optim.SGD(gpt.parameters(), lr=0.1).step()
+        assert torch.equal(gpt.transformer.wte.weight, gpt.lm_head.weight) == tied
+    out = tmp_path / "out"
+    export(merge_adapters(gpt.unique_parameters(), gpt), tmp_path / "in", out)
+    exported = load_file(out / "model.safetensors").values()
+    assert len([x for x in exported if x.shape == (97, 48)]) == 2 - tied
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == tied
+
+
+# ---- out -----------------------------------------------------------------------------------------
+
+
+def test_an_export_brings_the_tokenizer_and_the_dtype_along(tiny, tmp_path):
+    gpt, out = model.load(tiny, dtype=torch.bfloat16), tmp_path / "out"
+    export(gpt.unique_parameters(), tiny, out)
+    assert {f.name for f in out.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
+    back = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert back.dtype == torch.bfloat16
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_fingerprint_is_of_every_weight_shape_and_name_and_of_no_order(tiny):
+    weights = model.load(tiny).unique_parameters()
+    state = {n: p.detach().clone() for n, p in weights.items()}
+    mark = fingerprint(state)
+    assert fingerprint(dict(reversed(state.items()))) == mark == fingerprint(weights)
+    others = {mark}
+    for name, x in state.items():
+        last = x.clone()
+        last.view(-1)[-1] += 1e-3
+        others.add(fingerprint(state | {name: last}))
+    name = "transformer.wte.weight"
+    wte, rest = state[name], dict(state)
+    del rest[name]
+    others.add(fingerprint(state | {name: wte.reshape(256, 64)}))
+    others.add(fingerprint(rest | {"transformer.wtf.weight": wte}))
+    others.add(fingerprint(state | {name: wte.view(torch.int32)}))  # same bytes
+    others.add(fingerprint(rest))
+    assert len(others) == 1 + len(state) + 4
+
+
+# ---- where a model is found ----------------------------------------------------------------------
+
+
+def test_fetch_resolves_folders_and_finished_runs(tiny, tmp_path):
+    assert fetch(str(tiny)) == tiny
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "settings.yaml").touch()
+    refused("model: .*run: a run without a `final` folder", fetch, str(run))
+    shutil.copytree(tiny, run / "final")
+    assert fetch(str(run)) == run / "final"
+    assert (fetch("demo/base") / "config.json").exists()
+
+
+def test_the_demos_own_files_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (fetch("demo/base") / "config.json").exists()
+
+
+def test_fetch_refuses_what_is_not_there(tmp_path, monkeypatch):
+    nowhere = str(tmp_path / "nowhere")
+    refused("^reference: .*/nowhere: no such folder$", fetch, nowhere, "reference")
+    (tmp_path / "file").touch()
+    refused("no such folder$", fetch, str(tmp_path / "file"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    constants = huggingface_hub.constants  # read at import
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for source in ("openai-community/not-here", "not-here"):
+        message = refused(f"^model: {source}: .*huggingface.co", fetch, source)
+        assert "without a network, download it elsewhere and give the folder" in message
+
+
+def test_a_download_takes_what_is_needed_and_no_more(monkeypatch):
+    files = ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+    files += ["model-00001-of-00002.safetensors"]
+    more = ["consolidated.safetensors", "pytorch_model.bin", "onnx/model.safetensors"]
+    more += ["original/params.json", "README.md"]
+    got = []
+
+    def snapshot_download(source, **patterns):
+        got.extend(huggingface_hub.utils.filter_repo_objects(files + more, **patterns))
+        return "/somewhere"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert fetch("mistralai/a") == Path("/somewhere") and got == files
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def edited(folder: Path, **changes) -> Path:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {k: v for k, v in config.items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def unfit(change):
+    """An edit of the weights file."""
+
+    def edit(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return edit
+
+
+def truncated(n: int):
+    """The weights file, cut after n bytes."""
+
+    def edit(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:n])
+
+    return edit
+
+
+STABLELM = dict(model_type="stablelm", _name_or_path="stabilityai/stablelm-base-alpha-3b")
+FIT = "do not fit config.json: "
+BROKEN = {
+    "config.json: no such file": lambda f: (f / "config.json").unlink(),
+    "config.json: .* broken": lambda f: (f / "config.json").write_text('{"model_type": '),
+    "config.json: 'n_head' is missing": lambda f: edited(f, n_head=...),
+    "config.json: model_type 'llamba' and name .* are unknown": lambda f: edited(
+        f, model_type="llamba"
+    ),
+    "config.json: model_type 'stablelm' is not supported": lambda f: edited(f, **STABLELM),
+    "in/config.json: activation_function": lambda f: edited(f, activation_function="relu"),
+    "config.json: .* scale_attn_": lambda f: edited(f, scale_attn_weights=False),
+    "scale_attn_... ?: not GPT-2's": lambda f: edited(f, scale_attn_by_inverse_layer_idx=True),
+    "no \\*.safetensors": lambda f: (f / "model.safetensors").unlink(),
+    "model.safetensors: ": truncated(50_000),
+    "model.safetensors: .*header": truncated(0),
+    FIT + ".*size mismatch for transformer.wte": lambda f: edited(f, vocab_size=511),
+    FIT + ".*wpe": lambda f: edited(f, n_positions=64),
+    FIT + ".*h.1": lambda f: edited(f, n_layer=1),
+    FIT + ".*h.2": lambda f: edited(f, n_layer=3),
+    FIT + "AssertionError": lambda f: edited(f, n_head=5),
+    FIT + ".*missing .*ln_f.bias": unfit(lambda w: w.pop("transformer.ln_f.bias")),
+    FIT + ".*score": unfit(lambda w: w.update({"score.weight": torch.zeros(2, 32)})),
+    FIT + ".*groups": unfit(lambda w: w.update(score=torch.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("match", BROKEN)
+def test_a_broken_folder_is_refused_in_one_line(match, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "in")
+    BROKEN[match](tmp_path / "in")
+    refused(match, model.load, tmp_path / "in")
+
+
+UNLIKE = {
+    "rope_scaling: yarn is not supported": dict(
+        rope_parameters={"rope_type": "yarn", "factor": 4.0}
+    ),
+    "rope_scaling: dynamic is not supported": dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "hidden_act: gelu is not supported": dict(hidden_act="gelu"),
+    "use_sliding_window: not supported for qwen2": dict(
+        model_type="qwen2", use_sliding_window=True
+    ),
+    "use_sliding_window: not supported for qwen3": dict(
+        model_type="qwen3", use_sliding_window=True
+    ),
+    FIT + ".*(proj|qkv)": dict(attention_bias=True),
+}
+
+
+@pytest.mark.parametrize("match", UNLIKE)
+def test_a_variant_that_we_do_not_compute_is_refused_in_one_line(match, tmp_path):
+    made(HF["llama"], tmp_path / "llama")
+    refused(match, model.load, edited(tmp_path / "llama", **UNLIKE[match]))
+
+
+def test_a_llama_with_biases_in_its_attention_is_refused(tmp_path):
+    made(transformers.LlamaConfig(**GQA, attention_bias=True), tmp_path / "in")
+    refused(FIT + ".*bias", model.load, tmp_path / "in")
