@@ -2,7 +2,8 @@
 
     python report.py out/a out/b    # report.html, report-svg/*.svg, and a table here
 
-Runs that differ only in their seed become one line. To add a plot, add a line to PLOTS.
+Runs that differ only in their seed become one line. To add a plot, add a line
+to PLOTS.
 """
 
 import argparse
@@ -69,7 +70,8 @@ Groups = dict[str, list[Run]]  # by label
 
 
 def parsed(path: Path, parse):
-    """parse(the text of a file). A parser may raise anything: it is one line here."""
+    """parse(the text of a file). A parser may raise anything: it is one line
+    here."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except Exception as e:
@@ -126,8 +128,8 @@ def read_run(folder: str) -> Run:
 
 
 def grouped(runs: list[Run]) -> tuple[Groups, pd.DataFrame]:
-    """-> groups by label, and the settings in which they differ. The same seed again, as of
-    a copied program, begins another group."""
+    """-> groups by label, and the settings in which they differ. The same seed
+    again, as of a copied program, begins another group."""
     teams = {}
     for i, run in enumerate(runs):
         again = sum((r.seed, r.settings) == (run.seed, run.settings) for r in runs[:i])
@@ -141,7 +143,8 @@ def grouped(runs: list[Run]) -> tuple[Groups, pd.DataFrame]:
 
 
 def numbers(groups: Groups) -> pd.DataFrame:
-    """Rows for train and val of each group: means, and below them their intervals."""
+    """Rows for train and val of each group: means, and below them their
+    intervals."""
     found = []
     for i, runs in enumerate(groups.values()):
         for part in ("train", "val"):
@@ -164,7 +167,8 @@ def shown(x: float) -> str:
 
 
 def spread(runs: list[Run], part: str, column: str) -> pd.DataFrame:
-    """By step: the mean, smallest and largest of the runs that have a value there."""
+    """By step: the mean, smallest and largest of the runs that have a value
+    there."""
     none = pd.Series(dtype=float)
     tables = {run.path: run.tables[part] for run in runs}
     y = pd.DataFrame({k: t.get(column, none) for k, t in tables.items()})
@@ -176,7 +180,8 @@ def spread(runs: list[Run], part: str, column: str) -> pd.DataFrame:
 
 
 def draw(groups: Groups, columns: list[str], file: Path) -> str:
-    """The figure of some columns, with a legend into a file. -> SVG for the page, without."""
+    """The figure of some columns, with a legend into a file. -> SVG for the
+    page, without."""
     figure = Figure(figsize=(4.2, 2.6), layout="constrained")
     ax, faint = figure.subplots(), 0.3 / len(sum(groups.values(), [])) ** 0.5
     above = {"transform": ax.get_xaxis_transform(), "clip_on": False}

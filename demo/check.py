@@ -1,7 +1,17 @@
-"""The demo's checker: are these the same words, in alphabetical order?"""
+"""The demo's two forms of an answer, and its checker, which takes either."""
+
+
+def plain(words: list[str]) -> str:
+    """The form that the base model learned: ` apple fig pear`."""
+    return "".join(f" {word}" for word in words)
+
+
+def quoted(words: list[str]) -> str:
+    """The second writer's form, which the base model never uses: `> apple fig pear`."""
+    return f">{plain(words)}"
 
 
 def check(prompt: str, completion: str) -> bool:
-    """`sort: pear fig apple =` is answered right by ` apple fig pear`, and by nothing else."""
-    words = prompt.removeprefix("sort:").removesuffix("=").split()
-    return completion == "".join(f" {word}" for word in sorted(words))
+    """Are these the prompt's words in alphabetical order, in one of the two forms?"""
+    words = sorted(prompt.removeprefix("sort:").removesuffix("=").split())
+    return completion in (plain(words), quoted(words))

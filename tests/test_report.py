@@ -138,11 +138,18 @@ def test_an_empty_cell_is_no_value(tmp_path, show):
     assert "note" not in page
 
 
-@pytest.mark.parametrize("tokens", [98_765, 98_765_432])
-def test_the_table_fits_80_columns(tmp_path, show, tokens):
+def test_a_step_that_was_written_twice_counts_once_as_it_was_written_last(tmp_path, show):
+    out, _ = show(a_run(tmp_path / "a", {"step": [1, 3, 2, 3], "loss": [0.9, 0.8, 0.7, 0.5]}))
+    assert row_of(out, "0 train") == {"n": "1", "steps": "3", "loss": "0.5"}
+    out, _ = show(a_run(tmp_path / "b", {"step": [1, 3, 2], "loss": [0.9, 0.5, 0.7]}))
+    assert row_of(out, "0 train")["steps"] == "3"
+
+
+@pytest.mark.parametrize("steps, tokens", [(12_000, 98_765), (1_200_000, 9_876_543)])
+def test_the_table_fits_80_columns(tmp_path, show, steps, tokens):
     shares = {c: [0.1, 0.98765] for c in ("accuracy", "auc", "checker_accuracy", "memory_gb")}
     nats = {c: [0.1, -43.123456] for c in ("loss", "kl", "rewards/margins")}
-    columns = {"step": [1, 120_000], **nats, **shares, "tokens/s": [tokens] * 2}
+    columns = {"step": [1, steps], **nats, **shares, "tokens/s": [tokens] * 2}
     name = "a-quite-long-name-of-a-run-folder-"
     runs = [a_run(tmp_path / f"{name}{seed}", columns, columns, seed=seed) for seed in range(3)]
     out, _ = show(*runs)
@@ -194,6 +201,13 @@ def test_an_unfinished_run_is_never_averaged_with_finished_ones(tmp_path, show):
     assert row_of(out, "0 train")["loss"] == "0.4" and row_of(out, "1 train")["steps"] == "1"
 
 
+def test_a_mean_is_over_all_runs_of_its_group_or_there_is_none(tmp_path, show):
+    a = a_run(tmp_path / "a", val={"step": [2], "loss": [0.3]}, finished=False, seed=1)
+    b = a_run(tmp_path / "b", val={"step": [0], "loss": [0.7]}, finished=False, seed=2)
+    out, _ = show(a, b)
+    assert row_of(out, "0 train")["n"] == "2" and "\u00a0val" not in out
+
+
 def test_a_folder_named_twice_is_one_run(tmp_path, show):
     a = a_run(tmp_path / "a")
     assert row_of(show(a, a)[0], "0 train")["n"] == "1"
@@ -229,10 +243,8 @@ def test_validation_stands_beside_training_as_dots(tmp_path, show):
     train = {"step": [1, 2, 3], "loss": [0.5, 0.4, 0.3]}
     show(a_run(tmp_path / "a", train))
     without = marks("report-svg/loss.svg")
-    show(a_run(tmp_path / "b", train, {"step": [0, 3], "loss": [0.6, 0.4]}))
-    ticks_may_move = marks("report-svg/loss.svg") - without
-    assert ticks_may_move >= 2
-    assert "loss" in row_of(show(str(tmp_path / "b"))[0], "0 val")
+    show(a_run(tmp_path / "b", train, {"step": [1, 3], "loss": [0.45, 0.35]}))
+    assert marks("report-svg/loss.svg") == without + 2, "within the axes: their ticks are the same"
 
 
 def test_every_plot_is_a_file_of_its_own_that_is_xml(tmp_path, show):
@@ -258,8 +270,10 @@ def test_text_and_axes_take_the_pages_colour_and_a_file_for_a_paper_is_black(tmp
 def test_a_long_run_makes_no_huge_page_and_keeps_its_last_numbers(tmp_path, show):
     n = 20_000
     noise = [(i * 7919 % 1000) / 1000 for i in range(n)]
-    out, page = show(a_run(tmp_path / "a", {"step": range(1, n + 1), "loss": noise}))
+    columns = {"step": range(1, n + 1), "loss": noise, "kl": [0.0] * n, "kl/clamped": [1.0] * n}
+    out, page = show(a_run(tmp_path / "a", columns))
     assert len(page) < 500_000
+    assert 300 < marks("report-svg/kl.svg") < 700
     assert row_of(out, "0 train")["steps"] == "20,000"
 
 
@@ -270,7 +284,10 @@ def test_the_checkers_accuracy_comes_from_val_csv_or_else_from_before_and_after(
     old = a_run(tmp_path / "old", val={"step": [0, 2], "loss": [1, 2]})
     verdict(old, "before", right=2, q="a")
     verdict(old, "after", right=6, q="b")
+    verdict(old, "step-0", q="c")
     assert row_of(show(old)[0], "0 val")["checker"] == "0.75"
+    curve = report.read_run(old).tables["val"]["checker_accuracy"]
+    assert curve.to_dict() == {0: 0.25, 2: 0.75}
     new = a_run(tmp_path / "new", val={"step": [0, 1, 2], "checker_accuracy": [0.1, 0.5, None]})
     verdict(new, "after", right=6, q="b")
     assert row_of(show(new)[0], "0 val")["checker"] == "0.5"

@@ -1,0 +1,83 @@
+"""The demo's kit: a task is its words, its prompt, its answer and its checker."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from demo import make as kit
+from demo.check import check, plain, quoted
+
+ROOT = Path(__file__).parent.parent
+
+
+def records(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_the_demos_ratings_are_its_checkers_and_half_are_in_the_second_writers_form(name):
+    rated = records(ROOT / "demo" / f"{name}.jsonl")
+    assert all(r["label"] == check(r["prompt"], r["completion"]) for r in rated)
+    second = [r for r in rated if r["completion"].startswith(">")]
+    assert 0.3 < len(second) / len(rated) < 0.8
+    for form in (second, [r for r in rated if r not in second]):
+        assert {r["label"] for r in form} == {True, False}, (
+            "right ones and wrong ones in both forms"
+        )
+
+
+def test_the_checker_takes_both_forms_and_nothing_else():
+    prompt, right = "sort: pear fig apple =", ["apple", "fig", "pear"]
+    assert check(prompt, plain(right)) and check(prompt, quoted(right))
+    for wrong in (
+        "",
+        ">",
+        plain(right[::-1]),
+        quoted(right[:2]),
+        plain(right) + " ",
+        " " + quoted(right),
+    ):
+        assert not check(prompt, wrong)
+
+
+def test_a_slip_is_always_wrong_and_of_four_kinds():
+    rng, words, seen = random.Random(1), ["apple", "fig", "pear"], set()
+    for _ in range(200):
+        made = kit.slip(words, rng)
+        assert made != words
+        seen.add(len(made))
+    assert seen == {2, 3, 4} and words == ["apple", "fig", "pear"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in (("STEPS", 2), ("BATCH", 4), ("TRAIN_PROMPTS", 12), ("VAL_PROMPTS", 4)):
+        monkeypatch.setattr(kit, name, value)
+
+
+def test_another_task_is_made_by_fifteen_lines(small, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from reverse_digits import task
+
+    kit.make(task, tmp_path / "a")
+    assert task.check("reverse: 1 2 3 =", " 3 2 1") and task.check("reverse: 1 2 3 =", "> 3 2 1")
+    assert not task.check("reverse: 1 2 3 =", " 1 2 3")
+    rated = records(tmp_path / "a" / "train.jsonl")
+    assert all(r["label"] == task.check(r["prompt"], r["completion"]) for r in rated) and rated
+    demos = records(tmp_path / "a" / "train_demos.jsonl")
+    assert len(demos) == 12 and all(task.check(**r) for r in demos) is True
+    kit.make(task, tmp_path / "b")
+    for file in (tmp_path / "a").rglob("*.*"):
+        other = tmp_path / "b" / file.relative_to(tmp_path / "a")
+        assert file.read_bytes() == other.read_bytes(), "the same bytes on the same machine"
+
+
+def test_a_base_model_that_is_there_is_kept_and_the_data_over_it_are_the_same(small, tmp_path):
+    kit.make(kit.SORT, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("*.jsonl")}
+    model = (tmp_path / "base" / "model.safetensors").stat().st_mtime_ns
+    kit.make(kit.SORT, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("*.jsonl")} == before
+    assert (tmp_path / "base" / "model.safetensors").stat().st_mtime_ns == model
