@@ -50,7 +50,7 @@ class Evaluator:
             return None
         if self.last is None or self.last["step"] != step:
             answers = self.answers(self.prompts[: self.cfg.eval.prompts])
-            right = sum(bool(self.checker(**a)) for a in answers)
+            right = sum(bool(self.checker(*a.values())) for a in answers)
             counts = {"step": step, "right": right, "of": len(answers)}
             self.last = counts | {"answers": answers}
         if self.fabric.global_rank == 0:
