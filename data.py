@@ -112,6 +112,15 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
     return torch.randperm(n, generator=generator).tolist()
 
 
+def next_of(items: list, i: int, n: int | None, seed: int) -> list:
+    """Iteration i's n items: a slice of one seeded permutation after another."""
+    n, picked = n or len(items), []
+    for j in range((i - 1) * n, i * n):
+        epoch, k = divmod(j, len(items))
+        picked.append(items[epoch_order(len(items), epoch, seed, True)[k]])
+    return picked
+
+
 # ---- micro-batches ------------------------------------------------------------------------------
 
 

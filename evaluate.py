@@ -44,13 +44,20 @@ class Evaluator:
             for p, y in zip(prompts, ids)
         ]
 
+    def judge(self, answers: list[tuple[str, str]]) -> list[bool]:
+        """The checker's word on (prompt, completion) pairs, asked on rank 0 for all ranks."""
+        verdicts = None
+        if self.fabric.global_rank == 0:
+            verdicts = [bool(self.checker(prompt, said)) for prompt, said in answers]
+        return self.fabric.broadcast(verdicts)
+
     def check(self, name: str, step: int) -> dict | None:
         """The checker's verdict on fresh answers, also written as eval/name.json."""
         if self.checker is None or not self.prompts[: self.cfg.eval.prompts]:
             return None
         if self.last is None or self.last["step"] != step:
             answers = self.answers(self.prompts[: self.cfg.eval.prompts])
-            right = sum(bool(self.checker(*a.values())) for a in answers)
+            right = sum(self.judge([tuple(a.values()) for a in answers]))
             counts = {"step": step, "right": right, "of": len(answers)}
             self.last = counts | {"answers": answers}
         if self.fabric.global_rank == 0:

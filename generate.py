@@ -137,7 +137,7 @@ class _Sampler:
 
 
 def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed * 1000003 + i)
+    generator = torch.Generator().manual_seed((seed * 1000003 + i) % 2**63)
     return torch.rand(n, generator=generator).double()
 
 

@@ -37,7 +37,8 @@ class Lifecycle:
 
     def __init__(self, cfg: Run, objective, validation=None, checker=None, rollout=None):
         self.objective, self.validation = objective, validation or objective
-        self.engine = rollout
+        self.engine, both = rollout, (objective, self.validation)
+        self.needs_reference = any(o.needs_reference or o.kl_pairs for o in both)
         self.folder = fetch(cfg.model)
         arguments, *_ = read_config(self.folder)  # what could not be exported is refused here
         self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template)
@@ -83,7 +84,7 @@ class Lifecycle:
         if self.tokenizer.n_vocab > policy.config.padded_vocab_size:
             n = self.tokenizer.n_vocab
             raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
-        if self.objective.needs_reference:
+        if self.needs_reference:
             if cfg.reference:
                 frozen = self._load_other_reference(policy.config.padded_vocab_size, dtype)
             elif not cfg.lora.rank:
@@ -103,7 +104,7 @@ class Lifecycle:
         optimizer = make_optimizer(cfg.optim, self.policy.module)
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         self.reference = None
-        if self.objective.needs_reference:
+        if self.needs_reference:
             self.reference = Reference(self.fabric, self.policy, frozen)
 
     def _load_other_reference(self, vocab: int, dtype):
@@ -172,13 +173,18 @@ class Lifecycle:
         if self.examples["test"] and self.examples["test"][0].completions:
             self._score_test()
 
+    def _same_base(self, found: Path) -> bool:
+        """Adapters of an earlier iteration of SPIN belong on another base than this one's."""
+        state, _ = checkpoint.read_state(found)
+        return not self.cfg.lora.rank or state.iteration == self.state.iteration
+
     def _score_test(self) -> None:
         """With the final weights and, where they are others and still there, the
         best ones."""
         scores = {"final": self.score(self.examples["test"])}
         step = self.state.best_step
         best = self.out / "checkpoints" / f"step-{step or 0:08d}"  # may be in another folder's run
-        if step not in (None, self.state.step) and best.is_dir():
+        if step not in (None, self.state.step) and best.is_dir() and self._same_base(best):
             checkpoint.set_weights(self.policy, load_file(best / "weights.safetensors"))
             scores["best"] = self.score(self.examples["test"])
         for name, row in scores.items():

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data import epoch_order
+from data import next_of
 from generate import text
 from kto import KTO, KTOSettings
 from rollout import answers, iterations
+from support.checkpoint import refuse_another_identity
 from support.cli import parse
 from support.errors import BadInput, run_cli
-from support.examples import Example, load
+from support.examples import Example, fingerprint, load
 from support.logger import side_by_side
 from support.optim import iteration_plans
 from support.settings import Run, Sampling, refuse_unless
@@ -51,9 +52,8 @@ class OnlineSettings(Sampling):
 
     def validate(self, group: str = "online") -> None:
         super().validate(group)
-        for name in ("max_iterations", "num_generations", "rollout_batch_size"):
-            refuse_unless(getattr(self, name) >= 1, f"{group}.{name}: expected at least 1")
-        for name in ("prompts_per_iteration", "ratings_per_iteration"):
+        counts = ("max_iterations", "num_generations", "rollout_batch_size")
+        for name in (*counts, "prompts_per_iteration", "ratings_per_iteration"):
             value = getattr(self, name)
             refuse_unless(value is None or value >= 1, f"{group}.{name}: expected at least 1")
         expected = f"{group}.reference: expected first or last, got {self.reference}"
@@ -79,23 +79,28 @@ class OnlineKTO(KTO):
     records = "prompts"
 
 
-def next_of(items: list, i: int, n: int | None, seed: int) -> list:
-    """Iteration i's n items: a slice of one seeded permutation after another."""
-    n, picked = n or len(items), []
-    for j in range((i - 1) * n, i * n):
-        epoch, k = divmod(j, len(items))
-        picked.append(items[epoch_order(len(items), epoch, seed, True)[k]])
-    return picked
-
-
 def rate(trainer, prompts: list[Example], own: list[list[int]]) -> list[Example]:
     """The policy's answers as rated examples, by the checker."""
-    examples, stop, tokenizer = [], trainer.cfg.online.stop, trainer.tokenizer
-    for e, ids in zip(prompts, own):
-        said = text(tokenizer, ids, stop)
-        good = bool(trainer.evaluator.checker(text(tokenizer, list(e.prompt)), said))
-        examples.append(e._replace(completions=(np.array(ids, np.int32),), label=good))
-    return examples
+    stop, tokenizer = trainer.cfg.online.stop, trainer.tokenizer
+    asked = [text(tokenizer, list(e.prompt)) for e in prompts]
+    said = [text(tokenizer, ids, stop) for ids in own]
+    labels = trainer.evaluator.judge(list(zip(asked, said)))
+    arrays = [np.array(ids, np.int32) for ids in own]
+    rated = zip(prompts, arrays, labels)
+    return [e._replace(completions=(ids,), label=good) for e, ids, good in rated]
+
+
+def ratings(trainer) -> list[Example]:
+    """Offline rated examples; a resume must find the same ones."""
+    cfg, state = trainer.cfg, trainer.state
+    if not cfg.online.ratings:
+        return []
+    rated = load(cfg.online.ratings, trainer.tokenizer, "rated", cfg.data).examples
+    new = state.identity | {"online.ratings": fingerprint({"": rated})}
+    if state.step:
+        refuse_another_identity(state.identity, new)
+    state.identity = new
+    return rated
 
 
 def show(trainer, i: int, examples: list[Example], tokens: int) -> None:
@@ -113,15 +118,13 @@ def main(argv=None, checker=None, rollout=None) -> None:
     """`checker`: a function (prompt, completion) -> bool; `rollout`: an engine that answers."""
     cfg = parse(Settings, argv, __doc__, demo="demo_online.yaml")
     args, given = cfg.online, dict(checker=checker, rollout=rollout)
+    if checker is None and cfg.eval.check == "none":
+        raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
     with Trainer(cfg, OnlineKTO(cfg.kto), **given) as trainer:
-        if trainer.evaluator.checker is None:
-            raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
-        prompts, rated = trainer.examples["train"], []
-        if args.ratings:
-            rated = load(args.ratings, trainer.tokenizer, "rated", trainer.cfg.data).examples
+        prompts, rated = trainer.examples["train"], ratings(trainer)
+        n_rated = min(len(rated), args.ratings_per_iteration or len(rated))
         n = (args.prompts_per_iteration or len(prompts)) * args.num_generations
-        n += min(len(rated), args.ratings_per_iteration or len(rated))
-        plans = iteration_plans(cfg, [n] * args.max_iterations)
+        plans = iteration_plans(cfg, [n + n_rated] * args.max_iterations)
         for i, plan in iterations(trainer, plans, moving_reference=args.reference == "last"):
             asked = next_of(prompts, i, args.prompts_per_iteration, cfg.seed)
             asked = [e for e in asked for _ in range(args.num_generations)]
@@ -129,7 +132,7 @@ def main(argv=None, checker=None, rollout=None) -> None:
             examples = rate(trainer, asked, own)
             show(trainer, i, examples, sum(map(len, own)))
             if rated:
-                examples += next_of(rated, i, args.ratings_per_iteration, cfg.seed)
+                examples += next_of(rated, i, n_rated, cfg.seed)
             if not trainer.fit(examples, plan):
                 break
         else:

@@ -12,6 +12,7 @@ came to one.
 """
 
 import contextlib
+import hashlib
 import json
 from dataclasses import asdict
 
@@ -39,7 +40,8 @@ def iterations(trainer, plans, moving_reference: bool):
             was, state.iteration = state.started_from, i
             state.started_from = _start_iteration(trainer, i, moving_reference)
             moved = state.started_from != was
-            assert moved, "the policy has not moved: this iteration would repeat the last one"
+            same = "the policy has not moved: this iteration would repeat the last one"
+            assert moved or not trainer.cfg.optim.lr, same
         yield i, plan
 
 
@@ -78,7 +80,10 @@ def _base_names(module) -> list[str]:
 
 def _put_reference(trainer, i: int) -> str:
     """Iteration i's reference in its place, from disk. -> its fingerprint"""
-    state = load_file(trainer.out / "iterations" / f"{i}" / "weights.safetensors")
+    file = trainer.out / "iterations" / f"{i}" / "weights.safetensors"
+    if not file.exists():
+        raise BadInput(f"resume: {file}: missing: give --out_dir, the run's own folder")
+    state = load_file(file)
     checkpoint.set_weights(trainer.reference.frozen or trainer.policy, state)
     return fingerprint(state)
 
@@ -101,8 +106,10 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     what a killed run has written is taken as it stands, if policy, prompts and
     sampling are the same. `args`: a Sampling with a rollout_batch_size."""
     fabric, file, size = trainer.fabric, answers_file(trainer, i), args.rollout_batch_size
+    new = args.max_new_tokens or trainer.cfg.data.max_completion
     asked = {"policy": trainer.state.started_from, "seed": trainer.cfg.seed}
-    head = json.dumps(asked | {"prompts": len(prompts)} | asdict(args))
+    asked |= {"prompts": _digest(prompts), "engine": trainer.engine is not None}
+    head = json.dumps(asked | asdict(args) | {"max_new_tokens": new})
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     lines = lines[1:] if lines[:1] == [head] else []
     whole = len(lines) if len(lines) == len(prompts) else len(lines) // size * size
@@ -110,11 +117,13 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     if len(lines) < len(prompts) and trainer.state.step > plan.begin:
         before = f"resume from a checkpoint of step {plan.begin} or before"
         raise BadInput(f"resume: {file}: not what this iteration learns from; {before}")
-    done = _ids(lines)
+    done, folder = _ids(lines), None
+    if trainer.engine and len(done) < len(prompts):
+        folder = _export(trainer)
     while len(done) < len(prompts):
         some = prompts[len(done) : len(done) + size]
         seed = (trainer.cfg.seed * 1009 + i) * 1000003 + len(done)
-        fresh = _answer(trainer, some, args, seed)
+        fresh = _answer(trainer, folder, some, args, new, seed)
         done += fresh
         if fabric.global_rank == 0:
             decoded = [text(trainer.tokenizer, ids, args.stop) for ids in fresh]
@@ -124,14 +133,25 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     return done
 
 
-def _answer(trainer, prompts, args: Sampling, seed: int) -> list[list[int]]:
-    """By our sampler, or by the engine from an exported folder."""
-    fabric, new = trainer.fabric, args.max_new_tokens or trainer.cfg.data.max_completion
+def _digest(prompts: list) -> str:
+    h = hashlib.sha256()
+    for p in prompts:
+        h.update(len(p).to_bytes(8, "big") + p.tobytes())
+    return h.hexdigest()
+
+
+def _export(trainer):
+    """The policy as it is, as a Hugging Face folder. A collective."""
+    folder, weights = trainer.out / "iterations" / "policy", _merged(trainer)
+    checkpoint.publish(trainer.fabric, lambda tmp: export(weights, trainer.folder, tmp), folder)
+    return folder
+
+
+def _answer(trainer, folder, prompts, args: Sampling, new: int, seed: int) -> list[list[int]]:
+    """By our sampler, or by the engine from the exported folder, on rank 0."""
+    fabric, fresh = trainer.fabric, None
     if trainer.engine is None:
         return generate(fabric, trainer.policy, prompts, trainer.tokenizer, args, new, seed)
-    folder, weights = trainer.out / "iterations" / "policy", _merged(trainer)
-    checkpoint.publish(fabric, lambda tmp: export(weights, trainer.folder, tmp), folder)
-    fresh = None
     if fabric.global_rank == 0:
         asked = [[int(i) for i in p] for p in prompts]
         fresh = trainer.engine(folder, asked, args, new, seed)

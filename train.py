@@ -74,7 +74,7 @@ class Objective:
         never gets here."""
 
     def state_dict(self) -> dict:
-        """What it remembers, as numbers, texts or lists. Saved with every
+        """What it remembers, {attribute: number, text or list}. Saved with every
         checkpoint."""
         return {}
 
@@ -261,6 +261,12 @@ class Trainer(Lifecycle):
 
     # ---- between steps --------------------------------------------------------------------------
 
+    def held_out(self, name: str) -> list:
+        """The first limit_val examples of val, or test."""
+        examples = self.examples[name]
+        limit = self.cfg.limit_val if name == "val" else None
+        return examples[: steps_of(limit, len(examples))]
+
     @torch.no_grad()
     def score(self, examples) -> dict:
         """A step without a gradient over a whole split, in file order: one z for
@@ -279,16 +285,17 @@ class Trainer(Lifecycle):
     def evaluate(self, plan: Plan) -> bool:
         """A row of val.csv, samples, a checker's verdict. -> best so far by
         keep_best?"""
-        cfg, step, val = self.cfg, self.state.step, self.examples["val"]
+        cfg, step, val = self.cfg, self.state.step, self.held_out("val")
         if not val or cfg.debug:
             return False
-        row = self.score(val[: steps_of(cfg.limit_val, len(val))])
+        row = self.score(val)
         if self.evaluator.checker:
             interval = steps_of(cfg.eval.check_interval, plan.per_epoch)
             asked = step in (0, plan.end) or due(step, interval)
             row["checker_accuracy"] = self.evaluator.accuracy(step) if asked else None
         is_best = self.state.is_best(row, cfg.keep_best)
-        if step == 0 and not cfg.reference:  # r is 0: these would compare rounding errors
+        own_start = self.validation.needs_reference and not cfg.reference
+        if step == 0 and own_start:  # r is 0: these would compare rounding errors
             row |= dict.fromkeys(n for n in row if n.startswith(("accuracy", "auc")))
         self.logger.validation(step, row, self.evaluator.samples())
         return is_best
@@ -339,8 +346,8 @@ class Trainer(Lifecycle):
         self.reference = CachedReference(self.fabric, self.reference, folder, of)
         steps = range(self.state.step + 1, plan.end + 1)
         batches = ((self.batch_of(examples, plan, i), self.objective) for i in steps)
-        held_out = [self.examples[name] for name in ("val", "test") if self.examples[name]]
-        others = ((self.make_batch(x, self.validation), self.validation) for x in held_out)
+        held_out = [self.held_out(name) for name in ("val", "test")]
+        others = ((self.make_batch(x, self.validation), self.validation) for x in held_out if x)
         for batch, objective in itertools.chain(batches, others):
             self.no_gradient_pass(batch, no_policy, objective)
         self.reference.release()

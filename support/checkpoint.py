@@ -65,7 +65,8 @@ class RunState:
 def program_file(objective: type) -> Path:
     """The file that was started; where there is none (a notebook), the objective's own."""
     started = Path(sys.argv[0])
-    if started.suffix == ".py" and started.is_file():
+    script = hasattr(sys.modules["__main__"], "__file__")
+    if script and started.suffix == ".py" and started.is_file():
         return started
     return Path(inspect.getfile(objective))
 
@@ -331,7 +332,8 @@ def _refuse_another_run(found: Path, cfg: Run, program: Path) -> list[str]:
 def put_newer_aside(folder: Path, found: Path) -> None:
     """Newer checkpoints are of a branch that this run now leaves."""
     for step, newer in steps(folder).items():
-        if found.parent == folder and step > int(found.name.removeprefix("step-")):
+        same = found.resolve().parent == folder.resolve()
+        if same and step > int(found.name.removeprefix("step-")):
             aside = newer.with_name(f"abandoned-{newer.name}")
             shutil.rmtree(aside, ignore_errors=True)
             newer.rename(aside)
