@@ -218,7 +218,6 @@ def write(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
         for name, wanted in (PLOTS | others).items():
             file = folder / f"{name.replace('/', '-')}.svg"
             svgs[name] = draw(groups, wanted, file) if columns & set(wanted) else ""
-    pd.set_option("display.max_colwidth", 400)
     html = ["<!doctype html><meta charset=utf-8><title>Report</title>"]
     html += ["<meta name=viewport content='width=device-width'>"]
     html += ["<style>", CSS, "</style><nav>"]

@@ -431,7 +431,10 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
 
     monkeypatch.setattr(evaluate, "generate", generate)
     val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
-    cfg, fabric = run_settings(out, eval=Eval(**settings)), SimpleNamespace(global_rank=0)
+    cfg, fabric = (
+        run_settings(out, eval=Eval(**settings)),
+        SimpleNamespace(global_rank=0, broadcast=lambda x: x),
+    )
     return Evaluator(fabric, cfg, None, plain(), val, checker)
 
 

@@ -210,7 +210,8 @@ def test_a_mean_is_over_all_runs_of_its_group_or_there_is_none(tmp_path, show):
 
 def test_a_folder_named_twice_is_one_run(tmp_path, show):
     a = a_run(tmp_path / "a")
-    assert row_of(show(a, a)[0], "0 train")["n"] == "1"
+    out, _ = show(a, a, f"{a}/")
+    assert row_of(out, "0 train")["n"] == "1" and "\n1: " not in out
 
 
 # ---- curves ----------------------------------------------------------------------------------
