@@ -31,6 +31,15 @@ def debugging() -> bool:
     return any(a == "--debug" and b != "false" for a, b in zip(given, [*given[1:], ""]))
 
 
+def first_to_fail() -> bool:
+    """Whether no other rank has failed yet: all find most faults, and one of them says it. A rank
+    that cannot ask ended because rank 0, which keeps the count, had ended before."""
+    try:
+        return torch.distributed.distributed_c10d._get_default_store().add("failed", 1) == 1
+    except Exception:
+        return False
+
+
 def run_cli(main) -> None:
     """Run main(). A known error is one line; any error ends every rank, so that none waits for another."""
     if debugging():
@@ -43,13 +52,11 @@ def run_cli(main) -> None:
         code, message = 2 if isinstance(e, BadInput) else 1, str(e)
     except BaseException:
         code, message = 1, traceback.format_exc()
-    me, launched = rank(), torch.distributed.is_initialized()
-    if message and (
-        me == 0 or launched
-    ):  # before launching all ranks find the same fault; one says it
-        prefix = f"rank {me}: " if me else ""
-        lines = [f"{prefix}error: {line}" for line in message.splitlines()]
-        print("\n".join(lines), file=sys.stderr)
+    launched = torch.distributed.is_initialized()
+    if message and (first_to_fail() if launched else rank() == 0):
+        prefix = f"rank {rank()}: " if rank() else ""
+        lines = [f"{prefix}error: {line}\n" for line in message.splitlines()]
+        sys.stderr.write("".join(lines))  # one write: other ranks may print too
     sys.stdout.flush()
     sys.stderr.flush()
     if launched:

@@ -237,7 +237,7 @@ def test_a_resume_refuses_in_one_line_what_has_changed_under_the_same_path(
     codes = [refusal(own)] if n == 1 else ranks(n, lambda rank: refusal(own))
     line = f"error: resume: {name}: not what this run began with"
     assert codes == [2] * n
-    assert sorted(capfd.readouterr().err.splitlines()) == [line, f"rank 1: {line}"][:n]
+    assert [said.removeprefix("rank 1: ") for said in capfd.readouterr().err.splitlines()] == [line]
 
 
 def test_a_resume_that_is_refused_puts_no_checkpoint_aside(own, tmp_path):
