@@ -10,7 +10,8 @@ tokens, T targets (tokens that are predicted and scored).
 
 import functools
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -30,10 +31,22 @@ class Batch:
     partners: list[int] | None = None  # whose completion example i borrows; -1: nobody's
     score_prompt: bool = False
     tokenizer: Tokenizer | None = None
+    micro: dict = field(default_factory=dict)  # no-gradient pass? -> its micro-batches
+    packed: dict = field(default_factory=dict)  # what has been packed ahead
+
+    def pack_ahead(self, no_grad: bool, micros: list["Micro"]) -> None:
+        """Pack what the pass over these micro-batches will ask for."""
+        borrowed = no_grad and self.partners is not None
+        self.micro[no_grad] = micros
+        for micro in micros:
+            for kind in [(True, borrowed), (False, True)][: 1 + borrowed]:
+                self.packed[(*micro.index, kind)] = self.pack(micro.index, *kind)
 
     def pack(self, index: list[int], own: bool = True, borrowed: bool = False) -> "PackedBatch":
         """The prompts of these examples with their own completions, the borrowed one (the last of
         K), or both. Where nobody's is borrowed any will do: it is left out of the KL mean."""
+        if ready := self.packed.get((*index, (own, borrowed))):
+            return ready
         prompts, completions = [], []
         for i in index:
             e, kl = self.examples[i], ()
@@ -41,7 +54,7 @@ class Batch:
                 kl = (self.examples[max(self.partners[i], 0)].completions[0],)
             prompts.append(e.prompt)
             completions.append((e.completions if own else ()) + kl)
-        return pack(prompts, completions, self.score_prompt)
+        return pack(prompts, completions, self.score_prompt, index)
 
     def sizes(self, borrowed: bool = False) -> list[int]:
         """Tokens of each example in a PackedBatch."""
@@ -54,11 +67,18 @@ class Batch:
     def micro_batch(self, index: list[int], length_BK: torch.Tensor) -> "MicroBatch":
         """What a loss sees of these examples."""
         examples, device = [self.examples[i] for i in index], length_BK.device
-        label_B = torch.tensor([e.label for e in examples]).to(device)
-        weight_B = torch.tensor([e.weight for e in examples]).to(device)
+        label_B = moved(torch.tensor([e.label for e in examples]), device)
+        weight_B = moved(torch.tensor([e.weight for e in examples]), device)
         n_desirable = sum(e.label for e in self.examples)
         step = (len(self.examples), n_desirable, self.tokenizer)
         return MicroBatch(examples, label_B, weight_B, length_BK, *step)
+
+
+def moved(x, device):
+    """x on a device, without waiting for what runs there."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 class MicroBatch(NamedTuple):
@@ -77,7 +97,7 @@ class MicroBatch(NamedTuple):
         values = [e.extra[name] for e in self.examples]
         if any(isinstance(v, str) for v in values):
             return values
-        return torch.tensor(values, device=self.label.device)
+        return moved(torch.tensor(values), self.label.device)
 
     def text(self, i: int) -> str:
         """Example i of this micro-batch, decoded."""
@@ -182,7 +202,11 @@ class PackedBatch(NamedTuple):
     """B prompts, each followed by its K completions, in one sequence of N tokens without padding.
 
     A completion's positions continue its prompt's. Its last token is never an input: nothing
-    follows it.
+    follows it. All tensors are parts of one buffer, so that one copy brings them to a device.
+
+    Attention has B x K segments: the first completion's with its prompt, causal; each other one's
+    own tokens, over [its prompt; themselves], causal from the lower right. Where prompts were
+    computed before, the queries are the completions' own tokens only ("own").
     """
 
     token_N: torch.Tensor
@@ -193,11 +217,23 @@ class PackedBatch(NamedTuple):
     target_T: torch.Tensor  # what it should predict
     segment_T: torch.Tensor  # (K + 1) * example + completion; the last of K + 1: the scored prompt
     length_BK: torch.Tensor  # scored tokens
+    index_B: torch.Tensor  # each example's place in its step
+    prompt_P: torch.Tensor  # which tokens are prompts
+    own_M: torch.Tensor  # which are completions; token 0 where none is, since layers want one
+    key_L: torch.Tensor  # which tokens are the segments' keys; empty: all in their order (K = 1)
+    start_S: torch.Tensor  # int32, where a segment's queries begin, and the end
+    start_own_S: torch.Tensor  # the same among own queries
+    start_key_S: torch.Tensor  # the same of its keys
     parts: tuple[tuple[int, ...], ...]  # per example: input tokens of prompt and each completion
+    longest: tuple[int, int, int]  # segment's queries, own queries, keys
+    buffer: torch.Tensor  # int32, on the CPU
 
     def to(self, device) -> "PackedBatch":
-        tensors = (x.to(device, non_blocking=True) for x in self[:-1])
-        return PackedBatch(*tensors, self.parts)
+        if torch.device(device).type == "cpu":
+            return self
+        buffer = self.buffer.to(device, non_blocking=True)
+        tensors = _views(buffer, [x.shape for x in self[:-3]])
+        return PackedBatch(*tensors, *self[-3:])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -206,9 +242,10 @@ class PackedBatch(NamedTuple):
 
     def digests(self) -> list[list[bytes]]:
         """By example and completion: a hash of (prompt, completion), of their token ids."""
-        token, target = self.token_N.cpu().numpy(), self.target_T.cpu().numpy()
+        host = _views(self.buffer, [x.shape for x in self[:-3]])
+        token, target = host[0].numpy(), host[5].numpy()
         at, t, out = 0, 0, []
-        for (prompt, *rest), length in zip(self.parts, self.length_BK.tolist()):
+        for (prompt, *rest), length in zip(self.parts, host[7].tolist()):
             head, row = token[at : at + prompt].tobytes(), []
             for n in rest:
                 content = len(head).to_bytes(8, "big") + head + target[t : t + n + 1].tobytes()
@@ -220,31 +257,69 @@ class PackedBatch(NamedTuple):
         return out
 
 
-def pack(prompts, completions, score_prompt: bool = False) -> PackedBatch:
-    """prompts: B id arrays; completions: B tuples of K id arrays, all non-empty."""
-    columns = [[] for _ in range(7)]
-    token, position, example, branch, source, target, segment = columns
-    parts, length = [], []
-    start, K = 0, len(completions[0])
-    for b, (p, ys) in enumerate(zip(prompts, completions)):
-        inputs = [p, *(y[:-1] for y in ys)]
-        parts.append(tuple(map(len, inputs)))
-        size, P = sum(parts[-1]), len(p)
-        token += inputs
-        position += [np.arange(P), *(np.arange(P, P + len(y) - 1) for y in ys)]
-        example.append(np.full(size, b))
-        branch += [np.full(len(x), k) for k, x in enumerate(inputs)]
-        at, last = start + P, start + P - 1
-        for k, y in enumerate(ys):  # the prompt's end predicts a completion's first token
-            source += [np.array([last]), np.arange(at, at + len(y) - 1)]
-            target.append(y)
-            segment.append(np.full(len(y), b * (K + 1) + k))
-            at += len(y) - 1
-        if score_prompt:
-            source.append(np.arange(start, last))
-            target.append(p[1:])
-            segment.append(np.full(P - 1, b * (K + 1) + K))
-        length.append([len(y) + (P - 1 if score_prompt else 0) for y in ys])
-        start += size
-    arrays = [torch.from_numpy(np.concatenate(x).astype(np.int64)) for x in columns]
-    return PackedBatch(*arrays, torch.tensor(length), tuple(parts))
+def _views(buffer, shapes) -> list[torch.Tensor]:
+    """A buffer's parts: int64, as indices must be; the segments' starts int32, as kernels want."""
+    sizes = [math.prod(shape) for shape in shapes]
+    n_indices = sum(sizes[:12])
+    wide = buffer[:n_indices].long().split(sizes[:12])
+    narrow = buffer[n_indices : sum(sizes)].split(sizes[12:])
+    return [x.view(shape) for x, shape in zip((*wide, *narrow), shapes)]
+
+
+def _runs(length_R):
+    """Runs of these lengths, end to end -> of each element its run, and its place in it."""
+    run = np.repeat(np.arange(len(length_R)), length_R)
+    return run, np.arange(len(run)) - (np.cumsum(length_R) - length_R)[run]
+
+
+def pack(prompts, completions, score_prompt: bool = False, index=None) -> PackedBatch:
+    """prompts: B id arrays; completions: B tuples of K id arrays, all non-empty; index: the
+    examples' places in their step."""
+    B, K = len(prompts), len(completions[0])
+    length_BK = np.array([[len(y) for y in ys] for ys in completions])
+    prompt_B = np.array([len(p) for p in prompts])
+    parts_BK = np.column_stack([prompt_B, length_BK - 1])  # a completion's last is no input
+    start_BK = (np.cumsum(parts_BK) - parts_BK.ravel()).reshape(B, K + 1)
+    part_N, offset_N = _runs(parts_BK.ravel())
+    example_N, branch_N = np.divmod(part_N, K + 1)
+    position_N = offset_N + np.where(branch_N > 0, prompt_B[example_N], 0)
+    inputs = [x for p, ys in zip(prompts, completions) for x in (p, *(y[:-1] for y in ys))]
+    # targets: the completions' tokens and, last, the scored prompt's
+    scored_BK, first_BK = length_BK, start_BK[:, 1:] - 1
+    targets = completions
+    if score_prompt:
+        scored_BK = np.column_stack([length_BK, prompt_B - 1])
+        first_BK = np.column_stack([first_BK, start_BK[:, 0]])
+        targets = [(*ys, p[1:]) for p, ys in zip(prompts, completions)]
+    run_T, offset_T = _runs(scored_BK.ravel())
+    example_T, segment_T = np.divmod(run_T, scored_BK.shape[1])
+    prompt_end_T = (start_BK[:, 0] + prompt_B - 1)[example_T]
+    begins = (offset_T == 0) & (segment_T < K)  # the prompt's end predicts a first token
+    source_T = np.where(begins, prompt_end_T, first_BK.ravel()[run_T] + offset_T)
+    segment_T = segment_T + example_T * (K + 1)
+    # segments: their queries, the own ones among them, and their keys
+    own_BK = parts_BK[:, 1:].copy()
+    queries_BK, keys_BK = own_BK.copy(), own_BK + prompt_B[:, None]
+    queries_BK[:, 0] += prompt_B
+    own_M = np.flatnonzero(branch_N)
+    if not len(own_M):
+        own_M, own_BK[0, 0] = np.zeros(1, int), 1
+    key_L = np.zeros(0, int)
+    if K > 1:
+        segment_L, offset_L = _runs(keys_BK.ravel())
+        prompt_L, example_L = np.repeat(prompt_B, K)[segment_L], segment_L // K
+        own_L = start_BK[:, 1:].ravel()[segment_L] + offset_L - prompt_L
+        key_L = np.where(offset_L < prompt_L, start_BK[example_L, 0] + offset_L, own_L)
+    starts = [np.append(0, np.cumsum(x)) for x in (queries_BK, own_BK, keys_BK)]
+    columns = [np.concatenate(inputs), position_N, example_N, branch_N]
+    columns += [source_T, np.concatenate([y for ys in targets for y in ys]), segment_T]
+    columns += [length_BK + (prompt_B[:, None] - 1) * score_prompt]
+    columns += [np.arange(B) if index is None else np.array(index)]
+    columns += [np.flatnonzero(branch_N == 0), own_M, key_L, *starts]
+    buffer = torch.empty(
+        sum(map(np.size, columns)), dtype=torch.int32, pin_memory=torch.cuda.is_initialized()
+    )
+    np.concatenate([x.ravel() for x in columns], out=buffer.numpy(), casting="same_kind")
+    longest = tuple(int(x.max()) for x in (queries_BK, own_BK, keys_BK))
+    tensors = _views(buffer, [x.shape for x in columns])
+    return PackedBatch(*tensors, tuple(map(tuple, parts_BK.tolist())), longest, buffer)

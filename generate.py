@@ -14,6 +14,7 @@ import torch
 
 from data import pack
 from model import KVCache
+from support.devices import all_reduce
 from support.errors import BadInput, run_cli
 from support.settings import Sampling
 from support.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ def generate(
         sampler.answer(prompts, list(mine[at : at + args.batch_size]), answer_PT)
     policy.train(was_training)
     # one rank wrote a row; elsewhere it is -1 + 1 = 0
-    whole_PT = fabric.all_reduce(answer_PT + 1, reduce_op="sum") - 1
+    whole_PT = all_reduce(answer_PT + 1) - 1
     return [[i for i in row if i >= 0] for row in whole_PT.tolist()]
 
 
@@ -133,7 +134,7 @@ class _Sampler:
         if self.fabric.world_size == 1:
             return mine
         votes = torch.tensor(float(mine), device=self.fabric.device)
-        return bool(self.fabric.all_reduce(votes, reduce_op="sum") == self.fabric.world_size)
+        return bool(all_reduce(votes) == self.fabric.world_size)
 
 
 def _uniform(seed: int, i: int, n: int) -> torch.Tensor:

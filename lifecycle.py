@@ -3,6 +3,7 @@ load, resume; save, export, compare. The Trainer's other half; nobody needs it t
 change an algorithm."""
 
 import copy
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,15 @@ from safetensors.torch import load_file
 
 import model
 from evaluate import Evaluator
-from reference import Reference
+from reference import CachedReference, Reference
 from support import checkpoint
 from support.checkpoint import RunState
-from support.devices import Stop, launch, leave, resolve, say
-from support.errors import BadInput
+from support.devices import Stop, all_reduce, launch, leave, resolve, say
+from support.errors import BadInput, Failed
 from support.examples import fingerprint, splits, with_limits
 from support.logger import Logger, before_and_after
 from support.lora import merge_adapters
-from support.optim import make_optimizer, make_plan
+from support.optim import Plan, make_optimizer, make_plan
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
@@ -139,6 +140,45 @@ class Lifecycle:
         checkpoint.load(self.fabric, found, self.policy, self.optimizer)
         self.state = replace(old, source=self.state.source)
         self.objective.load_state_dict(old.objective)
+
+    @torch.no_grad()
+    def check_start(self, batch) -> None:
+        """The reference is the model we start from: on the same packed batch r is
+        exactly 0."""
+        self.policy.eval()
+        index = self.micro_batches(batch)[0].index
+        packed = self.pack(batch, index, borrowed=batch.partners is not None)
+        off = (self.policy(packed) - self.reference(packed)).abs().max().double()
+        off = all_reduce(off).item()
+        if off != 0:
+            raise Failed(
+                f"step {self.state.step}: policy and reference differ by {off:.3g} nats: the "
+                "reference is not the model we start from"
+            )
+        self.fabric.print(f"step {self.state.step}: policy and reference agree to the bit")
+
+    def precompute(self, examples, plan: Plan) -> None:
+        """All reference log-probs that the run will need, so that the reference can
+        be released."""
+
+        def no_policy(packed):
+            return torch.zeros(packed.length_BK.shape, device=self.fabric.device)
+
+        cfg, identity = self.cfg, self.state.identity
+        weights = [identity[n] for n in ("model weights", "reference weights") if n in identity]
+        of = [*weights, cfg.precision, cfg.data.score_prompt]
+        folder = Path(cfg.reference_cache).expanduser()
+        self.reference = CachedReference(self.fabric, self.reference, folder, of)
+        steps = range(self.state.step + 1, plan.end + 1)
+        batches = ((self.batch_of(examples, plan, i), self.objective) for i in steps)
+        held_out = [self.held_out(name) for name in ("val", "test")]
+        others = ((self.make_batch(x, self.validation), self.validation) for x in held_out if x)
+        for batch, objective in itertools.chain(batches, others):
+            self.no_gradient_pass(batch, no_policy, objective)
+        self.reference.release()
+        computed, known = self.reference.computed, len(self.reference.known)
+        known = f"{known:,} known in {cfg.reference_cache}"
+        self.fabric.print(f"reference: {computed:,} log-probs computed, {known}")
 
     def save(self) -> None:
         """A checkpoint of the step that was just done, and old ones removed."""

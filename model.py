@@ -7,15 +7,17 @@ P prompt tokens, T targets, C width, H heads, D head size, V vocabulary.
 """
 
 import functools
+import inspect
 import itertools
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import litgpt.lora
 import litgpt.model
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from data import PackedBatch
@@ -28,9 +30,11 @@ from support.weights import fill, must_fit, read_weights
 # of the first ones for its backward and recomputes the rest. Its softmax takes fewer: a CPU gets
 # blocks over 32 MiB page by page, and a smaller head would round the matrix's gradient more often.
 HEAD_LOGITS, HEAD_SAVED, HEAD_SOFTMAX = 2**24, 2**26, 2**22
-TILE_TOKENS = 128  # tokens of examples that share a call of attention on a CPU
+# A GPU reaches its rate from so many rows on, has room for more, and takes a softmax in one piece.
+GPU_ROWS, GPU_SAVED = 1024, 2**29
+TILE_TOKENS = 128  # tokens of examples that share a tile of attention
 
-compiled_flex = functools.cache(lambda: torch.compile(flex_attention, dynamic=True))
+VARLEN = inspect.signature(varlen_attn).parameters
 
 
 # ---- attention: over a packed batch, or over a cache ---------------------------------------------
@@ -45,39 +49,98 @@ class PromptCache:
 
 
 class PackedAttention:
-    """Who attends to whom in a packed batch, for one forward; layers share its masks.
+    """Who attends to whom in a packed batch, for one forward; layers share its tiles' masks.
 
-    With a filled prompt cache the M queries are the completions' tokens only.
+    With a filled prompt cache the M queries are the completions' own tokens only.
     """
 
     def __init__(self, batch: PackedBatch, prompt_cache: PromptCache | None = None):
-        self.batch, self.cache, self.masks = batch, prompt_cache, {}
-        self.token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
-        self.query_M = None  # None: every token is a query
-        if prompt_cache is not None and prompt_cache.batch is None:
-            prompt_cache.batch = batch
+        self.batch, self.cache, self.tiles_of = batch, prompt_cache, {}
+        self.cached = prompt_cache is not None and prompt_cache.batch is not None
+        if self.cached:
+            prompts = ([parts[0] for parts in b.parts] for b in (prompt_cache.batch, batch))
+            assert len(set(map(tuple, prompts))) == 1, "other prompts than those computed before"
         elif prompt_cache is not None:
-            both = prompt_cache.batch, batch
-            cached, new = ([parts[0] for parts in b.parts] for b in both)
-            assert cached == new, "other prompts than those computed before"
-            self.cached_P, self.prompt_P = ((b.branch_N == 0).nonzero()[:, 0] for b in both)
-            self.query_M = batch.branch_N.nonzero()[:, 0]
-            if not len(self.query_M):  # no completion has a second token: layers want one all the
-                self.query_M = self.token_N[:1]  # same, and what it gives is the cache's
+            prompt_cache.batch = batch
 
     def queries(self, x_N):
-        return x_N if self.query_M is None else x_N[self.query_M]
+        return x_N[self.batch.own_M] if self.cached else x_N
 
     def all_tokens(self, name, x, dim: int):
         """x of the queries -> of all tokens: the prompts' part comes from the cache."""
         if self.cache is None:
             return x
-        cached = self.cache.tensors.setdefault(name, x.detach())
-        if self.query_M is None:
+        known = self.cache.tensors.setdefault(name, x.detach())
+        if not self.cached:
             return x
-        out = x.new_empty([*x.shape[:dim], len(self.token_N), *x.shape[dim + 1 :]])
-        prompt = cached.index_select(dim, self.cached_P)
-        return out.index_copy_(dim, self.query_M, x).index_copy_(dim, self.prompt_P, prompt)
+        out = x.new_empty([*x.shape[:dim], len(self.batch.token_N), *x.shape[dim + 1 :]])
+        prompt = known.index_select(dim, self.cache.batch.prompt_P)
+        out.index_copy_(dim, self.batch.own_M, x)
+        return out.index_copy_(dim, self.batch.prompt_P, prompt)
+
+    def attend(self, attn, q, k, v):
+        """q, k, v (1, H, M, D) -> (1, H, M, D)."""
+        k, v = self.all_tokens((attn, "k"), k, 2), self.all_tokens((attn, "v"), v, 2)
+        if flash_fits(attn, q):
+            return self.segments(attn, q, k, v, varlen_attn)
+        return self.tiled(attn, q, k, v)
+
+    def segments(self, attn, q, k, v, kernel):
+        """In one call of flash attention: a query sees its segment's keys, causal from the lower
+        right."""
+        b, (most, most_own, most_keys) = self.batch, self.batch.longest
+        if len(b.key_L):
+            k, v = k[:, :, b.key_L], v[:, :, b.key_L]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        starts, most = (b.start_own_S, most_own) if self.cached else (b.start_S, most)
+        options = dict(scale=attn.scale, window_size=((attn.window or 0) - 1, 0))
+        if "enable_gqa" in VARLEN:
+            options["enable_gqa"] = k.shape[1] < q.shape[1]
+        # a longest segment of 1 with empty ones beside it fails (flash-attention issue 1537)
+        most = max(2, most), max(2, most_keys)
+        out = kernel(q, k, v, starts, b.start_key_S, *most, **options)
+        return out.transpose(0, 1)[None]
+
+    def tiles(self, window: int | None):
+        """Everywhere else: short examples together under one mask, a long one part by part, so that
+        little is computed to be masked. -> tokens of each group of examples, [(group, queries,
+        keys, mask)]. A tile's keys are the group's first; no mask stands for plain causal."""
+        token_N, groups, tiles = torch.arange(len(self.batch.token_N)), [], []
+        token_N = token_N.to(self.batch.token_N.device)
+        K = self.batch.length_BK.shape[1]
+        for parts, queries in zip(self.batch.parts, self.query_counts()):
+            if groups and groups[-1][0] + sum(parts) <= TILE_TOKENS:
+                groups[-1][0] += sum(parts)
+            else:
+                groups.append([sum(parts), []])
+            groups[-1][1].append((parts, queries))
+        start, m, token_M = 0, 0, self.queries(token_N)
+        for g, (size, examples) in enumerate(groups):
+            parts, queries = examples[0]
+            alone = len(examples) == 1
+            whole = not alone or (K == 1 and not self.cached)
+            ends = [size] if whole else list(itertools.accumulate(parts))
+            counts = [sum(sum(q) for _, q in examples)] if whole else queries
+            for end, n in zip(ends, counts):
+                if not n:
+                    continue
+                mask = None
+                if window is not None or not alone or not (whole or end == parts[0]):
+                    own = token_M[m : m + n, None]
+                    mask = self.mask(own, token_N[None, start : start + end], window)
+                tiles.append((g, n, end, mask))
+                m += n
+            start += size
+        return [size for size, _ in groups], tiles
+
+    def query_counts(self):
+        """Queries of each example's parts."""
+        if not self.cached:
+            return self.batch.parts
+        own = [(0, *rest) for _, *rest in self.batch.parts]
+        if not any(map(sum, own)):  # the one that stands in
+            own[0] = (1, *own[0][1:])
+        return own
 
     def mask(self, i, j, window: int | None):
         """Whether i attends to j: of its example, not after it, in the prompt or its completion."""
@@ -86,65 +149,10 @@ class PackedAttention:
         mask = mask & ((branch[j] == 0) | (branch[j] == branch[i]))
         return mask if window is None else mask & (position[i] - position[j] < window)
 
-    def tiles(self, window: int | None):
-        """For a CPU: short examples together under one mask, a long one part by part, so that
-        little is computed to be masked. -> tokens of each group of examples, [(group, queries,
-        keys, mask)]. A tile's keys are the group's first; no mask stands for plain causal."""
-        groups, K = [], self.batch.length_BK.shape[1]
-        for parts in self.batch.parts:
-            if groups and sum(map(sum, groups[-1])) + sum(parts) <= TILE_TOKENS:
-                groups[-1].append(parts)
-            else:
-                groups.append([parts])
-        sizes, query_M = [sum(map(sum, group)) for group in groups], self.queries(self.token_N)
-        tiles, start, m = [], 0, 0
-        for g, (parts, *others) in enumerate(groups):
-            whole = others or (K == 1 and self.query_M is None)
-            for end in [sizes[g]] if whole else itertools.accumulate(parts):
-                n = int(torch.searchsorted(query_M, start + end))
-                if n > m:
-                    causal = not others and (whole or end == parts[0])
-                    mask = None
-                    if not causal or window is not None:
-                        key = self.token_N[None, start : start + end]
-                        mask = self.mask(query_M[m:n, None], key, window)
-                    tiles.append((g, n - m, end, mask))
-                m = n
-            start += sizes[g]
-        return sizes, tiles
-
-    def block_mask(self, window: int | None, size: int = 128):
-        """For FlexAttention. Which blocks it visits follows from each example's start:
-        create_block_mask would try all M x N pairs first."""
-        query_M, example_N = self.query_M, self.batch.example_N
-
-        def mask(_b, _h, i, j):
-            return self.mask(i if query_M is None else query_M[i], j, window)
-
-        start_N = torch.searchsorted(example_N, example_N)  # its example's first token
-        start_M, token_M = self.queries(start_N), self.queries(self.token_N)
-        m, n = len(token_M), len(start_N)
-        end = torch.arange(size - 1, m + size - 1, size, device=token_M.device).clamp(max=m - 1)
-        first, last = start_M[::size] // size, token_M[end] // size  # keys of a block of queries
-        block = self.token_N[: -(-n // size)]
-        index = (first[:, None] + block).clamp(max=len(block) - 1)
-        count, index = (x.to(torch.int32)[None, None] for x in (last - first + 1, index))
-        return BlockMask.from_kv_blocks(count, index, None, None, size, mask, (m, n))
-
-    def cached(self, make, window: int | None):
-        if window not in self.masks:
-            self.masks[window] = make(window)
-        return self.masks[window]
-
-    def attend(self, attn, q, k, v):
-        """q, k, v (1, H, M, D) -> (1, H, M, D). The one choice between the CPU and the GPU path."""
-        k, v = self.all_tokens((attn, "k"), k, 2), self.all_tokens((attn, "v"), v, 2)
-        if q.device.type == "cuda" and q.dtype != torch.float64:  # FlexAttention has no float64
-            return self.flex(attn, q, k, v, compiled_flex())
-        return self.tiled(attn, q, k, v)
-
     def tiled(self, attn, q, k, v):
-        sizes, tiles = self.cached(self.tiles, attn.window)
+        if attn.window not in self.tiles_of:
+            self.tiles_of[attn.window] = self.tiles(attn.window)
+        sizes, tiles = self.tiles_of[attn.window]
         # split, not slices: its backward is one cat
         groups = list(zip(k.split(sizes, 2), v.split(sizes, 2)))
         queries, out = q.split([n for _, n, _, _ in tiles], 2), []
@@ -153,11 +161,14 @@ class PackedAttention:
             out.append(sdpa(attn, q_tile, *kv, mask))
         return torch.cat(out, dim=2)
 
-    def flex(self, attn, q, k, v, run):
-        mask, cap = self.cached(self.block_mask, attn.window), attn.cap
-        score = None if cap is None else lambda s, b, h, i, j: cap * torch.tanh(s / cap)
-        gqa = k.shape[1] < q.shape[1]
-        return run(q, k, v, score, mask, scale=attn.scale, enable_gqa=gqa)
+
+def flash_fits(attn, q) -> bool:
+    """Whether torch's flash attention takes these queries: an Ampere GPU or later, two bytes a
+    number, no softcap, scale and window as arguments (torch 2.11)."""
+    if q.device.type != "cuda" or attn.cap is not None or "scale" not in VARLEN:
+        return False
+    narrow = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256
+    return narrow and q.shape[3] % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
 def sdpa(attn, q, k, v, mask):
@@ -227,30 +238,51 @@ class KVCache:
 # ---- the head ------------------------------------------------------------------------------------
 
 
-def _logp(logits_TV, target_T):
-    """-> log-probs of the targets, and of all tokens."""
+def _logp(logits_TV, target_T, all_tokens: bool = True):
+    """-> log-probs of the targets, and of all tokens (None where nobody asks for them)."""
     if logits_TV.dtype != torch.float64:
         logits_TV = logits_TV.float()  # bfloat16 would lose the differences of a log-ratio
+    if not all_tokens:
+        return logits_TV.gather(1, target_T[:, None])[:, 0] - logits_TV.logsumexp(-1), None
     logp_TV = logits_TV.log_softmax(-1)
     return logp_TV.gather(1, target_T[:, None])[:, 0], logp_TV
 
 
-class Head(torch.autograd.Function):
-    """Log-probs of the targets (T,), `size` tokens at a time: T x V logits never exist.
+class Chunks(NamedTuple):
+    """How the head cuts its work."""
 
-    The first `saved` chunks save their gradient by the logits (None: none is wanted), the rest
-    recompute it. The matrix's gradient is added up in one place. A frozen matrix needs neither: a
-    token's gradient by h is then a number times a vector that the forward knows.
+    size: int  # targets of a chunk
+    saved: int | None  # so many chunks save their gradient; None: none is wanted
+    softmax: int  # targets of a softmax
+    gpu: bool  # sum in float32, and skip what nobody asks for: a CPU would be slower
+
+    @classmethod
+    def of(cls, device: str, V: int) -> "Chunks":
+        gpu = device == "cuda"
+        size = max(GPU_ROWS if gpu else 1, HEAD_LOGITS // V)
+        saved = (GPU_SAVED if gpu else HEAD_SAVED) // max(HEAD_LOGITS, size * V)
+        softmax = size if gpu else max(1, HEAD_SOFTMAX // V)
+        return cls(size, saved if torch.is_grad_enabled() else None, softmax, gpu)
+
+
+class Head(torch.autograd.Function):
+    """Log-probs of the targets (T,), a chunk of them at a time: T x V logits never exist.
+
+    The first chunks save their gradient by the logits, the rest recompute it. The matrix's gradient
+    is added up in one place. A frozen matrix needs neither: a token's gradient by h is then a
+    number times a vector that the forward knows.
     """
 
     @staticmethod
-    def forward(ctx, h_TC, w_VC, target_T, cap, size, saved):
+    def forward(ctx, h_TC, w_VC, target_T, cap, chunks: Chunks):
+        frozen, wide = not ctx.needs_input_grad[1], w_VC.dtype
+        w_VC = w_VC.to(h_TC.dtype)
         ctx.save_for_backward(h_TC, w_VC, target_T)
-        ctx.cap, ctx.size, ctx.grads, logp = cap, size, [], []
-        frozen = not ctx.needs_input_grad[1]
-        for i, (h, target) in enumerate(zip(h_TC.split(size), target_T.split(size))):
-            save = saved is not None and (frozen or i < saved)
-            logp_T, grad_TV = Head.chunk(h, w_VC, target, cap, save)
+        ctx.cap, ctx.chunks, ctx.grads, logp = cap, chunks, [], []
+        ctx.sum_dtype = wide if chunks.gpu else w_VC.dtype
+        for i, (h, target) in enumerate(zip(h_TC.split(chunks.size), target_T.split(chunks.size))):
+            save = chunks.saved is not None and (frozen or i < chunks.saved)
+            logp_T, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
             logp.append(logp_T)
             if save:
                 ctx.grads.append(grad_TV @ w_VC if frozen else grad_TV)
@@ -262,26 +294,26 @@ class Head(torch.autograd.Function):
         h_TC, w_VC, target_T = ctx.saved_tensors
         g_T1 = -g_T[:, None]
         if not ctx.needs_input_grad[1]:
-            return (g_T1 * torch.cat(ctx.grads)).to(h_TC.dtype), *[None] * 5
+            return (g_T1 * torch.cat(ctx.grads)).to(h_TC.dtype), *[None] * 4
         saved, ctx.grads = iter(ctx.grads), None
-        dh_TC, dw_VC = torch.empty_like(h_TC), torch.zeros_like(w_VC)
+        dh_TC, dw_VC = torch.empty_like(h_TC), torch.zeros_like(w_VC, dtype=ctx.sum_dtype)
         gh_TC = (g_T1 * h_TC).to(h_TC.dtype)  # g goes to the narrow side of each product
-        for h, gh, target, dh in zip(*(x.split(ctx.size) for x in (h_TC, gh_TC, target_T, dh_TC))):
+        parts = (x.split(ctx.chunks.size) for x in (h_TC, gh_TC, target_T, dh_TC))
+        for h, gh, target, dh in zip(*parts):
             grad_TV = next(saved, None)
             if grad_TV is None:
-                grad_TV = Head.chunk(h, w_VC, target, ctx.cap, True)[1]
+                grad_TV = Head.chunk(h, w_VC, target, ctx.cap, ctx.chunks, True)[1]
             torch.mm(grad_TV, w_VC, out=dh)
-            dw_VC.addmm_(grad_TV.T, gh)
-        return (g_T1 * dh_TC).to(h_TC.dtype), dw_VC, *[None] * 4
+            add_product(dw_VC, grad_TV.T, gh)
+        return (g_T1 * dh_TC).to(h_TC.dtype), dw_VC, *[None] * 3
 
     @staticmethod
-    def chunk(h_TC, w_VC, target_T, cap, need_grad: bool):
+    def chunk(h_TC, w_VC, target_T, cap, chunks: Chunks, need_grad: bool):
         """-> log-probs of the targets; minus their gradient by the logits: softmax - one-hot."""
-        logits_TV, logp = h_TC @ w_VC.T, []
-        size = max(1, HEAD_SOFTMAX // len(w_VC))
-        for logits, target in zip(logits_TV.split(size), target_T.split(size)):
+        logits_TV, logp, every = h_TC @ w_VC.T, [], need_grad or not chunks.gpu
+        for logits, target in zip(logits_TV.split(chunks.softmax), target_T.split(chunks.softmax)):
             tanh = None if cap is None else (logits / cap).tanh_()
-            logp_T, grad = _logp(logits if cap is None else cap * tanh, target)
+            logp_T, grad = _logp(logits if cap is None else cap * tanh, target, every)
             logp.append(logp_T)
             if need_grad:
                 grad.exp_()[torch.arange(len(target), device=target.device), target] -= 1
@@ -289,6 +321,16 @@ class Head(torch.autograd.Function):
                     grad *= 1 - tanh.square()
                 logits.copy_(grad)
         return torch.cat(logp), logits_TV if need_grad else None
+
+
+def add_product(out, a, b) -> None:
+    """out += a @ b, added up in out's own precision."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:  # a CPU's product has no wider result
+        out += a.to(out.dtype) @ b.to(out.dtype)
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -368,19 +410,18 @@ class _PackedGPT:
     def logp(self, h_TC, target_T):
         """Log-probs of the targets (T,)."""
         linear, device = getattr(self.lm_head, "linear", self.lm_head), h_TC.device.type
-        size = max(1, HEAD_LOGITS // self.config.padded_vocab_size)
+        chunks = Chunks.of(device, self.config.padded_vocab_size)
         if linear.bias is None and not getattr(self.lm_head, "r", 0):
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else h_TC.dtype
-            saved = HEAD_SAVED // HEAD_LOGITS if torch.is_grad_enabled() else None
             cap = self.config.final_logit_softcapping
-            return Head.apply(h_TC.to(dtype), linear.weight.to(dtype), target_T, cap, size, saved)
+            return Head.apply(h_TC.to(dtype), linear.weight, target_T, cap, chunks)
 
         def chunk(h_TC, target_T):  # a bias or adapters: by autograd, all recomputed
             return _logp(self.head(h_TC), target_T)[0]
 
-        chunks = zip(h_TC.split(size), target_T.split(size))
-        return torch.cat([checkpoint(chunk, *c, use_reentrant=False) for c in chunks])
+        parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
+        return torch.cat([checkpoint(chunk, *p, use_reentrant=False) for p in parts])
 
 
 def _attend(attn, x, cos, sin, attention: PackedAttention | KVCache, *_):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save
 
 from data import PackedBatch
 from support.checkpoint import write_atomically
+from support.devices import all_reduce
 from support.errors import BadInput
 from support.lora import disable_adapters
 
@@ -67,7 +68,7 @@ class CachedReference:
             missing = any(key not in self.known for row in keys for key in row)
             # a sharded reference runs on all ranks or on none
             votes = torch.tensor(float(missing), device=device)
-            if self.fabric.all_reduce(votes, reduce_op="sum") > 0:
+            if all_reduce(votes) > 0:
                 self._compute(packed, keys)
         known = [[self.known[key] for key in row] for row in keys]
         return torch.tensor(known, dtype=self.dtype, device=device)

@@ -12,19 +12,19 @@ the loss is a sum over the step's G examples, divided by G once.
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt.
 """
 
-import itertools
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import model
-from data import Batch, Micro, MicroBatch, cut, epoch_order, mismatched, shares
+from data import Batch, Micro, MicroBatch, cut, epoch_order, mismatched, moved, shares
 from lifecycle import Lifecycle
 from reference import CachedReference
+from support.devices import all_reduce
 from support.errors import Failed
 from support.metrics import mean
 from support.optim import Plan, clip, due, lr_at, make_plan, steps_of
@@ -99,12 +99,11 @@ class Trainer(Lifecycle):
         examples = self.examples["train"] if examples is None else examples
         plan = plan or make_plan(self.cfg, len(examples))
         self.before_first_step(examples, plan)
-        while self.state.step < plan.end:
+        for batch in self.batches(examples, plan):
             began = time.perf_counter()
-            batch = self.batch_of(examples, plan, self.state.step + 1)
             columns, kl = self.forward_backward(batch)
             grad_norm = clip(self.fabric, self.policy, self.optimizer, self.cfg.optim.clip)
-            self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
+            grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
             self.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
@@ -156,21 +155,26 @@ class Trainer(Lifecycle):
                 lengths = packed.length_BK[:, -1]
                 kl_B = objective.logratio(logps[:, 0], ref_BK[:, -1], lengths)
             if not micro.filler:
-                ref_logps[micro.index] = ref_BK[:, : ref_logps.shape[1]]
+                ref_logps[packed.index_B] = ref_BK[:, : ref_logps.shape[1]]
                 if pairs:
-                    kl_G[micro.index] = kl_B.double()
+                    kl_G[packed.index_B] = kl_B.double()
         kl_n = kl_G[:0]
         if pairs:  # an example without a partner leaves the mean
-            kl_G = self.fabric.all_reduce(kl_G, reduce_op="sum")
-            kl_n = kl_G[[i for i, j in enumerate(batch.partners) if j >= 0]]
-        z = torch.as_tensor(objective.baseline(kl_n), device=device)
+            paired = [i for i, j in enumerate(batch.partners) if j >= 0]
+            kl_n = all_reduce(kl_G)[moved(torch.tensor(paired, dtype=torch.long), device)]
+        z = objective.baseline(kl_n)
+        z = z if isinstance(z, torch.Tensor) else torch.full((), z, device=device)
         return NoGrad(ref_logps, KL(kl_n, z.to(torch.get_default_dtype())))
 
-    def check_finite(self, batch: Batch, columns: dict, kl: KL, grad_norm: float) -> None:
+    def check_finite(self, batch: Batch, columns: dict, kl: KL, grad_norm) -> float:
         """Norm and z are of all ranks; a loss that is not finite shows in one of
-        them."""
-        if math.isfinite(grad_norm) and math.isfinite(kl.z.item()):
-            return
+        them. The step's one wait for the device, in which ranks also agree on
+        whether to stop. -> the norm"""
+        asked = torch.full_like(grad_norm, self.stop.code(), dtype=torch.float64)
+        numbers = torch.stack([grad_norm.double(), kl.z.double(), asked])
+        grad_norm, z, self.stop.agreed = all_reduce(numbers, "max").tolist()
+        if math.isfinite(grad_norm) and math.isfinite(z):
+            return grad_norm
         bad = (~columns["loss"].isfinite()).nonzero()[:, 0].tolist()
         names = ", ".join(batch.examples[i].where for i in bad[:8])
         raise Failed(
@@ -205,9 +209,31 @@ class Trainer(Lifecycle):
         if self.state.step == self.cfg.stop_at:
             self.stop.why = "stop_at"
             return True
-        return self.stop.requested(self.fabric)
+        return self.stop.requested()
 
     # ---- parts of a step ------------------------------------------------------------------------
+
+    def batches(self, examples, plan: Plan):
+        """The batches of the steps to come. While one is trained on, a thread packs
+        the next."""
+
+        def ahead(step):
+            batch = self.batch_of(examples, plan, step)
+            for no_grad in (False, True):
+                batch.pack_ahead(no_grad, self.micro_batches(batch, no_grad))
+            return batch
+
+        steps = range(self.state.step + 1, plan.end + 1)
+        if self.cfg.debug:  # a breakpoint wants the main thread
+            yield from map(ahead, steps)
+            return
+        with ThreadPoolExecutor(1) as thread:
+            packing = [thread.submit(ahead, step) for step in steps[:1]]
+            for step in steps:
+                batch = packing.pop().result()
+                if step < plan.end:
+                    packing.append(thread.submit(ahead, step + 1))
+                yield batch
 
     def batch_of(self, examples, plan: Plan, step: int) -> Batch:
         """The G examples of a step: a slice of its epoch's order, the same on every
@@ -224,6 +250,8 @@ class Trainer(Lifecycle):
     def micro_batches(self, batch: Batch, no_grad: bool = False) -> list[Micro]:
         """This rank's part of a batch, cut to the budget. Both passes cut the same
         part, and all ranks have equally many."""
+        if no_grad in batch.micro:
+            return batch.micro[no_grad]
         cfg, fabric, sizes = self.cfg, self.fabric, batch.sizes()
         tokens = cfg.micro_batch_tokens or (None if cfg.micro_batch_size else DEFAULT_TOKENS)
         parts = shares(sizes, fabric.world_size, by_tokens=tokens is not None)
@@ -244,20 +272,19 @@ class Trainer(Lifecycle):
         """A micro-batch's losses (B,). Its columns go to their places among the
         step's G; a filler only makes the columns, so that all ranks have the same."""
         (packed, logps), ref_logps = forward, no_grad.ref_logps
-        ref_logps = None if ref_logps is None else ref_logps[micro.index]
+        ref_logps = None if ref_logps is None else ref_logps[packed.index_B]
         view = batch.micro_batch(micro.index, packed.length_BK)
         loss_B, values = objective.loss(logps, ref_logps, view, no_grad.kl.z)
         for name, value_B in {"loss": loss_B, **values}.items():
             value_B = value_B.detach().double()
             column_G = columns.setdefault(name, value_B.new_zeros(len(batch.examples)))
             if not micro.filler:
-                column_G[micro.index] = value_B
+                column_G[packed.index_B] = value_B
         return loss_B
 
     def gather(self, columns: dict) -> dict:
         """Columns of which each rank has filled its part, made whole."""
-        whole = self.fabric.all_reduce(torch.stack(list(columns.values())), reduce_op="sum")
-        return dict(zip(columns, whole))
+        return dict(zip(columns, all_reduce(torch.stack(list(columns.values())))))
 
     # ---- between steps --------------------------------------------------------------------------
 
@@ -316,45 +343,9 @@ class Trainer(Lifecycle):
             self.evaluate(plan)
         self.policy.train()
 
-    @torch.no_grad()
-    def check_start(self, batch: Batch) -> None:
-        """The reference is the model we start from: on the same packed batch r is
-        exactly 0."""
-        self.policy.eval()
-        index = self.micro_batches(batch)[0].index
-        packed = self.pack(batch, index, borrowed=batch.partners is not None)
-        off = (self.policy(packed) - self.reference(packed)).abs().max().double()
-        off = self.fabric.all_reduce(off, reduce_op="sum").item()
-        if off != 0:
-            raise Failed(
-                f"step {self.state.step}: policy and reference differ by {off:.3g} nats: the "
-                "reference is not the model we start from"
-            )
-        self.fabric.print(f"step {self.state.step}: policy and reference agree to the bit")
-
-    def precompute(self, examples, plan: Plan) -> None:
-        """All reference log-probs that the run will need, so that the reference can
-        be released."""
-
-        def no_policy(packed):
-            return torch.zeros(packed.length_BK.shape, device=self.fabric.device)
-
-        cfg, identity = self.cfg, self.state.identity
-        weights = [identity[n] for n in ("model weights", "reference weights") if n in identity]
-        of = [*weights, cfg.precision, cfg.data.score_prompt]
-        folder = Path(cfg.reference_cache).expanduser()
-        self.reference = CachedReference(self.fabric, self.reference, folder, of)
-        steps = range(self.state.step + 1, plan.end + 1)
-        batches = ((self.batch_of(examples, plan, i), self.objective) for i in steps)
-        held_out = [self.held_out(name) for name in ("val", "test")]
-        others = ((self.make_batch(x, self.validation), self.validation) for x in held_out if x)
-        for batch, objective in itertools.chain(batches, others):
-            self.no_gradient_pass(batch, no_policy, objective)
-        self.reference.release()
-        computed, known = self.reference.computed, len(self.reference.known)
-        known = f"{known:,} known in {cfg.reference_cache}"
-        self.fabric.print(f"reference: {computed:,} log-probs computed, {known}")
-
 
 def on_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
-    return {name: x.cpu() for name, x in columns.items()}, KL(*(x.cpu() for x in kl))
+    """In one copy, which waits for the device once."""
+    parts = [*columns.values(), kl.logratio, kl.z.double()[None]]
+    *values, logratio, z = torch.cat(parts).cpu().split([len(x) for x in parts])
+    return dict(zip(columns, values)), KL(logratio, z[0].to(kl.z.dtype))

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support.cli import dotted, dump
-from support.devices import say
+from support.devices import all_reduce, say
 from support.errors import BadInput, Failed
 from support.settings import Run, changes, flat
 
@@ -191,7 +191,7 @@ def _rng_of_all_ranks(fabric) -> torch.Tensor:
     rng = torch.cuda.get_rng_state(fabric.device) if cuda else torch.get_rng_state()
     rng_R = torch.zeros(fabric.world_size, len(rng), dtype=torch.uint8, device=fabric.device)
     rng_R[fabric.global_rank] = rng.to(fabric.device)
-    return fabric.all_reduce(rng_R, reduce_op="sum").cpu()
+    return all_reduce(rng_R).cpu()
 
 
 def read_state(folder: Path) -> tuple[RunState, dict]:

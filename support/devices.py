@@ -95,6 +95,13 @@ def launch(cfg: Run) -> Fabric:
     return fabric
 
 
+def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """x, summed (op max: its largest) over all ranks, in place. Fabric's own waits for the device."""
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, op.upper()))
+    return x
+
+
 def leave(fabric: Fabric) -> None:
     """End the processes in step. Tearing gloo down with a live model behind it aborts now and then
     (pytorch 190489)."""
@@ -109,7 +116,7 @@ class Stop:
 
     def __init__(self, seconds: float | None):
         self.deadline = time.monotonic() + seconds if seconds else math.inf
-        self.signal, self.why = 0, ""
+        self.signal, self.why, self.agreed = 0, "", 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -117,11 +124,17 @@ class Stop:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once
 
-    def requested(self, fabric) -> bool:
-        """Whether to end after this step; then .why tells."""
-        late = time.monotonic() > self.deadline
-        mine = torch.tensor([self.signal, late], device=fabric.device)
-        number, late = fabric.all_reduce(mine, reduce_op="max").tolist()
-        self.signal = number or self.signal  # one may have come in while we asked
-        self.why = signal.Signals(number).name if number else "max_time" if late else ""
-        return bool(self.why)
+    def code(self) -> float:
+        """0: go on; a signal's number; 0.5: the time is up. The largest of all ranks counts."""
+        return self.signal or 0.5 * (time.monotonic() > self.deadline)
+
+    def requested(self) -> bool:
+        """Whether to end after this step; then .why tells. Several ranks go by what they agreed on
+        in the step's one exchange; a signal that came later waits for the next step's."""
+        alone = not torch.distributed.is_initialized()
+        code = self.code() if alone else self.agreed
+        if code >= 1:
+            self.signal, self.why = int(code), signal.Signals(int(code)).name
+        elif code:
+            self.why = "max_time"
+        return code > 0

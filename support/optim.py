@@ -84,8 +84,8 @@ def make_optimizer(o: Optim, module):
     return torch.optim.AdamW(groups, **kw, fused=True)
 
 
-def clip(fabric, policy, optimizer, max_norm: float) -> float:
-    """Scale the gradient to at most max_norm (0: leave it); its norm before."""
+def clip(fabric, policy, optimizer, max_norm: float) -> torch.Tensor:
+    """Scale the gradient to at most max_norm (0: leave it); its norm before, on the device."""
     most = max_norm or math.inf
     norm = fabric.clip_gradients(policy, optimizer, max_norm=most, error_if_nonfinite=False)
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -314,20 +314,17 @@ def test_a_run_without_a_folder_gets_a_fresh_one_and_its_settings_know_it(
     assert one.name.startswith("kto-") and two.name.startswith("kto-")
 
 
-def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost():
-    class Fabric:
-        device = "cpu"
-
-        def all_reduce(self, mine, reduce_op):
-            if not calls:
-                calls.append(os.kill(os.getpid(), signal.SIGTERM))
-            return mine
-
-    calls, before = [], [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_that_comes_after_the_ranks_have_agreed_is_not_lost(ranks, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     try:
         stop = Stop(None)
-        assert [stop.requested(Fabric()), stop.requested(Fabric())] == [False, True]
-        assert stop.why == "SIGTERM"
+        stop.agreed = stop.code()
+        os.kill(os.getpid(), signal.SIGTERM)
+        now = stop.requested()
+        stop.agreed = stop.code()
+        assert (now, stop.requested(), stop.why) == (ranks == 1, True, "SIGTERM")
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
             signal.signal(number, handler)

@@ -716,7 +716,20 @@ def test_a_packed_batch_by_hand():
     assert targets(r) == [*first, (6, 22, 3), (6, 33, 4), (7, 34, 4)]
     assert r.length_BK.tolist() == [[2, 3], [1, 2]]
     assert r.sizes == (6, 2)
-    assert {x.dtype for x in r[:-1]} == {torch.int64}
+    assert {x.dtype for x in r[:12]} == {torch.int64}
+
+
+def test_the_segments_of_a_packed_batch_by_hand():
+    r = data.pack(PROMPTS, COMPLETIONS)
+    # the first completion's segment has its prompt's queries too; each has its prompt's keys
+    assert r.key_L.tolist() == [*(0, 1, 2, 3), *(0, 1, 2, 4, 5), 6, *(6, 7)]
+    starts = r.start_S, r.start_own_S, r.start_key_S
+    assert [x.tolist() for x in starts] == [[0, 4, 6, 7, 8], [0, 1, 3, 3, 4], [0, 4, 9, 10, 12]]
+    assert r.longest == (4, 2, 5) and {x.dtype for x in starts} == {torch.int32}
+    assert (r.prompt_P.tolist(), r.own_M.tolist()) == ([0, 1, 2, 6], [3, 4, 5, 7])
+    one = data.pack(PROMPTS, [(np.array([5]),)] * 2)
+    assert len(one.key_L) == 0, "all tokens in their order need no gather"
+    assert one.own_M.tolist() == [0] and one.start_own_S.tolist() == [0, 1, 1]
 
 
 def test_a_scored_prompt_adds_its_tokens_from_the_second_on_to_both_completions():
@@ -755,4 +768,4 @@ def test_every_target_is_what_follows_its_source():
 def test_a_packed_batch_moves_as_one():
     r = data.pack(PROMPTS, COMPLETIONS)
     moved = r.to("meta")
-    assert all(x.device.type == "meta" for x in moved[:-1]) and moved.sizes == r.sizes
+    assert all(x.device.type == "meta" for x in moved[:15]) and moved.sizes == r.sizes

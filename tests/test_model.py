@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from unittest import mock
 
 import litgpt
 import numpy as np
@@ -93,9 +94,9 @@ def chunked(monkeypatch, vocabulary: int, tokens: int) -> list:
     of every chunk that it makes, or makes again."""
     calls, real = [], model._logp
 
-    def counted(logits, target):
+    def counted(logits, target, *rest):
         calls.append(len(target))
-        return real(logits, target)
+        return real(logits, target, *rest)
 
     monkeypatch.setattr(model, "HEAD_LOGITS", vocabulary * tokens)
     monkeypatch.setattr(model, "HEAD_SAVED", 2 * vocabulary * tokens)
@@ -179,42 +180,118 @@ def test_a_completion_never_sees_its_sibling(shape, tiny, exact_norms):
 # ---- the path of a GPU ---------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
+def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=True):
+    """torch's varlen_attn as documented: each segment by itself, causal from the lower right."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and min(max_q, max_k) >= 2
+    assert enable_gqa == (k.shape[1] < q.shape[1])
+    outs, (left, right) = [], window_size
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert max(queries) <= max_q and max(keys) <= max_k and sum(queries) == len(q)
+    for q_s, k_s, v_s in zip(q.split(queries), k.split(keys), v.split(keys)):
+        i = torch.arange(len(q_s))[:, None] + len(k_s) - len(q_s)
+        back = i - torch.arange(len(k_s))
+        mask = (back >= -right) & ((back <= left) | (left < 0))
+        score = torch.einsum("qhd,khd->hqk", q_s, k_s) * scale
+        p = score.masked_fill(~mask, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", p, v_s))
+    return torch.cat(outs)
+
+
+@pytest.fixture
+def on_segments(monkeypatch):
+    """A switch: from then on attention takes the path of a GPU, with the stand-in."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return kernel(*args, **options)
+
+    def switch():
+        monkeypatch.setattr(model, "varlen_attn", counted)
+        monkeypatch.setattr(model, "flash_fits", lambda attn, q: True)
+        return calls
+
+    return switch
+
+
+@pytest.mark.parametrize("score_prompt", [False, True])
+@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "gemma 2"])
+def test_one_call_of_flash_attention_gives_what_the_tiles_give(
+    shape, K, score_prompt, tiny, on_segments, exact_norms
+):
+    gpt, *_ = pair(shape, tiny, torch.float64)
+    (prompts, completions), (_, others) = ragged(K, 61, 0), ragged(K, 61, 1)
+    batch, other = pack(prompts, completions, score_prompt), pack(prompts, others, score_prompt)
+
+    def run():
+        gpt.zero_grad()
+        cache = model.PromptCache()
+        first = gpt(batch, cache)
+        with torch.no_grad():
+            second = gpt(other, cache)
+        (first * torch.arange(1, K + 1)).sum().backward()
+        return first.detach(), second, [p.grad for p in gpt.unique_parameters().values()]
+
+    tiles, calls = run(), on_segments()
+    flash = run()
+    assert len(calls) == 2 * gpt.config.n_layer
+    assert same(tiles[0], flash[0], 1e-10) and same(tiles[1], flash[1], 1e-10)
+    assert all(same(a, b, 1e-10) for a, b in zip(tiles[2], flash[2]))
+
+
+@pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("K", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_gpu_attention_path_equals_the_cpu_path(shape, K, tiny, monkeypatch):
-    gpt, *_ = pair(shape, tiny, torch.float32)
-    batch = pack(*ragged(K, 61, 0))
+def test_completions_of_one_token_add_no_query_and_are_scored_on_their_prompt(
+    K, flash, tiny, on_segments
+):
+    gpt, (prompts, _) = model.load(tiny, dtype=torch.float64), ragged(K, 97, 0)
+    batch = pack(prompts, [tuple(np.array([3 + k]) for k in range(K))] * 5)
+    plain = gpt(batch)
+    if flash:
+        on_segments()
+    cache = model.PromptCache()
+    first = gpt(batch, cache)
     with torch.no_grad():
-        cpu = gpt(batch)
-        calls = []
-
-        def tiled(self, *a):
-            calls.append(a)
-            return self.flex(*a, model.flex_attention)
-
-        monkeypatch.setattr(model.PackedAttention, "tiled", tiled)
-        flex, cache = gpt(batch), model.PromptCache()
-        again = [gpt(batch, cache), gpt(batch, cache)]
-    _, q, k, _ = calls[-1]
-    assert len(calls) == 3 * gpt.config.n_layer and q.shape[2] < k.shape[2]
-    assert all(((cpu - x) / cpu).abs().max() < 1e-5 for x in (flex, *again))
+        second = gpt(batch, cache)
+    assert same(first, plain, 1e-10) and same(second, plain, 1e-10)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_blocks_that_the_gpu_path_visits_hold_all_that_may_be_attended_to(window):
-    from torch.nn.attention.flex_attention import create_block_mask
+def test_flash_attention_is_chosen_where_torch_has_a_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
-    prompts, completions = ragged(2, 64, 3)
-    cache, batch = model.PromptCache(), pack(prompts * 4, completions * 4)
-    n = len(batch.token_N)
-    for m in (n, int((batch.branch_N > 0).sum())):
-        ours = model.PackedAttention(batch, cache).block_mask(window, size=8)
-        rule = ours.mask_mod
-        every = create_block_mask(rule, None, None, m, n, device="cpu", BLOCK_SIZE=8)
-        visited, needed = ours.to_dense()[0, 0] > 0, every.to_dense()[0, 0] > 0
-        assert visited.shape == needed.shape and (visited | ~needed).all()
-        assert visited.sum() < visited.numel() / 4, "else nothing is skipped"
+    def fits(dtype=torch.bfloat16, D=64, cap=None, device="cuda"):
+        q = mock.Mock(dtype=dtype, shape=(1, 4, 9, D), device=torch.device(device))
+        return model.flash_fits(mock.Mock(cap=cap), q)
+
+    assert fits() and fits(torch.float16) and fits(D=256) and fits(D=8)
+    others = [
+        dict(dtype=torch.float32),
+        dict(D=264),
+        dict(D=20),
+        dict(cap=50.0),
+        dict(device="cpu"),
+    ]
+    assert not any(fits(**other) for other in others)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not fits()
+
+
+def test_a_packed_batch_is_copied_to_a_device_in_one_piece(monkeypatch):
+    batch, moved = pack(*ragged(2, 61, 0), True, [4, 2, 7, 1, 0]), []
+    real = torch.Tensor.to
+
+    def to(self, *args, **options):
+        moved.append((self.dtype, options))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    there = batch.to("meta")
+    assert moved == [(torch.int32, {"non_blocking": True})]
+    shapes = [(x.shape, x.dtype) for x in batch[:-3]]
+    assert [(x.shape, x.dtype) for x in there[:-3]] == shapes and there.token_N.is_meta
+    assert batch.index_B.tolist() == [4, 2, 7, 1, 0]
 
 
 # ---- prompts computed once -----------------------------------------------------------------------
@@ -330,19 +407,67 @@ def test_the_heads_softmax_may_go_in_blocks_of_any_size(dtype, cap, monkeypatch)
 
     h_TC, w_VC, target_T, seen = random(20), random(61), torch.arange(20) * 3, []
     for block in (2**22, 3 * 61, 1):
-        monkeypatch.setattr(model, "HEAD_SOFTMAX", block)
         h, w = (x.clone().requires_grad_() for x in (h_TC, w_VC))
         # 7 targets at a time, of which the first are saved
-        logp_T = model.Head.apply(h, w, target_T, cap, 7, 1)
+        chunks = model.Chunks(7, 1, max(1, block // 61), gpu=False)
+        logp_T = model.Head.apply(h, w, target_T, cap, chunks)
         (logp_T * torch.arange(20)).sum().backward()
         seen.append((logp_T, h.grad, w.grad))
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
 
 
+def random(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.mark.parametrize("saved", [None, 0, 2])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_head_of_a_gpu_computes_what_a_cpus_does(cap, saved):
+    h_TC, w_VC, target_T, seen = random(20, 8), random(61, 8) * 2, torch.arange(20) * 3, []
+    for gpu in (False, True):
+        h, w = (x.clone().requires_grad_(saved is not None) for x in (h_TC, w_VC))
+        logp_T = model.Head.apply(h, w, target_T, cap, model.Chunks(7, saved, 7, gpu))
+        if saved is not None:
+            (logp_T * torch.arange(20)).sum().backward()
+        seen.append((logp_T.detach(), h.grad, w.grad))
+    assert all(x is y is None or same(x, y, 1e-12) for x, y in zip(*seen))
+
+
+def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
+    h_TC, w_VC, target_T = (
+        random(640, 8).bfloat16(),
+        random(61, 8).bfloat16(),
+        torch.arange(640) % 61,
+    )
+    grads = {}
+    for name, w_dtype, h_dtype, gpu in (
+        ("exact", torch.float64, torch.float64, False),
+        ("cpu", torch.float32, torch.bfloat16, False),
+        ("gpu", torch.float32, torch.bfloat16, True),
+    ):
+        w = w_VC.to(w_dtype).requires_grad_()
+        model.Head.apply(
+            h_TC.to(h_dtype), w, target_T, None, model.Chunks(8, 9, 8, gpu)
+        ).sum().backward()
+        grads[name] = w.grad.double()
+    off = {name: (grads[name] - grads["exact"]).norm().item() for name in ("cpu", "gpu")}
+    assert off["gpu"] < off["cpu"] / 2
+
+
+def test_a_gpu_gets_chunks_of_1024_rows_or_more_with_their_softmax_in_one_piece():
+    for V in (512, 50257, 256_000):
+        chunks = model.Chunks.of("cuda", V)
+        assert chunks.size >= 1024 and chunks.softmax == chunks.size and chunks.gpu
+    cpu = model.Chunks.of("cpu", 50257)
+    assert cpu == (2**24 // 50257, 4, 2**22 // 50257, False)
+
+
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
     h_TC = torch.tensor([[1.0, 0.0]]).bfloat16().requires_grad_()
     w_VC = torch.tensor([[7.0, 0.0], [0.0, 0.0]]).bfloat16().requires_grad_()
-    model.Head.apply(h_TC, w_VC, torch.tensor([0]), None, 4, 4).sum().backward()
+    model.Head.apply(
+        h_TC, w_VC, torch.tensor([0]), None, model.Chunks(4, 4, 4, False)
+    ).sum().backward()
     miss = 1 - 1 / (1 + math.exp(-7))  # 9e-4: the softmax would be 1 in bfloat16, the gradient 0
     assert h_TC.grad[0, 0].item() == pytest.approx(7 * miss, rel=1e-2)
     assert w_VC.grad[:, 0].tolist() == pytest.approx([miss, -miss], rel=1e-2)
