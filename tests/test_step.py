@@ -5,6 +5,7 @@ import json
 import shlex
 import shutil
 import sys
+import threading
 from unittest import mock
 
 import conftest
@@ -167,6 +168,64 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
         tokens.append(sum(lengths))
         lengths.clear()
     assert tokens[0] == tokens[1] == tokens[2] - sum(len(e.prompt) for e in drawn[0])
+
+
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[int]:
+    """On a GPU these calls wait for the device, so does an index that is a list or a mask: how many
+    the main thread makes in each step, not counting an algorithm's metrics, which are on the CPU."""
+    counts, on_host = [], []
+
+    def count(name, real, waiting=lambda *args: True):
+        def counted(self, *args, **options):
+            main = threading.current_thread() is threading.main_thread()
+            if counts and main and not on_host and waiting(*args):
+                counts[-1] += 1
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+    def copies(index, *_):
+        parts = index if isinstance(index, tuple) else (index,)
+        masks = [i for i in parts if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
+        return bool(masks) or any(isinstance(i, list) for i in parts)
+
+    for name in WAITS:
+        count(name, getattr(torch.Tensor, name))
+    for name in ("__getitem__", "__setitem__"):
+        count(name, getattr(torch.Tensor, name), copies)
+
+    def around(owner, name, before, after):
+        real = getattr(owner, name)
+
+        def method(*args, **options):
+            before()
+            out = real(*args, **options)
+            after()
+            return out
+
+        monkeypatch.setattr(owner, name, method)
+
+    around(Trainer, "forward_backward", lambda: counts.append(0), lambda: None)
+    around(Trainer, "log", lambda: None, lambda: on_host.append(1))  # saving may wait
+    around(Trainer, "batches", on_host.clear, lambda: None)
+    around(kto.KTO, "metrics", lambda: on_host.append(1), on_host.pop)
+    around(Trainer, "forward_backward", on_host.clear, lambda: None)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "cut", [["--micro_batch_size=7"], ["--micro_batch_size=2"], ["--lora.rank=2"]]
+)
+def test_the_host_waits_for_the_device_once_a_step_and_once_more_for_a_row_of_metrics(
+    cut, tiny, ratings, tmp_path, waits
+):
+    argv = ("--epochs=2", "--batch_size=7", "--log_interval=3", "--save_interval=null")
+    train(tiny, ratings, tmp_path / "run", *argv, *cut)
+    assert waits == [1, 1, 2, 1, 1, 2]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
