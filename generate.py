@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from data import pack
+from data import moved, pack
 from model import KVCache
-from support.devices import all_reduce
+from support.devices import all_reduce, free_memory, gathered
 from support.errors import BadInput, run_cli
 from support.settings import Sampling
 from support.tokenizer import Tokenizer
@@ -25,12 +25,25 @@ def choose(logits_BV, u_B, args: Sampling):
     uniform number."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
-    if torch.are_deterministic_algorithms_enabled():  # a GPU's cumsum is not
-        return _sample(logits_BV.cpu(), u_B.cpu(), args).to(logits_BV.device)
     return _sample(logits_BV, u_B, args)
 
 
+def cumsum(x_BV, exact: bool):
+    """Sums along the vocabulary. A GPU's own differ from call to call in their last bits; `exact`
+    ones are products with triangles of ones, over blocks and within them."""
+    if not exact:
+        return x_BV.cumsum(-1)
+    B, V = x_BV.shape
+    x_BMN = torch.nn.functional.pad(x_BV, (0, -V % 256)).view(B, -1, 256)
+    within_BMN = x_BMN @ torch.ones(256, 256, dtype=x_BV.dtype, device=x_BV.device).triu()
+    total_BM = within_BMN[..., -1]
+    M = total_BM.shape[1]
+    before_BM = total_BM @ torch.ones(M, M, dtype=x_BV.dtype, device=x_BV.device).triu(1)
+    return (within_BMN + before_BM[..., None]).view(B, -1)[:, :V]
+
+
 def _sample(logits_BV, u_B, args: Sampling):
+    exact = logits_BV.is_cuda and torch.are_deterministic_algorithms_enabled()
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k:  # k of them, also where bfloat16 logits tie
         top = p_BV.topk(min(args.top_k, p_BV.shape[1]))
@@ -38,9 +51,9 @@ def _sample(logits_BV, u_B, args: Sampling):
     if args.top_p < 1:
         ranked, index = p_BV.sort(-1, descending=True)
         most = args.top_p * ranked.sum(-1, keepdim=True)
-        outside = ranked.cumsum(-1) - ranked >= most
+        outside = cumsum(ranked, exact) - ranked >= most
         p_BV = p_BV.masked_fill(outside.gather(-1, index.argsort(-1)), 0)
-    cdf_BV = p_BV.cumsum(-1)
+    cdf_BV = cumsum(p_BV, exact)
     token_B = torch.searchsorted(cdf_BV, u_B[:, None] * cdf_BV[:, -1:], right=True)[:, 0]
     return token_B.clamp(max=p_BV.shape[1] - 1)
 
@@ -68,8 +81,11 @@ def generate(
     answer_PT = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: nothing
     mine = range(fabric.global_rank, len(prompts), fabric.world_size)
     most = math.ceil(len(prompts) / fabric.world_size)
-    for at in range(0, most, args.batch_size):
-        sampler.answer(prompts, list(mine[at : at + args.batch_size]), answer_PT)
+    rows = sampler.rows_at_once(prompts, max_new)
+    # autocast casts a weight once within its outermost context: here, not at every token
+    with fabric.autocast(), gathered(policy, fabric.device):
+        for at in range(0, most, rows):
+            sampler.answer(prompts, list(mine[at : at + rows]), answer_PT)
     policy.train(was_training)
     # one rank wrote a row; elsewhere it is -1 + 1 = 0
     whole_PT = all_reduce(answer_PT + 1) - 1
@@ -79,22 +95,34 @@ def generate(
 class _Sampler:
     def __init__(self, fabric, policy, tokenizer: Tokenizer, args: Sampling, seed: int):
         self.fabric, self.policy, self.tokenizer = fabric, policy, tokenizer
+        self.module = getattr(policy, "module", policy)
         self.args, self.seed = args, seed
-        self.context = getattr(policy, "module", policy).max_seq_length
+        self.context = self.module.max_seq_length
+
+    def rows_at_once(self, prompts, max_new: int) -> int:
+        """batch_size, or fewer where keys and values would take more than cache_gb; the same on
+        every rank."""
+        slots = min(self.context, max(map(len, prompts), default=1) + max_new)
+        gb, device = self.args.cache_gb, self.fabric.device
+        room = gb * 1e9 if gb else free_memory(device) / 2
+        fit = int(room / self.module.cache_bytes(slots))
+        fit = torch.tensor(max(1, min(self.args.batch_size, fit)), device=device)
+        return int(all_reduce(fit, "min"))
 
     def answer(self, prompts, index: list[int], answer_PT) -> None:
         """One batch of rows, until all have ended on all ranks. A rank without rows runs a dummy
-        row, so that collectives match."""
+        row, so that collectives match. A token waits for the device once."""
         args, device, max_new = self.args, self.fabric.device, answer_PT.shape[1]
         dummy = not index
         batch = [prompts[i] for i in index] or [prompts[0][:1]]
-        u_BT = torch.stack([_uniform(self.seed, i, max_new) for i in index or [0]]).to(device)
+        u_BT = moved(torch.stack([_uniform(self.seed, i, max_new) for i in index or [0]]), device)
         # a completion's last token is never an input: with one token only prompts are packed
         packed = pack(batch, [(np.zeros(1, int),)] * len(batch)).to(device)
-        length_B = torch.tensor(packed.sizes, device=device)
+        lengths = list(packed.sizes)
+        length_B = moved(torch.tensor(lengths), device)
         room_B = torch.clamp(self.context - length_B, max=max_new)  # so many more tokens fit
-        cache = KVCache(packed, min(self.context, max(packed.sizes) + max_new))
-        row_B, seen_BV = torch.tensor(index or [-1], device=device), None
+        cache = KVCache(packed, min(self.context, max(lengths) + max_new))
+        row_B, seen_BV = moved(torch.tensor(index or [-1]), device), None
         for t in range(max_new):
             logits_BV = self.policy(cache)
             if args.repetition_penalty != 1:
@@ -112,17 +140,19 @@ class _Sampler:
             done_B = (new_B == self.tokenizer.eos) | (t + 1 >= room_B)
             if args.stop and not dummy:
                 done_B = done_B | self._stopped(answer_PT[row_B, : t + 1])
-            if self._all_ranks(dummy or bool(done_B.all())):
+            keep = [i for i, done in enumerate(done_B.tolist()) if not done]
+            if self._all_ranks(dummy or not keep):
                 break
-            keep_B = (~done_B).nonzero()[:, 0]
-            if len(keep_B) == 0:  # all have ended here, not elsewhere: one row goes on unread
-                keep_B, dummy = torch.zeros(1, dtype=torch.long, device=device), True
-            if len(keep_B) < len(new_B):
-                keep_B = cache.keep(keep_B)
+            if not keep:  # all have ended here, not elsewhere: one row goes on unread
+                keep, dummy = [0], True
+            if len(keep) < len(new_B):
+                order = cache.keep(keep)
+                lengths, keep_B = [lengths[i] for i in order], moved(torch.tensor(order), device)
                 u_BT, room_B, length_B = u_BT[keep_B], room_B[keep_B], length_B[keep_B]
                 row_B, new_B = row_B[keep_B], new_B[keep_B]
                 seen_BV = None if seen_BV is None else seen_BV[keep_B]
-            cache.at(new_B, (length_B + t).clamp(max=cache.slots - 1))
+            last = cache.slots - 1
+            cache.at(new_B, (length_B + t).clamp(max=last), min(max(lengths) + t, last))
 
     def _stopped(self, answer_BT):
         """Whether a row's text holds one of the stop texts."""
@@ -197,7 +227,9 @@ def main() -> None:
 
     args = parse_ask()
     folder = fetch(args.model)
-    policy, tokenizer = model.load(folder), Tokenizer(folder)
+    fabric = Fabric(devices=1)
+    dtype = torch.bfloat16 if fabric.device.type == "cuda" else torch.float32
+    policy, tokenizer = model.load(folder, dtype=dtype), Tokenizer(folder)
     texts = args.prompt
     if tokenizer.template and not args.plain:
         chats = [[{"role": "user", "content": p}] for p in texts]
@@ -207,7 +239,6 @@ def main() -> None:
     context, lengths = policy.max_seq_length, [len(x) for x in ids]
     if not all(0 < n < context for n in lengths):
         raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {lengths}")
-    fabric = Fabric(devices=1)
     policy = fabric.to_device(policy)
     new = args.max_new_tokens or min(256, context - max(lengths))
     answers = generate(fabric, policy, ids, tokenizer, args, new, args.seed)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from data import PackedBatch
+from data import PackedBatch, moved
 from support.errors import BadInput
 from support.lora import adapter_arguments, create_adapters
 from support.settings import Lora
@@ -199,23 +199,25 @@ class KVCache:
         self.last_B = batch.source_T  # which tokens predict the sequences' next ones
         self.row_B = torch.arange(len(batch.sizes), device=batch.token_N.device)
 
-    def at(self, token_B, position_B):
-        """The next forward's tokens. No sequence attends beyond the last one's slot."""
+    def at(self, token_B, position_B, longest: int):
+        """The next forward's tokens. No sequence attends beyond the slot `longest`."""
         self.token_BT, self.position_BT = token_B[:, None], position_B[:, None]
         self.row_N = self.last_B = self.row_B
-        self.packed, self.masks, self.length = None, {}, int(position_B.max()) + 1
+        self.packed, self.masks, self.length = None, {}, longest + 1
 
-    def keep(self, row_B) -> torch.Tensor:
+    def keep(self, rows: list[int]) -> list[int]:
         """Drop all other sequences. -> these in their new order: the last ones fill the gaps."""
-        n = len(row_B)
-        self.row_B, order_B = self.row_B[:n], self.row_B[:n].clone()
-        gaps = order_B[~torch.isin(order_B, row_B)]
-        movers = row_B[row_B >= n]
-        for x in itertools.chain(*self.tensors.values()):
-            x[gaps] = x[movers]
-        self.tensors = {layer: tuple(x[:n] for x in kv) for layer, kv in self.tensors.items()}
-        order_B[gaps] = movers
-        return order_B
+        n, order = len(rows), list(range(len(rows)))
+        gaps, movers = sorted(set(order).difference(rows)), [i for i in rows if i >= n]
+        self.row_B = self.row_B[:n]
+        to, source = (moved(torch.tensor(i), self.row_B.device) for i in (gaps, movers))
+        for layer, kv in self.tensors.items():
+            for x in kv if gaps else ():
+                x[to] = x[source]
+            self.tensors[layer] = tuple(x[:n] for x in kv)
+        for gap, mover in zip(gaps, movers):
+            order[gap] = mover
+        return order
 
     def attend(self, attn, q, k, v):
         if attn not in self.tensors:
@@ -376,6 +378,11 @@ class _PackedGPT:
     @property
     def tied(self) -> bool:
         return getattr(self.lm_head, "linear", self.lm_head).weight is self.transformer.wte.weight
+
+    def cache_bytes(self, slots: int) -> int:
+        """Of a sequence's keys and values, at most."""
+        c, size = self.config, self.transformer.wte.weight.element_size()
+        return 2 * c.n_layer * c.n_query_groups * c.head_size * slots * size
 
     def unique_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by name; a tied head only as the embedding that it is."""

@@ -4,6 +4,7 @@ Launching, collectives and sharding are Fabric's and torch's; here is only which
 they get wrong.
 """
 
+import contextlib
 import gc
 import inspect
 import logging
@@ -16,7 +17,7 @@ from dataclasses import replace
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from support.errors import LAUNCHED, BadInput, rank
 from support.settings import Run
@@ -100,6 +101,32 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, op.upper()))
     return x
+
+
+def free_memory(device) -> float:
+    """Bytes for a cache: what is free on a GPU, down to a power of two, so that two runs alike
+    find the same; 16 GB on a CPU, which has no such number."""
+    if device.type != "cuda":
+        return 16e9
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2.0 ** math.floor(math.log2(torch.cuda.mem_get_info(device)[0] + unused))
+
+
+@contextlib.contextmanager
+def gathered(policy, device):
+    """The blocks of a sharded policy stay whole from forward to forward, where memory allows: else
+    sampling would gather the whole model for each token."""
+    module = getattr(policy, "module", policy)
+    blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+    whole = sum(p.numel() * p.element_size() for p in module.parameters())  # DTensors: whole sizes
+    if whole > free_memory(device) / 2:
+        blocks = []
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    yield
+    for block in blocks:
+        block.set_reshard_after_forward(True, recurse=False)
+        block.reshard()
 
 
 def leave(fabric: Fabric) -> None:

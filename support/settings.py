@@ -122,6 +122,9 @@ class Sampling:
     """Longest sampled completion. Default: data.max_completion."""
     batch_size: int = 256
     """Prompts answered at once on a device."""
+    cache_gb: float | None = None
+    """Memory for their keys and values on a device; what needs more is answered in waves. Default:
+    half of what is free on a GPU (to a power of two), 8 on a CPU."""
 
     def validate(self, group: str) -> None:
         low = min(self.temperature, self.top_k, self.min_new_tokens)
@@ -133,6 +136,10 @@ class Sampling:
         refuse_unless(
             min(self.batch_size, longest) >= 1,
             f"{group}: batch_size and max_new_tokens are at least 1",
+        )
+        refuse_unless(
+            (self.cache_gb is None or self.cache_gb > 0),
+            f"{group}.cache_gb: expected a number above 0, got {self.cache_gb}",
         )
         refuse_unless(
             self.repetition_penalty > 0 and "" not in self.stop,

@@ -104,7 +104,8 @@ def test_the_cache_gives_the_logits_of_a_whole_forward(shape, tiny):
             for b in range(3):
                 whole = whole_forward(policy, np.concatenate([ids[b], more[b][:t]]))
                 assert (logits[b] - whole).abs().max() < 1e-5
-            cache.at(torch.tensor([int(m[t]) for m in more]), torch.tensor(lengths) + t)
+            at = torch.tensor(lengths) + t
+            cache.at(torch.tensor([int(m[t]) for m in more]), at, int(at.max()))
 
 
 # ---- chances -------------------------------------------------------------------------------------
@@ -161,6 +162,9 @@ class Alphabet(nn.Module):
         super().__init__()
         self.logits_V, self.rows, self.modes = logits_V, [], set()
 
+    def cache_bytes(self, slots):
+        return slots
+
     def forward(self, cache):
         B = len(cache.last_B)
         self.rows.append(B)
@@ -201,6 +205,40 @@ def test_an_answer_depends_on_the_seed_and_its_place_only(shape, dtype, tiny):
     assert answers(policy, prompts[::-1]) != base[::-1]
     begins = answers(policy, prompts, max_new=5)
     assert begins == [a[:5] for a in base], "a longer answer begins like a shorter one"
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_cache_of_few_bytes_answers_the_same_prompts_in_waves(shape, tiny, monkeypatch):
+    policy, prompts = policy_of(shape, tiny), prompts_of([4, 1, 9, 2, 30])
+    whole, sizes, real = answers(policy, prompts), [], model.KVCache.attend
+
+    def attend(self, *args):
+        out = real(self, *args)
+        sizes.append(sum(x.nbytes for kv in self.tensors.values() for x in kv))
+        return out
+
+    monkeypatch.setattr(model.KVCache, "attend", attend)
+    row = policy.cache_bytes(42)  # the longest prompt and 12 new tokens
+    for rows in (1, 2, 5):
+        sizes.clear()
+        assert answers(policy, prompts, cache_gb=(rows + 0.5) * row / 1e9) == whole
+        assert max(sizes) <= rows * row and max(sizes) > row / 2
+
+
+def test_sums_by_products_are_those_of_cumsum():
+    p_BV = torch.rand(3, 700, dtype=torch.float64)
+    assert (generate.cumsum(p_BV, True) - p_BV.cumsum(-1)).abs().max() < 1e-12
+
+
+def test_a_token_waits_for_the_device_once(monkeypatch):
+    calls, policy = [], Alphabet(P.log())
+    real = {name: getattr(torch.Tensor, name) for name in ("tolist", "item", "__bool__", "__int__")}
+    for name, f in real.items():
+        monkeypatch.setattr(torch.Tensor, name, lambda x, f=f, n=name: (calls.append(n), f(x))[1])
+    answers(policy, prompts_of([2, 3, 4]), max_new=9, eos=-2)
+    assert len(policy.rows) == 9
+    # before the first token the rows of a wave, after the last the answers
+    assert calls == ["__int__", *["tolist"] * 9, "tolist"]
 
 
 # ---- where it ends -------------------------------------------------------------------------------
@@ -282,6 +320,9 @@ class Fixed(torch.nn.Module):
     def __init__(self, logits):
         super().__init__()
         self.logits = torch.tensor(logits)
+
+    def cache_bytes(self, slots):
+        return slots
 
     def forward(self, cache):
         return self.logits.repeat(len(cache.last_B), 1)

@@ -511,9 +511,10 @@ def test_a_cache_gives_the_logits_of_whole_forwards_also_of_the_sequences_that_a
                 assert same(row, gpt.head(h_1NC[0, -1:])[0].float(), tolerance)
             new, keep_B = logits_BV.argmax(-1), torch.arange(len(ids))
             if step in (1, 3):
-                keep_B = cache.keep(torch.tensor([0, 3, 4] if step == 1 else [1]))
+                keep_B = torch.tensor(cache.keep([0, 3, 4] if step == 1 else [1]))
             ids = [[*ids[b], int(new[b])] for b in keep_B.tolist()]
-            cache.at(new[keep_B], torch.tensor([len(x) - 1 for x in ids]))
+            at = [len(x) - 1 for x in ids]
+            cache.at(new[keep_B], torch.tensor(at), max(at))
     assert len(ids) == 1
 
 
