@@ -16,11 +16,12 @@ from reference import Reference
 from support import checkpoint
 from support.checkpoint import RunState
 from support.devices import Stop, launch, leave, resolve, say
-from support.errors import BadInput
+from support.errors import BadInput, Failed
 from support.examples import fingerprint, splits, with_limits
 from support.logger import Logger, before_and_after
 from support.lora import merge_adapters
 from support.optim import make_optimizer, make_plan
+from support.quantize import quantize_base
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
@@ -90,6 +91,8 @@ class Lifecycle:
             elif not cfg.lora.rank:
                 frozen = copy.deepcopy(policy)
         self.state.identity = self._identity(policy, frozen)
+        if cfg.lora.base:  # only now: the hashes are of the source's own weights
+            quantize_base(policy, cfg.lora.base, self.fabric.device)
         policy.activation_checkpointing = cfg.activation_checkpointing
         if frozen is not None:  # DDP refuses a module that never trains; FSDP2 must shard it
             frozen.requires_grad_(False).eval()
@@ -159,11 +162,28 @@ class Lifecycle:
         settings = self.out / "settings.yaml"
         self.fabric.print(f"  python {self.state.program} --config {settings} --resume auto")
 
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The policy's weights by their plain names, adapters merged; on rank 0
+        only. A collective."""
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        kept = {n: p for n, p in params.items() if p.requires_grad or not quantized}
+        weights = checkpoint.gather_whole(self.fabric, kept)
+        if weights and quantized:  # rounded numbers never leave
+            weights |= self._source_weights([n for n in params if "lora_" not in n])
+        return merge_adapters(weights, self.policy.module) if weights else {}
+
+    def _source_weights(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """What a quantised base was made from, read again."""
+        dtype = DTYPES.get(self.cfg.precision, torch.float32)
+        plain = model.load(self.folder, None, dtype).unique_parameters()
+        weights = {name: plain[name.replace(".linear.", ".")] for name in names}
+        if weights_fingerprint(weights) != self.state.identity["model weights"]:
+            raise Failed(f"{self.folder}: not the weights that this run began with: put them back")
+        return weights
+
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""
-        weights = checkpoint.gather_whole(self.fabric, self.policy.unique_parameters())
-        merged = merge_adapters(weights, self.policy.module) if weights else {}
-        final = self.out / "final"
+        merged, final = self.merged(), self.out / "final"
         checkpoint.publish(self.fabric, lambda tmp: export(merged, self.folder, tmp), final)
         after = self.evaluator.check("after", self.state.step)
         before = self.out / "eval" / "before.json"

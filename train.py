@@ -341,7 +341,7 @@ class Trainer(Lifecycle):
 
         cfg, identity = self.cfg, self.state.identity
         weights = [identity[n] for n in ("model weights", "reference weights") if n in identity]
-        of = [*weights, cfg.precision, cfg.data.score_prompt]
+        of = [*weights, cfg.precision + cfg.lora.base, cfg.data.score_prompt]
         folder = Path(cfg.reference_cache).expanduser()
         self.reference = CachedReference(self.fabric, self.reference, folder, of)
         steps = range(self.state.step + 1, plan.end + 1)

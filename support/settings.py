@@ -70,6 +70,9 @@ class Lora:
     """Dropout before the adapters. Above 0, policy and reference differ by design, even at step 0."""
     targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS[:-1]))
     """Which linear layers get adapters: any of query, key, value, projection, mlp, head."""
+    base: str = ""
+    """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes); they are
+    exported as they were. Default: as they are."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +307,11 @@ class Run:
                 self.optim.name != "adamw8bit" or self.strategy != "fsdp",
                 "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
             ),
+            (not self.lora.base or self.lora.rank, "lora.base: needs lora.rank: it stays frozen"),
+            (
+                not self.lora.base or not {"fsdp", "64-true"} & {self.strategy, self.precision},
+                "lora.base: does not work with strategy fsdp, nor with precision 64-true",
+            ),
             (
                 self.resume != "auto" or self.out_dir,
                 "resume: auto needs --out_dir, the run to go on with",
@@ -359,6 +367,7 @@ CHOICES = {
     "accelerator": ("auto", "cpu", "gpu"),
     "logger": ("csv", "tensorboard", "wandb"),
     "optim.name": ("adamw", "adamw8bit"),
+    "lora.base": ("", "nf4", "int8"),
     "optim.schedule": ("cosine", "linear", "constant"),
 }
 RANGES = (
