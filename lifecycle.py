@@ -5,6 +5,7 @@ change an algorithm."""
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from support import checkpoint
 from support.checkpoint import RunState
 from support.devices import Stop, launch, leave, resolve, say
 from support.errors import BadInput, Failed
+from support.estimate import Estimate
 from support.examples import fingerprint, splits, with_limits
 from support.logger import Logger, before_and_after
 from support.lora import merge_adapters
@@ -25,7 +27,7 @@ from support.quantize import quantize_base
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
-from support.weights import export, fetch, read_config
+from support.weights import export, fetch, is_tied, read_config
 from support.weights import fingerprint as weights_fingerprint
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32
@@ -41,7 +43,12 @@ class Lifecycle:
         self.engine, both = rollout, (objective, self.validation)
         self.needs_reference = any(o.needs_reference or o.kl_pairs for o in both)
         self.folder = fetch(cfg.model)
-        arguments, *_ = read_config(self.folder)  # what could not be exported is refused here
+        arguments, config, _ = read_config(self.folder)  # what cannot be exported is refused
+        if cfg.estimate:
+            make, tied = partial(model.make, arguments, cfg.lora), is_tied(arguments, config)
+            head = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
+            say(Estimate(cfg, make, tied, self.needs_reference, head).table())
+            raise SystemExit(0)
         self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template)
         cfg = resolve(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))
         kinds = objective.records, self.validation.records

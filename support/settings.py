@@ -254,6 +254,11 @@ class Run:
     debug: bool = False
     """Let exceptions through to pdb, and skip the start check, validation and progress: the first
     breakpoint in a loss is then the first training micro-batch."""
+    estimate: bool = False
+    """Print how much memory a device would need, from config.json and these settings alone, and end.
+    It is of a GPU, present or not, unless accelerator is cpu."""
+    estimate_gb: float = 80.0
+    """Memory of a device, for what fits it."""
     logger: str = "csv"
     """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
     project: str = "kto"
@@ -379,7 +384,7 @@ RANGES = (
     ),
     (
         "micro_batch_size micro_batch_tokens no_grad_tokens max_steps limit_train limit_val "
-        "val_interval save_interval eval.check_interval optim.eps",
+        "val_interval save_interval eval.check_interval optim.eps estimate_gb",
         0,
         POSITIVE,
     ),
@@ -400,7 +405,7 @@ CUT = {
 # What else a resume may change; anything beyond would make it another run
 FREE = CUT | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last", "logger",
-    "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
+    "estimate", "estimate_gb", "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
     "eval.batch_size", "eval.check_interval", "activation_checkpointing",
 }  # fmt: skip
 
