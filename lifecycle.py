@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,14 +19,16 @@ from support import checkpoint
 from support.checkpoint import RunState
 from support.devices import Stop, all_reduce, launch, leave, resolve, say
 from support.errors import BadInput, Failed
+from support.estimate import Estimate
 from support.examples import fingerprint, splits, with_limits
 from support.logger import Logger, before_and_after
 from support.lora import merge_adapters
 from support.optim import Plan, make_optimizer, make_plan
+from support.quantize import quantize_base
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
-from support.weights import export, fetch, read_config
+from support.weights import export, fetch, is_tied, read_config
 from support.weights import fingerprint as weights_fingerprint
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32
@@ -41,7 +44,12 @@ class Lifecycle:
         self.engine, both = rollout, (objective, self.validation)
         self.needs_reference = any(o.needs_reference or o.kl_pairs for o in both)
         self.folder = fetch(cfg.model)
-        arguments, *_ = read_config(self.folder)  # what could not be exported is refused here
+        arguments, config, _ = read_config(self.folder)  # what cannot be exported is refused
+        if cfg.estimate:
+            make, tied = partial(model.make, arguments, cfg.lora), is_tied(arguments, config)
+            head = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
+            say(Estimate(cfg, make, tied, self.needs_reference, head).table())
+            raise SystemExit(0)
         self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template)
         cfg = resolve(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))
         kinds = objective.records, self.validation.records
@@ -91,6 +99,8 @@ class Lifecycle:
             elif not cfg.lora.rank:
                 frozen = copy.deepcopy(policy)
         self.state.identity = self._identity(policy, frozen)
+        if cfg.lora.base:  # only now: the hashes are of the source's own weights
+            quantize_base(policy, cfg.lora.base, self.fabric.device)
         policy.activation_checkpointing = cfg.activation_checkpointing
         if frozen is not None:  # DDP refuses a module that never trains; FSDP2 must shard it
             frozen.requires_grad_(False).eval()
@@ -166,7 +176,7 @@ class Lifecycle:
 
         cfg, identity = self.cfg, self.state.identity
         weights = [identity[n] for n in ("model weights", "reference weights") if n in identity]
-        of = [*weights, cfg.precision, cfg.data.score_prompt]
+        of = [*weights, cfg.precision + cfg.lora.base, cfg.data.score_prompt]
         folder = Path(cfg.reference_cache).expanduser()
         self.reference = CachedReference(self.fabric, self.reference, folder, of)
         steps = range(self.state.step + 1, plan.end + 1)
@@ -199,11 +209,28 @@ class Lifecycle:
         settings = self.out / "settings.yaml"
         self.fabric.print(f"  python {self.state.program} --config {settings} --resume auto")
 
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The policy's weights by their plain names, adapters merged; on rank 0
+        only. A collective."""
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        kept = {n: p for n, p in params.items() if p.requires_grad or not quantized}
+        weights = checkpoint.gather_whole(self.fabric, kept)
+        if weights and quantized:  # rounded numbers never leave
+            weights |= self._source_weights([n for n in params if "lora_" not in n])
+        return merge_adapters(weights, self.policy.module) if weights else {}
+
+    def _source_weights(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """What a quantised base was made from, read again."""
+        dtype = DTYPES.get(self.cfg.precision, torch.float32)
+        plain = model.load(self.folder, None, dtype).unique_parameters()
+        weights = {name: plain[name.replace(".linear.", ".")] for name in names}
+        if weights_fingerprint(weights) != self.state.identity["model weights"]:
+            raise Failed(f"{self.folder}: not the weights that this run began with: put them back")
+        return weights
+
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""
-        weights = checkpoint.gather_whole(self.fabric, self.policy.unique_parameters())
-        merged = merge_adapters(weights, self.policy.module) if weights else {}
-        final = self.out / "final"
+        merged, final = self.merged(), self.out / "final"
         checkpoint.publish(self.fabric, lambda tmp: export(merged, self.folder, tmp), final)
         after = self.evaluator.check("after", self.state.step)
         before = self.out / "eval" / "before.json"

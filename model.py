@@ -463,18 +463,23 @@ def cast_linears_to_bfloat16(model: nn.Module) -> None:
             m.to(torch.bfloat16)
 
 
+def make(arguments: dict, lora: Lora | None) -> nn.Module:
+    """A model without its weights, from arguments of litgpt's Config."""
+    adapters = adapter_arguments(lora)
+    Model, Config = (LoraGPT, litgpt.lora.Config) if adapters else (GPT, litgpt.Config)
+    return Model(Config(**arguments, **adapters))
+
+
 def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with its weights in `dtype`, from a Hugging Face or a litgpt checkpoint folder. With
     new adapters it is its base to the bit. Raises BadInput."""
     arguments, config, state = read_weights(folder)
-    adapters = adapter_arguments(lora)
-    Model, Config = (LoraGPT, litgpt.lora.Config) if adapters else (GPT, litgpt.Config)
     with must_fit(folder):
         with torch.device("meta"):
-            model = Model(Config(**arguments, **adapters))
+            model = make(arguments, lora)
         fill(model, config, state, dtype)
     model.cos, model.sin = (x.to(dtype) for x in model.rope_cache())
     model.requires_grad_(True)
-    if adapters:
+    if isinstance(model, LoraGPT):
         create_adapters(model, dtype)
     return model

@@ -73,6 +73,8 @@ class Settings(Run):
         refuse_unless(not self.reference_cache, moves)
         other = self.reference and self.online.reference == "last"
         refuse_unless(not other, "reference: goes with online.reference first only")
+        folds = self.lora.base and self.online.reference == "last"
+        refuse_unless(not folds, "lora.base: goes with online.reference first only")
 
 
 class OnlineKTO(KTO):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from generate import generate, text
 from support import checkpoint
 from support.errors import BadInput
-from support.lora import merge_adapters, reset_adapters
+from support.lora import reset_adapters
 from support.settings import Sampling
 from support.weights import export, fingerprint
 
@@ -45,17 +45,10 @@ def iterations(trainer, plans, moving_reference: bool):
         yield i, plan
 
 
-def _merged(trainer) -> dict:
-    """The policy's weights by their plain names, adapters merged; on rank 0 only. A
-    collective."""
-    weights = checkpoint.gather_whole(trainer.fabric, trainer.policy.unique_parameters())
-    return merge_adapters(weights, trainer.policy.module) if weights else {}
-
-
 def _start_iteration(trainer, i: int, moving_reference: bool) -> str:
     """-> the policy's fingerprint. LoRA's adapters are merged into the base where
     that becomes the reference, and begin anew, with their optimizer state."""
-    weights = _merged(trainer)
+    weights = trainer.merged()
     if not moving_reference:
         return trainer.fabric.broadcast(weights and fingerprint(weights))
     lora, module = trainer.reference.frozen is None, trainer.policy.module
@@ -142,7 +135,7 @@ def _digest(prompts: list) -> str:
 
 def _export(trainer):
     """The policy as it is, as a Hugging Face folder. A collective."""
-    folder, weights = trainer.out / "iterations" / "policy", _merged(trainer)
+    folder, weights = trainer.out / "iterations" / "policy", trainer.merged()
     checkpoint.publish(trainer.fabric, lambda tmp: export(weights, trainer.folder, tmp), folder)
     return folder
 

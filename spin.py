@@ -75,6 +75,8 @@ class Settings(Run):
             not self.reference_cache,
             "reference_cache: SPIN's reference is another one in each iteration",
         )
+        folds = "lora.base: SPIN adds the adapters to the base, which a quantised one does not take"
+        refuse_unless(not self.lora.base, folds)
         refuse_unless(
             not self.spin.offload or self.strategy != "fsdp",
             "spin.offload: does not work with strategy fsdp, which shards the state already",

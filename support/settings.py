@@ -70,6 +70,9 @@ class Lora:
     """Dropout before the adapters. Above 0, policy and reference differ by design, even at step 0."""
     targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS[:-1]))
     """Which linear layers get adapters: any of query, key, value, projection, mlp, head."""
+    base: str = ""
+    """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes); they are
+    exported as they were. Default: as they are."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,11 @@ class Run:
     debug: bool = False
     """Let exceptions through to pdb, and skip the start check, validation and progress: the first
     breakpoint in a loss is then the first training micro-batch."""
+    estimate: bool = False
+    """Print how much memory a device would need, from config.json and these settings alone, and end.
+    It is of a GPU, present or not, unless accelerator is cpu."""
+    estimate_gb: float = 80.0
+    """Memory of a device, for what fits it."""
     logger: str = "csv"
     """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
     project: str = "kto"
@@ -310,6 +318,11 @@ class Run:
             (
                 self.optim.name != "adamw8bit" or self.strategy != "fsdp",
                 "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
+            ),
+            (not self.lora.base or self.lora.rank, "lora.base: needs lora.rank: it stays frozen"),
+            (
+                not self.lora.base or not {"fsdp", "64-true"} & {self.strategy, self.precision},
+                "lora.base: does not work with strategy fsdp, nor with precision 64-true",
             ),
             (
                 self.resume != "auto" or self.out_dir,
@@ -366,6 +379,7 @@ CHOICES = {
     "accelerator": ("auto", "cpu", "gpu"),
     "logger": ("csv", "tensorboard", "wandb"),
     "optim.name": ("adamw", "adamw8bit"),
+    "lora.base": ("", "nf4", "int8"),
     "optim.schedule": ("cosine", "linear", "constant"),
 }
 RANGES = (
@@ -377,7 +391,7 @@ RANGES = (
     ),
     (
         "micro_batch_size micro_batch_tokens no_grad_tokens max_steps limit_train limit_val "
-        "val_interval save_interval eval.check_interval optim.eps",
+        "val_interval save_interval eval.check_interval optim.eps estimate_gb",
         0,
         POSITIVE,
     ),
@@ -398,7 +412,7 @@ CUT = {
 # What else a resume may change; anything beyond would make it another run
 FREE = CUT | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last", "logger",
-    "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
+    "estimate", "estimate_gb", "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
     "eval.batch_size", "eval.check_interval", "activation_checkpointing",
 }  # fmt: skip
 

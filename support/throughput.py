@@ -20,7 +20,8 @@ class Throughput:
         self.device, self.passes, config = fabric.device, passes, policy.config
         self.head = config.n_embd * config.padded_vocab_size
         blocks = policy.transformer.h.named_parameters()
-        self.body = sum(p.numel() for n, p in blocks if "lora_" not in n)
+        shapes = (getattr(p, "quant_state", p).shape for n, p in blocks if "lora_" not in n)
+        self.body = sum(shape.numel() for shape in shapes)
         self.peak = peak_flops(fabric.device, precision) * fabric.world_size
         self.tokens, self.flops, self.seconds = 0, 0, 0.0
 

@@ -1,0 +1,226 @@
+"""QLoRA from outside: trained, killed, resumed, exported; and what bitsandbytes' linears compute."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same, killed, numbers, ranks, start, train
+from models import HF, made, ragged, same
+from safetensors.torch import load_file
+from torch import nn
+
+import generate
+import model
+import online
+from data import pack
+from support import checkpoint
+from support.errors import BadInput, Failed
+from support.lora import disable_adapters, merge_adapters
+from support.quantize import quantize_base
+from support.settings import Lora
+from support.weights import read_weights
+
+RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
+       "--lora.rank=4", "--precision=32-true")  # fmt: skip
+BASES = ("nf4", "int8")
+
+
+@pytest.fixture(scope="session")
+def llama(tiny, tmp_path_factory):
+    """A tiny Llama with the tiny model's tokenizer, and matrices of a trained model's size."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("llama")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=128, vocab_size=512)
+    made(transformers.LlamaConfig(**sizes), folder)
+    return folder
+
+
+def adapters_of(out) -> dict:
+    return load_file(
+        list(checkpoint.steps(out / "checkpoints").values())[-1] / "weights.safetensors"
+    )
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_weights(
+    base, llama, ratings, tmp_path, capsys, monkeypatch
+):
+    argv = (*RUN, f"--lora.base={base}", f"--data.val={ratings}", "--eval.max_new_tokens=4")
+    whole = train(llama, ratings, tmp_path / "whole", *argv)
+    said = capsys.readouterr()
+    assert "step 0: policy and reference agree to the bit" in said.out and not said.err
+    out = tmp_path / "run"
+    killed(1, out, "metrics.csv", 4, lambda rank: train(llama, ratings, out, *argv))
+    assert_same(train(llama, ratings, out, "--resume=auto", *argv), whole)
+    state = adapters_of(out)
+    assert state and all("lora_" in n and x.dtype == torch.float32 for n, x in state.items())
+
+    # original + adapters, to the bit: no rounded number is in it
+    lora = model.load(llama, Lora(rank=4))
+    plain = {n: p.detach().clone() for n, p in lora.unique_parameters().items()}
+    expected = merge_adapters(plain | state, lora)
+    exported = model.load(out / "final").unique_parameters()
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(x, exported[n]) for n, x in expected.items())
+    assert torch.equal(exported["lm_head.weight"], plain["lm_head.linear.weight"])
+    moved = "transformer.h.0.attn.qkv"
+    assert not torch.equal(exported[f"{moved}.weight"], plain[f"{moved}.linear.weight"])
+
+    full = train(llama, ratings, tmp_path / "lora", *RUN, "--max_steps=1", "--save_interval=1")
+    assert numbers(full)[0]["grad_norm"] != numbers(whole)[0]["grad_norm"], (
+        "else nothing is rounded"
+    )
+    asked = ["--model", str(out), "--prompt", "Best", "--max_new_tokens", "3"]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *asked])
+    generate.main()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("base", BASES)
+def test_in_bf16_the_start_is_exact_too_and_training_goes_on(
+    base, precision, llama, ratings, tmp_path, capsys
+):
+    argv = (*RUN[:-1], "--max_steps=2", f"--precision={precision}", f"--lora.base={base}")
+    run = train(llama, ratings, tmp_path / "run", *argv)
+    assert "agree to the bit" in capsys.readouterr().out
+    assert run["rows"][0]["loss"] == pytest.approx(0.5, abs=1e-3)
+    assert run["rows"][1]["loss"] != 0.5
+    assert {x.dtype for x in adapters_of(tmp_path / "run").values()} == {torch.float32}
+    exported = {x.dtype for x in run["weights"].values()}
+    assert exported == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_two_ranks_are_one_process_to_rounding(base, llama, ratings, tmp_path):
+    argv = (*RUN, "--max_steps=3", f"--lora.base={base}")
+    one = train(llama, ratings, tmp_path / "one", *argv)
+    two, *_ = ranks(2, lambda rank: train(llama, ratings, tmp_path / "two", *argv))
+    for a, b in zip(one["rows"], two["rows"]):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+
+
+def test_the_frozen_matrices_are_rounded_and_all_else_is_not(llama):
+    batch, base = pack(*ragged(2, 97, 0)), model.load(llama)(pack(*ragged(2, 97, 0)))
+    off = {}
+    for kind in BASES:
+        gpt = model.load(llama, Lora(rank=2, targets=["query"]))
+        own = {n: p.detach().clone() for n, p in gpt.named_parameters()}
+        quantize_base(gpt, kind, "cpu")
+        block = gpt.transformer.h[0]
+        linears = block.attn.qkv, block.attn.proj, block.mlp.fc_1, block.mlp.fc_2, block.mlp.proj
+        assert all(m.linear.weight.dtype in (torch.uint8, torch.int8) for m in linears)
+        changed = {n for n, p in gpt.named_parameters() if not torch.equal(p, own[n])}
+        assert len(changed) == 2 * 5 and all(n.endswith(".linear.weight") for n in changed)
+        off[kind] = (gpt(batch) - base).abs().max().item()
+        given = gpt.transformer.h[0].mlp.fc_1.linear(torch.eye(64))
+        error = (given.T - own["transformer.h.0.mlp.fc_1.linear.weight"]).std() / given.std()
+        assert {"nf4": 0.05, "int8": 0.002}[kind] < error < {"nf4": 0.12, "int8": 0.01}[kind]
+    assert 0 < off["int8"] < off["nf4"] < 5
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_evaluation_and_training_compute_alike_and_leave_the_gradient(kind, llama):
+    gpt, batch = model.load(llama, Lora(rank=2)), pack(*ragged(2, 97, 0))
+    quantize_base(gpt, kind, "cpu")
+    with torch.no_grad():
+        evaluated = gpt.eval()(batch)
+    trained = gpt.train()(batch)
+    assert torch.equal(evaluated, trained)
+    with disable_adapters(gpt):
+        assert torch.equal(gpt(batch), trained)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gpt.transformer.h[0].attn.proj.linear(torch.randn(5, 64)).dtype == torch.bfloat16
+    trained.sum().backward()
+    # as through the same numbers, held in float32
+    linear = gpt.transformer.h[0].attn.proj.linear
+    plain = nn.Linear(64, 64, bias=False)
+    plain.weight.data = linear(torch.eye(64)).T.contiguous()
+    x = torch.randn(5, 64, requires_grad=True)
+    (mine,) = torch.autograd.grad(linear(x).sin().sum(), x)
+    (theirs,) = torch.autograd.grad(plain(x).sin().sum(), x)
+    assert same(mine, theirs, 1e-5)
+    assert gpt.transformer.h[0].attn.qkv.lora_B.grad.abs().max() > 0, "through the last block too"
+
+
+def test_a_reference_cache_knows_rounded_matrices_from_others(llama, ratings, tmp_path):
+    argv = (*RUN, "--max_steps=2")
+    cache = f"--reference_cache={tmp_path / 'cache'}"
+    train(llama, ratings, tmp_path / "lora", *argv, cache)
+    cached = train(llama, ratings, tmp_path / "cached", *argv, cache, "--lora.base=int8")
+    whole = train(llama, ratings, tmp_path / "whole", *argv, "--lora.base=int8")
+    for a, b in zip(numbers(cached), numbers(whole)):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+
+
+def test_online_kto_learns_on_a_rounded_base_that_stays_the_reference(llama, ratings, tmp_path):
+    asked = {}
+
+    def engine(folder, prompts, *_):
+        asked[len(asked)] = model.load(folder).unique_parameters()
+        return [[i % 500 + 5, 7] for i in range(len(prompts))]
+
+    argv = [f"--model={llama}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN,
+            "--lora.base=nf4", "--online.reference=first", "--online.max_iterations=2",
+            "--epochs=1"]  # fmt: skip
+    online.main(argv, checker=lambda prompt, answer: len(answer) % 2 == 0, rollout=engine)
+    first, second = (asked[i]["transformer.h.0.attn.qkv.weight"] for i in (0, 1))
+    own = model.load(llama).unique_parameters()["transformer.h.0.attn.qkv.weight"]
+    assert torch.equal(first, own) and not torch.equal(second, own)
+
+
+def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    from kto import KTO, Settings
+    from support.cli import parse
+    from train import Trainer
+
+    argv = [f"--model={folder}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}",
+            *RUN, "--max_steps=1", "--lora.base=nf4"]  # fmt: skip
+    cfg = parse(Settings, argv, "", "none")
+    with Trainer(cfg, KTO(cfg.kto)) as trainer:
+        made(HF["llama"].__class__(**read_weights(folder)[1]), folder)
+        with pytest.raises(Failed, match="not the weights that this run began with"):
+            trainer.finish()
+
+
+REFUSED = {
+    "widths of a multiple of 64, not 32": ("kto", ()),
+    "needs lora.rank": ("kto", ("--lora.rank=0",)),
+    "strategy fsdp": ("kto", ("--strategy=fsdp",)),
+    "precision 64-true": ("kto", ("--precision=64-true",)),
+    "expected nf4, int8; got fp4": ("kto", ("--lora.base=fp4",)),
+    "SPIN adds the adapters": ("spin", ()),
+    "online.reference first only": ("online", ()),
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_does_not_go_with_a_quantised_base_is_refused_in_one_line(
+    match, tiny, ratings, tmp_path
+):
+    program, argv = REFUSED[match]
+    given = ["--model", str(tiny), "--data.train", str(ratings), f"--out_dir={tmp_path / 'run'}"]
+    given += ["--batch_size=4", "--lora.rank=2"]
+    with pytest.raises(BadInput, match=match) as e:
+        start(program, [*given, "--lora.base=nf4", *argv])
+    assert "\n" not in str(e.value)
+
+
+def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
+    argv = (*RUN[:5], "--optim.name=adamw8bit", "--precision=32-true")
+    whole, out = train(tiny, ratings, tmp_path / "whole", *argv), tmp_path / "run"
+    losses = [row["loss"] for row in whole["rows"]]
+    assert losses[-1] != losses[0]
+    killed(1, out, "metrics.csv", 4, lambda rank: train(tiny, ratings, out, *argv))
+    assert_same(train(tiny, ratings, out, "--resume=auto", *argv), whole)
+    last = list(checkpoint.steps(out / "checkpoints").values())[-1]
+    states = load_file(last / "optimizer.safetensors")
+    assert states["transformer.wte.weight|state1"].dtype == torch.uint8
+    assert np.prod(states["transformer.wte.weight|state1"].shape) == 512 * 32
