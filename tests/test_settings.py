@@ -252,7 +252,7 @@ def test_a_file_that_is_no_settings_is_refused_with_its_line(config, content, li
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     binary, gone = tmp_path / "binary.yaml", tmp_path / "gone.yaml"
     binary.write_bytes(b"\xff\xfe\x00\x80")
-    assert refused("--config", binary) == f"config: {binary}: not text"
+    assert refused("--config", binary) == f"config: {binary}: not UTF-8 at byte 0"
     assert refused("--config", gone) == f"config: {gone}: No such file or directory"
     assert refused("--config", tmp_path) == f"config: {tmp_path}: Is a directory"
     assert refused("--batch_size=4", "--config") == "config: expected one argument"
