@@ -64,12 +64,12 @@ def opened(what: str, path, parse=str):
 
 
 @contextlib.contextmanager
-def writing(path):
+def writing(path, *errors):
     """A disk that is full or gone ends the run with the path and the reason."""
     try:
         yield
-    except OSError as e:
-        raise Failed(f"{path}: not written: {e.strerror or e}") from None
+    except (OSError, *errors) as e:
+        raise Failed(f"{path}: not saved: {getattr(e, 'strerror', None) or e}") from None
 
 
 # ---- the end of a process ------------------------------------------------------------------------
