@@ -18,17 +18,17 @@ from reference import CachedReference, Reference
 from support import checkpoint
 from support.checkpoint import RunState
 from support.devices import Stop, all_reduce, launch, leave, resolve, say
-from support.errors import BadInput, Failed
+from support.errors import BadInput, Failed, given
 from support.estimate import Estimate
 from support.examples import fingerprint, splits, with_limits
-from support.logger import Logger, before_and_after
+from support.logger import TABLES, Logger, before_and_after, claimed
 from support.lora import merge_adapters
 from support.optim import Plan, make_optimizer, make_plan
 from support.quantize import quantize_base
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
-from support.weights import export, fetch, is_tied, read_config
+from support.weights import copy_files, export, fetch, is_tied, read_config
 from support.weights import fingerprint as weights_fingerprint
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32
@@ -53,22 +53,22 @@ class Lifecycle:
         self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template)
         cfg = resolve(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))
         kinds = objective.records, self.validation.records
-        self.examples = splits(cfg.data, self.tokenizer, *kinds, say)
+        with given("data", cfg.data.train):
+            self.examples = splits(cfg.data, self.tokenizer, *kinds, say)
         if objective.records != "prompts":  # too few are refused before any work
             make_plan(cfg, len(self.examples["train"]))
         self.fabric = launch(cfg)
         program = checkpoint.program_file(type(objective))
-        self.cfg, found = checkpoint.open_run(self.fabric, cfg, program)
-        self.out = Path(self.cfg.out_dir)
+        self.opened = checkpoint.Opened(self.fabric, cfg, program)
+        self.cfg, self.out = self.opened.cfg, self.opened.out
         self.state = RunState(program=str(program), source=checkpoint.digest(program))
         self._load_models()
-        if found:
-            self._resume(found)
+        kept = self._begin()
         self.saved_step = self.state.step
         self.reference_step = 0  # after which step the policy was the reference
-        self.logger = Logger(self.cfg, self.state.step or None)
-        given = self.cfg, self.policy, self.tokenizer, self.examples["val"], checker
-        self.evaluator = Evaluator(self.fabric, *given)
+        self.logger = Logger(self.cfg, kept)
+        asked = self.cfg, self.policy, self.tokenizer, self.examples["val"], checker
+        self.evaluator = Evaluator(self.fabric, *asked)
         needs = objective.needs_reference and not cfg.reference_cache
         passes = least_passes(objective.kl_pairs, needs, cfg.lora.rank > 0)
         self.throughput = Throughput(self.fabric, cfg.precision, self.policy.module, passes)
@@ -79,6 +79,7 @@ class Lifecycle:
 
     def __exit__(self, kind, error, traceback):
         self.logger.close()
+        self.opened.close()
         if kind is None:
             self.policy = self.reference = self.optimizer = self.evaluator = None
             leave(self.fabric)  # only now that the model is gone
@@ -142,14 +143,26 @@ class Lifecycle:
             files["data.chat_template"] = Path(self.cfg.data.chat_template)
         return hashes | {n: checkpoint.digest(f) for n, f in files.items() if f.is_file()}
 
-    def _resume(self, found: Path) -> None:
-        old, _ = checkpoint.read_state(found)
-        checkpoint.refuse_another_identity(old.identity, self.state.identity)
-        if self.fabric.global_rank == 0:
-            checkpoint.put_newer_aside(self.out / "checkpoints", found)
+    def _begin(self) -> list[bytes] | None:
+        """What could refuse the run comes first, and only then is anything written,
+        or an old state put in place. -> the rows that a resume goes on from"""
+        old, found, kept = self.opened.old, self.opened.found, None
+        if old:
+            checkpoint.refuse_another_identity(old.identity, self.state.identity)
+        claims = old.rows if self.opened.own else {}
+
+        def work():
+            copy_files(self.folder, self.out / ".final.tmp")  # it will be exportable
+            return [claimed(self.out / n, claims.get(n), found) for n in TABLES]
+
+        kept = checkpoint.on_rank_0(self.fabric, work)
+        self.opened.begin()
+        if not old:
+            return None
         checkpoint.load(self.fabric, found, self.policy, self.optimizer)
         self.state = replace(old, source=self.state.source)
         self.objective.load_state_dict(old.objective)
+        return kept
 
     @torch.no_grad()
     def check_start(self, batch) -> None:
@@ -194,7 +207,7 @@ class Lifecycle:
         """A checkpoint of the step that was just done, and old ones removed."""
         folder, state = self.out / "checkpoints", self.state
         state.objective = self.objective.state_dict()
-        self.logger.sync()
+        state.rows = self.logger.sync()
         path = folder / f"step-{state.step:08d}"
         checkpoint.save(self.fabric, path, self.policy, self.optimizer, state, self.cfg)
         self.saved_step = state.step

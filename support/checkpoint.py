@@ -6,12 +6,16 @@ fsynced, gets a manifest of hashes last, and is then renamed. (Fabric's own save
 the temporary directory and can leave half of it under the final name.)
 """
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import inspect
 import json
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -25,8 +29,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support.cli import dotted, dump
 from support.devices import all_reduce, say
-from support.errors import BadInput, Failed
+from support.errors import BadInput, Failed, given, writing
 from support.settings import Run, changes, flat
+
+# what a folder of each kind must hold, and its manifest must name
+TENSORS = ("weights.safetensors", "optimizer.safetensors", "rng.safetensors")
+CHECKPOINT = (*TENSORS, "state.json", "settings.yaml")
+MODEL = ("model.safetensors", "config.json")
 
 
 @dataclass
@@ -42,6 +51,7 @@ class RunState:
     best_step: int | None = None  # by keep_best
     best_value: float | None = None
     objective: dict = field(default_factory=dict)  # Objective.state_dict()
+    rows: dict = field(default_factory=dict)  # of metrics.csv and val.csv: [how many, their hash]
 
     def is_best(self, row: dict, name: str | None) -> bool:
         """Whether a row of val.csv is the best so far by this column; remembered if so. Step 0 has
@@ -52,7 +62,7 @@ class RunState:
         if value is None and not (name == "checker_accuracy" and name in row):
             have = ", ".join(k for k, v in row.items() if v is not None)
             raise BadInput(f"keep_best: {name}: not in val.csv, which has {have}")
-        if value is None or not self.step:
+        if value is None or value != value or not self.step:  # NaN is above and below nothing
             return False
         low = name.split("/")[0] in ("loss", "preference_loss", "sft_loss", "kl")
         value = -value if low else value
@@ -111,12 +121,13 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str | bytes) -> None:
-    """Whole or not at all, and on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Whole or not at all, and on the disk. Its folder is made, but not one that held that."""
     tmp = path.with_suffix(".tmp")
-    tmp.write_bytes(text.encode() if isinstance(text, str) else text)
-    sync(tmp)
-    tmp.replace(path)
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        tmp.write_bytes(text.encode() if isinstance(text, str) else text)
+        sync(tmp)
+        tmp.replace(path)
 
 
 def write_json(path: Path, value) -> None:
@@ -131,17 +142,36 @@ def digest(path: Path) -> str:
     return h.hexdigest()
 
 
+def on_rank_0(fabric, work):
+    """work() on rank 0; its answer, or its refusal, on all ranks. A collective."""
+    answer = error = None
+    if fabric.global_rank == 0:
+        try:
+            answer = work()
+        except (BadInput, Failed) as e:
+            error = e
+    answer, error = fabric.broadcast((answer, error))
+    if error:
+        raise error
+    return answer
+
+
 def publish(fabric, write, out: Path) -> None:
     """Rank 0 calls write(folder) on a folder beside `out`, hashes it, and moves it there. Fails on
     all ranks alike."""
-    error = None
-    if fabric.global_rank == 0:
-        tmp, old = (out.parent / f".{out.name}.{kind}" for kind in ("tmp", "old"))
-        try:
+    on_rank_0(fabric, lambda: _publish(write, out))
+
+
+def _publish(write, out: Path) -> None:
+    tmp, old = (out.with_name(f".{out.name}.{kind}") for kind in ("tmp", "old"))
+    try:
+        with writing(out, SafetensorError):  # safetensors has its own error for a full disk
+            out.parent.mkdir(exist_ok=True)
             shutil.rmtree(tmp, ignore_errors=True)
-            tmp.mkdir(parents=True)
+            tmp.mkdir()
             write(tmp)
-            manifest = {p.name: digest(p) for p in sorted(tmp.iterdir())}
+            files = sorted(tmp.iterdir())
+            manifest = {p.name: [p.stat().st_size, digest(p)] for p in files}
             (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for p in [*tmp.iterdir(), tmp]:
                 sync(p)
@@ -150,12 +180,9 @@ def publish(fabric, write, out: Path) -> None:
                 out.rename(old)
             tmp.rename(out)
             sync(out.parent)
-            shutil.rmtree(old, ignore_errors=True)
-        except (OSError, SafetensorError) as e:  # safetensors has its own error for a full disk
-            shutil.rmtree(tmp, ignore_errors=True)
-            error = f"{out}: not saved: {getattr(e, 'strerror', None) or e}"
-    if error := fabric.broadcast(error):
-        raise Failed(error)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 # ---- save and load ------------------------------------------------------------------------------
@@ -198,6 +225,7 @@ def read_state(folder: Path) -> tuple[RunState, dict]:
     """(the run's state, the optimizer's numbers that are no tensors) of a checkpoint."""
     try:
         found = json.loads((folder / "state.json").read_text())
+        found["run"]["rows"]  # as old as what is missing here would be the rest of it
         return RunState(**found["run"]), found["optimizer"]
     except (KeyError, TypeError):
         raise BadInput(f"resume: {folder}: written by another version of this program") from None
@@ -227,17 +255,23 @@ def load(fabric, folder: Path, policy, optimizer) -> None:
 # ---- a run's folder -----------------------------------------------------------------------------
 
 
-def verify(folder: Path) -> str | None:
-    """None if whole, else what is wrong."""
+def verify(folder: Path, needs=CHECKPOINT) -> str | None:
+    """None if whole, else what is wrong. Sizes first: most damage is a file cut short."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        for name, expected in manifest.items():
+        for name in needs:
+            if name not in manifest:
+                return f"manifest.json names no {name}"
+        known = {n: x if isinstance(x, list) else (None, x) for n, x in manifest.items()}
+        for name, (size, _) in known.items():
+            if size not in (None, (folder / name).stat().st_size):
+                return f"{name} is damaged"
+        for name, (_, expected) in known.items():
             if digest(folder / name) != expected:
                 return f"{name} is damaged"
-        whole = "weights.safetensors" in manifest
-        return None if whole else "manifest.json names no weights"
-    except (OSError, ValueError, AttributeError) as e:
+    except (OSError, ValueError, AttributeError, TypeError) as e:
         return f"{type(e).__name__}: {e}"
+    return None
 
 
 def steps(folder: Path) -> dict[int, Path]:
@@ -246,94 +280,144 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(m[1]), p) for m, p in named if m))
 
 
-def find(resume: str, out_dir: Path) -> Path | None:
-    """What --resume means: auto, the newest checkpoint that verifies; or a checkpoint's folder."""
-    if resume == "auto":
-        for path in reversed(steps(out_dir / "checkpoints").values()):
-            if (fault := verify(path)) is None:
-                return path
-            say(f"{path}: not used: {fault}")
-        return None
-    path = Path(resume)
-    if not path.is_dir():
-        raise BadInput(f"resume: {resume}: no such checkpoint folder")
-    if fault := verify(path):
-        raise BadInput(f"resume: {resume}: {fault}")
-    return path
+def newest(out: Path) -> Path | None:
+    """The newest checkpoint of a run that verifies."""
+    for path in reversed(steps(out / "checkpoints").values()):
+        if (fault := verify(path)) is None:
+            return path
+        say(f"{path}: not used: {fault}")
+    return None
 
 
 def prune(folder: Path, keep_last: int, best: int | None) -> None:
     """Remove old checkpoints, but neither the newest keep_last nor the best."""
-    for step in list(steps(folder))[: -keep_last or None]:
+    for step, path in list(steps(folder).items())[: -keep_last or None]:
         if step != best:
-            shutil.rmtree(folder / f"step-{step:08d}", ignore_errors=True)
+            gone = path.with_name(f".{path.name}.tmp")  # half of it is litter, not a checkpoint
+            with contextlib.suppress(OSError):
+                path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
-def open_run(fabric, cfg: Run, program: Path) -> tuple[Run, Path | None]:
-    """(settings with the run's folder, the checkpoint to go on from), decided on rank 0 for all.
+def take_lock(out: Path) -> int:
+    """The run's folder is this process's as long as this file stays open: the operating system's
+    lock ends with the process, however that ends. Raises BadInput."""
+    fd = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            holder = os.read(fd, 200).decode() or "another process"
+            os.close(fd)
+            raise BadInput(f"out_dir: {out}: in use by {holder}") from None
+        say(f"{out}: no locks on this file system ({e.strerror}): a second run is not kept out")
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.ftruncate(fd, 0)
+    os.write(fd, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+    return fd
+
+
+class Opened:
+    """A run's folder, decided on rank 0 for all ranks; nothing in it is changed before `begin`.
     Refuses to mix two runs."""
-    answer = None
-    if fabric.global_rank == 0:
-        try:
-            answer = _open_run(cfg, program)
-        except BadInput as e:
-            answer = str(e)
-        except OSError as e:
-            answer = f"out_dir: {e.filename}: {e.strerror}"
-    answer = fabric.broadcast(answer)
-    if isinstance(answer, str):
-        raise BadInput(answer)
-    out, found = answer
-    return replace(cfg, out_dir=str(out)), found
 
+    def __init__(self, fabric, cfg: Run, program: Path):
+        self.fabric, self.program, self.lock = fabric, program, None
+        out, self.found, self.said = on_rank_0(fabric, lambda: self._open(cfg))
+        self.cfg = replace(cfg, out_dir=str(out))  # settings.yaml finds its own run
+        self.out, self.old = out, read_state(self.found)[0] if self.found else None
+        # else it is a branch of the run there
+        self.own = self.found and self.found.resolve().parent.parent == out.resolve()
 
-def _open_run(cfg: Run, program: Path) -> tuple[Path, Path | None]:
-    out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(program)
-    found = find(cfg.resume, out) if cfg.resume else None
-    if found:
-        moved = _refuse_another_run(found, cfg, program)
+    def _open(self, cfg: Run) -> tuple[Path, Path | None, list[str]]:
+        found, said = Path(cfg.resume or ""), []
+        if cfg.resume not in (None, "auto"):
+            if not found.is_dir():
+                raise BadInput(f"resume: {cfg.resume}: no such checkpoint folder")
+            if fault := verify(found):
+                raise BadInput(f"resume: {cfg.resume}: {fault}")
+        with given("out_dir", cfg.out_dir):
+            out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(self.program)
+            for folder in (out, out / "checkpoints", out / "eval"):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.lock = take_lock(out)
+        if cfg.resume == "auto":
+            found = newest(out)
+        if not cfg.resume and (out / "metrics.csv").exists():
+            raise BadInput(
+                f"out_dir: {out} holds a run already: --resume auto goes on with it, another "
+                "folder starts anew"
+            )
+        if not cfg.resume or not found:
+            said = [f"nothing to resume in {out}: starting"] if cfg.resume else []
+            return out, None, said
+        said, moved = _refuse_another_run(found, cfg, self.program)
         why = f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""
-        say(f"resumed from {found}{why}")
-    elif (out / "metrics.csv").exists() and not cfg.resume:
-        raise BadInput(
-            f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder "
-            "starts anew"
-        )
-    elif cfg.resume:
-        say(f"nothing to resume in {out}: starting")
-    out.mkdir(parents=True, exist_ok=True)
-    # settings.yaml finds its own run
-    (out / "settings.yaml").write_text(dump(replace(cfg, out_dir=str(out))))
-    say(f"run folder: {out}")
-    return out, found
+        return out, found, [*said, f"resumed from {found}{why}"]
+
+    def begin(self) -> None:
+        """From here on the run is this one: what it goes on from is said, its settings are
+        written, an earlier life's litter and newer checkpoints of a branch that it leaves are put
+        away."""
+
+        def work():
+            with writing(self.out):
+                for name in ("", "checkpoints", "eval", "iterations"):
+                    _clear_litter(self.out / name)
+                if self.own:
+                    _put_newer_aside(self.found.parent, self.old.step)
+            write_atomically(self.out / "settings.yaml", dump(self.cfg))
+            for line in (*self.said, f"run folder: {self.out}"):
+                say(line)
+
+        on_rank_0(self.fabric, work)
+
+    def close(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    __del__ = close
 
 
 def _fresh_folder(program: Path) -> Path:
     stem, n = Path("out") / f"{program.stem}-{time.strftime('%Y%m%d-%H%M%S')}", 1
-    while (out := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists():
-        n += 1
-    return out
+    while True:
+        out, n = stem if n == 1 else stem.with_name(f"{stem.name}-{n}"), n + 1
+        with contextlib.suppress(FileExistsError):
+            out.mkdir(parents=True)
+            return out
 
 
-def _refuse_another_run(found: Path, cfg: Run, program: Path) -> list[str]:
-    """Raise BadInput where this is not the run that `found` belongs to. -> changes of the cut."""
-    state, _ = read_state(found)
+def _refuse_another_run(found: Path, cfg: Run, program: Path) -> tuple[list[str], list[str]]:
+    """Raise BadInput where this is not the run that `found` belongs to. -> (what to say, changes
+    of the cut)"""
+    (state, _), said = read_state(found), []
     if Path(state.program).name != program.name:
         raise BadInput(f"resume: {found}: a run of {state.program}, not of {program}")
     if state.source != digest(program):
-        say(f"{program} has changed since {found} was written: it goes on with what it is now")
+        was = f"{program} has changed since {found} was written"
+        said = [f"{was}: it goes on with what it is now"]
     old = dict(dotted(yaml.safe_load((found / "settings.yaml").read_text())))
     fixed, moved = changes(old, flat(cfg))
     if fixed:
         raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
-    return moved
+    return said, moved
 
 
-def put_newer_aside(folder: Path, found: Path) -> None:
+def _clear_litter(folder: Path) -> None:
+    """What an earlier life was writing or removing when it was killed."""
+    for old in folder.glob(".*.old"):  # it was about to be replaced
+        whole = folder / old.name[1:-4]
+        old.rename(whole) if not whole.exists() else shutil.rmtree(old, ignore_errors=True)
+    for tmp in folder.glob("*.tmp"):
+        shutil.rmtree(tmp, ignore_errors=True) if tmp.is_dir() else tmp.unlink()
+
+
+def _put_newer_aside(folder: Path, found: int) -> None:
     """Newer checkpoints are of a branch that this run now leaves."""
     for step, newer in steps(folder).items():
-        same = found.resolve().parent == folder.resolve()
-        if same and step > int(found.name.removeprefix("step-")):
+        if step > found:
             aside = newer.with_name(f"abandoned-{newer.name}")
             shutil.rmtree(aside, ignore_errors=True)
             newer.rename(aside)
@@ -341,9 +425,7 @@ def put_newer_aside(folder: Path, found: Path) -> None:
 
 def refuse_another_identity(old: dict[str, str], new: dict[str, str]) -> None:
     """Raise BadInput where a resume meets another model, tokenizer or data than the run began with."""
-    names = sorted(old.keys() | new.keys())
-    faults = [
-        f"resume: {n}: not what this run began with" for n in names if old.get(n) != new.get(n)
-    ]
-    if faults:
-        raise BadInput("\n".join(faults))
+    names = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
+    if names:
+        lines = (f"resume: {n}: not what this run began with" for n in names)
+        raise BadInput("\n".join(lines))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from support.errors import BadInput, rank
+from support import errors
+from support.errors import BadInput, opened, rank, shown
 from support.settings import flat
 
 RENAMED = {"look_tokens": "no_grad_tokens"}
@@ -47,6 +48,7 @@ def _check_names(names, cls, where: str = "") -> None:
             raise BadInput(f"{where}{name}: renamed, use {RENAMED[name]}")
         if name in known:
             continue
+        name = shown(name)
         inside = [k for k in known if k.startswith(f"{name}.")]
         if inside:
             raise BadInput(f"{where}{name}: a group: expected a setting in it, such as {inside[0]}")
@@ -56,19 +58,33 @@ def _check_names(names, cls, where: str = "") -> None:
         raise BadInput(f"{where}{name}: no such setting{hint}")
 
 
-def _read_yaml(path: str, cls) -> list[str]:
-    """The names of the settings in a file, all known."""
+def _refuse_twice(node, path: str, found: dict, prefix="") -> None:
+    """YAML keeps the last of two equal keys silently."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = f"{prefix}{key.value}"
+        if (first := found.setdefault(name, key)) is not key:
+            line, before = key.start_mark.line + 1, first.start_mark.line + 1
+            raise BadInput(f"{path}:{line}: {shown(name)}: given in line {before} already")
+        _refuse_twice(value, path, found, f"{name}.")
+
+
+def _mapping(text: str, path: str) -> dict:
     try:
-        node = yaml.safe_load(Path(path).read_text())
-        names = [name for name, _ in dotted(node)] if isinstance(node, dict) else None
+        _refuse_twice(yaml.compose(text, yaml.SafeLoader), path, {})
+        node = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise BadInput(f"{path}:{line}: {getattr(e, 'problem', None) or 'not YAML'}") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise BadInput(f"config: {path}: {getattr(e, 'strerror', None) or 'not text'}") from None
-    if names is None:
+    if not isinstance(node, dict):
         raise BadInput(f"{path}:1: expected settings as `name: value`")
+    return node
+
+
+def _read_yaml(path: str, cls) -> list[str]:
+    """The names of the settings in a file, all known."""
+    node = opened("config", path, lambda text: _mapping(text, path))
+    names = [str(name) for name, _ in dotted(node)]
     _check_names(names, cls, f"{path}: ")
     return names
 
@@ -122,6 +138,7 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
         if value is None and type(None) not in typing.get_args(flat(cls)[name]):
             raise BadInput(f"{name}: expected {_kind(name, cls)}, got null")
     settings.validate()
+    errors.debug = settings.debug
     return settings
 
 
@@ -171,7 +188,7 @@ def _one_line(message: str, cls) -> str:
     if m := re.search(r'[Kk]ey "([\w.]+)" is required', message):
         return f"{m[1]}: required"
     if m := re.search(r'key "([\w.]+)":.*(?:Got value|Given value): ?(.*)', message):
-        return f"{m[1]}: expected {_kind(m[1], cls)}, got {m[2] or 'nothing'}"
+        return f"{m[1]}: expected {_kind(m[1], cls)}, got {shown(m[2] or 'nothing')}"
     if m := re.search(r'(?:key "|argument --)([\w.]+)"?:? (.*)', message):
-        return f"{m[1]}: {m[2]}"
-    return message
+        return f"{m[1]}: {shown(m[2], 200)}"
+    return shown(message, 200)

@@ -1,10 +1,15 @@
-"""Errors that are one line: what the user gave is wrong (exit code 2), or the run cannot go on (exit code 1)."""
+"""Errors that are one line: what the user gave is wrong (exit code 2), or the run cannot go on (exit
+code 1). A program imports this first, and it imports nothing slow: Ctrl-C is one line from here on."""
 
+import contextlib
+import io
 import os
+import re
+import signal
 import sys
 import traceback
-
-import torch
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
 
 
 class BadInput(ValueError):
@@ -16,6 +21,7 @@ class Failed(RuntimeError):
 
 
 LAUNCHED = []  # every Fabric of this process, whose child processes end with it
+debug = False  # the setting, once it is read: exceptions then reach pdb as they are
 
 
 def rank() -> int:
@@ -25,13 +31,67 @@ def rank() -> int:
     return int(first) or int(env.get("NODE_RANK") or 0)
 
 
-def debugging() -> bool:
-    """Whether --debug is among the arguments: exceptions then reach pdb as they are."""
-    given = " ".join(sys.argv[1:]).lower().replace("=", " ").split()
-    return any(a == "--debug" and b != "false" for a, b in zip(given, [*given[1:], ""]))
+# ---- what was given, what is written -------------------------------------------------------------
 
 
-def first_to_fail() -> bool:
+def shown(value, most: int = 80) -> str:
+    """A value for a line of text: nothing in it moves the cursor or begins a line, and its middle is
+    left out where it is long."""
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: repr(m[0])[1:-1], str(value))
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 4 :]}"
+
+
+@contextlib.contextmanager
+def given(what: str, path=None, errors=(OSError, ValueError, RecursionError)):
+    """What is wrong with something that the user gave is one line: `what: path: reason`."""
+    try:
+        yield
+    except (BadInput, Failed):
+        raise
+    except errors as e:
+        reason = " ".join(str(getattr(e, "strerror", None) or e).split()) or type(e).__name__
+        if isinstance(e, UnicodeDecodeError):
+            reason = f"not UTF-8 at byte {e.start}"
+        full = getattr(e, "errno", 0) in (ENOSPC, EDQUOT)
+        line = f"{what}: {getattr(e, 'filename', None) or path}: {shown(reason, 300)}"
+        raise (Failed if full else BadInput)(line) from None
+
+
+def opened(what: str, path, parse=str):
+    """parse(the text of a file that was given). A parser may raise anything."""
+    with given(what, path, Exception):
+        return parse(Path(path).read_bytes().decode("utf-8"))
+
+
+@contextlib.contextmanager
+def writing(path, *errors):
+    """A disk that is full or gone ends the run with the path and the reason."""
+    try:
+        yield
+    except (OSError, *errors) as e:
+        raise Failed(f"{path}: not saved: {getattr(e, 'strerror', None) or e}") from None
+
+
+# ---- the end of a process ------------------------------------------------------------------------
+
+
+def end(code: int) -> None:
+    """At once, with the processes that this one launched: a teardown would wait for them."""
+    for fabric in LAUNCHED:
+        for child in getattr(fabric.strategy.launcher, "procs", []):
+            child.kill()
+    os._exit(code)
+
+
+def _at_once(number, _frame) -> None:
+    """A signal before the run handles its own (devices.Stop): there is nothing to save yet."""
+    if rank() == 0:
+        with contextlib.suppress(OSError):
+            os.write(2, f"error: stopped by {signal.Signals(number).name}\n".encode())
+    end(128 + number)
+
+
+def first_to_fail(torch) -> bool:
     """Whether no other rank has failed yet: all find most faults, and one of them says it. A rank
     that cannot ask ended because rank 0, which keeps the count, had ended before."""
     try:
@@ -40,28 +100,58 @@ def first_to_fail() -> bool:
         return False
 
 
+class _Console(io.FileIO):
+    """What a closed pipe or a full disk does not take is dropped: a run is worth more than its lines."""
+
+    def write(self, data):
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def _make_console_safe() -> None:
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        if old is None:  # closed from the start
+            setattr(sys, name, open(os.devnull, "w"))
+        elif old is getattr(sys, f"__{name}__"):  # else a test's or a notebook's own
+            raw = io.BufferedWriter(_Console(fd, "w", closefd=False))
+            kw = dict(line_buffering=old.line_buffering, write_through=old.write_through)
+            setattr(sys, name, io.TextIOWrapper(raw, old.encoding, "backslashreplace", **kw))
+
+
 def run_cli(main) -> None:
     """Run main(). A known error is one line; any error ends every rank, so that none waits for another."""
-    if debugging():
-        return main()
+    _make_console_safe()
     try:
         return main()
-    except SystemExit as e:
-        code, message = e.code, ""
-    except (BadInput, Failed) as e:
-        code, message = 2 if isinstance(e, BadInput) else 1, str(e)
-    except BaseException:
+    except BaseException as e:
+        if debug:
+            raise
         code, message = 1, traceback.format_exc()
-    launched = torch.distributed.is_initialized()
-    if message and (first_to_fail() if launched else rank() == 0):
+        if isinstance(e, SystemExit):
+            code, message = e.code, ""
+        elif isinstance(e, BadInput | Failed):
+            code, message = 2 if isinstance(e, BadInput) else 1, str(e)
+        elif isinstance(e, OSError) and e.filename:
+            message = f"{e.filename}: {e.strerror}"
+        elif "Connection closed by peer" in str(e) or "Connection reset by peer" in str(e):
+            message = "another process of this run has died"
+    torch = sys.modules.get("torch")
+    launched = torch is not None and torch.distributed.is_initialized()
+    if message and (first_to_fail(torch) if launched else rank() == 0):
         prefix = f"rank {rank()}: " if rank() else ""
-        lines = [f"{prefix}error: {line}\n" for line in message.splitlines()]
+        lines = [f"{prefix}error: {shown(line, 2000)}\n" for line in message.split("\n") if line]
         sys.stderr.write("".join(lines))  # one write: other ranks may print too
     sys.stdout.flush()
     sys.stderr.flush()
     if launched:
-        for fabric in LAUNCHED:
-            for child in getattr(fabric.strategy.launcher, "procs", []):
-                child.kill()
-        os._exit(code)  # no teardown: it would wait for ranks that wait for us
+        end(code)
     sys.exit(code)
+
+
+# `python kto.py`, but neither a test nor a notebook
+if getattr(sys.modules["__main__"], "__spec__", 0) is None and sys.argv[0].endswith(".py"):
+    with contextlib.suppress(ValueError):  # a thread may not
+        for _number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(_number, _at_once)

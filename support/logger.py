@@ -3,57 +3,95 @@
 Rank 0 writes; on the others every method does nothing.
 """
 
+import contextlib
 import csv
+import errno
+import hashlib
 import io
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from support.checkpoint import write_json
+from support.checkpoint import write_atomically, write_json
 from support.devices import say
-from support.errors import BadInput, rank
+from support.errors import BadInput, rank, shown, writing
 from support.optim import Plan
 from support.settings import Run
 
+TABLES = ("metrics.csv", "val.csv")
 SHOWN = ("loss", "kl", "rewards/margins", "tokens/s")
 
 
 class Csv:
-    """Rows by step, flushed a line at a time. On resume, rows after the checkpoint are cut, a torn
-    last line too."""
+    """Rows by step, flushed a line at a time. `kept`: what a resume goes on from, see `claimed`."""
 
-    def __init__(self, path: Path, resume_step: int | None):
-        self.names = None
-        old = resume_step is not None and path.exists()
-        lines = path.read_text().split("\n") if old else [""]
-        if len(lines) > 1 and lines[0]:  # else the kill came before the first line was whole
-            self.names = next(csv.reader(lines[:1]))
-            rows = [r for r in csv.reader(lines[1:-1]) if len(r) == len(self.names)]
-            kept = [r for r in rows if int(r[0]) <= resume_step]
-            tmp = path.with_suffix(".tmp")
-            tmp.write_text("".join(map(self._line, [self.names, *kept])))
-            tmp.replace(path)
-        self.file = open(path, "a" if self.names else "w")
+    def __init__(self, path: Path, kept: bytes = b""):
+        self.path, self.names = path, None
+        self.rows, self.hash = kept.count(b"\n"), hashlib.sha256(kept)
+        if kept:
+            self.names = next(csv.reader(kept.decode().split("\n")[:1]))
+            write_atomically(path, kept)
+        with writing(path):
+            self.file = open(path, "ab" if kept else "wb")
 
-    def _line(self, values) -> str:
+    @contextlib.contextmanager
+    def _writing(self):
+        """Fails where the run's folder has been moved away or deleted, too."""
+        with writing(self.path):
+            if not os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
+                raise FileNotFoundError(errno.ENOENT, "another file stands there now")
+            yield
+
+    def _write(self, values) -> None:
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerow(values)
-        return out.getvalue()
+        line = out.getvalue().encode()
+        with self._writing():
+            self.file.write(line)
+            self.file.flush()
+        self.hash.update(line)
+        self.rows += 1
 
     def row(self, values: dict) -> None:
         if self.names is None:
             self.names = list(values)
-            self.file.write(self._line(self.names))
+            self._write(self.names)
         cells = [values.get(n) for n in self.names]
-        self.file.write(self._line("" if x is None else x for x in cells))
-        self.file.flush()
+        self._write("" if x is None else x for x in cells)
 
-    def sync(self) -> None:
-        """To the disk, before a checkpoint claims these steps."""
-        os.fsync(self.file.fileno())
+    def sync(self) -> list:
+        """To the disk. -> [lines, their hash], which a checkpoint claims."""
+        with self._writing():
+            os.fsync(self.file.fileno())
+        return [self.rows, self.hash.hexdigest()]
+
+
+def claimed(path: Path, claim: list | None, found: Path) -> bytes:
+    """The lines of a file that a checkpoint claims: those after it are written again. Lines that
+    stand twice or are no rows are left out. Raises BadInput where a claimed one is missing."""
+    n, expected = claim or (0, "")
+    try:
+        lines = path.read_bytes().splitlines(keepends=True) if n else []
+    except OSError:
+        lines = []
+    whole = (x for x in lines if x.endswith(b"\n") and b"\0" not in x)
+    rows = dict.fromkeys(x for x in whole if x.count(b",") == lines[0].count(b","))
+    for some in (lines, list(rows)):
+        kept = b"".join(some[:n])
+        if not n or hashlib.sha256(kept).hexdigest() == expected:
+            if some is not lines:
+                say(f"{path}: lines that stand twice or are no rows are left out")
+            return kept
+    here = ", ".join(re.findall(r"^(\d+),", b"".join(rows).decode(errors="replace"), re.M))
+    raise BadInput(
+        f"resume: {path}: not the {n - 1} rows that {found.name} was saved with (here are steps "
+        f"{shown(here, 200) or 'none'}); put the file back, or go on elsewhere: --resume {found} "
+        "--out_dir <a new folder>"
+    )
 
 
 # ---- trackers -----------------------------------------------------------------------------------
@@ -164,13 +202,13 @@ class Progress:
 class Logger:
     """All that a run writes between steps, but for checkpoints."""
 
-    def __init__(self, cfg: Run, resume_step: int | None):
+    def __init__(self, cfg: Run, kept: list[bytes] | None = None):
         self.main, self.cfg, self.out = rank() == 0, cfg, Path(cfg.out_dir)
         self.progress = None
         if self.main:
-            self.metrics = Csv(self.out / "metrics.csv", resume_step)
-            self.val = Csv(self.out / "val.csv", resume_step)
-            self.tracker = make_tracker(cfg, self.out, resume_step is not None)
+            files = zip((self.out / name for name in TABLES), kept or (b"", b""))
+            self.metrics, self.val = (Csv(path, lines) for path, lines in files)
+            self.tracker = make_tracker(cfg, self.out, kept is not None)
 
     def begin(self, plan: Plan, n: int, batch_size: int, start: int) -> None:
         """Before the first step of the first iteration, which learns from n examples."""
@@ -219,16 +257,16 @@ class Logger:
             row |= {"label": e.label, "weight": e.weight, **e.extra}
             rows.append(row | {name: column[i].item() for name, column in columns.items()})
         path = self.out / f"examples-{step}.csv"
-        table = Csv(path, None)
+        table = Csv(path)
         for row in rows:
             table.row(row)
         table.file.close()
         self.progress.say(f"examples of step {step}, largest loss first: {path}")
 
-    def sync(self) -> None:
-        if self.main:
-            self.metrics.sync()
-            self.val.sync()
+    def sync(self) -> dict[str, list]:
+        """To the disk, before a checkpoint claims these steps. -> what it claims"""
+        files = (self.metrics, self.val) if self.main else ()
+        return {file.path.name: file.sync() for file in files}
 
     def close(self) -> None:
         if self.main:

@@ -15,7 +15,8 @@ from litgpt.scripts import convert_lit_checkpoint as to_hf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from support.errors import BadInput
+from support.checkpoint import MODEL, verify
+from support.errors import BadInput, given
 from support.records import local
 
 
@@ -29,6 +30,9 @@ def fetch(source: str, what: str = "model") -> Path:
             raise BadInput(f"{what}: {source}: {why}")
         folder = folder / "final"
     if folder.is_dir():
+        if (folder / "manifest.json").exists() and (fault := verify(folder, MODEL)):
+            advice = "if you changed it yourself, delete manifest.json"
+            raise BadInput(f"{what}: {folder}: {fault}; {advice}")
         return folder
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", source):
         raise BadInput(f"{what}: {source}: no such folder")
@@ -278,14 +282,20 @@ def export(state: dict, source: Path, out: Path) -> None:
     if tied:
         weights.pop("lm_head.weight", None)
     weights = {name: x.contiguous() for name, x in weights.items()}
-    out.mkdir(parents=True, exist_ok=True)
+    copy_files(source, out)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors creates it for its owner only
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_files(source: Path, out: Path) -> None:
+    """What a folder holds besides weights and config."""
     names = "tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|generation_config"
+    out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if re.match(names, file.name) and source != out:
-            shutil.copyfile(file, out / file.name)
+        if re.match(names, file.name) and file.is_file() and source != out:
+            with given("model", file):
+                shutil.copyfile(file, out / file.name)
 
 
 def fingerprint(state: dict) -> str:

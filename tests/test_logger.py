@@ -23,9 +23,17 @@ import model
 from evaluate import Evaluator
 from support.checkpoint import RunState, write_json
 from support.devices import say
-from support.errors import BadInput
+from support.errors import BadInput, Failed
 from support.examples import Example
-from support.logger import Csv, Logger, Progress, before_and_after, make_tracker, wilson
+from support.logger import (
+    Csv,
+    Logger,
+    Progress,
+    before_and_after,
+    claimed,
+    make_tracker,
+    wilson,
+)  # fmt: skip
 from support.settings import Data, Eval
 from support.throughput import Throughput, least_passes
 
@@ -39,64 +47,127 @@ def run_settings(out: Path, **kw) -> kto.Settings:
 # ---- metrics.csv ---------------------------------------------------------------------------------
 
 
-def write(path, resume_step, *rows) -> None:
-    file = Csv(path, resume_step)
+def write(path, *rows, kept: bytes = b"") -> list:
+    """-> what a checkpoint after these rows claims"""
+    file = Csv(path, kept)
     for row in rows:
         file.row(row)
-    file.sync()
+    claim = file.sync()
     file.file.close()
+    return claim
 
 
-def test_a_resume_keeps_the_rows_up_to_its_step_and_goes_on_after_them(tmp_path):
+FOUND = Path("out/run/checkpoints/step-00000002")
+
+
+def test_a_resume_keeps_the_rows_that_its_checkpoint_claims_and_goes_on_after_them(tmp_path):
     path = tmp_path / "m.csv"
-    write(path, None, *({"step": i, "loss": i / 7} for i in range(5)))
-    write(path, 2, {"step": 3, "loss": 0.5})
+    rows = [{"step": i, "loss": i / 7} for i in range(5)]
+    claim = write(path, *rows[:3])
+    whole = path.read_bytes()
+    write(path, *rows[3:], kept=whole)
+    kept = claimed(path, claim, FOUND)
+    assert claim[0] == 4 and kept == whole, "a header and three rows"
+    again = write(path, {"step": 3, "loss": 0.5}, kept=kept)
     lines = path.read_text().splitlines()
     assert lines == ["step,loss", "0,0.0", f"1,{1 / 7}", f"2,{2 / 7}", "3,0.5"]
+    assert claimed(path, again, FOUND) == path.read_bytes(), "the hash goes on too"
     assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
 
 
-def test_a_torn_last_line_is_dropped_whatever_it_says(tmp_path):
+def test_what_follows_the_claimed_rows_is_cut_whatever_it_says(tmp_path):
     path = tmp_path / "m.csv"
-    for torn in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0"):
-        path.write_text(f"step,loss\n1,0.1\n{torn}")
-        write(path, 9, {"step": 2, "loss": 0.25})
-        whole = "step,loss\n1,0.1\n2,0.25\n"
-        assert path.read_text() == whole, "a whole-looking line without its end may lack digits"
+    claim = write(path, {"step": 1, "loss": 0.1})
+    for torn in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0", "\xff"):
+        path.write_bytes(b"step,loss\n1,0.1\n" + torn.encode("latin-1"))
+        write(path, {"step": 2, "loss": 0.25}, kept=claimed(path, claim, FOUND))
+        assert path.read_text() == "step,loss\n1,0.1\n2,0.25\n", "it may lack digits"
+
+
+ROWS = b"step,loss\n1,0.5\n2,0.25\n"
+DAMAGES = {
+    "empty": b"",
+    "cut": ROWS[:-4],
+    "a row lost": b"step,loss\n2,0.25\n",
+    "NULs": ROWS.replace(b"2,", b"\0\0"),
+    "a flipped header": ROWS.replace(b"loss", b"lorr"),
+    "a flipped digit": ROWS.replace(b"25", b"26"),
+    "not UTF-8": ROWS.replace(b"0.5", b"\xff.5"),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "gone", "a directory", "a dangling link"])
+def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(tmp_path, damage):
+    path = tmp_path / "m.csv"
+    claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
+    assert path.read_bytes() == ROWS and claimed(path, claim, FOUND) == ROWS
+    path.unlink()
+    if damage in DAMAGES:
+        path.write_bytes(DAMAGES[damage])
+    elif damage == "a directory":
+        path.mkdir()
+    elif damage == "a dangling link":
+        path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BadInput) as e:
+        claimed(path, claim, FOUND)
+    here = {"a row lost": "2", "a flipped digit": "1, 2", "cut": "1", "NULs": "1"}
+    here |= {"a flipped header": "1, 2", "not UTF-8": "1, 2"}
+    assert str(e.value) == (
+        f"resume: {path}: not the 2 rows that step-00000002 was saved with (here are steps "
+        f"{here.get(damage, 'none')}); put the file back, or go on elsewhere: --resume {FOUND} "
+        "--out_dir <a new folder>"
+    )
+    assert claimed(path, [0, "any"], FOUND) == b"" == claimed(path, None, FOUND), "none is claimed"
+
+
+def test_rows_that_stand_twice_and_lines_that_are_none_are_left_out_and_it_is_said(
+    tmp_path, capsys
+):
+    path = tmp_path / "m.csv"
+    claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
+    path.write_bytes(b"step,loss\n1,0.5\n1,0.5\n\0\0\nwords\n2,0.25\n3,0.1\n")
+    assert claimed(path, claim, FOUND) == ROWS
+    assert (
+        capsys.readouterr().out == f"{path}: lines that stand twice or are no rows are left out\n"
+    )
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    file = Csv(tmp_path / "m.csv", None)
+    file = Csv(tmp_path / "m.csv")
     file.row({"step": 1, "loss": 0.5})
     assert (tmp_path / "m.csv").read_text() == "step,loss\n1,0.5\n", "a kill now must not lose it"
     file.file.close()
 
 
-@pytest.mark.parametrize("torn", ["", "step", "step,lo", "\n"])
-def test_without_a_whole_first_line_it_starts_anew(tmp_path, torn):
-    (tmp_path / "m.csv").write_text(torn)
-    write(tmp_path / "m.csv", 3, {"step": 4, "loss": 0.5, "kl": 1.0})
-    assert (tmp_path / "m.csv").read_text() == "step,loss,kl\n4,0.5,1.0\n"
-
-
-def test_a_header_alone_is_kept_and_a_missing_file_made(tmp_path):
-    (tmp_path / "m.csv").write_text("step,loss\n")
-    for name in ("m.csv", "new.csv"):
-        write(tmp_path / name, 3, {"step": 4, "loss": 0.5})
-        assert (tmp_path / name).read_text() == "step,loss\n4,0.5\n"
+@pytest.mark.parametrize("how", ["renamed", "gone", "another"])
+def test_a_file_that_is_no_longer_there_fails_at_the_next_row_and_at_the_next_save(tmp_path, how):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = Csv(folder / "m.csv")
+    file.row({"step": 1, "loss": 0.5})
+    folder.rename(tmp_path / "elsewhere") if how != "gone" else (folder / "m.csv").unlink()
+    if how == "another":
+        folder.mkdir()
+        (folder / "m.csv").touch()
+    why = "another file stands there now" if how == "another" else "No such file or directory"
+    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {why}$"):
+        file.row({"step": 2, "loss": 0.5})
+    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {why}$"):
+        file.sync()
+    file.file.close()
 
 
 def test_a_new_run_overwrites_what_an_unsaved_one_left(tmp_path):
     (tmp_path / "m.csv").write_text("step,other\n1,2\n")
-    write(tmp_path / "m.csv", None, {"step": 1, "loss": 0.5})
+    write(tmp_path / "m.csv", {"step": 1, "loss": 0.5})
     assert (tmp_path / "m.csv").read_text() == "step,loss\n1,0.5\n"
 
 
 def test_columns_stay_where_the_first_row_put_them_and_none_is_empty(tmp_path):
     path = tmp_path / "m.csv"
     first, second = {"step": 1, "loss": None, "kl": 0.0}, {"kl": 2.0, "step": 2, "loss": 3.0}
-    write(path, None, first, second)
-    write(path, 2, {"step": 3, "kl": 4.0})
+    write(path, first, second)
+    write(path, {"step": 3, "kl": 4.0}, kept=path.read_bytes())
     whole = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
     assert path.read_text() == whole, "0.0 is a value, None is none"
 
@@ -104,8 +175,8 @@ def test_columns_stay_where_the_first_row_put_them_and_none_is_empty(tmp_path):
 def test_numbers_come_back_to_the_bit(tmp_path):
     numbers = [0.1 + 0.2, 1 / 3, 1e-300, 5e-324, -0.0, math.pi * 1e20, 123456789.123456789]
     numbers.append(math.inf)
-    write(tmp_path / "m.csv", None, *({"step": i, "x": x} for i, x in enumerate(numbers)))
-    write(tmp_path / "m.csv", len(numbers))  # rewritten once
+    write(tmp_path / "m.csv", *({"step": i, "x": x} for i, x in enumerate(numbers)))
+    write(tmp_path / "m.csv", kept=(tmp_path / "m.csv").read_bytes())  # rewritten once
     back = [float(row["x"]) for row in rows(tmp_path / "m.csv")]
     assert list(map(repr, back)) == list(map(repr, numbers))
 
@@ -486,6 +557,8 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
     values = [0.5, 0.4, 0.6, 0.3, 0.7]
     assert best_of("loss", values) == best_of("kl", values) == [1, 3]
     assert best_of("accuracy", values) == [1, 2, 4]
+    assert best_of("loss", [0.5, math.nan, 0.4, math.nan]) == [2], "NaN is no value"
+    assert best_of("accuracy", [0.5, math.nan, 0.4]) == [2]
     tie = best_of("loss", [0.1, 0.5, 0.5])
     assert tie == [1], "step 0 has no checkpoint, and a tie changes nothing"
     assert best_of(None, values) == []
