@@ -15,6 +15,7 @@ import torch
 from data import pack
 from model import KVCache
 from support.errors import BadInput, run_cli
+from support.records import Record
 from support.settings import Sampling
 from support.tokenizer import Tokenizer
 
@@ -79,6 +80,7 @@ class _Sampler:
     def __init__(self, fabric, policy, tokenizer: Tokenizer, args: Sampling, seed: int):
         self.fabric, self.policy, self.tokenizer = fabric, policy, tokenizer
         self.args, self.seed = args, seed
+        self.stops = torch.tensor(tokenizer.stops, device=fabric.device)
         self.context = getattr(policy, "module", policy).max_seq_length
 
     def answer(self, prompts, index: list[int], answer_PT) -> None:
@@ -102,13 +104,13 @@ class _Sampler:
                     seen_BV[packed.example_N, packed.token_N] = True
                 logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
             if t < args.min_new_tokens:
-                logits_BV[:, self.tokenizer.eos] = -torch.inf
+                logits_BV[:, self.stops] = -torch.inf
             new_B = choose(logits_BV, u_BT[:, t], args)
             if seen_BV is not None:
                 seen_BV[torch.arange(len(new_B), device=device), new_B] = True
             if not dummy:
                 answer_PT[row_B, t] = torch.where(t < room_B, new_B, -1)
-            done_B = (new_B == self.tokenizer.eos) | (t + 1 >= room_B)
+            done_B = torch.isin(new_B, self.stops) | (t + 1 >= room_B)
             if args.stop and not dummy:
                 done_B = done_B | self._stopped(answer_PT[row_B, : t + 1])
             if self._all_ranks(dummy or bool(done_B.all())):
@@ -143,7 +145,7 @@ def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
 
 def text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> str:
     """A completion as text: without its EOS, up to the first stop text."""
-    whole = tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos else ids)
+    whole = tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.stops else ids)
     found = [at for x in stop if (at := whole.find(x)) >= 0]
     return whole[: min(found, default=len(whole))]
 
@@ -197,12 +199,12 @@ def main() -> None:
     args = parse_ask()
     folder = fetch(args.model)
     policy, tokenizer = model.load(folder), Tokenizer(folder)
-    texts = args.prompt
-    if tokenizer.template and not args.plain:
-        chats = [[{"role": "user", "content": p}] for p in texts]
-        render = tokenizer.template.render
-        texts = [render(messages=chat, add_generation_prompt=True) for chat in chats]
-    ids = [np.array(tokenizer.prompt(x), dtype="int32") for x in tokenizer.encode(texts)]
+    texts, chat = args.prompt, tokenizer.template and not args.plain
+    if chat:  # a template writes its own BOS
+        records = [Record([{"role": "user", "content": p}], [], None) for p in texts]
+        texts = [tokenizer.render(record)[0] for record in records]
+    encoded = tokenizer.encode(texts)
+    ids = [np.array(x if chat else tokenizer.prompt(x), dtype="int32") for x in encoded]
     context, lengths = policy.max_seq_length, [len(x) for x in ids]
     if not all(0 < n < context for n in lengths):
         raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {lengths}")
