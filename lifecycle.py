@@ -41,7 +41,7 @@ class Lifecycle:
         self.needs_reference = any(o.needs_reference or o.kl_pairs for o in both)
         self.folder = fetch(cfg.model)
         arguments, *_ = read_config(self.folder)  # what could not be exported is refused here
-        self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template)
+        self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template, cfg.data.date)
         cfg = resolve(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))
         kinds = objective.records, self.validation.records
         self.examples = splits(cfg.data, self.tokenizer, *kinds, say)

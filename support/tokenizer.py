@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import re
 import signal
@@ -135,14 +136,14 @@ class Tokenizer:
         self.stops = (self.eos, *(i for i in _model_ids(folder, "eos") if i != self.eos))
         self.template = self._template(folder, chat_template, date)
 
-    def _text(self, name: str) -> str | None:
+    def text(self, name: str) -> str | None:
         """A special token's text: a string in the file, or an object that holds it."""
         token = self.config.get(name)
         return token.get("content") if isinstance(token, dict) else token
 
     def _special(self, folder: Path, name: str) -> int | None:
         """The id of BOS or EOS: by the tokenizer's files, else the model's (GPT-2 on the Hub)."""
-        if (token := self._text(f"{name}_token")) is not None:
+        if (token := self.text(f"{name}_token")) is not None:
             if (known := self.processor.token_to_id(token)) is None:
                 why = f"{name}_token: {token!r} is no token of tokenizer.json"
                 raise BadInput(f"{folder}/tokenizer_config.json: {why}")
@@ -162,6 +163,7 @@ class Tokenizer:
             today = date and Date.fromisoformat(date)
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise BadInput(f"data: {chat_template or folder}: chat template or date: {e}") from None
+        self.source = text
         if text is None:
             return None
 
@@ -177,7 +179,7 @@ class Tokenizer:
         if today:  # not the day's own date: it would make runs differ
             env.globals["strftime_now"] = today.strftime
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            env.globals[name] = self._text(name) or ""
+            env.globals[name] = self.text(name) or ""
         try:
             return env.from_string(text)
         except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or it is no text
@@ -240,10 +242,15 @@ class Tokenizer:
 
     def same(self, other: "Tokenizer") -> bool:
         """Whether both turn every text into the same ids."""
-        if self.fast != other.fast:
-            return False
-        form = "to_str" if self.fast else "serialized_model_proto"
-        return getattr(self.processor, form)() == getattr(other.processor, form)()
+        return self.fast == other.fast and self._model() == other._model()
+
+    def _model(self) -> str | bytes:
+        return self.processor.to_str() if self.fast else self.processor.serialized_model_proto()
+
+    def identity(self) -> str:
+        """A hash of all that turns records into ids."""
+        of = [self._model(), self.bos, self.eos, self.adds_bos, self.source, self.config]
+        return hashlib.sha256(repr([*of, tokenizers.__version__]).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> Iterator[list[int]]:
         """Token ids, nothing added. Some at a time: an encoding also holds text and offsets."""
