@@ -248,3 +248,10 @@ def pack(prompts, completions, score_prompt: bool = False) -> PackedBatch:
         start += size
     arrays = [torch.from_numpy(np.concatenate(x).astype(np.int64)) for x in columns]
     return PackedBatch(*arrays, torch.tensor(length), tuple(parts))
+
+
+if __name__ == "__main__":  # python data.py FILE [--model M]: a file as a run would see it
+    from support.errors import run_cli
+    from support.preview import main
+
+    run_cli(main)

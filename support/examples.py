@@ -116,7 +116,7 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
     """Of one source, some records at a time: texts take more room than token ids."""
     faults, waiting, made = [], [], Loaded([], Counter(), ())
     ignored: dict[str, None] = {}
-    for where, raw in read(source, limits.extra_fields, _columns(limits.columns)):
+    for where, raw in read(source, limits.extra_fields, columns(limits.columns)):
         try:
             for record in _records(raw, kind, limits):
                 waiting.append((where, record, *_rendered(record, tokenizer, limits)))
@@ -137,7 +137,7 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
     return made._replace(ignored=tuple(ignored))
 
 
-def _columns(given: str | None) -> list[tuple[str, str]]:
+def columns(given: str | None) -> list[tuple[str, str]]:
     """`prompt=question,label=good` -> (a column of the source, our name for it)."""
     pairs = [pair.strip().split("=") for pair in (given or "").split(",") if pair.strip()]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):

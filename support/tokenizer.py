@@ -27,13 +27,15 @@ MARK = "\ue000"  # a private character: no token merges with it, no template loo
 PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
 
 
-def _json(file: Path) -> dict:
+def model_file(folder: Path, name: str) -> dict:
+    """What a JSON file of a model's folder holds; nothing if it is not there. Raises BadInput."""
+    file = folder / name
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as e:
-        raise BadInput(f"{file}: {e}") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from None
     if not isinstance(found, dict):
         raise BadInput(f"{file}: expected an object, got {short(found)}")
     return found
@@ -42,7 +44,7 @@ def _json(file: Path) -> dict:
 def _model_ids(folder: Path, name: str) -> list[int]:
     """The ids of EOS or BOS that the model itself names: one, several or none."""
     for file in ("generation_config.json", "config.json"):
-        if (i := _json(folder / file).get(f"{name}_token_id")) is not None:
+        if (i := model_file(folder, file).get(f"{name}_token_id")) is not None:
             return i if isinstance(i, list) else [i]
     return []
 
@@ -98,7 +100,7 @@ class Tokenizer:
     adds one itself. `date`: what a template's strftime_now knows. Raises BadInput."""
 
     def __init__(self, folder: Path, chat_template: str | None = None, date: str | None = None):
-        self.config = _json(folder / "tokenizer_config.json")
+        self.config = model_file(folder, "tokenizer_config.json")
         self.fast = (folder / "tokenizer.json").is_file()
         try:
             if self.fast:
@@ -202,12 +204,16 @@ class Tokenizer:
             with _at_most(RENDER_SECONDS):
                 head = self.rendered(prompt, True, **more)
                 behind = [self._behind(head, prompt, a, more) for a in answers]
+                given = [x for m in [*prompt, *answers] for x in m.get("tool_calls") or ()]
+                names = [x.get("function", x)["name"] for x in [*given, *(record.tools or ())]]
         except Fault:
             raise
         except Exception as e:  # a template is a program: anything may come out of it
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             hint = " (data.date gives it a day)" if "strftime_now" in reason else ""
             raise Fault(f"chat template: {reason}{hint}") from None
+        if lost := [name for name in names if str(name) not in head + "".join(behind)]:
+            raise Fault(f"tools: the chat template does not write {short(lost[0])} anywhere")
         return head, behind, True
 
     def rendered(self, messages: list[dict], generation: bool, **more) -> str:
@@ -297,6 +303,12 @@ class Tokenizer:
     def prompt(self, ids: list[int]) -> list[int]:
         """With BOS in front, once, if this tokenizer adds one."""
         return [self.bos, *ids] if self.adds_bos and ids[:1] != [self.bos] else ids
+
+    def piece(self, i: int) -> str:
+        """One token as the vocabulary has it, in print."""
+        known = self.processor.id_to_token if self.fast else self.processor.id_to_piece
+        piece = known(i) or f"<{i}>"
+        return piece if piece.isprintable() else repr(piece)[1:-1]
 
     def decode(self, ids) -> str:
         return self.processor.decode([int(i) for i in ids])
