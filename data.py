@@ -323,3 +323,10 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     longest = tuple(int(x.max()) for x in (queries_BK, own_BK, keys_BK))
     tensors = _views(buffer, [x.shape for x in columns])
     return PackedBatch(*tensors, tuple(map(tuple, parts_BK.tolist())), longest, buffer)
+
+
+if __name__ == "__main__":  # python data.py FILE [--model M]: a file as a run would see it
+    from support.errors import run_cli
+    from support.preview import main
+
+    run_cli(main)

@@ -16,6 +16,7 @@ from data import moved, pack
 from model import KVCache
 from support.devices import all_reduce, free_memory, gathered
 from support.errors import BadInput, run_cli
+from support.records import Record
 from support.settings import Sampling
 from support.tokenizer import Tokenizer
 
@@ -97,6 +98,7 @@ class _Sampler:
         self.fabric, self.policy, self.tokenizer = fabric, policy, tokenizer
         self.module = getattr(policy, "module", policy)
         self.args, self.seed = args, seed
+        self.stops = torch.tensor(tokenizer.stops, device=fabric.device)
         self.context = self.module.max_seq_length
 
     def rows_at_once(self, prompts, max_new: int) -> int:
@@ -131,13 +133,13 @@ class _Sampler:
                     seen_BV[packed.example_N, packed.token_N] = True
                 logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
             if t < args.min_new_tokens:
-                logits_BV[:, self.tokenizer.eos] = -torch.inf
+                logits_BV[:, self.stops] = -torch.inf
             new_B = choose(logits_BV, u_BT[:, t], args)
             if seen_BV is not None:
                 seen_BV[torch.arange(len(new_B), device=device), new_B] = True
             if not dummy:
                 answer_PT[row_B, t] = torch.where(t < room_B, new_B, -1)
-            done_B = (new_B == self.tokenizer.eos) | (t + 1 >= room_B)
+            done_B = torch.isin(new_B, self.stops) | (t + 1 >= room_B)
             if args.stop and not dummy:
                 done_B = done_B | self._stopped(answer_PT[row_B, : t + 1])
             keep = [i for i, done in enumerate(done_B.tolist()) if not done]
@@ -174,7 +176,7 @@ def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
 
 def text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> str:
     """A completion as text: without its EOS, up to the first stop text."""
-    whole = tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos else ids)
+    whole = tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.stops else ids)
     found = [at for x in stop if (at := whole.find(x)) >= 0]
     return whole[: min(found, default=len(whole))]
 
@@ -230,12 +232,12 @@ def main() -> None:
     fabric = Fabric(devices=1)
     dtype = torch.bfloat16 if fabric.device.type == "cuda" else torch.float32
     policy, tokenizer = model.load(folder, dtype=dtype), Tokenizer(folder)
-    texts = args.prompt
-    if tokenizer.template and not args.plain:
-        chats = [[{"role": "user", "content": p}] for p in texts]
-        render = tokenizer.template.render
-        texts = [render(messages=chat, add_generation_prompt=True) for chat in chats]
-    ids = [np.array(tokenizer.prompt(x), dtype="int32") for x in tokenizer.encode(texts)]
+    texts, chat = args.prompt, tokenizer.template and not args.plain
+    if chat:  # a template writes its own BOS
+        records = [Record([{"role": "user", "content": p}], [], None) for p in texts]
+        texts = [tokenizer.render(record)[0] for record in records]
+    encoded = tokenizer.encode(texts)
+    ids = [np.array(x if chat else tokenizer.prompt(x), dtype="int32") for x in encoded]
     context, lengths = policy.max_seq_length, [len(x) for x in ids]
     if not all(0 < n < context for n in lengths):
         raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {lengths}")

@@ -50,7 +50,7 @@ class Lifecycle:
             head = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
             say(Estimate(cfg, make, tied, self.needs_reference, head).table())
             raise SystemExit(0)
-        self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template)
+        self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template, cfg.data.date)
         cfg = resolve(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))
         kinds = objective.records, self.validation.records
         with given("data", cfg.data.train):

@@ -71,7 +71,7 @@ def main() -> None:
     padded = torch.zeros(ROWS, width, dtype=torch.long)
     for row, p in zip(padded, prompts):
         row[: len(p)] = torch.from_numpy(p.astype("int64"))
-    fabric, tokenizer = Fabric(accelerator="cpu", devices=1), SimpleNamespace(eos=EOS)
+    fabric, tokenizer = Fabric(accelerator="cpu", devices=1), SimpleNamespace(stops=(EOS,))
     args = Sampling(batch_size=ROWS)
 
     def a(seed):

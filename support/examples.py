@@ -3,16 +3,18 @@
 import dataclasses
 import gc
 import hashlib
+import json
 import math
 from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
+from support import cache
 from support.errors import BadInput
-from support.records import Fault, read, understand
+from support.records import Fault, Record, read, sources, understand
 from support.settings import Data
-from support.tokenizer import Tokenizer
+from support.tokenizer import ENCODE_TEXTS, Endless, Tokenizer
 
 
 class Example(NamedTuple):
@@ -42,44 +44,25 @@ class Loaded(NamedTuple):
 
 
 def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
-    """All examples of a source. `kind`: rated (a pair becomes two), paired, demonstrations, prompts
-    (distinct ones, whatever else their records hold).
+    """All examples of one or more sources. `kind`: rated (a pair becomes two), paired,
+    demonstrations, prompts (distinct ones, whatever else their records hold).
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
-    faults, texts, records = [], [], []
-    for where, raw in read(source, limits.extra_fields):
-        try:
-            record, prompt, completions, chat = _rendered(raw, tokenizer, kind, limits)
-        except (Fault, RecursionError) as e:
-            faults.append(" ".join(f"{where}: {e}".splitlines()))
-            if len(faults) == 20:
-                break
-            continue
-        records.append((where, record, chat, len(completions)))
-        texts += [prompt, *completions]
-    if faults:
-        raise BadInput("\n".join(faults))
-    if not records:
-        raise BadInput(f"{source}: no records")
-    ids = tokenizer.encode(texts)
-    examples, cuts, ignored = [], Counter(), {}
-    for where, record, chat, n in records:
-        prompt = _cut_prompt(tokenizer.prompt(next(ids)), tokenizer.bos, limits.max_prompt, cuts)
-        end = [] if chat else [tokenizer.eos]
-        completions = [
-            _cut_completion([*next(ids), *end], limits.max_completion, cuts) for _ in range(n)
-        ]
-        if not len(prompt) or not all(map(len, completions)):  # a normaliser may leave nothing
-            what = "completion" if len(prompt) else "prompt"
-            raise BadInput(f"{where}: {what}: not empty, but no tokens are left of it")
-        rest = (record.rewards, where, record.weight, record.extra)
-        if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
-            rest = ((None, None), *rest[1:])
-            examples += [Example(prompt, (c,), i == 0, *rest) for i, c in enumerate(completions)]
-        else:
-            examples.append(Example(prompt, tuple(completions), record.label is not False, *rest))
-        ignored |= dict.fromkeys(record.ignored)
+    mix, cuts, ignored = [], Counter(), {}
+    for files, weight in sources(source):
+        mix.append(([], weight))
+        for file in files:
+            one = _load(file, tokenizer, kind, limits)
+            mix[-1][0].extend(one.examples)
+            cuts.update(one.cuts)
+            ignored |= dict.fromkeys(one.ignored)
+    # weights are shares of the longest mix that repeats nothing, taken evenly over each source
+    shortest = min(len(found) / (weight or 1) for found, weight in mix)
+    examples = []
+    for found, weight in mix:
+        n = round(weight * shortest) if weight else len(found)
+        examples += found if n == len(found) else [found[i * len(found) // n] for i in range(n)]
     if kind == "prompts":
         first: dict[bytes, Example] = {}
         for e in examples:
@@ -88,13 +71,127 @@ def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     return Loaded(examples, cuts, tuple(ignored))
 
 
-def _rendered(raw, tokenizer: Tokenizer, kind: str, limits: Data):
-    """A raw record understood, and its texts. Raises Fault."""
+def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
+    """Of one source, from the cache if it is there."""
+    file = cache.file_for(source, tokenizer, kind, limits)
+    if file and (arrays := cache.read(file)):
+        return _from_arrays(source, **arrays)
+    loaded = _tokenised(source, tokenizer, kind, limits)
+    if file:
+        cache.write(file, _to_arrays(source, loaded))
+    return loaded
+
+
+def _to_arrays(source: str, loaded: Loaded) -> dict[str, np.ndarray]:
+    examples = loaded.examples
+    ids = [x for e in examples for x in (e.prompt, *e.completions)]
+    rewards = [[math.nan if r is None else r for r in e.rewards] for e in examples]
+    extra = [e.extra for e in examples] if examples[0].extra else []
+    where = [e.where.removeprefix(source) for e in examples]
+    text = json.dumps([where, extra, loaded.cuts, loaded.ignored])
+    return dict(
+        tokens=np.concatenate(ids),
+        lengths=np.array([len(x) for x in ids]).reshape(len(examples), -1),
+        numbers=np.array([(e.label, e.weight, *r) for e, r in zip(examples, rewards)]),
+        text=np.frombuffer(text.encode(), np.uint8),
+    )
+
+
+def _from_arrays(source: str, tokens, lengths, numbers, text) -> Loaded:
+    n = len(lengths)
+    ends = lengths.cumsum()
+    bounds = zip((ends - lengths.ravel()).tolist(), ends.tolist())
+    parts = [tokens[a:b] for a, b in bounds]  # views: together they are one array
+    k = lengths.shape[1]
+    completions = zip(*(parts[i::k] for i in range(1, k))) if k > 1 else [()] * n
+    label, weight, *rewards = numbers.T.tolist()
+    pairs = zip(*([None if math.isnan(r) else r for r in column] for column in rewards))
+    where, extra, cuts, ignored = json.loads(text.tobytes())
+    wheres = (source + x for x in where)
+    rest = (map(bool, label), pairs, wheres, weight, extra or ({} for _ in range(n)))
+    return Loaded(list(map(Example, parts[::k], completions, *rest)), Counter(cuts), tuple(ignored))
+
+
+def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
+    """Of one source, some records at a time: texts take more room than token ids."""
+    faults, waiting, made = [], [], Loaded([], Counter(), ())
+    ignored: dict[str, None] = {}
+    for where, raw in read(source, limits.extra_fields, columns(limits.columns)):
+        try:
+            for record in _records(raw, kind, limits):
+                waiting.append((where, record, *_rendered(record, tokenizer, limits)))
+        except (Fault, RecursionError) as e:
+            faults.append(" ".join(f"{where}: {e}".splitlines()))
+            if len(faults) == 20 or isinstance(e, Endless):
+                break
+            continue
+        ignored |= dict.fromkeys(record.ignored)
+        if len(waiting) >= ENCODE_TEXTS and not faults:
+            _encode(waiting, tokenizer, kind, limits, made)
+            waiting = []
+    if faults:
+        raise BadInput("\n".join(faults))
+    _encode(waiting, tokenizer, kind, limits, made)
+    if not made.examples:
+        raise BadInput(f"{source}: no records")
+    return made._replace(ignored=tuple(ignored))
+
+
+def columns(given: str | None) -> list[tuple[str, str]]:
+    """`prompt=question,label=good` -> (a column of the source, our name for it)."""
+    pairs = [pair.strip().split("=") for pair in (given or "").split(",") if pair.strip()]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise BadInput(f"data.columns: expected our name=the source's, by commas; got {given}")
+    return [(theirs, ours) for ours, theirs in pairs]
+
+
+def _records(raw, kind: str, limits: Data) -> list[Record]:
+    """A raw record understood; by data.score_turns all, as one for each of its turns. Raises
+    Fault."""
     if isinstance(raw, Fault):
         raise raw
     record = understand(raw, kind, limits.extra_fields)
+    if limits.score_turns != "all" or record.scored is None:
+        return [record]
+    turns = range(record.scored, len(record.prompt))
+    own = [i for i in turns if record.prompt[i]["role"] == "assistant"]
+    if len(record.completions) == 2:
+        raise Fault("record: a pair has one turn that differs: data.score_turns all has no meaning")
+    if own[:1] == [0]:
+        raise Fault("record: begins with an assistant's turn, which no prompt precedes")
+    one = [record._replace(prompt=record.prompt[:i], completions=[record.prompt[i]]) for i in own]
+    return [*one, record]
+
+
+def _encode(rows: list[tuple], tokenizer: Tokenizer, kind: str, limits: Data, made: Loaded):
+    """(where, record, prompt, completions, chat) as examples at the end of `made`."""
+    encoded = tokenizer.encode_all([(prompt, texts) for _, _, prompt, texts, _ in rows])
+    for (where, record, _, _, chat), (prompt, completions) in zip(rows, encoded):
+        # a template writes what it wants of BOS and EOS
+        prompt = prompt if chat else tokenizer.prompt(prompt)
+        prompt = _cut_prompt(prompt, tokenizer.bos, limits.max_prompt, made.cuts)
+        end = [] if chat else [tokenizer.eos]
+        completions = tuple(
+            _cut_completion([*ids, *end], limits.max_completion, made.cuts) for ids in completions
+        )
+        if not len(prompt) or not all(map(len, completions)):  # a normaliser may leave nothing
+            what = "completion" if len(prompt) else "prompt"
+            raise BadInput(f"{where}: {what}: not empty, but no tokens are left of it")
+        rest = (record.rewards, where, record.weight, record.extra)
+        if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
+            rest = ((None, None), *rest[1:])
+            two = [Example(prompt, (c,), i == 0, *rest) for i, c in enumerate(completions)]
+            made.examples.extend(two)
+        else:
+            good = record.label is not False
+            made.examples.append(Example(prompt, completions, good, *rest))
+
+
+def _rendered(record: Record, tokenizer: Tokenizer, limits: Data) -> tuple[str, list[str], bool]:
+    """A record's texts, no longer than their limits can need, and whether a template made them.
+    Raises Fault."""
     prompt, completions, chat = tokenizer.render(record)
-    if not prompt and not tokenizer.adds_bos:
+    if not prompt and (chat or not tokenizer.adds_bos):
         raise Fault(
             "prompt: empty, and this tokenizer adds no BOS: nothing would predict the first token"
         )
@@ -104,7 +201,17 @@ def _rendered(raw, tokenizer: Tokenizer, kind: str, limits: Data):
         raise Fault("record: half of a surrogate pair (\\ud800-\\udfff) is no text") from None
     if chat and not all(completions):
         raise Fault("completion: the chat template renders it as nothing")
-    return record, prompt, completions, chat
+    if (n := _needed(prompt, limits.max_prompt, tokenizer)) < len(prompt):
+        bos = tokenizer.text("bos_token") or ""
+        prompt = bos * prompt.startswith(bos) + prompt[-n:]
+    return prompt, [c[: _needed(c, limits.max_completion, tokenizer)] for c in completions], chat
+
+
+def _needed(text: str, limit: int, tokenizer: Tokenizer) -> int:
+    """So many characters are more tokens than the limit, or the whole text: 50 MB of it would take
+    a minute and gigabytes to encode."""
+    long = len(text) > 64 * limit  # else not worth a look at the vocabulary
+    return (limit + 1) * tokenizer.widest if long else len(text)
 
 
 def _cut_prompt(ids: list[int], bos: int | None, longest: int, cuts: Counter) -> np.ndarray:
@@ -174,6 +281,8 @@ def table(name: str, examples: list[Example], cuts: Counter, ignored: tuple = ()
 
 def with_limits(d: Data, context: int) -> Data:
     """max_prompt and max_completion filled in, so that both fit the model's context."""
+    if d.score_turns not in ("last", "all"):
+        raise BadInput(f"data.score_turns: expected last or all, got {d.score_turns}")
     longest = d.max_prompt or max(1, min(1024, context // 2, context - (d.max_completion or 1)))
     answer = d.max_completion or min(1024, context - longest)
     if longest + answer > context or answer < 1:

@@ -2,9 +2,12 @@
 A record is understood, or refused by the name of its field (Fault), never guessed."""
 
 import csv
+import glob
+import gzip
 import io
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +16,15 @@ from typing import NamedTuple
 from support.errors import BadInput
 
 LABELS = {"chosen": True, "rejected": False, "desirable": True, "undesirable": False}
+KNOWN = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-RATING = ("label", "preference")
+ROLES |= {"observation": "tool", **{role: role for role in KNOWN}}
+RATING = ("label", "preference", "kto_tag")
 PAIR = ("chosen", "rejected", "chosen_response", "rejected_response")
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+PROMPT = ("prompt", "instruction", "question")
+ANSWER = ("completion", "response", "output")
+DIALOGUE = ("messages", "conversations")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 # the columns of a csv file that are read as JSON; all others are text
 CSV_JSON = (*RATING, "chosen_reward", "rejected_reward", "weight")
 
@@ -29,11 +37,14 @@ class Record(NamedTuple):
     label: bool | None  # None: a pair, or a demonstration
     rewards: tuple[float | None, float | None] = (None, None)  # of a pair's completions, if given
     weight: float = 1.0
+    scored: int | None = None  # from which turn of the prompt on turns are the completion's too
+    tools: list[dict] | None = None  # for the chat template, as
+    template_kwargs: dict = {}  # these are
     extra: dict[str, str | float] = {}  # the fields that data.extra names
     ignored: tuple[str, ...] = ()  # the names of fields that nothing reads
 
 
-class Fault(Exception):
+class Fault(BadInput):
     """`field: reason`, before the file and line are known."""
 
 
@@ -55,10 +66,26 @@ def understand(record, kind: str, extra=()) -> Record:
 
 
 def _form(fields: dict, kind: str) -> Record:
+    system = fields.pop("system", None) or ""
+    more = _json_field(fields, "tools", list), _json_field(fields, "chat_template_kwargs", dict)
     if kind == "prompts":
-        prompt = _dialogue(*_take(fields, "prompt"))
+        record = Record(_prompt(fields), [], None)
         fields.clear()
-        return Record(prompt, [], None)
+    else:
+        record = _completed(fields, kind)
+    if _text(system, "system"):
+        turns = _turns(record.prompt)
+        if turns[0]["role"] == "system":
+            raise Fault("system: given beside a system message: which one is meant?")
+        scored = None if record.scored is None else record.scored + 1
+        turns = [{"role": "system", "content": system}, *turns]
+        record = record._replace(prompt=turns, scored=scored)
+    if any(more) and all(isinstance(x, str) for x in (record.prompt, *record.completions)):
+        raise Fault("tools: no messages here that a chat template would render them with")
+    return record._replace(tools=more[0], template_kwargs=more[1] or {})
+
+
+def _completed(fields: dict, kind: str) -> Record:
     paired, rated = (any(name in fields for name in names) for names in (PAIR, RATING))
     if paired and rated:
         raise Fault("record: both a rating and a pair: which one is meant?")
@@ -77,57 +104,49 @@ def _form(fields: dict, kind: str) -> Record:
 
 
 def _rated(fields: dict) -> Record:
-    label = _take(fields, *RATING)
-    answer = _take(fields, "completion", "response")
-    prompt = _dialogue(*_take(fields, "prompt"))
-    return Record(prompt, [_answer(*answer)], _label(*label))
+    label = _label(*_take(fields, *RATING))
+    if not _has(fields, PROMPT) and _has(fields, DIALOGUE):
+        return _conversation(fields)._replace(label=label)
+    answer = _take(fields, *ANSWER)
+    return _single(_prompt(fields), *answer)._replace(label=label)
 
 
 def _pair(fields: dict) -> Record:
     pair = [_take(fields, name, f"{name}_response") for name in ("chosen", "rejected")]
     rewards = _reward(fields, "chosen_reward"), _reward(fields, "rejected_reward")
-    if "prompt" in fields:
-        prompt = _dialogue(*_take(fields, "prompt"))
-        answers = [_answer(_last_turn(value, prompt, field), field) for value, field in pair]
-        return Record(prompt, answers, None, rewards)
-    # no prompt: it is what two dialogues begin with
+    if not _has(fields, PROMPT) and not _has(fields, DIALOGUE):
+        return _implied(pair)._replace(rewards=rewards)
+    prompt = _prompt(fields) if _has(fields, PROMPT) else _dialogue(*_take(fields, *DIALOGUE))
+    good, bad = (_single(prompt, *x) for x in pair)
+    if good.prompt != bad.prompt:
+        why = "more than one turn after the prompt, and not the same ones as in chosen"
+        raise Fault(f"{pair[1][1]}: {why}")
+    return good._replace(completions=good.completions + bad.completions, rewards=rewards)
+
+
+def _implied(pair) -> Record:
+    """The prompt is what two dialogues begin with."""
     chosen, rejected = (_dialogue(*x) for x in pair)
     texts = str in (type(chosen), type(rejected))
     if texts or len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
         why = "chosen and rejected are not two dialogues that differ in their last turn"
         raise Fault(f"prompt: missing, and {why}")
     answers = [_answer([d[-1]], field) for d, (_, field) in zip((chosen, rejected), pair)]
-    return Record(chosen[:-1], answers, None, rewards)
-
-
-def _last_turn(value, prompt, field: str):
-    """Some sets repeat the prompt in chosen and rejected, also where it is given as a string."""
-    if isinstance(value, list) and len(value) > 1:
-        turns = _dialogue(value, field)
-        before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        if turns[:-1] == before:
-            return [turns[-1]]
-        if before == turns[: len(before)]:
-            raise Fault(f"{field}: more than one turn after the prompt")
-    return value
+    return Record(chosen[:-1], answers, None)
 
 
 def _demonstration(fields: dict) -> Record:
-    if "messages" in fields or "conversations" in fields:
+    if _has(fields, DIALOGUE):
         return _conversation(fields)
-    if "input" in fields and "instruction" in fields:
-        why = "this form would be read as input and output only"
-        raise Fault(f"instruction: {why}: make a prompt of it")
-    if "input" in fields:
+    if "input" in fields and not _has(fields, PROMPT):
         prompt = _text(*_take(fields, "input"))
         return Record(prompt, [_text(*_take(fields, "output"))], None)
-    prompt = _take(fields, "prompt")
-    answer = _take(fields, "completion", "response")
-    return Record(_dialogue(*prompt), [_answer(*answer)], None)
+    prompt = _prompt(fields)
+    return _single(prompt, *_take(fields, *ANSWER))
 
 
 def _conversation(fields: dict) -> Record:
-    value, field = _take(fields, "messages", "conversations")
+    value, field = _take(fields, *DIALOGUE)
     turns = _dialogue(value, field)
     if isinstance(turns, str) or len(turns) < 2:
         raise Fault(f"{field}: expected at least two messages")
@@ -137,9 +156,27 @@ def _conversation(fields: dict) -> Record:
         if turns[-1]["role"] == mask:
             why = f"the last turn is the masked role's ({mask})"
             raise Fault(f"{field}: {why}, so there is nothing to learn")
-    if system := fields.pop("system", None):
-        turns = [{"role": "system", "content": _text(system, "system")}, *turns]
-    return Record(turns[:-1], [_answer([turns[-1]], field)], None)
+    several = any(turn["role"] == "assistant" for turn in turns[:-1])
+    answer = [_answer([turns[-1]], field)]
+    return Record(turns[:-1], answer, None, scored=0 if several else None)
+
+
+def _single(prompt, value, field: str) -> Record:
+    """A prompt and its completion, which may repeat the prompt or hold several turns, as tool use
+    does: the last one is the completion, those before it go to the prompt."""
+    turns = value if isinstance(value, str) else _dialogue(value, field)
+    if isinstance(turns, str):
+        return Record(prompt, [turns], None)
+    before = _turns(prompt)
+    if len(turns) > len(before) and turns[: len(before)] == before:
+        turns = turns[len(before) :]
+    if len(turns) == 1:
+        return Record(prompt, [_answer(turns, field)], None)
+    own = [turn["role"] == "assistant" for turn in turns]
+    if not (own[0] and own[-1]) or any(a and b for a, b in zip(own, own[1:])):
+        why = "expected one assistant message, or others between two of them; more than one turn"
+        raise Fault(f"{field}: {why}: {short(value)}")
+    return Record([*before, *turns[:-1]], [turns[-1]], None, scored=len(before))
 
 
 # ---- one field -----------------------------------------------------------------------------------
@@ -152,6 +189,33 @@ def _take(fields: dict, *names: str) -> tuple[object, str]:
         both = f"{' and '.join(found)}: give one, not both"
         raise Fault(both if found else f"{names[0]}: missing")
     return fields.pop(found[0]), found[0]
+
+
+def _has(fields: dict, names) -> bool:
+    return any(name in fields for name in names)
+
+
+def _prompt(fields: dict) -> str | list[dict]:
+    if "instruction" in fields and fields.pop("input", None):
+        why = "this form would be read as input and output only"
+        raise Fault(f"instruction: {why}: make a prompt of it")
+    return _dialogue(*_take(fields, *PROMPT))
+
+
+def _turns(prompt) -> list[dict]:
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+
+
+def _json_field(fields: dict, field: str, kind: type):
+    """A list or an object, or a text that holds it (a table's columns have one type)."""
+    value = fields.pop(field, None)
+    try:
+        value = json.loads(value or "null") if isinstance(value, str) else value
+    except (ValueError, RecursionError) as e:
+        raise Fault(f"{field}: json: {e}") from None
+    if value is not None and not isinstance(value, kind):
+        raise Fault(f"{field}: expected {kind.__name__}, got {short(value)}")
+    return value
 
 
 def short(value) -> str:
@@ -170,13 +234,27 @@ def _message(value, field: str) -> dict:
     """One turn as {"role", "content"}, from either spelling; other keys are the template's."""
     if not isinstance(value, dict):
         raise Fault(f"{field}: expected a message, got {short(value)}")
-    role = value.get("role", value.get("from"))
-    content = value.get("content", value.get("value"))
-    if not isinstance(role, str) or not isinstance(content, str):
+    role, content = (
+        _either(value, *two, field) for two in (("role", "from"), ("content", "value"))
+    )
+    no_text = content is None and value.get("tool_calls")
+    if not isinstance(role, str) or not (isinstance(content, str) or no_text):
         needs = 'a message needs a string "role" and a string "content"'
         raise Fault(f"{field}: {needs}, got {short(value)}")
-    rest = {k: v for k, v in value.items() if k not in ("role", "from", "content", "value")}
-    return {"role": ROLES.get(role.lower(), role.lower()), "content": content, **rest}
+    if role.lower() not in ROLES:
+        raise Fault(f"{field}: role: expected one of {', '.join(KNOWN)}; got {short(role)}")
+    # null is how a table's row says that it has no such key
+    taken = ("role", "from", "content", "value")
+    rest = {k: v for k, v in value.items() if k not in taken and v is not None}
+    return {"role": ROLES[role.lower()], "content": content, **rest}
+
+
+def _either(value: dict, name: str, other: str, field: str):
+    """What a message has under one of two names."""
+    found = [value[n] for n in (name, other) if value.get(n) is not None]
+    if len(found) == 2 and found[0] != found[1]:
+        raise Fault(f"{field}: {name} and {other} differ: {short(found)}")
+    return found[0] if found else None
 
 
 def _dialogue(value, field: str) -> str | list[dict]:
@@ -201,7 +279,7 @@ def _answer(value, field: str) -> str | dict:
 
 
 def _label(value, field: str) -> bool:
-    if isinstance(value, int) and value in (0, 1):  # or True, False
+    if isinstance(value, int | float) and value in (0, 1):  # or True, False
         return bool(value)
     if isinstance(value, str) and value in LABELS:
         return LABELS[value]
@@ -237,19 +315,75 @@ def local(source: str) -> Path:
     return Path(__file__).parent.parent / source if demo else path
 
 
-def read(source: str, extra=()) -> Iterator[tuple[str, object]]:
-    """(`file:line`, raw record or Fault) for each record of a file or a Hub data set. Columns of a
-    csv file that `extra` names hold numbers where they look like it. Raises BadInput."""
-    path = local(source)
-    if path.suffix in (".jsonl", ".json") and path.is_file():
-        blob = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-        if path.suffix == ".json" and blob.lstrip()[:1] == b"[":
-            records = _json_array(source, blob)
-            return ((f"{source}:record {i}", record) for i, record in enumerate(records, 1))
-        return _json_lines(source, blob)
-    if path.suffix == ".csv" and path.is_file():
-        return _csv(source, path, extra)
-    return ((f"{source}:{i}", record) for i, record in enumerate(_table(source, path), 1))
+def sources(given: str) -> list[tuple[str, float | None]]:
+    """`a.jsonl:0.7,more/*.csv:0.3` -> each source and its weight. A path that exists is a path,
+    whatever is in it. Raises BadInput."""
+    found = []
+    for part in [given] if local(given).exists() else given.split(","):
+        name, _, weight = part.strip().rpartition(":")
+        try:
+            name, weight = (part.strip(), None) if local(part).exists() else (name, float(weight))
+        except ValueError:
+            name, weight = part.strip(), None
+        if weight is not None and not 0 < weight < math.inf:
+            raise BadInput(f"{part}: a source's weight is above 0")
+        files = [name]
+        if not local(name).exists() and glob.has_magic(name):
+            files = sorted(glob.glob(str(local(name)), recursive=True))
+            if not files:
+                raise BadInput(f"{name}: no file has such a name")
+        found.append((files, weight))
+    weights = [weight for _, weight in found]
+    if any(weights) and (None in weights or len(found) == 1):
+        raise BadInput(f"{given}: weights are shares of a mix: two or more sources, one for each")
+    return [(files, weight) for files, weight in found]
+
+
+def read(source: str, extra=(), columns=()) -> Iterator[tuple[str, object]]:
+    """(`file:line`, raw record or Fault) for each record of a file or a Hub data set. `columns`:
+    (the source's name, ours) of fields. Columns of a csv file that `extra` names hold numbers where
+    they look like it. Raises BadInput."""
+    path, ours = local(source), dict(columns)
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if not path.is_file() or suffix not in SUFFIXES or path.suffix == ".parquet":
+        rows = ((f"{source}:{i}", record) for i, record in enumerate(_table(source, path), 1))
+    elif suffix in (".csv", ".tsv"):
+        return _whole(source, _csv(source, path, extra, ours))
+    else:
+        rows = _json(source, path, suffix == ".json")
+    return _whole(source, ((where, _renamed(record, ours)) for where, record in rows))
+
+
+def _whole(source: str, rows):
+    """What goes wrong while a file is being read, in one line."""
+    try:
+        yield from rows
+    except (OSError, EOFError, zlib.error) as e:
+        raise BadInput(f"{source}: {getattr(e, 'strerror', None) or e}") from None
+
+
+def _renamed(record, ours: dict):
+    if not ours or not isinstance(record, dict):
+        return record
+    try:
+        return _unique([(ours.get(name, name), value) for name, value in record.items()])
+    except Fault as e:
+        return e
+
+
+def _open(path: Path):
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+
+
+def _json(source: str, path: Path, maybe_array: bool) -> Iterator[tuple[str, object]]:
+    with _open(path) as file:
+        head = file.peek(65536).removeprefix(b"\xef\xbb\xbf") if maybe_array else b""
+        if head.lstrip()[:1] == b"[":
+            records = _json_array(source, file.read().removeprefix(b"\xef\xbb\xbf"))
+            for i, record in enumerate(records, 1):
+                yield f"{source}:record {i}", record
+        else:
+            yield from _json_lines(source, file)
 
 
 def _unique(items) -> dict:
@@ -269,8 +403,10 @@ def _json_array(source: str, blob: bytes) -> list:
         raise BadInput(f"{source}{line}: json: {e}") from None
 
 
-def _json_lines(source: str, blob: bytes) -> Iterator[tuple[str, object]]:
-    for i, line in enumerate(io.BytesIO(blob), 1):
+def _json_lines(source: str, file) -> Iterator[tuple[str, object]]:
+    for i, line in enumerate(file, 1):
+        if i == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             continue
         try:
@@ -284,14 +420,16 @@ def _json_lines(source: str, blob: bytes) -> Iterator[tuple[str, object]]:
         yield f"{source}:{i}", record
 
 
-def _csv(source: str, path: Path, extra) -> Iterator[tuple[str, object]]:
+def _csv(source: str, path: Path, extra, ours) -> Iterator[tuple[str, object]]:
     """Cells are text, but those of CSV_JSON as in JSON (in any case). A reader that guesses types
     makes 1 of 01, nothing of NA, and shifts the columns where a row has a field too many."""
     csv.field_size_limit(2**31 - 1)  # its own limit is 128 KiB; a long document is no fault
-    blob = path.read_bytes()
+    with _open(path) as file:
+        blob = file.read()
     try:
-        rows = csv.reader(io.StringIO(blob.decode("utf-8-sig"), newline=""), strict=True)
-        names = next(rows, [])
+        text = io.StringIO(blob.decode("utf-8-sig"), newline="")
+        rows = csv.reader(text, strict=True, delimiter="\t" if ".tsv" in path.suffixes else ",")
+        names = [ours.get(name, name) for name in next(rows, [])]
         _unique([(name, None) for name in names])
     except UnicodeDecodeError as e:
         raise BadInput(f"{source}:{blob[: e.start].count(10) + 1}: csv: not UTF-8") from None
@@ -321,24 +459,40 @@ def _cell(name: str, text: str, extra):
 
 
 def _table(source: str, path: Path):
-    """Rows of a parquet file or of a Hub data set, through the datasets package."""
+    """Rows of a parquet file, of a folder of save_to_disk or of a Hub data set."""
+    if path.is_file() and path.suffix == ".parquet":
+        return _parquet(source, path)
     name, *rest = source.split(":")
-    is_file = path.is_file()
-    parquet = is_file and path.suffix == ".parquet"
+    folder = local(name)
     # a suffix alone makes no file: there are ids like org/set-2.5
-    is_path = is_file or path.suffix in SUFFIXES or source.startswith((".", "/"))
-    if not parquet and (is_path or name.count("/") > 1 or len(rest) > 2):
-        raise BadInput(f"{source}: no such .jsonl, .json, .csv or .parquet file")
+    file = path.is_file() or path.suffix in SUFFIXES or source.startswith((".", "/"))
+    if not folder.is_dir() and (file or name.count("/") > 1 or len(rest) > 2):
+        raise BadInput(f"{source}: no such .jsonl, .json, .csv, .tsv or .parquet file")
     import datasets  # slow to import
 
     try:
-        if parquet:
-            return datasets.load_dataset("parquet", data_files=str(path), split="train")
+        if folder.is_dir():
+            found = datasets.load_from_disk(str(folder))
+            parts = isinstance(found, datasets.DatasetDict)
+            return found[rest[-1] if rest else "train"] if parts else found
         return datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
-    except Exception as e:  # the hub client has a dozen ways to say that it could not
-        reason = type(e.__cause__ or e).__name__ if parquet else type(e).__name__
-        if parquet:
-            raise BadInput(f"{source}: not a parquet file that can be read ({reason})") from e
+    except Exception as e:  # these have a dozen ways to say that they could not
+        if folder.is_dir():
+            why = f"no folder of save_to_disk with this split ({type(e).__name__})"
+            raise BadInput(f"{source}: {why}; for files in it, write {name}/*.jsonl") from e
         advice = "save the set as a .jsonl or .parquet file elsewhere and give its path"
-        why = f"no such file here, and not fetched from huggingface.co ({reason})"
+        why = f"no such file here, and not fetched from huggingface.co ({type(e).__name__})"
         raise BadInput(f"{source}: {why}; without a network, {advice}") from e
+
+
+def _parquet(source: str, path: Path):
+    """Without the datasets package, which asks the network and keeps a copy."""
+    import pyarrow
+    import pyarrow.parquet  # slow to import
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(4096):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as e:
+        why = f"not a parquet file that can be read ({type(e).__name__})"
+        raise BadInput(f"{source}: {why}") from e

@@ -28,8 +28,9 @@ class Data:
     """Which records to learn from, and how they become tokens."""
 
     train: str
-    """Rated or paired records: a .jsonl, .json, .csv or .parquet file, or a Hub id: id, id:split
-    or id:config:split."""
+    """Rated or paired records: a .jsonl, .json, .csv, .tsv (also .gz) or .parquet file, a folder of
+    save_to_disk or a Hub id (id, id:split or id:config:split). Several by commas, patterns
+    (more/*.jsonl), shares of a mix: a.jsonl:0.7,b.jsonl:0.3."""
     val: str | None = None
     """Records to validate on, in the same forms."""
     test: str | None = None
@@ -48,6 +49,15 @@ class Data:
     """A jinja file, for a tokenizer without a chat template (it wins over one that has)."""
     score_prompt: bool = False
     """Count the prompt's tokens, from the second on, in the log-probs of both completions."""
+    date: str | None = None
+    """Today, for chat templates that ask for it: 2026-01-31. The real day would make runs differ."""
+    columns: str | None = None
+    """Where the source's names are not ours: prompt=question,label=good."""
+    score_turns: str = "last"
+    """last: of a completion (or dialogue) of several turns, the last is scored. all: each of the
+    assistant's turns is an example of its own."""
+    cache: str = "~/.cache/kto"
+    """Folder for the token ids of large files, by content; an empty text is none."""
     extra: str | None = None
     """More fields of a record that a loss or metric may read, numbers or texts: weight,source.
     Every record must have them."""

@@ -1,10 +1,19 @@
 """Text to token ids, as the model's own tokenizer does it, and the model's chat template."""
 
+import contextlib
+import functools
+import hashlib
 import json
+import re
+import signal
+import threading
 from collections.abc import Iterator
+from datetime import date as Date
+from os.path import commonprefix
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -12,26 +21,86 @@ from support.errors import BadInput
 from support.records import Fault, Record, short
 
 ENCODE_TEXTS = 4096  # at a time
+RENDER_SECONDS = 10.0  # of a record, in a chat template
+MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
+# what puts a space before a text, in the parts of a tokenizer.json
+PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
 
 
-def _json(file: Path) -> dict:
+def model_file(folder: Path, name: str) -> dict:
+    """What a JSON file of a model's folder holds; nothing if it is not there. Raises BadInput."""
+    file = folder / name
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as e:
-        raise BadInput(f"{file}: {e}") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from None
     if not isinstance(found, dict):
         raise BadInput(f"{file}: expected an object, got {short(found)}")
     return found
 
 
+def _model_ids(folder: Path, name: str) -> list[int]:
+    """The ids of EOS or BOS that the model itself names: one, several or none."""
+    for file in ("generation_config.json", "config.json"):
+        if (i := model_file(folder, file).get(f"{name}_token_id")) is not None:
+            return i if isinstance(i, list) else [i]
+    return []
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Where templates run. A product is bounded: no timer ends a loop in C."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context, operator, left, right):
+        sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
+        if operator == "**" or sizes[0] * sizes[1] > 10**7:
+            raise jinja2.TemplateError(f"{operator}: too large a result")
+        return super().call_binop(context, operator, left, right)
+
+
+class Endless(Fault):
+    """A template that does not come to an end: the next record's would not either."""
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's text, for others; here it is rendered as it stands."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float):
+    """Endless after so long, where signals arrive: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_):
+        raise Endless(f"chat template: not done with this record after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Tokenizer:
     """A folder's tokenizer.json (or .model) and chat template. EOS is required, BOS only if it
-    adds one itself. Raises BadInput."""
+    adds one itself. `date`: what a template's strftime_now knows. Raises BadInput."""
 
-    def __init__(self, folder: Path, chat_template: str | None = None):
-        self.config = _json(folder / "tokenizer_config.json")
+    def __init__(self, folder: Path, chat_template: str | None = None, date: str | None = None):
+        self.config = model_file(folder, "tokenizer_config.json")
         self.fast = (folder / "tokenizer.json").is_file()
         try:
             if self.fast:
@@ -56,57 +125,66 @@ class Tokenizer:
             first, bare = (encode("a", add_special_tokens=on).ids[:1] for on in (True, False))
             adds = adds or first == [self.bos] != bare
             self.n_vocab = self.processor.get_vocab_size(with_added_tokens=True)
+            parts = filter(None, (self.processor.normalizer, self.processor.pre_tokenizer))
+            self.prefixes = any(re.search(PREFIX, part.__getstate__()) for part in parts)
         else:
             self.bos, self.eos, self.n_vocab = lit.bos_id, lit.eos_id, lit.vocab_size
+            self.prefixes = True
         if self.eos is None:
             why = "eos_token: missing: a completion could never end"
             raise BadInput(f"{folder}/tokenizer_config.json: {why}")
         self.adds_bos = self.bos is not None and bool(adds)
-        self.template = self._template(folder, chat_template)
+        # any of these ends a sampled completion; several models have more than one
+        self.stops = (self.eos, *(i for i in _model_ids(folder, "eos") if i != self.eos))
+        self.template = self._template(folder, chat_template, date)
 
-    def _text(self, name: str) -> str | None:
+    def text(self, name: str) -> str | None:
         """A special token's text: a string in the file, or an object that holds it."""
         token = self.config.get(name)
         return token.get("content") if isinstance(token, dict) else token
 
     def _special(self, folder: Path, name: str) -> int | None:
         """The id of BOS or EOS: by the tokenizer's files, else the model's (GPT-2 on the Hub)."""
-        if (token := self._text(f"{name}_token")) is not None:
+        if (token := self.text(f"{name}_token")) is not None:
             if (known := self.processor.token_to_id(token)) is None:
                 why = f"{name}_token: {token!r} is no token of tokenizer.json"
                 raise BadInput(f"{folder}/tokenizer_config.json: {why}")
             return known
-        for file in ("generation_config.json", "config.json"):
-            if (i := _json(folder / file).get(f"{name}_token_id")) is not None:
-                return i[0] if isinstance(i, list) else i
-        return None
+        return next(iter(_model_ids(folder, name)), None)
 
-    def _template(self, folder: Path, chat_template: str | None) -> jinja2.Template | None:
+    def _template(self, folder: Path, chat_template, date) -> jinja2.Template | None:
         text = self.config.get("chat_template")
-        if isinstance(text, list):  # several named ones
-            text = {t["name"]: t["template"] for t in text}.get("default")
         if chat_template and not Path(chat_template).is_file():
             raise BadInput(f"data.chat_template: {chat_template}: no such file")
-        for file in (folder / "chat_template.jinja", Path(chat_template or "")):
-            if file.is_file():
-                text = file.read_text(encoding="utf-8")
+        try:
+            if isinstance(text, list):  # several named ones
+                text = {t["name"]: t["template"] for t in text}.get("default")
+            for file in (folder / "chat_template.jinja", Path(chat_template or "")):
+                if file.is_file():
+                    text = file.read_text(encoding="utf-8")
+            today = date and Date.fromisoformat(date)
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            raise BadInput(f"data: {chat_template or folder}: chat template or date: {e}") from None
+        self.source = text
         if text is None:
             return None
 
         def refuse(message):
             raise jinja2.TemplateError(message)
 
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        env.add_extension("jinja2.ext.loopcontrols")
+        extensions = [Generation, "jinja2.ext.loopcontrols"]
+        env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         # the sandbox raises at the second step only: a lone {{ x.__class__ }} would render as ""
         env.unsafe_undefined = lambda obj, name: refuse(f"{name}: not allowed here")
-        env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
-        env.globals["raise_exception"] = refuse  # no strftime_now: a date would make runs differ
+        env.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False, **kw})
+        env.globals["raise_exception"] = refuse
+        if today:  # not the day's own date: it would make runs differ
+            env.globals["strftime_now"] = today.strftime
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            env.globals[name] = self._text(name) or ""
+            env.globals[name] = self.text(name) or ""
         try:
             return env.from_string(text)
-        except jinja2.TemplateError as e:
+        except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or it is no text
             raise BadInput(f"{chat_template or folder}: chat template: {e}") from None
 
     def render(self, record: Record) -> tuple[str, list[str], bool]:
@@ -121,24 +199,64 @@ class Tokenizer:
             prompt = [{"role": "user", "content": prompt}]
         bot = {"role": "assistant"}
         answers = [a if isinstance(a, dict) else {**bot, "content": a} for a in answers]
-        render = self.template.render
+        more = dict(tools=record.tools, documents=None, **record.template_kwargs)
         try:
-            head = render(messages=prompt, add_generation_prompt=True)
-            wholes = [render(messages=[*prompt, a], add_generation_prompt=False) for a in answers]
+            with _at_most(RENDER_SECONDS):
+                head = self.rendered(prompt, True, **more)
+                behind = [self._behind(head, prompt, a, more) for a in answers]
+                given = [x for m in [*prompt, *answers] for x in m.get("tool_calls") or ()]
+                names = [x.get("function", x)["name"] for x in [*given, *(record.tools or ())]]
+        except Fault:
+            raise
         except Exception as e:  # a template is a program: anything may come out of it
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-            raise Fault(f"chat template: {reason}") from None
-        if not all(whole.startswith(head) for whole in wholes):
-            why = "the rendered dialogue does not begin with the rendered prompt"
-            raise Fault(f"chat template: {why}")
-        return head, [whole[len(head) :] for whole in wholes], True
+            hint = " (data.date gives it a day)" if "strftime_now" in reason else ""
+            raise Fault(f"chat template: {reason}{hint}") from None
+        if lost := [name for name in names if str(name) not in head + "".join(behind)]:
+            raise Fault(f"tools: the chat template does not write {short(lost[0])} anywhere")
+        return head, behind, True
+
+    def rendered(self, messages: list[dict], generation: bool, **more) -> str:
+        """A dialogue through the template. Raises what the template raises, or Endless."""
+        pieces, size, most = [], 0, 0
+        asked = dict(messages=messages, add_generation_prompt=generation)
+        for piece in self.template.generate(**asked, **more):
+            size += len(piece)
+            if size > max(most, 10**6):
+                most = most or 10**6 + 10 * len(repr((messages, more)))
+                if size > most:
+                    raise Endless(f"chat template: over {most:,} characters for this record")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _behind(self, head: str, prompt: list[dict], answer: dict, more: dict) -> str:
+        """What the template writes behind the prompt for this answer. Raises Fault."""
+        whole = self.rendered([*prompt, answer], False, **more)
+        if whole.startswith(head):
+            return whole[len(head) :]
+        # R1's template opens the thinking in the prompt and drops it from an answer: such an
+        # answer is its own text, which closes the thinking, and ends as the template ends a turn
+        marked = self.rendered([*prompt, {**answer, "content": MARK}], False, **more)
+        before, _, end = marked.partition(MARK)
+        text, opened = answer["content"] or "", head.removeprefix(before)
+        if opened.startswith("<think>") and "</think>" in text:
+            return text.lstrip().removeprefix("<think>").lstrip("\n") + end
+        at = len(commonprefix((head, whole)))
+        why = "the rendered dialogue does not begin with the rendered prompt"
+        parts = f"{short(whole[at:])} in place of {short(head[at:])}"
+        raise Fault(f"chat template: {why}: {parts}")
 
     def same(self, other: "Tokenizer") -> bool:
         """Whether both turn every text into the same ids."""
-        if self.fast != other.fast:
-            return False
-        form = "to_str" if self.fast else "serialized_model_proto"
-        return getattr(self.processor, form)() == getattr(other.processor, form)()
+        return self.fast == other.fast and self._model() == other._model()
+
+    def _model(self) -> str | bytes:
+        return self.processor.to_str() if self.fast else self.processor.serialized_model_proto()
+
+    def identity(self) -> str:
+        """A hash of all that turns records into ids."""
+        of = [self._model(), self.bos, self.eos, self.adds_bos, self.source, self.config]
+        return hashlib.sha256(repr([*of, tokenizers.__version__]).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> Iterator[list[int]]:
         """Token ids, nothing added. Some at a time: an encoding also holds text and offsets."""
@@ -150,9 +268,47 @@ class Tokenizer:
             else:
                 yield from self.processor.encode(some)
 
+    def encode_all(self, rows: list[tuple[str, list[str]]]) -> Iterator[tuple[list, list[list]]]:
+        """The ids of each prompt and of its completions, nothing added.
+
+        A tokenizer that puts a space before a text would put it before a completion too: there
+        prompt + completion is encoded, and what follows the prompt's own ids is the completion.
+        """
+        texts = []
+        for prompt, answers in rows:
+            texts.append(prompt)
+            texts += [prompt + a for a in answers] if self.prefixes else answers
+        ids = self.encode(texts)
+        for _, answers in rows:
+            head, wholes = next(ids), [next(ids) for _ in answers]
+            if self.prefixes:
+                wholes = [self._continued(head, *two) for two in zip(wholes, answers)]
+            yield head, wholes
+
+    def _continued(self, head: list[int], whole: list[int], text: str) -> list[int]:
+        """A completion's ids behind a prompt's. Where a token straddles the border the prompt
+        stays as it is, and the completion is encoded behind a mark: without a space."""
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+        mark, marked = self.encode([MARK, MARK + text])
+        return marked[len(mark) :]
+
+    @functools.cached_property
+    def widest(self) -> int:
+        """Characters of the longest token: a text of n times as many has n tokens at least."""
+        if self.fast:
+            return max(map(len, self.processor.get_vocab()))
+        return max(len(self.processor.id_to_piece(i)) for i in range(self.n_vocab))
+
     def prompt(self, ids: list[int]) -> list[int]:
         """With BOS in front, once, if this tokenizer adds one."""
         return [self.bos, *ids] if self.adds_bos and ids[:1] != [self.bos] else ids
+
+    def piece(self, i: int) -> str:
+        """One token as the vocabulary has it, in print."""
+        known = self.processor.id_to_token if self.fast else self.processor.id_to_piece
+        piece = known(i) or f"<{i}>"
+        return piece if piece.isprintable() else repr(piece)[1:-1]
 
     def decode(self, ids) -> str:
         return self.processor.decode([int(i) for i in ids])

@@ -49,7 +49,7 @@ def prompts_of(lengths, vocabulary=61, seed=0):
 
 def letters(eos=EOS):
     """A tokenizer that says abc... for 0, 1, 2, ..."""
-    return SimpleNamespace(eos=eos, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    return SimpleNamespace(stops=(eos,), decode=lambda ids: "".join(chr(97 + i) for i in ids))
 
 
 def answers(policy, prompts, max_new=12, context=48, seed=3, fabric=FABRIC, eos=EOS, **settings):

@@ -29,11 +29,11 @@ def imported(tree: ast.Module) -> set[str]:
 
 
 IMPORTS = {name: imported(tree) for name, tree in TREES.items()}
-# what is started; generate is that too, but first of all the sampler that others import
+# what is started; generate and data are that too, but first of all what others import
 PROGRAMS = {
     name
     for name, file in FILES.items()
-    if file.read_text().endswith("run_cli(main)\n") and name != "generate"
+    if file.read_text().endswith("run_cli(main)\n") and name not in ("generate", "data")
 }
 
 

@@ -132,7 +132,7 @@ DEMOS = {
             ],
             "mask": "User",
         },
-        Record([SYSTEM, user("p"), bot("q"), user("r")], [bot("c")], None),
+        Record([SYSTEM, user("p"), bot("q"), user("r")], [bot("c")], None, scored=1),
     ),
     "conversations, no system": (
         {"system": "", "conversations": CONVERSATION},
@@ -271,10 +271,10 @@ def test_a_reward_is_a_finite_number(field, value):
 
 
 @pytest.mark.parametrize("field", ["label", "preference"])
-def test_a_label_has_eight_spellings(field):
+def test_a_label_has_ten_spellings(field):
     spellings = {
-        True: (True, 1, "chosen", "desirable"),
-        False: (False, 0, "rejected", "undesirable"),
+        True: (True, 1, 1.0, "chosen", "desirable"),
+        False: (False, 0, 0.0, "rejected", "undesirable"),
     }
     for good, values in spellings.items():
         for value in values:
@@ -283,7 +283,7 @@ def test_a_label_has_eight_spellings(field):
 
 
 WRONG = ["true", "false", "True", "1", "0", "", "good", "Chosen", " chosen", "yes"]
-WRONG += [2, -1, 1.0, 0.0, 0.5, None, [], [True], {}, {"label": 1}, float("nan"), 10**30]
+WRONG += [2, -1, 1.5, 0.5, None, [], [True], {}, {"label": 1}, float("nan"), 10**30]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
@@ -371,7 +371,7 @@ def test_a_kept_field_must_be_there():
             {"chosen": [user("p"), bot("c")], "rejected": [user("p"), bot("d")], "n": 0},
             ("n",),
         ),
-        ("demonstrations", rated(system="s"), ("system",)),
+        ("demonstrations", rated(source="s"), ("source",)),
         ("demonstrations", {"input": "p", "output": "c", "mask": "User"}, ("mask",)),
         (
             "demonstrations",
@@ -438,7 +438,7 @@ def test_a_missing_file_is_one_line(tmp_path, name):
 def test_a_file_of_a_kind_that_is_not_read_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("data.txt").write_text("x")
-    assert refusals("data.txt") == ["data.txt: no such .jsonl, .json, .csv or .parquet file"]
+    assert refusals("data.txt") == ["data.txt: no such .jsonl, .json, .csv, .tsv or .parquet file"]
 
 
 def test_a_json_array_is_a_file_of_records(tmp_path):
@@ -475,8 +475,8 @@ def test_a_csv_cell_is_text_and_a_csv_label_is_read_as_json_reads_it(tmp_path):
     numbers of 007."""
     path = tmp_path / "d.csv"
     head = "prompt,completion,label\n"
-    up, down = ["true", "True", "1", "chosen", "desirable"], ["false", "FALSE", "0"]
-    down += ["rejected", "undesirable"]
+    up, down = ["true", "True", "1", "1.0", "chosen"], ["false", "FALSE", "0", "0.0"]
+    down += ["undesirable"]
     mixed = [cell for two in zip(up, down) for cell in two]
     path.write_text(head + "".join(f"p,c,{text}\n" for text in mixed))
     assert [r.label for r in understood(path)] == [True, False] * 5, "any mixture of spellings"
@@ -487,7 +487,7 @@ def test_a_csv_cell_is_text_and_a_csv_label_is_read_as_json_reads_it(tmp_path):
 
 def test_a_csv_label_is_never_guessed(tmp_path):
     path = tmp_path / "d.csv"
-    wrong = ["1.0", "0.0", "01", "+1", "2", "-1", "yes", "t", "good", "Chosen", "", "null", "NaN"]
+    wrong = ["1.5", "1.0.", "01", "+1", "2", "-1", "yes", "t", "good", "Chosen", "", "null", "NaN"]
     wrong.append("[1]")
     lines = "".join(f"p,c,{text}\n" for text in wrong)
     path.write_text("prompt,completion,label\np,c,1\n" + lines)
@@ -571,7 +571,7 @@ def test_parquet_files_hold_records_with_types(tmp_path, no_network):
         path = parquet(tmp_path / f"{i}.parquet", **columns, label=labels)
         assert [(r.prompt, r.label) for r in understood(path)] == [("a", True), ("b", False)]
     path = parquet(tmp_path / "float.parquet", **columns, label=[1.0, None])
-    assert fields(refusals(path)) == [[f"{path}:{i}", "label"] for i in (1, 2)]
+    assert fields(refusals(path)) == [[f"{path}:2", "label"]]
     chosen, rejected = ([[user("a"), bot(text)]] for text in "cd")
     path = parquet(tmp_path / "chat.parquet", chosen=chosen, rejected=rejected)
     assert understood(path) == [Record([user("a")], [bot("c"), bot("d")], None)]

@@ -62,6 +62,100 @@ def bos() -> Tokenizer:
         return Tokenizer(folder(Path(path), ("<s>",), "<s>", **changes))
 
 
+# ---- tokenizers in the form that the models publish, over small vocabularies ---------------------
+
+CHAT = Path(__file__).parent / "parity" / "chat"
+TEMPLATES = CHAT / "templates"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
+IM, PHI = ("<|im_start|>", "<|im_end|>"), ("<|assistant|>", "<|system|>", "<|end|>", "<|user|>")
+TURN = ("<start_of_turn>", "<end_of_turn>")
+INST = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
+INST += ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
+SEEK = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")
+EOS_SEEK = "<｜end▁of▁sentence｜>"
+LEGACY, LATER = {"legacy": True}, {"legacy": False}
+# name: form, chat template, special tokens, BOS, EOS, tokenizer_config.json
+REAL = {
+    "llama-2": ("prepend", "llama2", (), "<s>", "</s>", LATER),
+    "mistral-v0.1": ("prepend", "mistral", (), "<s>", "</s>", LEGACY),
+    "mistral-v0.3": ("first", "mistral3", INST, "<s>", "</s>", LATER),
+    "zephyr": ("prepend", "zephyr", (), "<s>", "</s>", LEGACY),
+    "tinyllama": ("prepend", "zephyr", (), "<s>", "</s>", LATER),
+    "phi-3": ("prepend", "phi3", PHI, "<s>", "<|endoftext|>", LATER),
+    "gemma": ("replace", "gemma", TURN, "<bos>", "<eos>", {}),
+    "openhermes": ("prepend", "qwen2_5", IM, "<s>", "<|im_end|>", LEGACY),
+    "llama-3": ("bytes", "llama3", HEADER, "<|begin_of_text|>", "<|eot_id|>", {}),
+    "llama-3.1": ("bytes", "llama3_1", HEADER, "<|begin_of_text|>", "<|eot_id|>", {}),
+    "qwen2.5": ("bytes", "qwen2_5", IM, None, "<|im_end|>", {}),
+    "qwen3": ("bytes", "qwen3", IM, None, "<|im_end|>", {}),
+    "r1-distill": ("bytes", "deepseek_r1_distill", SEEK, "<｜begin▁of▁sentence｜>", EOS_SEEK, {}),
+}
+
+
+def real(name: str, path: Path) -> Path:
+    """A folder with this model's kind of tokenizer and its chat template."""
+    form, template, special, bos, eos, more = REAL[name]
+    t = _byte_level(bos) if form == "bytes" else _sentencepiece(form, bos, eos)
+    rstrip = name == "phi-3"  # its turn markers swallow the blanks behind them
+    added = [tokenizers.AddedToken(s, special=True, rstrip=rstrip) for s in special]
+    t.add_special_tokens([s for s in (bos, eos) if s] + added)
+    if bos:
+        around = dict(single=f"{bos} $A", special_tokens=[(bos, t.token_to_id(bos))])
+        t.post_processor = tokenizers.processors.TemplateProcessing(**around)
+    path.mkdir(parents=True, exist_ok=True)
+    t.save(str(path / "tokenizer.json"))
+    kind = {"replace": "GemmaTokenizer", "bytes": "PreTrainedTokenizerFast"}
+    kind = {"tokenizer_class": kind.get(form, "LlamaTokenizer")}
+    config = kind | more | {"eos_token": eos} | ({"bos_token": bos} if bos else {})
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    shutil.copy(TEMPLATES / f"{template}.jinja", path / "chat_template.jinja")
+    return path
+
+
+def _sentencepiece(form: str, bos: str, eos: str):
+    """Llama's: BPE over a whole text, blanks as ▁, unknown characters as bytes."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    found = json.loads((CHAT / "sentencepiece.json").read_text())
+    lines = ["\n", "\n\n"] if form == "replace" else []  # Gemma has tokens for them
+    first = ["<unk>", "<s>", "</s>"] if form != "replace" else ["<pad>", eos, bos, "<unk>"]
+    vocab = [*first, *(f"<0x{i:02X}>" for i in range(256)), *lines, *found["vocab"]]
+    merges = [tuple(m.split(" ")) for m in found["merges"]] + ([("\n", "\n")] if lines else [])
+    ids = {v: i for i, v in enumerate(vocab)}
+    bpe = models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    t = tokenizers.Tokenizer(bpe)
+    blanks = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if form == "prepend":
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks])
+    if form == "replace":
+        t.normalizer = blanks
+        t.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    if form == "first":
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if form != "replace":
+        steps.append(decoders.Strip(" ", 1, 0))
+    t.decoder = decoders.Sequence(steps)
+    return t
+
+
+def _byte_level(bos: str | None):
+    """Llama-3's and Qwen's."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    t = tokenizers.Tokenizer.from_file(str(FILES / "tokenizer.json"))
+    t.normalizer = None if bos else normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT if bos else QWEN_SPLIT), "isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    t.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
+    return t
+
+
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """The oracle: the tokenizers package, with nothing added."""
     return tokenizer.processor.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,87 @@
+"""What is in a data file, as a run would see it: python data.py FILE [--model M]."""
+
+import shutil
+import sys
+import textwrap
+
+import numpy as np
+
+from support.errors import BadInput
+from support.examples import Example, columns, load, table, with_limits
+from support.records import Fault, read, sources, understand
+from support.settings import Data
+from support.tokenizer import Tokenizer, model_file
+
+KINDS = ("paired", "rated", "demonstrations", "prompts")
+
+
+def histogram(lengths: list[int], width: int, bins: int = 8) -> list[str]:
+    """Lines of `from to | bar | count`, bins of equal width."""
+    low, high = min(lengths), max(lengths)
+    edges = low + np.arange(bins + 1) * -(-(high + 1 - low) // bins)
+    counts, _ = np.histogram(lengths, edges)
+    room = max(8, width - 30)
+    rows = zip(edges, edges[1:] - 1, counts)
+    bars = ((a, b, "#" * -(-n * room // max(counts)), n) for a, b, n in rows)
+    return [f"{a:7} to {b:6} |{bar} {n:,}" for a, b, bar, n in bars]
+
+
+def marked(e: Example, tokenizer: Tokenizer, score_prompt: bool, width: int) -> list[str]:
+    """An example token by token: > before lines of scored tokens."""
+    rating = "desirable" if e.label else "undesirable"
+    lines = [e.where if len(e.completions) != 1 else f"{e.where}, {rating}"]
+    for i, ids in enumerate((e.prompt, *e.completions)):
+        scored = i > 0 or score_prompt
+        name = f"completion {i}" if i else "prompt"
+        lines.append(f"  {name}, {len(ids)} tokens, {'' if scored else 'not '}scored:")
+        texts = [tokenizer.piece(int(j)) for j in ids]
+        if len(texts) > 300:
+            texts[200:-100] = [f" ... {len(texts) - 300:,} more ... "]
+        first = "  > " if scored else "    "
+        lines += textwrap.wrap(
+            "|".join(texts), width, initial_indent=first, subsequent_indent=first
+        )
+    return lines
+
+
+def _kind(d: Data) -> str:
+    """What the first record is a record of."""
+    (files, _), *_ = sources(d.train)
+    for _, raw in read(files[0], d.extra_fields, columns(d.columns)):
+        for kind in KINDS:
+            try:
+                understand(raw, kind, d.extra_fields)
+                return kind
+            except Fault:
+                pass
+        break
+    return "rated"
+
+
+def main() -> None:
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(prog="data.py", description=__doc__, exit_on_error=False)
+    parser.add_argument("--model", default="demo/base", help="whose tokenizer and chat template")
+    parser.add_class_arguments(Data, None, as_group=False)
+    first, *rest = sys.argv[1:] or ["--help"]
+    try:
+        args = parser.parse_args([first if first[:1] == "-" else f"--train={first}", *rest])
+    except (jsonargparse.ArgumentError, TypeError) as e:
+        raise BadInput(" ".join(str(e).split())) from None
+    given = args.as_dict()
+    from support.weights import fetch  # slow to import
+
+    folder = fetch(given.pop("model"))
+    d, config = Data(**given), model_file(folder, "config.json")
+    names = ("max_position_embeddings", "n_positions")
+    context = next((config[name] for name in names if name in config), 8192)
+    d, tokenizer = with_limits(d, context), Tokenizer(folder, d.chat_template, d.date)
+    loaded, width = load(d.train, tokenizer, _kind(d), d), shutil.get_terminal_size().columns
+    print(table(d.train, *loaded))
+    for i, name in enumerate(("prompt", "completion")):
+        of = [[e.prompt] if i == 0 else e.completions for e in loaded.examples]
+        if lengths := [len(ids) for some in of for ids in some]:
+            print(f"{name} tokens", *histogram(lengths, width), sep="\n")
+    print(*marked(loaded.examples[0], tokenizer, d.score_prompt, width), sep="\n")
