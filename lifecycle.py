@@ -18,13 +18,14 @@ from support.checkpoint import RunState
 from support.devices import Stop, launch, leave, resolve, say
 from support.errors import BadInput
 from support.examples import fingerprint, splits, with_limits
+from support.families import read_config
 from support.logger import Logger, before_and_after
 from support.lora import merge_adapters
 from support.optim import make_optimizer, make_plan
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
-from support.weights import export, fetch, read_config
+from support.weights import export, fetch
 from support.weights import fingerprint as weights_fingerprint
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32

@@ -68,8 +68,11 @@ class Lora:
     """The adapters' output is scaled by alpha / rank."""
     dropout: float = 0.0
     """Dropout before the adapters. Above 0, policy and reference differ by design, even at step 0."""
-    targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS[:-1]))
-    """Which linear layers get adapters: any of query, key, value, projection, mlp, head."""
+    targets: list[str] | str = field(default_factory=lambda: list(LORA_TARGETS[:-1]))
+    """Which linear layers get adapters: any of query, key, value, projection, mlp, head; or as PEFT
+    names the model's own: q_proj, o_proj, all-linear, ..."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
 
 
 @dataclass(frozen=True)
@@ -282,15 +285,14 @@ class Run:
         self.eval.validate()
 
     def _validate_together(self) -> None:
-        lr, bad = self.optim.lr, [t for t in self.lora.targets if t not in LORA_TARGETS]
-        bad = (bad or ([] if self.lora.targets else ["none"]) or [""])[0]
+        lr, targets = self.optim.lr, ", ".join(LORA_TARGETS)
         for ok, message in (
             (self.optim.min_lr <= lr, f"optim.min_lr: {self.optim.min_lr} is above optim.lr, {lr}"),
             (
                 not (self.micro_batch_size and self.micro_batch_tokens),
                 "micro_batch_size and micro_batch_tokens: give one, not both",
             ),
-            (not bad, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got {bad}"),
+            (self.lora.targets, f"lora.targets: expected some of {targets}; got none"),
             (
                 self.precision != "bf16-true" or self.lora.rank,
                 "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 "
