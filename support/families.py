@@ -161,8 +161,8 @@ def _gemma3(c: dict) -> dict:
     base = near.get("rope_theta") or c.get("rope_local_base_freq") or 10000.0
     local = _gemma2(c)
     rope = _rope(c | {"rope_parameters": {"rope_theta": c.get("rope_theta") or 1e6} | whole})
-    return local | rope | dict(
-        rope_indices=local["sliding_window_indices"], rope_local_base_freq=base
+    return (
+        local | rope | dict(rope_indices=local["sliding_window_indices"], rope_local_base_freq=base)
     )
 
 
@@ -270,7 +270,7 @@ OPTIONAL = dict(
     n_query_groups="num_key_value_heads", head_size="head_dim",
     intermediate_size="intermediate_size n_inner ffn_hidden_size",
 )  # fmt: skip
-ACTIVATIONS = "hidden_activation hidden_act activation activation_function"
+ACTIVATIONS = "hidden_activation", "hidden_act", "activation", "activation_function"
 GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
@@ -280,10 +280,12 @@ def _arguments(c: dict, family: Family) -> dict:
     out = family.fixed | {k: _first(c, names) for k, names in (COMMON | OPTIONAL).items()}
     for missing in (k for k in COMMON if out[k] is None):
         raise KeyError(" or ".join(COMMON[missing].split()))
-    act = _first(c, "hidden_act" if c["model_type"] == "gemma" else ACTIVATIONS, "silu")
+    fields = ["hidden_act"] if c["model_type"] == "gemma" else ACTIVATIONS
+    field = next((x for x in fields if c.get(x)), "hidden_act")
+    act = c.get(field, "silu")
     gated = family.fixed["mlp_class_name"].startswith("LLaMA")
     if act not in (["silu"] if gated else GELUS):
-        raise BadInput(f"config.json: hidden_act: {act} is not supported")
+        raise BadInput(f"config.json: {field}: {act} is not supported")
     out |= dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"])
     out |= {} if gated else dict(gelu_approximate=GELUS[act])
     rope = {} if family.fixed["rotary_percentage"] == 0 else _rope(c)

@@ -132,7 +132,9 @@ def read_adapter(folder: Path):
     file = folder / "adapter_config.json"
     try:
         c, tensors = json.loads(file.read_text()), load_file(folder / "adapter_model.safetensors")
-        must(c, peft_type="LORA", use_dora=False, bias="none", lora_bias=False, layer_replication=[])
+        must(
+            c, peft_type="LORA", use_dora=False, bias="none", lora_bias=False, layer_replication=[]
+        )
         must(c, use_qalora=False, target_parameters=[], trainable_token_indices={})
         must(c, init_lora_weights=True if str(c.get("init_lora_weights")) in STARTS else ...)
         for key, a in tensors.items():

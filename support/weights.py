@@ -249,9 +249,9 @@ def _put_checkpoint(state: dict, folder: Path, source: tuple, where: dict) -> di
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def export(state: dict, source: Path, out: Path, dtype: str = "source", notes: dict = {}) -> None:
+def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> None:
     """Write plain weights (see merge_adapters) as a Hugging Face folder, with config and tokenizer
-    files of `source`, in its dtypes or in float32. `notes`: more files, {name: text}."""
+    files of `source`, in its dtypes or in float32. `notes`: more files, (name, text)."""
     arguments, config, names = read_config(source)
     where, found = layout(litgpt.Config(**arguments), names, state), stored(source)
     known = {canonical(n): n for n in found}
@@ -284,7 +284,7 @@ def export(state: dict, source: Path, out: Path, dtype: str = "source", notes: d
     for file in source.iterdir():
         if source != out and (TOKENS.match(file.name) or BESIDES.match(file.name)):
             shutil.copyfile(file, out / file.name)
-    for name, text in notes.items():
+    for name, text in notes:
         (out / name).write_text(text)
 
 
@@ -300,7 +300,9 @@ def save_shards(names: dict, sizes: dict, make, out: Path) -> None:
         room -= sizes[names[name]]
     index = {}
     for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if shards[1:] else "model.safetensors"
+        file = (
+            f"model-{i:05}-of-{len(shards):05}.safetensors" if shards[1:] else "model.safetensors"
+        )
         save_file({n: make(names[n]) for n in shard}, out / file, metadata={"format": "pt"})
         (out / file).chmod(0o644)  # safetensors creates it for its owner only
         index |= dict.fromkeys(shard, file)
