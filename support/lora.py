@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from support.errors import BadInput
-from support.families import layout, must
+from support.families import layout, must, read_config
 from support.settings import Lora
 
 GROUPS = dict(query="attn.q", key="attn.k", value="attn.v", projection="attn.proj", head="lm_head")
@@ -158,10 +158,12 @@ def read_adapter(folder: Path):
 STARTS = ("True", "False", "None", "gaussian", "eva", "orthogonal")
 
 
-def export_adapter(state: dict, model: nn.Module, out: Path, base: str, lora: Lora, names: dict):
+def export_adapter(
+    state: dict, out: Path, model: nn.Module, source: Path, base: str, lora: Lora
+) -> None:
     """Write the adapters in PEFT's format. A fused matrix has one adapter there: ours side by side,
     of a rank and an alpha of its own."""
-    blocks = _blocks(state, model)
+    (_, config, names), blocks = read_config(source), _blocks(state, model)
     plain = {n.replace(".linear.", "."): x for n, x in state.items() if "lora_" not in n}
     tensors, ranks = {}, {}
     for name, pieces in layout(model.config, names, plain).items():
@@ -177,15 +179,20 @@ def export_adapter(state: dict, model: nn.Module, out: Path, base: str, lora: Lo
                     b[row : row + end - at, columns] = blocks[k][1][at - k[1] : end - k[1]]
             row += end - at
         module = name.removesuffix(".weight")
+        if config["model_type"] == "gemma3":  # in memory it stands beside the vision tower
+            module = module.replace("model.", "model.language_model.", 1)
         key = f"base_model.model.{module}.lora_"
         tensors |= {f"{key}A.weight": a.contiguous(), f"{key}B.weight": b}
         ranks[".".join(module.split(".")[-2:])] = len(a)
     scale = next(iter(blocks.values()))[2]
     other = {k: n for k, n in ranks.items() if n != lora.rank}
+    targets = sorted(ranks)
+    if config["model_type"] == "gemma3":
+        targets = rf".*\.language_model\..*\.({'|'.join(targets)})"
     config = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora.rank,
         lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.rslora, bias="none",
-        target_modules=sorted(ranks), rank_pattern=other, inference_mode=True,
+        target_modules=targets, rank_pattern=other, inference_mode=True,
         alpha_pattern={k: scale * (math.sqrt(n) if lora.rslora else n) for k, n in other.items()},
         fan_in_fan_out=any(".c_" in k for k in ranks),
     )  # fmt: skip

@@ -14,6 +14,7 @@ DEFAULT_TOKENS = (
 )
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 CHECKERS = ("none", "demo")
+EXPORT_DTYPES = ("source", "float32")
 POSITIVE, NOT_NEGATIVE, AT_LEAST_1 = "more than 0", "at least 0", "at least 1"
 
 
@@ -248,6 +249,8 @@ class Run:
     keep_best: str | None = None
     """Keep the checkpoint with the best value of this val.csv column too: loss and kl low, all
     others high."""
+    export_dtype: str = "source"
+    """Of the exported weights: source (as the model that we start from), or float32."""
     examples_at: int | None = None
     """Write a table of this step's examples, largest loss first: where each stands, its texts,
     label, length and every column of the loss."""
@@ -359,6 +362,7 @@ CHOICES = {
     "strategy": ("auto", "ddp", "fsdp"),
     "precision": (None, "32-true", "bf16-mixed", "bf16-true", "64-true"),
     "accelerator": ("auto", "cpu", "gpu"),
+    "export_dtype": EXPORT_DTYPES,
     "logger": ("csv", "tensorboard", "wandb"),
     "optim.name": ("adamw", "adamw8bit"),
     "optim.schedule": ("cosine", "linear", "constant"),
@@ -394,7 +398,7 @@ CUT = {
 FREE = CUT | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last", "logger",
     "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
-    "eval.batch_size", "eval.check_interval", "activation_checkpointing",
+    "eval.batch_size", "eval.check_interval", "activation_checkpointing", "export_dtype",
 }  # fmt: skip
 
 
