@@ -10,28 +10,54 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import model
 from evaluate import Evaluator
 from reference import CachedReference, Reference
 from support import checkpoint
+from support.card import model_card
 from support.checkpoint import RunState
+from support.cli import dump
 from support.devices import Stop, all_reduce, launch, leave, resolve, say
 from support.errors import BadInput, Failed, given
 from support.estimate import Estimate
 from support.examples import fingerprint, splits, with_limits
+from support.families import read_config
 from support.logger import TABLES, Logger, before_and_after, claimed
-from support.lora import merge_adapters
+from support.lora import export_adapter, merge_adapters
 from support.optim import Plan, make_optimizer, make_plan
 from support.quantize import quantize_base
+from support.records import local
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
-from support.weights import copy_files, export, fetch, is_tied, read_config
+from support.weights import copy_files, export, fetch, layers
 from support.weights import fingerprint as weights_fingerprint
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32
+
+
+def export_checkpoint(path: Path, out: Path, dtype: str) -> None:
+    """A checkpoint, or a PEFT folder, with its base as a Hugging Face folder."""
+    folder, notes, wide = fetch(str(path), "export"), [], torch.float32
+    if not layers(folder):
+        raise BadInput(f"export: {path}: neither a checkpoint of a run nor a PEFT folder")
+    if (path / "state.json").exists():
+        settings = (path / "settings.yaml").read_text()
+        notes = _notes(settings, checkpoint.read_state(path)[0], path.parent.parent)
+        wide = DTYPES["64-true"] if "precision: 64-true" in settings else wide
+    weights = model.load(folder, dtype=wide).unique_parameters()
+    export({n: p.detach() for n, p in weights.items()}, folder, out, dtype, notes)
+
+
+def _notes(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]:
+    """A model's card, and the chat template that was used where the model brings another."""
+    notes = [("README.md", model_card(settings, state, run))]
+    if file := yaml.safe_load(settings)["data"]["chat_template"]:
+        notes.append(("chat_template.jinja", Path(file).read_text()))
+    return notes
 
 
 class Lifecycle:
@@ -44,9 +70,10 @@ class Lifecycle:
         self.engine, both = rollout, (objective, self.validation)
         self.needs_reference = any(o.needs_reference or o.kl_pairs for o in both)
         self.folder = fetch(cfg.model)
-        arguments, config, _ = read_config(self.folder)  # what cannot be exported is refused
+        arguments, config, names = read_config(self.folder)  # what cannot be exported is refused
         if cfg.estimate:
-            make, tied = partial(model.make, arguments, cfg.lora), is_tied(arguments, config)
+            make = partial(model.make, arguments, cfg.lora, names)
+            tied = config["tie_word_embeddings"]
             head = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
             say(Estimate(cfg, make, tied, self.needs_reference, head).table())
             raise SystemExit(0)
@@ -225,12 +252,17 @@ class Lifecycle:
     def merged(self) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, adapters merged; on rank 0
         only. A collective."""
+        weights = self.weights()
+        return merge_adapters(weights, self.policy.module) if weights else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The policy's weights, adapters apart; on rank 0 only. A collective."""
         params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
         kept = {n: p for n, p in params.items() if p.requires_grad or not quantized}
         weights = checkpoint.gather_whole(self.fabric, kept)
         if weights and quantized:  # rounded numbers never leave
             weights |= self._source_weights([n for n in params if "lora_" not in n])
-        return merge_adapters(weights, self.policy.module) if weights else {}
+        return weights
 
     def _source_weights(self, names: list[str]) -> dict[str, torch.Tensor]:
         """What a quantised base was made from, read again."""
@@ -243,15 +275,45 @@ class Lifecycle:
 
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""
-        merged, final = self.merged(), self.out / "final"
-        checkpoint.publish(self.fabric, lambda tmp: export(merged, self.folder, tmp), final)
+        self._export()
         after = self.evaluator.check("after", self.state.step)
         before = self.out / "eval" / "before.json"
         if after and before.exists():
             self.fabric.print(before_and_after(json.loads(before.read_text()), after))
-        self.fabric.print(f"\nexported to {final}")
+        self.fabric.print(f"\nexported to {self.out / 'final'}")
         if self.examples["test"] and self.examples["test"][0].completions:
             self._score_test()
+
+    def _export(self) -> None:
+        """`final`, with LoRA `final_adapter` in PEFT's format, and `best`."""
+        cfg, module, fabric = self.cfg, self.policy.module, self.fabric
+        weights = self.weights()
+
+        def final(tmp):
+            notes = _notes(dump(cfg), self.state, self.out)
+            merged = merge_adapters(weights, module)
+            export(merged, self.folder, tmp, cfg.export_dtype, notes)
+
+        checkpoint.publish(fabric, final, self.out / "final")
+        if cfg.lora.rank and self._adapts_the_source(weights):
+            base = str(self.folder.resolve()) if local(cfg.model).exists() else cfg.model
+            args = module, self.folder, base, cfg.lora
+            adapter = self.out / "final_adapter"
+            checkpoint.publish(fabric, lambda tmp: export_adapter(weights, tmp, *args), adapter)
+        best = self.out / "checkpoints" / f"step-{self.state.best_step or 0:08d}"
+        if best.is_dir():
+            args = self.out / "best", cfg.export_dtype
+            checkpoint.publish(fabric, lambda tmp: export_checkpoint(best, tmp, args[1]), args[0])
+
+    def _adapts_the_source(self, weights: dict) -> bool:
+        """Whether PEFT can put the adapters on the model that the run started from."""
+        base = {n: x for n, x in weights.items() if "lora_" not in n}
+        moved = self.state.iteration > 1 and self.fabric.broadcast(
+            bool(base) and weights_fingerprint(base) != self.state.identity["model weights"]
+        )
+        if moved or layers(self.folder):
+            self.fabric.print("no final_adapter: the adapters' base is no folder of its own")
+        return not moved and not layers(self.folder)
 
     def _same_base(self, found: Path) -> bool:
         """Adapters of an earlier iteration of SPIN belong on another base than this one's."""

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from data import PackedBatch, moved
 from support.errors import BadInput
+from support.families import rope_tables
 from support.lora import adapter_arguments, create_adapters
 from support.settings import Lora
-from support.weights import fill, must_fit, read_weights
+from support.weights import fill, must_fit, read_source
 
 # The head makes so many logits at a time (64 MiB in float32), whatever N is. It saves the gradients
 # of the first ones for its backward and recomputes the rest. Its softmax takes fewer: a CPU gets
@@ -338,6 +339,15 @@ def add_product(out, a, b) -> None:
 # ---- the model -----------------------------------------------------------------------------------
 
 
+class Scale(nn.Module):
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
 class _PackedGPT:
     """Makes litgpt's GPT (plain or LoRA) take a PackedBatch or a KVCache."""
 
@@ -356,6 +366,12 @@ class _PackedGPT:
             attn.scale = attn.mscale**2 / math.sqrt(width)
             attn.cap = config.attention_logit_softcapping
             attn.forward = functools.partial(_attend, attn)
+        scales = config.hf_config  # Granite's
+        self.embedding_scale = scales.get("embedding_multiplier", 1.0)
+        self.head_scale = 1 / scales.get("logits_scaling", 1.0)
+        if (factor := scales.get("residual_multiplier", 1.0)) != 1:
+            for block in self.transformer.h:
+                block.post_attention_norm, block.post_mlp_norm = Scale(factor), Scale(factor)
 
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
         """PackedBatch -> (B, K) summed log-probs of the completions; KVCache -> (B, V) logits of
@@ -397,6 +413,8 @@ class _PackedGPT:
         x = self.transformer.wte(token_BT)
         if self.config.scale_embeddings:
             x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
         if "wpe" in self.transformer:
             x = x + self.transformer.wpe(position_BT)
         cos, sin = self.cos[position_BT], self.sin[position_BT]
@@ -408,7 +426,8 @@ class _PackedGPT:
                 x = checkpoint(block, x, *rope, attention, use_reentrant=False)
             else:
                 x = block(x, *rope, attention)
-        return self.transformer.ln_f(x)
+        x = self.transformer.ln_f(x)
+        return x if self.head_scale == 1 else x * self.head_scale
 
     def head(self, h_TC):
         logits_TV, cap = self.lm_head(h_TC), self.config.final_logit_softcapping
@@ -463,9 +482,10 @@ def cast_linears_to_bfloat16(model: nn.Module) -> None:
             m.to(torch.bfloat16)
 
 
-def make(arguments: dict, lora: Lora | None) -> nn.Module:
-    """A model without its weights, from arguments of litgpt's Config."""
-    adapters = adapter_arguments(lora)
+def make(arguments: dict, lora: Lora | None, names: dict | None) -> nn.Module:
+    """A model without its weights, from arguments of litgpt's Config. `names` of the weights: see
+    support/families.py."""
+    adapters = adapter_arguments(lora, names)
     Model, Config = (LoraGPT, litgpt.lora.Config) if adapters else (GPT, litgpt.Config)
     return Model(Config(**arguments, **adapters))
 
@@ -473,12 +493,12 @@ def make(arguments: dict, lora: Lora | None) -> nn.Module:
 def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with its weights in `dtype`, from a Hugging Face or a litgpt checkpoint folder. With
     new adapters it is its base to the bit. Raises BadInput."""
-    arguments, config, state = read_weights(folder)
+    source = arguments, _, names = read_source(folder)
     with must_fit(folder):
         with torch.device("meta"):
-            model = make(arguments, lora)
-        fill(model, config, state, dtype)
-    model.cos, model.sin = (x.to(dtype) for x in model.rope_cache())
+            model = make(arguments, lora, names)
+        fill(model, folder, source, dtype)
+    model.cos, model.sin = (x.to(dtype) for x in rope_tables(model))
     model.requires_grad_(True)
     if isinstance(model, LoraGPT):
         create_adapters(model, dtype)

@@ -14,6 +14,7 @@ DEFAULT_TOKENS = (
 )
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 CHECKERS = ("none", "demo")
+EXPORT_DTYPES = ("source", "float32")
 POSITIVE, NOT_NEGATIVE, AT_LEAST_1 = "more than 0", "at least 0", "at least 1"
 
 
@@ -78,8 +79,11 @@ class Lora:
     """The adapters' output is scaled by alpha / rank."""
     dropout: float = 0.0
     """Dropout before the adapters. Above 0, policy and reference differ by design, even at step 0."""
-    targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS[:-1]))
-    """Which linear layers get adapters: any of query, key, value, projection, mlp, head."""
+    targets: list[str] | str = field(default_factory=lambda: list(LORA_TARGETS[:-1]))
+    """Which linear layers get adapters: any of query, key, value, projection, mlp, head; or as PEFT
+    names the model's own: q_proj, o_proj, all-linear, ..."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     base: str = ""
     """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes); they are
     exported as they were. Default: as they are."""
@@ -265,6 +269,8 @@ class Run:
     keep_best: str | None = None
     """Keep the checkpoint with the best value of this val.csv column too: loss and kl low, all
     others high."""
+    export_dtype: str = "source"
+    """Of the exported weights: source (as the model that we start from), or float32."""
     examples_at: int | None = None
     """Write a table of this step's examples, largest loss first: where each stands, its texts,
     label, length and every column of the loss."""
@@ -307,15 +313,14 @@ class Run:
         self.eval.validate()
 
     def _validate_together(self) -> None:
-        lr, bad = self.optim.lr, [t for t in self.lora.targets if t not in LORA_TARGETS]
-        bad = (bad or ([] if self.lora.targets else ["none"]) or [""])[0]
+        lr, targets = self.optim.lr, ", ".join(LORA_TARGETS)
         for ok, message in (
             (self.optim.min_lr <= lr, f"optim.min_lr: {self.optim.min_lr} is above optim.lr, {lr}"),
             (
                 not (self.micro_batch_size and self.micro_batch_tokens),
                 "micro_batch_size and micro_batch_tokens: give one, not both",
             ),
-            (not bad, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got {bad}"),
+            (self.lora.targets, f"lora.targets: expected some of {targets}; got none"),
             (
                 self.precision != "bf16-true" or self.lora.rank,
                 "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 "
@@ -387,6 +392,7 @@ CHOICES = {
     "strategy": ("auto", "ddp", "fsdp"),
     "precision": (None, "32-true", "bf16-mixed", "bf16-true", "64-true"),
     "accelerator": ("auto", "cpu", "gpu"),
+    "export_dtype": EXPORT_DTYPES,
     "logger": ("csv", "tensorboard", "wandb"),
     "optim.name": ("adamw", "adamw8bit"),
     "lora.base": ("", "nf4", "int8"),
@@ -423,7 +429,7 @@ CUT = {
 FREE = CUT | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last", "logger",
     "estimate", "estimate_gb", "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
-    "eval.batch_size", "eval.check_interval", "activation_checkpointing",
+    "eval.batch_size", "eval.check_interval", "activation_checkpointing", "export_dtype",
 }  # fmt: skip
 
 

@@ -1,39 +1,67 @@
-"""Weights in and out: Hugging Face and litgpt folders, by litgpt's conversion (GPT-2: ours)."""
+"""Weights in and out: Hugging Face, PEFT and litgpt folders, and checkpoints of a run."""
 
+import atexit
 import contextlib
 import hashlib
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
-import litgpt
+import litgpt.lora
 import torch
 import yaml
-from litgpt.scripts import convert_hf_checkpoint as from_hf
-from litgpt.scripts import convert_lit_checkpoint as to_hf
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from support.checkpoint import MODEL, verify
 from support.errors import BadInput, given
+from support.families import layout, read_config
+from support.lora import adapter_arguments, merge_adapters, read_adapter
 from support.records import local
+from support.settings import Lora
+
+MAX_SHARD = 5 * 10**9  # bytes of a file
+DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+# of a tokenizer; and what belongs to a model besides
+TOKENS = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
+BESIDES = re.compile("generation_config|(pre)?processor")
+# masks and tables in old files; what is not of the language model, and stays as it is
+BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)")
+OTHERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+
+
+# ---- where a model lies --------------------------------------------------------------------------
 
 
 def fetch(source: str, what: str = "model") -> Path:
-    """The folder of a local path, of a run of ours (its `final`) or of a Hugging Face id. `what`:
-    the setting's name, for messages."""
+    """The folder of a local path, of a run of ours (its `final`) or of a Hugging Face id. A
+    checkpoint's or PEFT's is made of links: its base, and itself on top. `what`: the setting's
+    name, for messages."""
     folder = local(source)
-    if (folder / "settings.yaml").exists() and not (folder / "config.json").exists():
+    is_run = (folder / "settings.yaml").exists() and not (folder / "config.json").exists()
+    if is_run and not (folder / "state.json").exists():
         if not (folder / "final").is_dir():
-            why = "a run without a `final` folder: resume it, or let it end"
+            why = "a run without a `final` folder: resume it, or name one of its checkpoints"
             raise BadInput(f"{what}: {source}: {why}")
         folder = folder / "final"
-    if folder.is_dir():
-        if (folder / "manifest.json").exists() and (fault := verify(folder, MODEL)):
-            advice = "if you changed it yourself, delete manifest.json"
-            raise BadInput(f"{what}: {folder}: {fault}; {advice}")
-        return folder
+    folder = folder if folder.is_dir() else _download(source, folder, what)
+    if (folder / "state.json").exists():
+        if fault := verify(folder):
+            raise BadInput(f"{what}: {folder}: {fault}")
+        base = yaml.safe_load((folder / "settings.yaml").read_text())["model"]
+        return _on_top(fetch(base, what), folder)
+    if (folder / "adapter_config.json").exists() and not _files(folder):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        return _on_top(fetch(config.get("base_model_name_or_path") or "", what), folder)
+    if (folder / "manifest.json").exists() and (fault := verify(folder, MODEL)):
+        advice = "if you changed it yourself, delete manifest.json"
+        raise BadInput(f"{what}: {folder}: {fault}; {advice}")
+    return folder
+
+
+def _download(source: str, folder: Path, what: str) -> Path:
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", source):
         raise BadInput(f"{what}: {source}: no such folder")
     from huggingface_hub import snapshot_download
@@ -49,151 +77,28 @@ def fetch(source: str, what: str = "model") -> Path:
         raise BadInput(f"{what}: {source}: {why}; without a network, {advice}") from e
 
 
-# ---- GPT-2, which litgpt lacks -------------------------------------------------------------------
-
-GPT2_NAMES = {
-    "wte": "transformer.wte", "wpe": "transformer.wpe",
-    "ln_1": "norm_1", "ln_2": "norm_2",
-    "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj",
-    "mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj",
-    "ln_f": "transformer.ln_f", "lm_head": "lm_head",
-}  # fmt: skip
+def layers(folder: Path) -> list[Path]:
+    """The checkpoints and adapters on top of a base, in order."""
+    return sorted(folder.glob("on-top-*"))
 
 
-def gpt2_from_hf(config, state, weights):
-    for name, x in weights.items():
-        name = name.removeprefix("transformer.")
-        if re.search(r"\.attn\.(masked_)?bias$", name):
-            continue  # old files carry causal masks
-        layer, part, kind = re.fullmatch(r"(h\.\d+\.)?(.+)\.(weight|bias)", name).groups()
-        prefix = f"transformer.{layer}" if layer else ""
-        x = x.T.contiguous() if ".c_" in part and kind == "weight" else x
-        state[f"{prefix}{GPT2_NAMES[part]}.{kind}"] = x
-    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
+def _on_top(base: Path, folder: Path) -> Path:
+    view = Path(tempfile.mkdtemp(prefix="model-"))
+    atexit.register(shutil.rmtree, view, ignore_errors=True)
+    links = {f.name: f for f in base.iterdir()}
+    links |= {f.name: f for f in folder.iterdir() if TOKENS.match(f.name)}
+    for name, file in (links | {f"on-top-{len(layers(base))}": folder}).items():
+        (view / name).symlink_to(file.resolve())
+    return view
 
 
-def gpt2_to_hf(config, state, weights):
-    back = {ours: theirs for theirs, ours in GPT2_NAMES.items()}
-    for name, x in weights.items():
-        match = re.fullmatch(r"(?:transformer\.(h\.\d+\.))?(.+)\.(weight|bias)", name)
-        layer, part, kind = match.groups()
-        theirs = back[part]
-        x = x.T.contiguous() if ".c_" in theirs and kind == "weight" else x
-        full = f"transformer.{layer or ''}{theirs}.{kind}"
-        state[name if theirs == "lm_head" else full] = x
+def _files(folder: Path) -> list[Path]:
+    # Mistral's folders hold the same weights again, under other names
+    aside = ("consolidated", "adapter_")
+    return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith(aside))
 
 
-# ---- families: config.json -> litgpt's Config ----------------------------------------------------
-
-
-def _gpt2(c):
-    scaled = c.get("scale_attn_weights", True) and not c.get("scale_attn_by_inverse_layer_idx")
-    if c.get("activation_function", "gelu_new") != "gelu_new" or not scaled:
-        raise BadInput("config.json: activation_function or scale_attn_...: not GPT-2's")
-    return dict(
-        block_size=c["n_positions"], n_layer=c["n_layer"], n_embd=c["n_embd"], n_head=c["n_head"],
-        bias=True, norm_eps=c["layer_norm_epsilon"], intermediate_size=c.get("n_inner"),
-        rotary_percentage=0.0, parallel_residual=False, gelu_approximate="tanh",
-    )  # fmt: skip
-
-
-def _rope(c):
-    """-> rope_base, rope_adjustments. transformers 5 moved rope_theta and rope_scaling into
-    rope_parameters."""
-    rope = c.get("rope_parameters") or {}
-    scaling = c.get("rope_scaling") or rope
-    kind, adjustments = scaling.get("rope_type", scaling.get("type", "default")), None
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        adjustments = {name: scaling[name] for name in names}
-        adjustments["original_max_seq_len"] = scaling["original_max_position_embeddings"]
-    elif kind == "linear":
-        adjustments = {"factor": scaling["factor"]}
-    elif kind != "default":
-        raise BadInput(f"config.json: rope_scaling: {kind} is not supported")
-    base = rope.get("rope_theta") or c.get("rope_theta", 10000)
-    return dict(rope_base=base, rope_adjustments=adjustments)
-
-
-def _llama(c):
-    rope, kind = _rope(c), c["model_type"]
-    if c.get("hidden_act", "silu") != "silu":
-        raise BadInput(f"config.json: hidden_act: {c['hidden_act']} is not supported, only silu")
-    if kind in ("qwen2", "qwen3") and c.get("use_sliding_window"):
-        raise BadInput(f"config.json: use_sliding_window: not supported for {kind}")
-    return dict(
-        block_size=c["max_position_embeddings"], n_layer=c["num_hidden_layers"],
-        n_embd=c["hidden_size"], n_head=c["num_attention_heads"],
-        n_query_groups=c.get("num_key_value_heads"), head_size=c.get("head_dim"),
-        rotary_percentage=1.0, parallel_residual=False, bias=bool(c.get("mlp_bias")),
-        attn_bias=c.get("attention_bias", kind == "qwen2"), norm_qk=kind == "qwen3",
-        norm_class_name="RMSNorm", norm_eps=c["rms_norm_eps"], mlp_class_name="LLaMAMLP",
-        intermediate_size=c["intermediate_size"],
-        sliding_window_size=c.get("sliding_window") if kind == "mistral" else None, **rope,
-    )  # fmt: skip
-
-
-def _with_qkv(convert):
-    """litgpt's converters that also take a dict, in which q, k and v wait for each other."""
-    return lambda config, state, weights: convert(config, {}, state, weights)
-
-
-# model_type in config.json -> litgpt Config arguments, weights in, weights out
-LLAMA = _with_qkv(from_hf.copy_weights_hf_llama)
-FAMILIES = {
-    "gpt2": (_gpt2, gpt2_from_hf, gpt2_to_hf),
-    "llama": (_llama, LLAMA, to_hf.copy_weights_llama),
-    "mistral": (_llama, LLAMA, to_hf.copy_weights_llama),
-    "qwen2": (_llama, _with_qkv(from_hf.copy_weights_qwen_2_5), to_hf.copy_weights_qwen_2_5),
-    "qwen3": (_llama, _with_qkv(from_hf.copy_weights_qwen_3), to_hf.copy_weights_qwen_3),
-}
-# other families by litgpt's names, as its own converters choose: by the start of the model's name
-LITGPT = {
-    "gemma-2": (lambda c, *sw: from_hf.copy_weights_gemma_2({}, *sw), to_hf.copy_weights_gemma_2),
-    "gemma-3": (
-        lambda c, *sw: from_hf.copy_weights_gemma_3({}, *sw, config=c),
-        to_hf.copy_weights_gemma_3,
-    ),
-    "phi": (_with_qkv(from_hf.copy_weights_phi), to_hf.copy_weights_phi),
-    "olmo-2": (_with_qkv(from_hf.copy_weights_olmo2), to_hf.copy_weights_olmo2),
-    "falcon": (from_hf.copy_weights_falcon, to_hf.copy_weights_falcon),
-    "pythia": (from_hf.copy_weights_gpt_neox, to_hf.copy_weights_gpt_neox),
-    "gemma": (LLAMA, to_hf.copy_weights_llama),
-}
-
-
-def read_config(folder: Path) -> tuple[dict, dict, tuple]:
-    """A Hugging Face folder's (litgpt Config arguments, config.json, (weights in, weights out))."""
-    file = f"{folder}/config.json"
-    try:
-        c = json.loads(Path(file).read_text())
-        if c.get("model_type") in FAMILIES:
-            arguments, *convert = FAMILIES[c["model_type"]]
-            sizes = dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"])
-            # not the folder's name: litgpt computes norms otherwise where it reads Gemma or OLMo
-            return sizes | arguments(c) | {"name": c["model_type"]}, c, tuple(convert)
-    except FileNotFoundError:
-        raise BadInput(f"{file}: no such file, so this is no model folder") from None
-    except (KeyError, json.JSONDecodeError) as e:
-        raise BadInput(f"{file}: {e} is missing or broken") from None
-    except BadInput as e:
-        raise BadInput(f"{folder}/{e}") from None
-    # a download lies in models--org--name/snapshots/hash
-    download = folder.parent.name == "snapshots"
-    at_home = folder.parent.parent.name.split("--")[-1] if download else folder.name
-    name, kind = Path(c.get("_name_or_path") or at_home).name, f"model_type {c.get('model_type')!r}"
-    try:
-        known = litgpt.Config.from_name(name)
-    except ValueError:
-        raise BadInput(f"{file}: {kind} and name {name!r} are unknown") from None
-    convert = next((v for k, v in LITGPT.items() if name.lower().startswith(k)), None)
-    if convert is None:
-        raise BadInput(f"{file}: {kind} is not supported")
-    fields = litgpt.Config.__dataclass_fields__
-    return {k: v for k, v in vars(known).items() if k in fields}, c, convert
-
-
-# ---- in and out ----------------------------------------------------------------------------------
+# ---- in ------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -206,96 +111,216 @@ def must_fit(folder: Path):
         raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None
 
 
-def read_weights(folder: Path) -> tuple[dict, dict, dict[str, torch.Tensor]]:
-    """(litgpt Config arguments, config.json, weights by litgpt's names) of a Hugging Face or litgpt
-    folder. config.json's tie_word_embeddings is filled in. A tensor may be its file's own memory.
-    Raises BadInput."""
-    is_litgpt = all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml"))
-    arguments, config, state = (_from_litgpt if is_litgpt else _from_hf)(folder)
-    return arguments, config | {"tie_word_embeddings": is_tied(arguments, config)}, state
+@contextlib.contextmanager
+def _opened(file: Path):
+    try:
+        with safe_open(file, "pt") as f:
+            yield f
+    except (SafetensorError, OSError) as e:
+        raise BadInput(f"{file}: {e}") from None
 
 
-def is_tied(arguments: dict, config: dict) -> bool:
-    """Whether head and embedding are one matrix; config.json need not say it."""
-    default = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
-    return config.get("tie_word_embeddings", default)
+def stored(folder: Path) -> dict[str, tuple[Path, torch.dtype | None]]:
+    """The tensors of a Hugging Face folder by name: where each is, and its type."""
+    out = {}
+    for file in _files(folder):
+        with _opened(file) as f:
+            out |= {n: (file, DTYPES.get(f.get_slice(n).get_dtype())) for n in f.keys()}
+    return out
 
 
-def _from_litgpt(folder: Path):
-    arguments, config = yaml.safe_load((folder / "model_config.yaml").read_text()), {}
-    if (folder / "config.json").exists():
-        config = json.loads((folder / "config.json").read_text())
+def canonical(name: str) -> str:
+    """Old GPT-2 files have no prefix; Gemma 3 with a vision tower has one more."""
+    name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
+    return re.sub(r"^(?=(h|wte|wpe|ln_f)\.)", "transformer.", name)
+
+
+def is_transposed(name: str) -> bool:
+    return bool(re.search(r"\.c_\w+\.weight$", name))  # GPT-2's
+
+
+def plain_names(state: dict) -> dict:
+    """Weights without adapters, by the names that they have in a model without."""
+    return {n.replace(".linear.", "."): x for n, x in state.items() if "lora_" not in n}
+
+
+def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
+    """(litgpt Config arguments, config.json with tie_word_embeddings filled in, names of the
+    weights; None: litgpt's own) of a Hugging Face or litgpt folder. Raises BadInput."""
+    if not all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml")):
+        return read_config(folder)
+    arguments, file = yaml.safe_load((folder / "model_config.yaml").read_text()), "config.json"
+    config = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    tied = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
+    return arguments, {"tie_word_embeddings": tied} | config, None
+
+
+def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: torch.dtype) -> None:
+    """Put weights into a model on the meta device, adapters excepted. A head that is tied becomes
+    one matrix with the embedding again: of two, both would be trained and one lost on export.
+    `source`: see read_source. Raises KeyError or BadInput."""
+    _, config, names = source
+    shapes = plain_names(dict(model.named_parameters()))
+    if tied := config["tie_word_embeddings"]:
+        del shapes["lm_head.weight"]
+    where = layout(model.config, names, shapes) if names else {}
+    state = _from_hf(folder, where, shapes, dtype) if names else _from_litgpt(folder, shapes, dtype)
+    for layer in layers(folder):
+        put = _put_adapter if (layer / "adapter_config.json").exists() else _put_checkpoint
+        state = put(state, layer, source, where)
+    missing, unknown = model.load_state_dict(state, strict=False, assign=True)
+    if tied:
+        missing = [n for n in missing if not n.startswith("lm_head.")]
+        if getattr(model.lm_head, "r", 0):
+            raise BadInput("lora.targets: head: this model's head is tied to its embedding")
+        getattr(model.lm_head, "linear", model.lm_head).weight = model.transformer.wte.weight
+    _refuse([n for n in missing if "lora_" not in n], unknown)
+
+
+def _refuse(missing, unknown) -> None:
+    if missing or unknown:
+        raise KeyError(f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
+
+
+def _from_litgpt(folder: Path, shapes: dict, dtype: torch.dtype) -> dict:
     try:
         state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
     except Exception as e:  # a damaged file fails in a dozen ways
         raise BadInput(f"{folder}/lit_model.pth: {str(e).splitlines()[0]}") from None
-    return arguments, config, state.get("model", state)
+    # copies: one tensor of the file's own would keep all of it in memory
+    return {n: x.to(dtype, copy=True) for n, x in state.get("model", state).items() if n in shapes}
 
 
-def _from_hf(folder: Path):
-    (arguments, config, (weights_in, _)), weights, state = read_config(folder), {}, {}
-    # Mistral's folders hold the same weights again, under other names
-    files = [f for f in folder.glob("*.safetensors") if not f.name.startswith("consolidated")]
-    if not files:
+def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dict:
+    """Tensor by tensor. What is here has the names and shapes that an export will write."""
+    found = stored(folder)
+    if not found:
         why = "no *.safetensors here, nor lit_model.pth with model_config.yaml"
         raise BadInput(f"{folder}: {why}")
-    for file in sorted(files):
-        try:
-            weights |= load_file(file)
-        except (SafetensorError, OSError) as e:
-            raise BadInput(f"{file}: {e}") from None
-    with must_fit(folder):
-        weights_in(litgpt.Config(**arguments), state, weights)
-    return arguments, config, state
+    known = {canonical(n): n for n in found if not (BUFFERS.fullmatch(n) or OTHERS.fullmatch(n))}
+    if "lm_head.weight" not in shapes:
+        known.pop("lm_head.weight", None)
+    _refuse(where.keys() - known.keys(), known.keys() - where.keys())
+    state = {n: torch.empty(x.shape, dtype=dtype) for n, x in shapes.items()}
+    for file in _files(folder):
+        with _opened(file) as f:
+            for name in sorted(set(f.keys()) & set(known.values())):
+                if found[name][1] is None:
+                    raise KeyError(f"{name}: of type {f.get_slice(name).get_dtype()}")
+                x = f.get_tensor(name)
+                _put(state, where[canonical(name)], x.T if is_transposed(name) else x)
+    return state
 
 
-def fill(model, config: dict, state: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Put weights into a model on the meta device, adapters excepted. A head that is tied becomes
-    one matrix with the embedding again: of two, both would be trained and one lost on export.
-    Raises KeyError or BadInput."""
-    for name, x in state.items():
-        # a copy: one tensor of the file's own would keep all of it in memory
-        state[name] = x.to(dtype, copy=True)
-    missing, unknown = model.load_state_dict(state, strict=False, assign=True)
-    missing = [name for name in missing if "lora_" not in name]
-    if missing or unknown:
-        raise KeyError(f"missing {missing[:3]}, unknown {unknown[:3]}")
-    if config["tie_word_embeddings"]:
-        if getattr(model.lm_head, "r", 0):
-            raise BadInput("lora.targets: head: this model's head is tied to its embedding")
-        getattr(model.lm_head, "linear", model.lm_head).weight = model.transformer.wte.weight
+def _put(state: dict, pieces: list, x: torch.Tensor, add: bool = False) -> None:
+    """A tensor of Hugging Face's, not transposed any more, into its places."""
+    rows, columns = sum(b - a for _, a, b in pieces), state[pieces[0][0]].shape[1:]
+    if x.shape != (rows, *columns):
+        ours = ", ".join(dict.fromkeys(n for n, _, _ in pieces))
+        raise KeyError(f"size mismatch for {ours}: {tuple(x.shape)}, not {(rows, *columns)}")
+    for (n, a, b), part in zip(pieces, x.split([b - a for _, a, b in pieces])):
+        state[n][a:b] = state[n][a:b] + part if add else part
 
 
-def export(state: dict, source: Path, out: Path) -> None:
-    """Write plain weights (see merge_adapters) as a Hugging Face folder, with config and tokenizer
-    files of `source`."""
-    arguments, config, (_, weights_out) = read_config(source)
-    config["tie_word_embeddings"] = tied = "lm_head.weight" not in state
+def _put_adapter(state: dict, folder: Path, source: tuple, where: dict) -> dict:
+    """PEFT's, folded in."""
+    for name, x in read_adapter(folder):
+        if (theirs := canonical(name)) not in where:
+            raise KeyError(f"adapter_model.safetensors: unknown {name}")
+        _put(state, where[theirs], x, add=True)
+    return state
+
+
+def _put_checkpoint(state: dict, folder: Path, source: tuple, where: dict) -> dict:
+    """What a run has trained, its adapters merged."""
+    saved = load_file(folder / "weights.safetensors")
     dtype = next(iter(state.values())).dtype
-    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    if config.get("model_type") not in FAMILIES:
-        config["_name_or_path"] = arguments["name"]  # by which it was found, and is found again
-    if tied:
-        state = state | {"lm_head.weight": state["transformer.wte.weight"]}
-    weights: dict[str, torch.Tensor] = {}
-    weights_out(litgpt.Config(**arguments), weights, state)
-    if tied:
-        weights.pop("lm_head.weight", None)
-    weights = {name: x.contiguous() for name, x in weights.items()}
-    copy_files(source, out)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors creates it for its owner only
+    if not any("lora_" in n for n in saved):
+        return state | {n: x.to(dtype) for n, x in saved.items()}
+    run = json.loads((folder / "state.json").read_text())["run"]
+    base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
+    if base.exists():  # SPIN's adapters belong on another base in each iteration
+        state |= {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
+    lora = Lora(**yaml.safe_load((folder / "settings.yaml").read_text())["lora"])
+    arguments, _, names = source
+    with torch.device("meta"):
+        adapted = litgpt.lora.Config(**arguments, **adapter_arguments(lora, names))
+        gpt = litgpt.lora.GPT(adapted)
+    return merge_adapters(state | saved, gpt)
+
+
+# ---- out -----------------------------------------------------------------------------------------
+
+
+def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> None:
+    """Write plain weights (see merge_adapters) as a Hugging Face folder, with config and tokenizer
+    files of `source`, in its dtypes or in float32. `notes`: more files, (name, text)."""
+    arguments, config, names = read_config(source)
+    where, found = layout(litgpt.Config(**arguments), names, state), stored(source)
+    known = {canonical(n): n for n in found}
+
+    def kind(name: str) -> torch.dtype:
+        """float64, which only a run in 64-true has, stays."""
+        given = state[where[name][0][0]].dtype
+        _, kept = found.get(known.get(name), (None, given))
+        wide = torch.float32 if dtype == "float32" else kept
+        return given if given == torch.float64 else wide
+
+    def make(name: str) -> torch.Tensor:
+        if name not in where:  # a vision tower's: as it is
+            with _opened(found[name][0]) as f:
+                return f.get_tensor(name)
+        x = torch.cat([state[n][a:b] for n, a, b in where[name]]).to(kind(name))
+        return (x.T if is_transposed(name) else x).contiguous()
+
+    sizes = {n: 0 for n in found if OTHERS.fullmatch(n)}
+    for name, pieces in where.items():
+        width = state[pieces[0][0]][0].numel()
+        sizes[name] = sum(b - a for _, a, b in pieces) * width * kind(name).itemsize
+    out.mkdir(parents=True, exist_ok=True)
+    save_shards({known.get(n, n): n for n in sizes}, sizes, make, out)
+    embedding = str(kind(canonical(names["transformer.wte"] + ".weight"))).removeprefix("torch.")
+    for c in (config, config.get("text_config", {})):
+        c |= {x: embedding for x in ("dtype", "torch_dtype") if x in c or c is config}
+    config["tie_word_embeddings"] = "lm_head.weight" not in state
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    copy_files(source, out)
+    for name, text in notes:
+        (out / name).write_text(text)
 
 
 def copy_files(source: Path, out: Path) -> None:
     """What a folder holds besides weights and config."""
-    names = "tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|generation_config"
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if re.match(names, file.name) and file.is_file() and source != out:
+        kept = TOKENS.match(file.name) or BESIDES.match(file.name)
+        if kept and file.is_file() and source != out:
             with given("model", file):
                 shutil.copyfile(file, out / file.name)
+
+
+def save_shards(names: dict, sizes: dict, make, out: Path) -> None:
+    """Files of at most MAX_SHARD bytes, made one after the other, with an index where they are
+    several. `names`: {name in the file: name for `make` and `sizes`}."""
+    shards, room = [[]], MAX_SHARD
+    for name in names:
+        if shards[-1] and sizes[names[name]] > room:
+            shards.append([])
+            room = MAX_SHARD
+        shards[-1].append(name)
+        room -= sizes[names[name]]
+    index = {}
+    for i, shard in enumerate(shards, 1):
+        file = (
+            f"model-{i:05}-of-{len(shards):05}.safetensors" if shards[1:] else "model.safetensors"
+        )
+        save_file({n: make(names[n]) for n in shard}, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # safetensors creates it for its owner only
+        index |= dict.fromkeys(shard, file)
+    if shards[1:]:
+        total = {"total_size": sum(sizes.values())}
+        text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
+        (out / "model.safetensors.index.json").write_text(text + "\n")
 
 
 def fingerprint(state: dict) -> str:

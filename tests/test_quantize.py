@@ -20,7 +20,7 @@ from support.errors import BadInput, Failed
 from support.lora import disable_adapters, merge_adapters
 from support.quantize import quantize_base
 from support.settings import Lora
-from support.weights import read_weights
+from support.families import read_config
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip
@@ -185,7 +185,7 @@ def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_pat
             *RUN, "--max_steps=1", "--lora.base=nf4"]  # fmt: skip
     cfg = parse(Settings, argv, "", "none")
     with Trainer(cfg, KTO(cfg.kto)) as trainer:
-        made(HF["llama"].__class__(**read_weights(folder)[1]), folder)
+        made(HF["llama"].__class__(**read_config(folder)[1]), folder)
         with pytest.raises(Failed, match="not the weights that this run began with"):
             trainer.finish()
 
