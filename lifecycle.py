@@ -115,40 +115,62 @@ class Lifecycle:
 
     def _load_models(self) -> None:
         """Policy, reference and optimizer, and the hashes by which a resume knows
-        them again."""
+        them again. Of a sharded run rank 0 alone reads the weights."""
+        cfg, fabric, sharded = self.cfg, self.fabric, self.cfg.strategy == "fsdp"
+        policy = other = frozen = identity = None
+        apart = self.needs_reference and bool(cfg.reference or not cfg.lora.rank)
+        if not sharded or fabric.global_rank == 0:
+            policy = self._load_policy()
+            if apart and cfg.reference:
+                other = self._load_other_reference(policy)
+        if fabric.global_rank == 0:
+            identity = self._identity(policy, (other or policy) if apart else None)
+        self.state.identity = fabric.broadcast(identity)
+        if apart and sharded:
+            frozen = self._shard(other or policy, learns=False)
+        elif apart:  # DDP refuses a module that never trains
+            frozen = (other or copy.deepcopy(policy)).requires_grad_(False).eval()
+            if cfg.precision == "bf16-mixed":
+                model.cast_linears_to_bfloat16(frozen)
+            frozen = fabric.to_device(frozen)
+        if cfg.lora.base:  # only now: the hashes are of the source's own weights
+            quantize_base(policy, cfg.lora.base, fabric.device)
+        # from here on ranks may draw different random numbers (dropout)
+        torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
+        if sharded:
+            self.policy = self._shard(policy, learns=True)
+        else:
+            self.policy = fabric.setup_module(policy)
+        self.policy.module.activation_checkpointing = cfg.activation_checkpointing
+        self.optimizer = fabric.setup_optimizers(make_optimizer(cfg.optim, self.policy.module))
+        self.reference = None
+        if self.needs_reference:
+            self.reference = Reference(fabric, self.policy, frozen)
+
+    def _shard(self, whole, learns: bool):
+        """A model that rank 0 holds, over all ranks: no other ever has the whole of
+        it."""
+        first = self.fabric.global_rank == 0
+        shell = model.shell(*self.fabric.broadcast(model.recipe(whole) if first else None))
+        if not learns:
+            shell.requires_grad_(False).eval()
+            if self.cfg.precision == "bf16-mixed":
+                model.cast_linears_to_bfloat16(shell)
+        module = self.fabric.setup_module(shell)
+        checkpoint.set_weights(module, whole.unique_parameters() if first else None)
+        return module
+
+    def _load_policy(self):
         cfg, dtype = self.cfg, DTYPES.get(self.cfg.precision, torch.float32)
-        policy, frozen = model.load(self.folder, cfg.lora, dtype), None
+        policy = model.load(self.folder, cfg.lora, dtype)
         if self.tokenizer.n_vocab > policy.config.padded_vocab_size:
             n = self.tokenizer.n_vocab
             raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
-        if self.needs_reference:
-            if cfg.reference:
-                frozen = self._load_other_reference(policy.config.padded_vocab_size, dtype)
-            elif not cfg.lora.rank:
-                frozen = copy.deepcopy(policy)
-        self.state.identity = self._identity(policy, frozen)
-        if cfg.lora.base:  # only now: the hashes are of the source's own weights
-            quantize_base(policy, cfg.lora.base, self.fabric.device)
-        policy.activation_checkpointing = cfg.activation_checkpointing
-        if frozen is not None:  # DDP refuses a module that never trains; FSDP2 must shard it
-            frozen.requires_grad_(False).eval()
-            sharded = cfg.strategy == "fsdp"
-            if cfg.precision == "bf16-mixed" and not sharded:  # FSDP2 wants one dtype
-                model.cast_linears_to_bfloat16(frozen)
-            setup = self.fabric.setup_module if sharded else self.fabric.to_device
-            frozen = setup(frozen)
-        # from here on ranks may draw different random numbers (dropout)
-        torch.manual_seed(cfg.seed + 1000003 * self.fabric.global_rank)
-        self.policy = self.fabric.setup_module(policy)
-        optimizer = make_optimizer(cfg.optim, self.policy.module)
-        self.optimizer = self.fabric.setup_optimizers(optimizer)
-        self.reference = None
-        if self.needs_reference:
-            self.reference = Reference(self.fabric, self.policy, frozen)
+        return policy
 
-    def _load_other_reference(self, vocab: int, dtype):
-        folder = fetch(self.cfg.reference, "reference")
-        frozen = model.load(folder, None, dtype)
+    def _load_other_reference(self, policy):
+        vocab, folder = policy.config.padded_vocab_size, fetch(self.cfg.reference, "reference")
+        frozen = model.load(folder, None, DTYPES.get(self.cfg.precision, torch.float32))
         same = self.tokenizer.same(Tokenizer(folder))
         if not same or frozen.config.padded_vocab_size != vocab:
             differs = f"another tokenizer or vocabulary than {self.cfg.model}"
@@ -160,7 +182,9 @@ class Lifecycle:
         shows."""
         hashes = {"data (token ids and labels)": fingerprint(self.examples)}
         for name, m in (("model weights", policy), ("reference weights", frozen)):
-            if m is not None:
+            if m is policy and "model weights" in hashes:
+                hashes[name] = hashes["model weights"]
+            elif m is not None:
                 params = m.unique_parameters().items()
                 base = {n: p for n, p in params if "lora_" not in n}
                 hashes[name] = weights_fingerprint(base)

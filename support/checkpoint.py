@@ -105,10 +105,13 @@ def gather_whole(fabric, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 @torch.no_grad()
-def set_weights(module, state: dict[str, torch.Tensor]) -> None:
+def set_weights(module, state: dict[str, torch.Tensor] | None) -> None:
+    """Weights by name, those of rank 0; others may give None. A collective where it is sharded."""
     for name, p in module.unique_parameters().items():
-        if name in state:
-            p.copy_(place(state[name], p))
+        if state is None:
+            p.copy_(place(torch.empty(p.shape, dtype=p.dtype), p))
+        elif name in state:
+            p.copy_(place(state[name].detach().to(p.dtype), p))
 
 
 def sync(path: Path) -> None:

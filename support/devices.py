@@ -5,6 +5,7 @@ they get wrong.
 """
 
 import contextlib
+import functools
 import gc
 import inspect
 import logging
@@ -17,7 +18,7 @@ from dataclasses import replace
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from support.errors import LAUNCHED, BadInput, rank
 from support.settings import Run
@@ -51,21 +52,35 @@ def resolve(cfg: Run) -> Run:
     )
 
 
-def shard(module, mesh):
-    """FSDP2: each block by itself, then what is left (embedding, last norm, head)."""
+def shard(module, mesh, narrow: bool):
+    """FSDP2, of a module on the meta device: each block by itself, then what is left (embedding,
+    last norm, head). `narrow`: linear layers are gathered in bfloat16, as autocast would cast
+    them; norms and adapters stay float32."""
+    mesh, frozen = mesh["data_parallel"], not any(p.requires_grad for p in module.parameters())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in module.transformer.h:
-        fully_shard(block, mesh=mesh["data_parallel"])
-    return fully_shard(module, mesh=mesh["data_parallel"])
+        if narrow:
+            linears = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
+            fully_shard(linears, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh)
+    # a root stays whole for its backward, which a frozen one has not
+    fully_shard(module, mesh=mesh, reshard_after_forward=frozen or None)
+    rope, tied = (module.cos, module.sin), module.tied
+    module.to_empty(device=mesh.device_type)
+    module.cos, module.sin = (x.to(mesh.device_type) for x in rope)
+    if tied:
+        module.tie()
+    return module
 
 
-def make_strategy(name: str, n: int):
+def make_strategy(name: str, n: int, narrow: bool):
     if name == "ddp" or name == "auto" and n > 1:
         names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
         new = "forward_sync_buffers" in names  # renamed in torch 2.13
         sync = "forward_sync_buffers" if new else "broadcast_buffers"
         return DDPStrategy(**{sync: False})  # buffers are constant
     if name == "fsdp":  # without sizes Fabric would make all of a node tensor parallel
-        return ModelParallelStrategy(shard, n, 1, save_distributed_checkpoint=False)
+        return ModelParallelStrategy(functools.partial(shard, narrow=narrow), n, 1)
     return name
 
 
@@ -81,7 +96,7 @@ def launch(cfg: Run) -> Fabric:
     n = cfg.devices * cfg.num_nodes
     fabric = Fabric(
         accelerator=cfg.accelerator,
-        strategy=make_strategy(cfg.strategy, n),
+        strategy=make_strategy(cfg.strategy, n, cfg.precision == "bf16-mixed"),
         devices=cfg.devices,
         num_nodes=cfg.num_nodes,
         # bf16-true: the base is loaded in bf16, adapters stay in float32

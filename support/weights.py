@@ -173,7 +173,7 @@ def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: tor
         missing = [n for n in missing if not n.startswith("lm_head.")]
         if getattr(model.lm_head, "r", 0):
             raise BadInput("lora.targets: head: this model's head is tied to its embedding")
-        getattr(model.lm_head, "linear", model.lm_head).weight = model.transformer.wte.weight
+        model.tie()
     _refuse([n for n in missing if "lora_" not in n], unknown)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PARITY, ranks, train
+from models import gpt2_from_hf
 from safetensors.torch import load_file
 from test_kto import POLICY, REF, Table, sigmoid, trainer_of
 from test_kto import score as score_batch
@@ -17,7 +18,6 @@ import dpo
 import model
 from support.errors import BadInput
 from support.examples import Example
-from support.weights import gpt2_from_hf
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "dpo.json").read_text())}
 
@@ -54,7 +54,7 @@ def test_it_matches_another_implementations_recorded_numbers(name):
     assert norm == pytest.approx(case["fp64"]["grad_norm"], rel=1e-4)
     if name == "sigmoid":
         state: dict = {}
-        gpt2_from_hf(None, state, load_file(PARITY / "dpo_grads_sigmoid.safetensors"))
+        gpt2_from_hf(state, load_file(PARITY / "dpo_grads_sigmoid.safetensors"))
         for n, p in policy.unique_parameters().items():
             torch.testing.assert_close(p.grad, state[n], atol=1e-6, rtol=1e-4)
 

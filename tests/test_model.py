@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import HF, made, ragged, same, shaken
+from models import HF, gpt2_from_hf, made, ragged, same, shaken
 from torch import nn
 
 import model
 from data import pack
 from support.settings import Lora
-from support.weights import gpt2_from_hf
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,7 @@ def pair(shape: str, tiny: Path, dtype):
 
         def gradients():
             state = {}
-            gpt2_from_hf(None, state, {n: p.grad for n, p in hf.named_parameters()})
+            gpt2_from_hf(state, {n: p.grad for n, p in hf.named_parameters()})
             return {n: state[n] for n in gpt.unique_parameters()}
 
         return gpt, hf, gradients

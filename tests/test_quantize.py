@@ -17,10 +17,10 @@ import online
 from data import pack
 from support import checkpoint
 from support.errors import BadInput, Failed
+from support.families import read_config
 from support.lora import disable_adapters, merge_adapters
 from support.quantize import quantize_base
 from support.settings import Lora
-from support.families import read_config
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip
