@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from safetensors.torch import load_file
 
 import model
 from evaluate import Evaluator
@@ -351,7 +350,7 @@ class Lifecycle:
         step = self.state.best_step
         best = self.out / "checkpoints" / f"step-{step or 0:08d}"  # may be in another folder's run
         if step not in (None, self.state.step) and best.is_dir() and self._same_base(best):
-            checkpoint.set_weights(self.policy, load_file(best / "weights.safetensors"))
+            checkpoint.set_weights(self.policy, checkpoint.load_tensors(best, "weights"))
             scores["best"] = self.score(self.examples["test"])
         for name, row in scores.items():
             shown = ", ".join(f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row)

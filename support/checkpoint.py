@@ -1,7 +1,8 @@
 """Save, verify, resume: a checkpoint is either whole or not there.
 
 A checkpoint is a folder: weights.safetensors (what trains), optimizer.safetensors, rng.safetensors
-(every rank's), state.json (RunState) and settings.yaml. It is written beside its final name,
+(every rank's), state.json (RunState) and settings.yaml. Of a sharded run each rank writes its part of
+weights and optimizer, shard-*.safetensors (see shards.py). It is written beside its final name,
 fsynced, gets a manifest of hashes last, and is then renamed. (Fabric's own save moves a file out of
 the temporary directory and can leave half of it under the final name.)
 """
@@ -19,6 +20,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,14 +29,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from support import shards
 from support.cli import dotted, dump
 from support.devices import all_reduce, say
 from support.errors import BadInput, Failed, given, writing
 from support.settings import Run, changes, flat
 
 # what a folder of each kind must hold, and its manifest must name
-TENSORS = ("weights.safetensors", "optimizer.safetensors", "rng.safetensors")
-CHECKPOINT = (*TENSORS, "state.json", "settings.yaml")
+SHARDED = ("weights.safetensors", "optimizer.safetensors")  # under fsdp: shard-*.safetensors
+CHECKPOINT = (*SHARDED, "rng.safetensors", "state.json", "settings.yaml")
 MODEL = ("model.safetensors", "config.json")
 
 
@@ -51,6 +54,7 @@ class RunState:
     best_step: int | None = None  # by keep_best
     best_value: float | None = None
     objective: dict = field(default_factory=dict)  # Objective.state_dict()
+    shards: int = 0  # files of a sharded checkpoint; 0: weights and optimizer lie there whole
     rows: dict = field(default_factory=dict)  # of metrics.csv and val.csv: [how many, their hash]
 
     def is_best(self, row: dict, name: str | None) -> bool:
@@ -159,19 +163,31 @@ def on_rank_0(fabric, work):
     return answer
 
 
-def publish(fabric, write, out: Path) -> None:
-    """Rank 0 calls write(folder) on a folder beside `out`, hashes it, and moves it there. Fails on
-    all ranks alike."""
-    on_rank_0(fabric, lambda: _publish(write, out))
+def publish(fabric, write, out: Path, each=None) -> None:
+    """Rank 0 calls write(folder) on a folder beside `out`, hashes it, and moves it there; before,
+    every rank calls each(folder). Fails on all ranks alike."""
+    if each:
+        on_rank_0(fabric, lambda: _fresh(out))
+        each(_beside(out, "tmp"))
+    on_rank_0(fabric, lambda: _publish(write, out, _beside(out, "tmp") if each else _fresh(out)))
 
 
-def _publish(write, out: Path) -> None:
-    tmp, old = (out.with_name(f".{out.name}.{kind}") for kind in ("tmp", "old"))
+def _beside(out: Path, kind: str) -> Path:
+    return out.with_name(f".{out.name}.{kind}")
+
+
+def _fresh(out: Path) -> Path:
+    with writing(out):
+        out.parent.mkdir(exist_ok=True)
+        shutil.rmtree(_beside(out, "tmp"), ignore_errors=True)
+        _beside(out, "tmp").mkdir()
+    return _beside(out, "tmp")
+
+
+def _publish(write, out: Path, tmp: Path) -> None:
+    old = _beside(out, "old")
     try:
         with writing(out, SafetensorError):  # safetensors has its own error for a full disk
-            out.parent.mkdir(exist_ok=True)
-            shutil.rmtree(tmp, ignore_errors=True)
-            tmp.mkdir()
             write(tmp)
             files = sorted(tmp.iterdir())
             manifest = {p.name: [p.stat().st_size, digest(p)] for p in files}
@@ -192,10 +208,11 @@ def _publish(write, out: Path) -> None:
 
 
 def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> None:
-    """Everything a bit-identical continuation needs. A collective."""
+    """Everything a bit-identical continuation needs. A collective. Of a sharded run every rank
+    writes its own part."""
     params = policy.unique_parameters()
     names = {id(p): name for name, p in params.items()}
-    weights = gather_whole(fabric, {name: p for name, p in params.items() if p.requires_grad})
+    weights = {name: p.detach() for name, p in params.items() if p.requires_grad}
     states = {
         f"{names[id(p)]}|{key}": x
         for p, state_of_p in optimizer.optimizer.state.items()
@@ -203,17 +220,27 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
     }
     tensors = {key: x for key, x in states.items() if isinstance(x, torch.Tensor)}
     numbers = {key: x for key, x in states.items() if key not in tensors}
-    tensors = gather_whole(fabric, tensors)
-    rng = {"rng": _rng_of_all_ranks(fabric)}
+    whole, each = {"rng": {"rng": _rng_of_all_ranks(fabric)}}, None
+    kinds = {"weights": weights, "optimizer": tensors}
+    if is_sharded(params):
+        parts = {f"{kind}|{n}": x for kind, some in kinds.items() for n, x in some.items()}
+        each = partial(shards.save, tensors=parts)
+    else:
+        whole |= {kind: gather_whole(fabric, some) for kind, some in kinds.items()}
 
     def write(folder: Path):
-        for name, some in (("weights", weights), ("optimizer", tensors), ("rng", rng)):
+        for name, some in whole.items():
             some = {k: x.contiguous() for k, x in some.items()}
             save_file(some, folder / f"{name}.safetensors")
+        state.shards = len(list(folder.glob("shard-*")))
         (folder / "state.json").write_text(json.dumps({"run": asdict(state), "optimizer": numbers}))
         (folder / "settings.yaml").write_text(dump(cfg))
 
-    publish(fabric, write, out)
+    publish(fabric, write, out, each)
+
+
+def is_sharded(params: dict) -> bool:
+    return any(isinstance(p, DTensor) for p in params.values())
 
 
 def _rng_of_all_ranks(fabric) -> torch.Tensor:
@@ -234,16 +261,48 @@ def read_state(folder: Path) -> tuple[RunState, dict]:
         raise BadInput(f"resume: {folder}: written by another version of this program") from None
 
 
+def load_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """All of a checkpoint's weights, or of its optimizer's state, whole."""
+    if (folder / f"{kind}.safetensors").exists():
+        return load_file(folder / f"{kind}.safetensors")
+    known = {n: x for n, x in shards.shapes(folder).items() if n.startswith(f"{kind}|")}
+    tensors = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in known.items()}
+    shards.load(folder, tensors)
+    return {n.removeprefix(f"{kind}|"): x for n, x in tensors.items()}
+
+
+def _load_shards(folder: Path, params: dict) -> dict[str, torch.Tensor]:
+    """Each rank its own part: weights where they belong. -> the optimizer's state"""
+    tensors = {}
+    for name, (shape, dtype) in shards.shapes(folder).items():
+        kind, *of = name.split("|")
+        if kind == "weights":
+            tensors[name] = params[of[0]].detach()
+        elif kind == "optimizer":
+            p = params[of[0]]
+            like = {"dtype": dtype, "device": p.device}
+            moment = p.shape == shape
+            tensors[name] = torch.zeros_like(p, **like) if moment else torch.zeros(shape, **like)
+    shards.load(folder, tensors)
+    own = {n: x for n, x in tensors.items() if n.startswith("optimizer|")}
+    return {n.removeprefix("optimizer|"): x for n, x in own.items()}
+
+
 def load(fabric, folder: Path, policy, optimizer) -> None:
     """Put a checkpoint's weights, optimizer state and random numbers in place."""
-    set_weights(policy, load_file(folder / "weights.safetensors"))
-    params, (_, numbers) = policy.unique_parameters(), read_state(folder)
+    params, (state, numbers) = policy.unique_parameters(), read_state(folder)
+    if state.shards and is_sharded(params):
+        tensors = _load_shards(folder, params)
+    else:
+        set_weights(policy, load_tensors(folder, "weights"))
+        tensors = load_tensors(folder, "optimizer")
     fused = optimizer.optimizer.defaults.get("fused")
-    for key, x in (load_file(folder / "optimizer.safetensors") | numbers).items():
+    for key, x in (tensors | numbers).items():
         name, kind = key.rsplit("|", 1)
         p = params[name]
         # an unfused AdamW counts its steps on the CPU
-        if isinstance(x, torch.Tensor) and (fused or kind != "step"):
+        whole = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        if whole and (fused or kind != "step"):
             x = place(x, p) if x.shape == p.shape else x.to(p.device)
         optimizer.optimizer.state[p][kind] = x
     rng_R = load_file(folder / "rng.safetensors")["rng"]
@@ -262,6 +321,11 @@ def verify(folder: Path, needs=CHECKPOINT) -> str | None:
     """None if whole, else what is wrong. Sizes first: most damage is a file cut short."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
+        parts = sum(name.startswith("shard-") for name in manifest)
+        if needs == CHECKPOINT and parts:
+            needs = set(CHECKPOINT).difference(SHARDED)
+            if parts != read_state(folder)[0].shards:
+                return "manifest.json names not all shards"
         for name in needs:
             if name not in manifest:
                 return f"manifest.json names no {name}"

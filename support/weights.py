@@ -15,7 +15,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from support.checkpoint import MODEL, verify
+from support.checkpoint import MODEL, load_tensors, verify
 from support.errors import BadInput, given
 from support.families import layout, read_config
 from support.lora import adapter_arguments, merge_adapters, read_adapter
@@ -233,7 +233,7 @@ def _put_adapter(state: dict, folder: Path, source: tuple, where: dict) -> dict:
 
 def _put_checkpoint(state: dict, folder: Path, source: tuple, where: dict) -> dict:
     """What a run has trained, its adapters merged."""
-    saved = load_file(folder / "weights.safetensors")
+    saved = load_tensors(folder, "weights")
     dtype = next(iter(state.values())).dtype
     if not any("lora_" in n for n in saved):
         return state | {n: x.to(dtype) for n, x in saved.items()}

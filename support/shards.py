@@ -1,0 +1,38 @@
+"""Sharded tensors on disk, by torch.distributed.checkpoint in safetensors files (its usual ones are
+pickles): every rank writes and reads its own part, and nothing is gathered."""
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+
+from support.errors import Failed
+
+
+def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A file a rank, shard-...safetensors. A collective. Raises Failed on all ranks alike."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except CheckpointException as e:
+        error = next(iter(e.failures.values()))[0]
+        raise Failed(f"{folder}: not saved: {getattr(error, 'strerror', None) or error}") from None
+
+
+def load(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Into these tensors, of shards each rank its own, however many ranks wrote them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no rank need wait for another is meant
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """What lies here, by name."""
+    known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: (m.size, m.properties.dtype) for name, m in known.items()}
