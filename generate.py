@@ -5,6 +5,7 @@
 Shape letters: B rows that are being answered, P prompts, T new tokens, V vocabulary.
 """
 
+from support.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
 import math
 import sys
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ import torch
 
 from data import pack
 from model import KVCache
-from support.errors import BadInput, run_cli
 from support.settings import Sampling
 from support.tokenizer import Tokenizer
 

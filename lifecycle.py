@@ -3,6 +3,7 @@ load, resume; save, export, compare. The Trainer's other half; nobody needs it t
 change an algorithm."""
 
 import copy
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -121,11 +122,13 @@ class Lifecycle:
         """Hashes of what a resume must find again, by the name that a refusal
         shows."""
         hashes = {"data (token ids and labels)": fingerprint(self.examples)}
-        for name, m in (("model weights", policy), ("reference weights", frozen)):
+        for name, m in (("model", policy), ("reference", frozen)):
             if m is not None:
                 params = m.unique_parameters().items()
                 base = {n: p for n, p in params if "lora_" not in n}
-                hashes[name] = weights_fingerprint(base)
+                hashes[f"{name} weights"] = weights_fingerprint(base)
+                config = sorted((k, str(v)) for k, v in vars(m.config).items() if k[:5] != "lora_")
+                hashes[f"{name} config"] = hashlib.sha256(str(config).encode()).hexdigest()
         names = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
         files = {name: self.folder / name for name in (*names, "chat_template.jinja")}
         if self.cfg.data.chat_template:

@@ -326,10 +326,10 @@ class Trainer(Lifecycle):
         off = (self.policy(packed) - self.reference(packed)).abs().max().double()
         off = self.fabric.all_reduce(off, reduce_op="sum").item()
         if off != 0:
-            raise Failed(
-                f"step {self.state.step}: policy and reference differ by {off:.3g} nats: the "
-                "reference is not the model we start from"
-            )
+            why = "the reference is not the model we start from"
+            why = why if math.isfinite(off) else "the weights do not give finite log-probs"
+            differ = f"policy and reference differ by {off:.3g} nats"
+            raise Failed(f"step {self.state.step}: {differ}: {why}")
         self.fabric.print(f"step {self.state.step}: policy and reference agree to the bit")
 
     def precompute(self, examples, plan: Plan) -> None:
@@ -339,9 +339,9 @@ class Trainer(Lifecycle):
         def no_policy(packed):
             return torch.zeros(packed.length_BK.shape, device=self.fabric.device)
 
-        cfg, identity = self.cfg, self.state.identity
-        weights = [identity[n] for n in ("model weights", "reference weights") if n in identity]
-        of = [*weights, cfg.precision, cfg.data.score_prompt]
+        cfg, identity = self.cfg, sorted(self.state.identity.items())
+        models = [x for name, x in identity if name.startswith(("model ", "reference "))]
+        of = [*models, cfg.precision, cfg.data.score_prompt]
         folder = Path(cfg.reference_cache).expanduser()
         self.reference = CachedReference(self.fabric, self.reference, folder, of)
         steps = range(self.state.step + 1, plan.end + 1)

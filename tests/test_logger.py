@@ -26,7 +26,13 @@ from support.devices import say
 from support.errors import BadInput, Failed
 from support.examples import Example
 from support.logger import (
-    Csv, Logger, Progress, before_and_after, claimed, make_tracker, wilson,
+    Csv,
+    Logger,
+    Progress,
+    before_and_after,
+    claimed,
+    make_tracker,
+    wilson,
 )  # fmt: skip
 from support.settings import Data, Eval
 from support.throughput import Throughput, least_passes
