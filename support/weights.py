@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from support.checkpoint import MODEL, verify
-from support.errors import BadInput, given
+from support.errors import BadInput, given, opened, shown
 from support.records import local
 
 
@@ -162,22 +162,45 @@ LITGPT = {
 }
 
 
+MOST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8)
+
+
+def _object(file: str, parse) -> dict:
+    """A model's config. Raises BadInput."""
+    found = opened("model", file, parse)
+    if not isinstance(found, dict):
+        raise BadInput(f"{file}: expected an object, got {shown(found)}")
+    return found
+
+
+def _bounded(arguments: dict, file: str) -> dict:
+    """The arguments, before anything of such a size is made."""
+    for name, most in MOST.items():
+        n = arguments.get(name)
+        if type(n) is not int or not 1 <= n <= most:
+            why = f"expected 1 to {most}, got {shown(n)}"
+            raise BadInput(f"{file}: {name}: {why}")
+    return arguments
+
+
 def read_config(folder: Path) -> tuple[dict, dict, tuple]:
     """A Hugging Face folder's (litgpt Config arguments, config.json, (weights in, weights out))."""
     file = f"{folder}/config.json"
+    if not Path(file).exists():
+        raise BadInput(f"{file}: no such file, so this is no model folder")
     try:
-        c = json.loads(Path(file).read_text())
+        c = _object(file, json.loads)
         if c.get("model_type") in FAMILIES:
             arguments, *convert = FAMILIES[c["model_type"]]
             sizes = dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"])
             # not the folder's name: litgpt computes norms otherwise where it reads Gemma or OLMo
-            return sizes | arguments(c) | {"name": c["model_type"]}, c, tuple(convert)
-    except FileNotFoundError:
-        raise BadInput(f"{file}: no such file, so this is no model folder") from None
-    except (KeyError, json.JSONDecodeError) as e:
+            made = sizes | arguments(c) | {"name": c["model_type"]}
+            return _bounded(made, file), c, tuple(convert)
+    except (KeyError, TypeError, AttributeError) as e:
         raise BadInput(f"{file}: {e} is missing or broken") from None
     except BadInput as e:
-        raise BadInput(f"{folder}/{e}") from None
+        ours = str(e).startswith("config.json")
+        raise BadInput(f"{folder}/{e}" if ours else str(e)) from None
     # a download lies in models--org--name/snapshots/hash
     download = folder.parent.name == "snapshots"
     at_home = folder.parent.parent.name.split("--")[-1] if download else folder.name
@@ -201,7 +224,7 @@ def must_fit(folder: Path):
     """What litgpt and torch raise where weights do not fit config.json, as BadInput."""
     try:
         yield
-    except (KeyError, RuntimeError, TypeError, AttributeError, AssertionError) as e:
+    except (KeyError, RuntimeError, TypeError, AttributeError, AssertionError, ValueError) as e:
         why = " ".join(str(e).split())[:300] or type(e).__name__  # an assert may say nothing
         raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None
 
@@ -217,9 +240,10 @@ def read_weights(folder: Path) -> tuple[dict, dict, dict[str, torch.Tensor]]:
 
 
 def _from_litgpt(folder: Path):
-    arguments, config = yaml.safe_load((folder / "model_config.yaml").read_text()), {}
+    file, config = folder / "model_config.yaml", {}
+    arguments = _bounded(_object(file, yaml.safe_load), file)
     if (folder / "config.json").exists():
-        config = json.loads((folder / "config.json").read_text())
+        config = _object(folder / "config.json", json.loads)
     try:
         state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
     except Exception as e:  # a damaged file fails in a dozen ways
@@ -284,7 +308,7 @@ def export(state: dict, source: Path, out: Path) -> None:
 
 
 def copy_files(source: Path, out: Path) -> None:
-    """What a folder holds besides weights and config."""
+    """What a folder holds besides weights."""
     names = "tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|generation_config"
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
