@@ -64,6 +64,7 @@ def generate(
     was_training = policy.training
     policy.eval()
     sampler = _Sampler(fabric, policy, tokenizer, args, seed)
+    max_new = min(max_new, sampler.context)
     answer_PT = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: nothing
     mine = range(fabric.global_rank, len(prompts), fabric.world_size)
     most = math.ceil(len(prompts) / fabric.world_size)

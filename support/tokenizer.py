@@ -8,19 +8,14 @@ import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from support.errors import BadInput
+from support.errors import BadInput, given, opened
 from support.records import Fault, Record, short
 
 ENCODE_TEXTS = 4096  # at a time
 
 
 def _json(file: Path) -> dict:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as e:
-        raise BadInput(f"{file}: {e}") from None
+    found = opened(None, file, json.loads) if file.exists() else {}
     if not isinstance(found, dict):
         raise BadInput(f"{file}: expected an object, got {short(found)}")
     return found
@@ -84,14 +79,17 @@ class Tokenizer:
     def _template(self, folder: Path, chat_template: str | None) -> jinja2.Template | None:
         text = self.config.get("chat_template")
         if isinstance(text, list):  # several named ones
-            text = {t["name"]: t["template"] for t in text}.get("default")
+            with given(f"{folder}: chat_template", text, (TypeError, KeyError)):
+                text = {t["name"]: t["template"] for t in text}.get("default")
         if chat_template and not Path(chat_template).is_file():
             raise BadInput(f"data.chat_template: {chat_template}: no such file")
         for file in (folder / "chat_template.jinja", Path(chat_template or "")):
             if file.is_file():
-                text = file.read_text(encoding="utf-8")
+                text = opened("chat template", file)
         if text is None:
             return None
+        if not isinstance(text, str):
+            raise BadInput(f"{folder}: chat_template: expected a text, got {short(text)}")
 
         def refuse(message):
             raise jinja2.TemplateError(message)

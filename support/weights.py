@@ -167,7 +167,7 @@ MOST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_s
 
 def _object(file: str, parse) -> dict:
     """A model's config. Raises BadInput."""
-    found = opened("model", file, parse)
+    found = opened(None, file, parse)
     if not isinstance(found, dict):
         raise BadInput(f"{file}: expected an object, got {shown(found)}")
     return found
