@@ -11,13 +11,13 @@ sft_loss_weight; elsewhere "ipo" divides each log-ratio by its length, which her
 average_logps.
 """
 
+from support.errors import run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from support.cli import parse
-from support.errors import run_cli
 from support.metrics import mean
 from support.settings import Preference, Run, refuse_unless
 from train import Objective, Trainer

@@ -5,6 +5,7 @@
 Shape letters: B rows that are being answered, P prompts, T new tokens, V vocabulary.
 """
 
+from support.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
 import math
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ import torch
 from data import moved, pack
 from model import KVCache
 from support.devices import all_reduce, free_memory, gathered
-from support.errors import BadInput, run_cli
 from support.records import Record
 from support.settings import Sampling
 from support.tokenizer import Tokenizer
@@ -79,6 +79,7 @@ def generate(
     was_training = policy.training
     policy.eval()
     sampler = _Sampler(fabric, policy, tokenizer, args, seed)
+    max_new = min(max_new, sampler.context)
     answer_PT = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: nothing
     mine = range(fabric.global_rank, len(prompts), fabric.world_size)
     most = math.ceil(len(prompts) / fabric.world_size)

@@ -20,13 +20,13 @@ comes from an equal prompt; the reference is checked before the first step.
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt.
 """
 
+from support.errors import run_cli  # noqa: I001  first: for Ctrl-C
 import math
 from dataclasses import dataclass, field
 
 import torch
 
 from support.cli import parse
-from support.errors import run_cli
 from support.metrics import auc, mean
 from support.settings import Preference, Run, refuse_unless
 from train import Objective, Trainer

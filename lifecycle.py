@@ -3,8 +3,10 @@ load, resume; save, export, compare. The Trainer's other half; nobody needs it t
 change an algorithm."""
 
 import copy
+import hashlib
 import itertools
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -180,13 +182,13 @@ class Lifecycle:
         """Hashes of what a resume must find again, by the name that a refusal
         shows."""
         hashes = {"data (token ids and labels)": fingerprint(self.examples)}
-        for name, m in (("model weights", policy), ("reference weights", frozen)):
-            if m is policy and "model weights" in hashes:
-                hashes[name] = hashes["model weights"]
-            elif m is not None:
+        for name, m in (("model", policy), ("reference", frozen)):
+            if m is not None:
                 params = m.unique_parameters().items()
                 base = {n: p for n, p in params if "lora_" not in n}
-                hashes[name] = weights_fingerprint(base)
+                hashes[f"{name} weights"] = weights_fingerprint(base)
+                config = sorted((k, str(v)) for k, v in vars(m.config).items() if k[:5] != "lora_")
+                hashes[f"{name} config"] = hashlib.sha256(str(config).encode()).hexdigest()
         names = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
         files = {name: self.folder / name for name in (*names, "chat_template.jinja")}
         if self.cfg.data.chat_template:
@@ -224,10 +226,10 @@ class Lifecycle:
         off = (self.policy(packed) - self.reference(packed)).abs().max().double()
         off = all_reduce(off).item()
         if off != 0:
-            raise Failed(
-                f"step {self.state.step}: policy and reference differ by {off:.3g} nats: the "
-                "reference is not the model we start from"
-            )
+            why = "the reference is not the model we start from"
+            why = why if math.isfinite(off) else "the weights do not give finite log-probs"
+            differ = f"policy and reference differ by {off:.3g} nats"
+            raise Failed(f"step {self.state.step}: {differ}: {why}")
         self.fabric.print(f"step {self.state.step}: policy and reference agree to the bit")
 
     def precompute(self, examples, plan: Plan) -> None:
@@ -237,9 +239,9 @@ class Lifecycle:
         def no_policy(packed):
             return torch.zeros(packed.length_BK.shape, device=self.fabric.device)
 
-        cfg, identity = self.cfg, self.state.identity
-        weights = [identity[n] for n in ("model weights", "reference weights") if n in identity]
-        of = [*weights, cfg.precision + cfg.lora.base, cfg.data.score_prompt]
+        cfg, identity = self.cfg, sorted(self.state.identity.items())
+        models = [x for name, x in identity if name.startswith(("model ", "reference "))]
+        of = [*models, cfg.precision + cfg.lora.base, cfg.data.score_prompt]
         folder = Path(cfg.reference_cache).expanduser()
         self.reference = CachedReference(self.fabric, self.reference, folder, of)
         steps = range(self.state.step + 1, plan.end + 1)

@@ -12,6 +12,7 @@ read for its prompts only. The reference stays the first model, or becomes the p
 an iteration begins (online.reference).
 """
 
+from support.errors import BadInput, given, run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,6 @@ from kto import KTO, KTOSettings
 from rollout import answers, iterations
 from support.checkpoint import refuse_another_identity
 from support.cli import parse
-from support.errors import BadInput, run_cli
 from support.examples import Example, fingerprint, load
 from support.logger import side_by_side
 from support.optim import iteration_plans
@@ -97,7 +97,8 @@ def ratings(trainer) -> list[Example]:
     cfg, state = trainer.cfg, trainer.state
     if not cfg.online.ratings:
         return []
-    rated = load(cfg.online.ratings, trainer.tokenizer, "rated", cfg.data).examples
+    with given("online.ratings", cfg.online.ratings):
+        rated = load(cfg.online.ratings, trainer.tokenizer, "rated", cfg.data).examples
     new = state.identity | {"online.ratings": fingerprint({"": rated})}
     if state.step:
         refuse_another_identity(state.identity, new)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 from data import PackedBatch
 from support.checkpoint import write_atomically
 from support.devices import all_reduce
-from support.errors import BadInput
+from support.errors import BadInput, given
 from support.lora import disable_adapters
 
 
@@ -48,19 +47,19 @@ class CachedReference:
         self.known: dict[bytes, float] = {}
         self.unsaved: dict[bytes, float] = {}
         self.computed, self.saved_at = 0, time.monotonic()
-        try:
+        with given("reference_cache", folder, Exception):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            advice = "give a folder that can be written to"
-            raise BadInput(f"reference_cache: {folder}: {e.strerror}: {advice}") from None
-        for file in sorted(folder.glob(f"{self.of}-*.safetensors")):
-            try:
-                state = load_file(file)
+            for file in sorted(folder.glob(f"{self.of}-*.safetensors")):
+                blob = file.read_bytes()
+                if file.name != self._name(blob):
+                    why = "damaged: delete it, what it held is computed again"
+                    raise BadInput(f"reference_cache: {file}: {why}")
+                state = load(blob)
                 keys = map(bytes, state["key"].numpy())
                 self.known |= zip(keys, state["logp"].tolist())
-            except (SafetensorError, OSError, KeyError) as e:
-                advice = "delete it, what it held is computed again"
-                raise BadInput(f"reference_cache: {file}: {e}; {advice}") from None
+
+    def _name(self, blob: bytes) -> str:
+        return f"{self.of}-{hashlib.sha256(blob).hexdigest()[:16]}.safetensors"
 
     def __call__(self, packed: PackedBatch) -> torch.Tensor:
         keys, device = packed.digests(), packed.token_N.device
@@ -70,6 +69,9 @@ class CachedReference:
             votes = torch.tensor(float(missing), device=device)
             if all_reduce(votes) > 0:
                 self._compute(packed, keys)
+        elif any(key not in self.known for row in keys for key in row):
+            why = "fit: other examples than the first ones, and their reference is released"
+            raise BadInput(f"reference_cache: {why}: leave the cache out")
         known = [[self.known[key] for key in row] for row in keys]
         return torch.tensor(known, dtype=self.dtype, device=device)
 
@@ -90,8 +92,7 @@ class CachedReference:
         key = np.frombuffer(b"".join(self.unsaved), np.uint8).reshape(n, -1).copy()
         logp = torch.tensor(list(self.unsaved.values()), dtype=torch.float64)
         blob = save({"key": torch.from_numpy(key), "logp": logp})
-        name = f"{self.of}-{hashlib.sha256(blob).hexdigest()[:16]}.safetensors"
-        write_atomically(self.folder / name, blob)
+        write_atomically(self.folder / self._name(blob), blob)
         self.unsaved = {}
 
     def release(self) -> None:

@@ -6,6 +6,7 @@ Runs that differ only in their seed become one line. To add a plot, add a line
 to PLOTS.
 """
 
+from support.errors import BadInput, given, opened, run_cli  # noqa: I001  first: for Ctrl-C
 import argparse
 import io
 import json
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import yaml
 
-from support.errors import BadInput, run_cli
 
 try:
     import pandas as pd
@@ -69,16 +69,6 @@ Run = namedtuple("Run", "path seed settings tables samples")
 Groups = dict[str, list[Run]]  # by label
 
 
-def parsed(path: Path, parse):
-    """parse(the text of a file). A parser may raise anything: it is one line
-    here."""
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except Exception as e:
-        reason = getattr(e, "strerror", None) or " ".join(str(e).split())
-        raise BadInput(f"{path.stem}: {path}: {reason}") from None
-
-
 def dotted(text: str) -> dict[str, str]:
     node = yaml.safe_load(text)
     if not isinstance(node, dict):
@@ -104,19 +94,19 @@ def answers(text: str) -> tuple[dict, float | None]:
 
 def read_run(folder: str) -> Run:
     path = Path(folder)
-    settings = parsed(path / "settings.yaml", dotted)
+    settings = opened("settings", path / "settings.yaml", dotted)
     settings["finished"] = str((path / "final").exists())  # no mean over both kinds
-    raw = parsed(path / "metrics.csv", rows)
+    raw = opened("metrics", path / "metrics.csv", rows)
     if raw.empty:
         raise BadInput(f"metrics: {path / 'metrics.csv'}: no rows yet")
     val = rows("")
     if (path / "val.csv").exists():
-        val = parsed(path / "val.csv", rows)
+        val = opened("val", path / "val.csv", rows)
     files = {file.stem: file for file in path.glob("eval/*.json")}
     first = files.get("before") or files.get("step-0")
     last = files.get("after") or files.get(f"step-{val.loc[1:].index.max():.0f}")
-    before, was = parsed(first, answers) if first else ({}, None)
-    after, became = parsed(last, answers) if last else ({}, None)
+    before, was = opened(first.stem, first, answers) if first else ({}, None)
+    after, became = opened(last.stem, last, answers) if last else ({}, None)
     if "checker_accuracy" not in val:
         shares = pd.Series({0: was, raw.index[-1]: became}, name="checker_accuracy")
         shares = shares.dropna().astype(float)
@@ -236,19 +226,27 @@ def write(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
     print(f"{out}, {folder}/*.svg")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, skip: bool = False) -> None:
+    """`skip`: a folder that cannot be read is left out, in one line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", help="run folders")
     parser.add_argument("--out", type=Path, default=Path("report.html"))
     args = parser.parse_args(argv)
-    folders = dict.fromkeys(str(Path(folder)) for folder in args.folders)
-    groups, differ = grouped([read_run(folder) for folder in folders])
+    runs = []
+    for folder in dict.fromkeys(str(Path(folder)) for folder in args.folders):
+        try:
+            runs.append(read_run(folder))
+        except BadInput as e:
+            if not skip:
+                raise
+            print(f"left out of the report: {e}")
+    if not runs:
+        return
+    groups, differ = grouped(runs)
     print(*(label[:80] for label in groups), sep="\n")
     print(numbers(groups).to_string(index=False, line_width=80), ABOUT, sep="\n")
-    try:
+    with given("out", args.out, OSError):
         write(groups, differ, args.out)
-    except OSError as e:
-        raise BadInput(f"out: {e.filename}: {e.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -76,9 +76,25 @@ def _put_reference(trainer, i: int) -> str:
     file = trainer.out / "iterations" / f"{i}" / "weights.safetensors"
     if not file.exists():
         raise BadInput(f"resume: {file}: missing: give --out_dir, the run's own folder")
+    if fault := checkpoint.verify(file.parent, [file.name]):
+        raise BadInput(f"resume: {file.parent}: {fault}")
     state = load_file(file)
     checkpoint.set_weights(trainer.reference.frozen or trainer.policy, state)
     return fingerprint(state)
+
+
+@contextlib.contextmanager
+def interruptible(trainer, plan):
+    """A signal ends the answering at its next decode step: whole batches are on disk."""
+
+    def ask(*_):
+        if trainer.stop.requested(trainer.fabric):
+            trainer.save_and_say_how_to_go_on(plan)
+            raise SystemExit(trainer.stop.signal and 128 + trainer.stop.signal)
+
+    hook = trainer.policy.module.register_forward_pre_hook(ask)
+    yield
+    hook.remove()
 
 
 def answers_file(trainer, i: int):
@@ -116,7 +132,8 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     while len(done) < len(prompts):
         some = prompts[len(done) : len(done) + size]
         seed = (trainer.cfg.seed * 1009 + i) * 1000003 + len(done)
-        fresh = _answer(trainer, folder, some, args, new, seed)
+        with interruptible(trainer, plan):
+            fresh = _answer(trainer, folder, some, args, new, seed)
         done += fresh
         if fabric.global_rank == 0:
             decoded = [text(trainer.tokenizer, ids, args.stop) for ids in fresh]

@@ -10,6 +10,7 @@ Where the paper leaves a choice: one learning-rate schedule spans all iterations
 state carries on (LoRA's restarts, since its adapters are merged into the base and begin anew).
 """
 
+from support.errors import run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,6 @@ from dpo import DPO, DPOSettings
 from generate import text
 from rollout import answers, iterations, offloaded, read_answers
 from support.cli import parse
-from support.errors import run_cli
 from support.examples import Example
 from support.logger import side_by_side
 from support.optim import iteration_plans

@@ -5,6 +5,7 @@
 Runs go to out/sweep-kto (or --name). The same command again does what is left.
 """
 
+from support.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
 import shlex
 import sys
 import time
@@ -18,7 +19,6 @@ from urllib.parse import quote
 import yaml
 
 import report
-from support.errors import BadInput, run_cli
 
 
 def values(name: str, text: str) -> list[str]:
@@ -79,9 +79,10 @@ def main(argv: list[str] | None = None) -> None:
         if how.startswith("stopped"):
             raise SystemExit(f"go on with\n  python {shlex.join(sys.argv)}")
         failed += [name] if how.startswith("failed") else []
-    tables = [p for p in sorted(out.glob("*/metrics.csv")) if p.read_text().count("\n") > 1]
+    tables = sorted(out.glob("*/metrics.csv"))
     if tables:
-        report.main([*(str(p.parent) for p in tables), "--out", f"{out}/report.html"])
+        folders = [str(path.parent) for path in tables]
+        report.main([*folders, "--out", f"{out}/report.html"], skip=True)
     if failed:
         raise SystemExit(f"failed: {' '.join(failed)}")
 

@@ -42,7 +42,7 @@ def shown(value, most: int = 80) -> str:
 
 
 @contextlib.contextmanager
-def given(what: str, path=None, errors=(OSError, ValueError, RecursionError)):
+def given(what: str | None, path=None, errors=(OSError, ValueError, RecursionError)):
     """What is wrong with something that the user gave is one line: `what: path: reason`."""
     try:
         yield
@@ -53,11 +53,12 @@ def given(what: str, path=None, errors=(OSError, ValueError, RecursionError)):
         if isinstance(e, UnicodeDecodeError):
             reason = f"not UTF-8 at byte {e.start}"
         full = getattr(e, "errno", 0) in (ENOSPC, EDQUOT)
-        line = f"{what}: {getattr(e, 'filename', None) or path}: {shown(reason, 300)}"
+        line = f"{getattr(e, 'filename', None) or path}: {shown(reason, 300)}"
+        line = f"{what}: {line}" if what else line
         raise (Failed if full else BadInput)(line) from None
 
 
-def opened(what: str, path, parse=str):
+def opened(what: str | None, path, parse=str):
     """parse(the text of a file that was given). A parser may raise anything."""
     with given(what, path, Exception):
         return parse(Path(path).read_bytes().decode("utf-8"))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from support.errors import BadInput
+from support.errors import BadInput, opened, shown
 
 # ---- names: litgpt's, in a block or of the whole model -> Hugging Face's -------------------------
 
@@ -292,12 +292,34 @@ def _arguments(c: dict, family: Family) -> dict:
     return out | rope | {k: c[field] for k, field in family.read.items()} | family.more(c)
 
 
+MOST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8)
+
+
+def read_object(file: Path, parse) -> dict:
+    """A model's config. Raises BadInput."""
+    found = opened(None, file, parse)
+    if not isinstance(found, dict):
+        raise BadInput(f"{file}: expected an object, got {shown(found)}")
+    return found
+
+
+def bounded(arguments: dict, file) -> dict:
+    """The arguments, before anything of such a size is made."""
+    for name, most in MOST.items():
+        n = arguments.get(name)
+        if type(n) is not int or not 1 <= n <= most:
+            raise BadInput(f"{file}: {name}: expected 1 to {most}, got {shown(n)}")
+    return arguments
+
+
 def read_config(folder: Path) -> tuple[dict, dict, dict]:
     """A Hugging Face folder's (litgpt Config arguments, config.json with tie_word_embeddings filled
     in, names of the weights). Raises BadInput."""
-    file = f"{folder}/config.json"
+    file = folder / "config.json"
+    if not file.exists():
+        raise BadInput(f"{file}: no such file, so this is no model folder")
     try:
-        config = json.loads(Path(file).read_text())
+        config = read_object(file, json.loads)
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise BadInput(f"config.json: model_type: {kind!r} is not supported")
@@ -309,13 +331,12 @@ def read_config(folder: Path) -> tuple[dict, dict, dict]:
         # litgpt's norms add 1 to their weights by this name: never the folder's
         arguments["name"] = "Gemma" if "gemma" in kind else kind
         tied = c.get("tie_word_embeddings", False)
-        return arguments, config | dict(tie_word_embeddings=tied), names
-    except FileNotFoundError:
-        raise BadInput(f"{file}: no such file, so this is no model folder") from None
-    except (KeyError, json.JSONDecodeError) as e:
+        return bounded(arguments, file), config | dict(tie_word_embeddings=tied), names
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as e:
         raise BadInput(f"{file}: {e} is missing or broken") from None
     except BadInput as e:
-        raise BadInput(f"{folder}/{e}") from None
+        ours = str(e).startswith("config.json")
+        raise BadInput(f"{folder}/{e}" if ours else str(e)) from None
 
 
 # ---- where a weight lies -------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def _label(value, field: str) -> bool:
 
 def _number(value, field: str, expected="a finite number", lowest=-math.inf) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and abs(value) < 1e308 and value >= lowest):
+    if not (number and abs(value) < 1e30 and value >= lowest):
         raise Fault(f"{field}: expected {expected}, got {short(value)}")
     return float(value)
 

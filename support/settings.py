@@ -5,23 +5,35 @@ import math
 import re
 import typing
 from dataclasses import dataclass, field
-from datetime import timedelta
 
-from support.errors import BadInput
+from support.errors import BadInput, shown
 
-DEFAULT_TOKENS = (
-    16384  # per forward, where neither micro_batch_size nor micro_batch_tokens is given
-)
+DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 CHECKERS = ("none", "demo")
 EXPORT_DTYPES = ("source", "float32")
-POSITIVE, NOT_NEGATIVE, AT_LEAST_1 = "more than 0", "at least 0", "at least 1"
 
 
 def refuse_unless(ok: bool, message: str) -> None:
     """BadInput with this message where a condition does not hold."""
     if not ok:
         raise BadInput(message)
+
+
+def refuse_out_of_range(values: dict[str, object]) -> None:
+    """BadInput where a number, by the last part of its dotted name, cannot be meant."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        finite = f"{name}: expected a finite number, got {value}"
+        refuse_unless(not isinstance(value, float) or math.isfinite(value), finite)
+        leaf = name.split(".")[-1]
+        for words, holds, names in RANGES:
+            if leaf in names.split():
+                refuse_unless(holds(value), f"{name}: expected {words}, got {shown(value)}")
+        top = TOP.get(leaf, 1e30 if isinstance(value, float) else 1e12)  # float32 ends at 3e38
+        below = f"{name}: expected less than {top:g}, got {shown(value)}"
+        refuse_unless(abs(value) < top, below)
 
 
 @dataclass(frozen=True)
@@ -144,24 +156,9 @@ class Sampling:
     half of what is free on a GPU (to a power of two), 8 on a CPU."""
 
     def validate(self, group: str) -> None:
-        low = min(self.temperature, self.top_k, self.min_new_tokens)
-        refuse_unless(
-            low >= 0 and 0 < self.top_p <= 1,
-            f"{group}: temperature, top_k and min_new_tokens are at least 0, top_p is in (0, 1]",
-        )
-        longest = 1 if self.max_new_tokens is None else self.max_new_tokens
-        refuse_unless(
-            min(self.batch_size, longest) >= 1,
-            f"{group}: batch_size and max_new_tokens are at least 1",
-        )
-        refuse_unless(
-            (self.cache_gb is None or self.cache_gb > 0),
-            f"{group}.cache_gb: expected a number above 0, got {self.cache_gb}",
-        )
-        refuse_unless(
-            self.repetition_penalty > 0 and "" not in self.stop,
-            f"{group}: repetition_penalty is above 0, a stop text is not empty",
-        )
+        refuse_out_of_range({f"{group}.{k}": v for k, v in flat(self).items()})
+        refuse_unless(self.top_p <= 1, f"{group}.top_p: expected at most 1, got {self.top_p}")
+        refuse_unless("" not in self.stop, f"{group}.stop: a stop text is not empty")
 
 
 @dataclass(frozen=True)
@@ -184,9 +181,6 @@ class Eval(Sampling):
         super().validate(group)
         expected = f"{group}.check: expected {' or '.join(CHECKERS)}, got {self.check}"
         refuse_unless(self.check in CHECKERS, expected)
-        refuse_unless(
-            min(self.prompts, self.samples) >= 0, f"{group}: prompts and samples are at least 0"
-        )
 
 
 @dataclass(frozen=True)
@@ -292,23 +286,15 @@ class Run:
     def validate(self) -> None:
         """Raise BadInput for settings that cannot be meant."""
         values = flat(self)
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise BadInput(f"{name}: expected a finite number, got {value}")
         for name, choices in CHOICES.items():
-            allowed = ", ".join(c for c in choices if c)
-            refuse_unless(
-                values[name] in choices, f"{name}: expected {allowed}; got {values[name]}"
-            )
-        for names, lowest, words in RANGES:
-            for name in names.split():
-                value = values[name]
-                if value is not None and not (value > 0 if words == POSITIVE else value >= lowest):
-                    raise BadInput(f"{name}: expected {words}, got {value}")
-        for name, top in UPPER.items():
-            refuse_unless(
-                values[name] < top, f"{name}: expected less than {top}, got {values[name]}"
-            )
+            allowed, value = ", ".join(c for c in choices if c), values[name]
+            expected = f"{name}: expected {allowed}; got {shown(value)}"
+            refuse_unless(value in choices, expected)
+        refuse_out_of_range(values)
+        for name in PATHS.split():
+            text = values[name]
+            plain = text is None or text and not re.search(r"[\x00-\x1f\x7f]", text)
+            refuse_unless(plain, f"{name}: expected a path or an id, got '{shown(text)}'")
         self._validate_together()
         self.eval.validate()
 
@@ -353,11 +339,11 @@ class Run:
 
     def seconds(self) -> float:
         """max_time in seconds."""
-        m = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", self.max_time or "", re.ASCII)
-        refuse_unless(m, f"max_time: expected HH:MM:SS or D-HH:MM:SS, got {self.max_time}")
+        m = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6}):(\d\d):(\d\d)", self.max_time or "", re.ASCII)
+        expected = "max_time: expected HH:MM:SS or D-HH:MM:SS"
+        refuse_unless(m, f"{expected}, got {shown(self.max_time)}")
         days, hours, minutes, seconds = (int(x or 0) for x in m.groups())
-        span = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-        return span.total_seconds()
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 @dataclass(frozen=True)
@@ -381,11 +367,10 @@ class Preference:
         return self.average_logps if own is None else own
 
     def validate(self, group: str) -> None:
+        refuse_out_of_range({f"{group}.{k}": v for k, v in flat(self).items()})
+        both = f"{group}: preference_loss_weight and sft_loss_weight are both 0"
         losses = self.preference_loss_weight, self.sft_loss_weight
-        refuse_unless(self.beta > 0, f"{group}.beta: expected more than 0, got {self.beta}")
-        both = f"{group}: preference_loss_weight and sft_loss_weight are"
-        refuse_unless(min(losses) >= 0, f"{both} at least 0")
-        refuse_unless(max(losses) > 0, f"{both} both 0: nothing to learn")
+        refuse_unless(max(losses) > 0, f"{both}: nothing to learn")
 
 
 CHOICES = {
@@ -399,26 +384,18 @@ CHOICES = {
     "optim.schedule": ("cosine", "linear", "constant"),
 }
 RANGES = (
-    (
-        "batch_size epochs devices num_nodes log_interval keep_last lora.alpha data.max_prompt "
-        "data.max_completion examples_at stop_at",
-        1,
-        AT_LEAST_1,
-    ),
-    (
-        "micro_batch_size micro_batch_tokens no_grad_tokens max_steps limit_train limit_val "
-        "val_interval save_interval eval.check_interval optim.eps estimate_gb",
-        0,
-        POSITIVE,
-    ),
-    (
-        "lora.rank lora.dropout optim.lr optim.min_lr optim.warmup optim.constant "
-        "optim.weight_decay optim.beta1 optim.beta2 optim.clip seed",
-        0,
-        NOT_NEGATIVE,
-    ),
-)
-UPPER = {"lora.dropout": 1, "optim.beta1": 1, "optim.beta2": 1, "seed": 2**32}
+    ("at least 1", lambda x: x >= 1, "batch_size epochs devices num_nodes log_interval keep_last "
+     "alpha max_prompt max_completion examples_at stop_at max_new_tokens"),
+    ("more than 0", lambda x: x > 0, "micro_batch_size micro_batch_tokens no_grad_tokens max_steps "
+     "limit_train limit_val val_interval save_interval check_interval eps top_p beta "
+     "repetition_penalty cache_gb estimate_gb"),
+    ("at least 0", lambda x: x >= 0, "rank dropout lr min_lr warmup constant weight_decay beta1 "
+     "beta2 clip seed temperature top_k min_new_tokens prompts samples preference_loss_weight "
+     "sft_loss_weight"),
+)  # fmt: skip
+TOP = {"dropout": 1, "beta1": 1, "beta2": 1, "seed": 2**32, "rank": 2**16, "alpha": 2**31}
+TOP |= {"max_new_tokens": 2**24, "devices": 2**16, "num_nodes": 2**16}
+PATHS = "model reference reference_cache out_dir resume data.train data.val data.test"
 
 # How a step is cut: a resume may change it, and is then equal to rounding only
 CUT = {

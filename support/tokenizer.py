@@ -17,7 +17,7 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from support.errors import BadInput
+from support.errors import BadInput, given, opened
 from support.records import Fault, Record, short
 
 ENCODE_TEXTS = 4096  # at a time
@@ -30,12 +30,7 @@ PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
 def model_file(folder: Path, name: str) -> dict:
     """What a JSON file of a model's folder holds; nothing if it is not there. Raises BadInput."""
     file = folder / name
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as e:
-        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}") from None
+    found = opened(None, file, json.loads) if file.exists() else {}
     if not isinstance(found, dict):
         raise BadInput(f"{file}: expected an object, got {short(found)}")
     return found
@@ -156,18 +151,19 @@ class Tokenizer:
         text = self.config.get("chat_template")
         if chat_template and not Path(chat_template).is_file():
             raise BadInput(f"data.chat_template: {chat_template}: no such file")
-        try:
-            if isinstance(text, list):  # several named ones
+        if isinstance(text, list):  # several named ones
+            with given(f"{folder}: chat_template", text, (TypeError, KeyError)):
                 text = {t["name"]: t["template"] for t in text}.get("default")
-            for file in (folder / "chat_template.jinja", Path(chat_template or "")):
-                if file.is_file():
-                    text = file.read_text(encoding="utf-8")
+        for file in (folder / "chat_template.jinja", Path(chat_template or "")):
+            if file.is_file():
+                text = opened("chat template", file)
+        with given("data.date", date):
             today = date and Date.fromisoformat(date)
-        except (OSError, ValueError, TypeError, KeyError) as e:
-            raise BadInput(f"data: {chat_template or folder}: chat template or date: {e}") from None
         self.source = text
         if text is None:
             return None
+        if not isinstance(text, str):
+            raise BadInput(f"{folder}: chat_template: expected a text, got {short(text)}")
 
         def refuse(message):
             raise jinja2.TemplateError(message)

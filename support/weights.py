@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoint import MODEL, load_tensors, verify
 from support.errors import BadInput, given
-from support.families import layout, read_config
+from support.families import bounded, layout, read_config, read_object
 from support.lora import adapter_arguments, merge_adapters, read_adapter
 from support.records import local
 from support.settings import Lora
@@ -106,7 +106,7 @@ def must_fit(folder: Path):
     """What litgpt and torch raise where weights do not fit config.json, as BadInput."""
     try:
         yield
-    except (KeyError, RuntimeError, TypeError, AttributeError, AssertionError) as e:
+    except (KeyError, RuntimeError, TypeError, AttributeError, AssertionError, ValueError) as e:
         why = " ".join(str(e).split())[:300] or type(e).__name__  # an assert may say nothing
         raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None
 
@@ -149,8 +149,9 @@ def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
     weights; None: litgpt's own) of a Hugging Face or litgpt folder. Raises BadInput."""
     if not all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml")):
         return read_config(folder)
-    arguments, file = yaml.safe_load((folder / "model_config.yaml").read_text()), "config.json"
-    config = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    file, other = folder / "model_config.yaml", folder / "config.json"
+    arguments = bounded(read_object(file, yaml.safe_load), file)
+    config = read_object(other, json.loads) if other.exists() else {}
     tied = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
     return arguments, {"tie_word_embeddings": tied} | config, None
 

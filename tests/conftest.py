@@ -20,6 +20,24 @@ torch.set_num_threads(1)
 PARITY = Path(__file__).parent / "parity"
 
 
+def pytest_itemcollected(item):
+    for mark in item.iter_markers("survive"):
+        item.user_properties.append(("row", mark.args[0]))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The scoreboard of `python -m pytest -m survive`: what a run survives, by row."""
+    if config.option.markexpr != "survive":
+        return
+    rows = {f"R{i}": [] for i in range(1, 20)}
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            for _, row in report.user_properties:
+                rows[row].append(outcome == "passed")
+    for row, passed in rows.items():
+        terminalreporter.write_line(f"{row:<4} {sum(passed)}/{len(passed)}")
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A Hugging Face folder: GPT-2, 2 layers x 32, vocabulary 512, context 128, EOS 0, no BOS."""

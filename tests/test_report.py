@@ -411,7 +411,11 @@ BAD = {
         "a: !!python/name:os.system\n",
         "settings: {}/settings.yaml",
     ),
-    "not text": ("settings.yaml", b"\xff\xfe\x00", "settings: {}/settings.yaml: .*decode"),
+    "not text": (
+        "settings.yaml",
+        b"\xff\xfe\x00",
+        "settings: {}/settings.yaml: not UTF-8 at byte 0",
+    ),
     "broken json": ("eval/before.json", "{", "before: {}/eval/before.json: "),
     "other json": ("eval/after.json", "[1]", "after: {}/eval/after.json: "),
 }

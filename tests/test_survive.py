@@ -1,0 +1,844 @@
+"""What a run survives, from outside: `python -m pytest -m survive` prints a scoreboard by row.
+
+R1 trackers, R2 completions of one token, R3 a resume that would mix runs, R4 a stale cache, R5 two
+processes in one folder, R6 a folder that vanishes, R7 a key given twice, R8 damaged tables, R9 a
+damaged `final`, R10 a full disk, R11 Ctrl-C, R12 a console that takes nothing, R13 litter, R14
+what is found too late, R15 tracebacks, R16 templates and limits, R17 records, R18 what is echoed,
+R19 two processes.
+"""
+
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import PARITY, assert_same, numbers, result, train
+from safetensors.torch import load_file
+
+import kto
+from support import checkpoint, errors
+from support.errors import run_cli
+
+ROOT = Path(kto.__file__).parent
+RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
+       "--precision=32-true", "--progress=false")  # fmt: skip
+LONG = (*RUN, "--max_steps=4000", "--epochs=9999")
+
+
+def row(name: str):
+    return pytest.mark.survive(name)
+
+
+class Started:
+    """A program in a process of its own (forked: its imports are done), or one of several ranks."""
+
+    def __init__(self, folder: Path, program: str, argv, stdout=None, first=None, **env):
+        self.files = [folder / f"{name}-{env.get('RANK', 0)}" for name in ("stdout", "stderr")]
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.environ |= env
+                self._redirect(stdout, env.pop("PYTHONIOENCODING", "utf-8"))
+                if first:
+                    first()
+                module = import_module(program)
+                sys.argv = [module.__file__, *map(str, argv)]
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, errors._at_once)
+                run_cli(module.main)
+                code = 0
+            except SystemExit as e:
+                code = e.code or 0
+            finally:
+                sys.stdout.flush()
+                os._exit(code if isinstance(code, int) else 1)
+
+    def _redirect(self, stdout, encoding):
+        for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):
+            own = stdout is None or fd == 2
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) if own else stdout, fd)
+            stream = io.TextIOWrapper(open(fd, "wb", closefd=False), encoding)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+    def ended(self, within: float = 60) -> tuple[int, str, str]:
+        """-> exit code (negative: by that signal), stdout, stderr"""
+        deadline = time.monotonic() + within
+        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"still alive after {within} s")
+            time.sleep(0.01)
+        texts = [path.read_text(errors="replace") for path in self.files]
+        return os.waitstatus_to_exitcode(done[1]), *texts
+
+    def signal(self, number) -> None:
+        os.kill(self.pid, number)
+
+
+def until(condition, within: float = 60) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture
+def begin(tiny, ratings, tmp_path):
+    """begin("kto", ...) -> a Started run in tmp_path / "run", of `tiny` on `ratings`."""
+    children = []
+
+    def start(*argv, program="kto", out=None, **kw) -> Started:
+        out = out or tmp_path / "run"
+        base = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={out}", *RUN]
+        folder = tmp_path / f"said-{len(children)}"
+        folder.mkdir()
+        children.append(Started(folder, program, [*base, *argv], **kw))
+        return children[-1]
+
+    yield start
+    for child in children:
+        try:
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+def errors_of(stderr: str) -> list[str]:
+    assert "Traceback" not in stderr, stderr
+    return [line for line in stderr.splitlines() if "error: " in line]
+
+
+# ---- R5: two processes, one folder ---------------------------------------------------------------
+
+
+@row("R5")
+def test_a_second_process_is_refused_beside_a_living_run_and_goes_on_after_its_kill(
+    begin, tmp_path
+):
+    out = tmp_path / "run"
+    first = begin("--max_steps=4000", "--epochs=9999")
+    until(lambda: lines(out / "metrics.csv") > 4)
+    before = (out / "settings.yaml").read_bytes()
+    for resume in ("--resume=auto", "--seed=1"):
+        code, said, stderr = begin(resume, "--max_steps=4000", "--epochs=9999").ended()
+        (line,) = errors_of(stderr)
+        holder = rf"process {first.pid} on {re.escape(socket.gethostname())} since 20\d\d-"
+        assert code == 2 and re.search(rf"^error: out_dir: {out}: in use by {holder}", line)
+        assert "resumed" not in said and (out / "settings.yaml").read_bytes() == before
+    first.signal(signal.SIGKILL)
+    assert first.ended()[0] == -signal.SIGKILL
+    again = begin("--resume=auto", "--max_steps=4000", "--epochs=9999")
+    n = lines(out / "metrics.csv")
+    until(lambda: lines(out / "metrics.csv") > n + 2)
+    again.signal(signal.SIGTERM)
+    assert again.ended()[0] == 128 + signal.SIGTERM
+
+
+@row("R5")
+def test_of_two_fresh_runs_at_the_same_moment_one_goes_on_and_the_other_is_refused(begin):
+    ended = [child.ended() for child in [begin() for _ in range(2)]]
+    assert sorted(code for code, *_ in ended) == [0, 2]
+    (refused,) = [stderr for code, _, stderr in ended if code]
+    assert len(errors_of(refused)) == 1
+    assert "in use by process" in refused or "holds a run already" in refused
+
+
+@row("R5")
+def test_runs_without_a_folder_that_begin_in_the_same_second_get_one_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
+    folders = {checkpoint._fresh_folder(Path("kto.py")) for _ in range(3)}
+    assert len(folders) == 3 and all(folder.is_dir() for folder in folders)
+
+
+@row("R5")
+def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, capsys):
+    def nolock(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(checkpoint.fcntl, "lockf", nolock)
+    os.close(checkpoint.take_lock(tmp_path))
+    assert "no locks on this file system (Operation not supported)" in capsys.readouterr().out
+
+
+# ---- R6: a folder that vanishes ------------------------------------------------------------------
+
+
+@row("R6")
+@pytest.mark.parametrize("how", ["renamed", "deleted", "another in its place"])
+def test_a_folder_that_vanishes_ends_the_run_with_its_name(how, begin, tmp_path):
+    out = tmp_path / "run"
+    child = begin("--max_steps=4000", "--epochs=9999")
+    until(lambda: lines(out / "metrics.csv") > 4)
+    out.rename(tmp_path / "elsewhere")
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "elsewhere")
+    elif how != "renamed":
+        shutil.copytree(tmp_path / "elsewhere", out)
+    code, _, stderr = child.ended()
+    (line,) = errors_of(stderr)
+    assert code == 1 and line.startswith(f"error: {out}/"), stderr
+    assert "not saved: " in line
+    if how != "another in its place":
+        assert not out.exists(), "nothing is made in its place"
+
+
+# ---- R8: damaged tables --------------------------------------------------------------------------
+
+
+@row("R8")
+@pytest.mark.parametrize("name", ["metrics.csv", "val.csv"])
+def test_a_resume_without_its_rows_is_refused_and_goes_on_elsewhere(
+    name, tiny, ratings, tmp_path, capfd
+):
+    argv = (f"--data.val={ratings}", "--val_interval=2", "--eval.samples=0", *RUN)
+    whole = train(tiny, ratings, tmp_path / "whole", *argv)
+    out = tmp_path / "run"
+    train(tiny, ratings, out, *argv, "--stop_at=4")
+    text = (out / name).read_text()
+    settings = (out / "settings.yaml").read_bytes()
+    (out / name).write_text(text.replace(text.splitlines()[2] + "\n", ""))
+    capfd.readouterr()
+    assert refused(lambda: train(tiny, ratings, out, *argv, "--resume=auto")) == 2
+    said = capfd.readouterr()
+    (line,) = errors_of(said.err)
+    assert line.startswith(f"error: resume: {out / name}: not the ") and "put the file back" in line
+    assert "resumed from" not in said.out and (out / "settings.yaml").read_bytes() == settings
+    (elsewhere,) = re.findall(r"--resume (\S+) --out_dir", line)
+    train(tiny, ratings, tmp_path / "b", *argv, f"--resume={elsewhere}")
+    (out / name).write_text(text + "7,torn")
+    assert_same(train(tiny, ratings, out, *argv, "--resume=auto"), whole)
+    assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
+
+
+def refused(go) -> int:
+    with pytest.raises(SystemExit) as e:
+        run_cli(go)
+    return e.value.code
+
+
+# ---- R9: a damaged `final` -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, ratings, tmp_path_factory) -> Path:
+    """A finished run."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(tiny, ratings, out, *RUN)
+    return out
+
+
+def flip(path: Path) -> None:
+    blob = bytearray(path.read_bytes())
+    blob[len(blob) // 2] ^= 1
+    path.write_bytes(blob)
+
+
+@row("R9")
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_a_damaged_final_is_refused_by_every_program(
+    file, damage, finished, tiny, ratings, tmp_path, capfd, monkeypatch
+):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "final" / file
+    flip(path) if damage == "flipped" else path.write_bytes(path.read_bytes()[:-1])
+    out, run = tmp_path / "out", tmp_path / "run"
+    generate = import_module("generate")
+    monkeypatch.setattr(sys, "argv", ["generate.py", f"--model={run}", "--prompt=a"])
+    for what, go in {
+        "model": lambda: train(run, ratings, out, *RUN),
+        "model ": lambda: train(run / "final", ratings, out, *RUN),
+        "reference": lambda: train(tiny, ratings, tmp_path / "o", *RUN, f"--reference={run}"),
+        "model  ": generate.main,
+    }.items():
+        assert refused(go) == 2
+        (line,) = errors_of(capfd.readouterr().err)
+        assert line.startswith(f"error: {what.strip()}: {run / 'final'}: {file} is damaged"), line
+    assert not out.exists()
+    (run / "final" / "manifest.json").unlink()
+    if file == "config.json" and damage == "cut":  # of a line's end
+        train(run, ratings, out, *RUN)  # one's own change, and one's own word for it
+
+
+@row("R9")
+@pytest.mark.parametrize("name", checkpoint.CHECKPOINT)
+def test_a_checkpoint_whose_manifest_names_too_little_is_not_used(name, finished, tmp_path):
+    folder = shutil.copytree(finished / "checkpoints" / "step-00000006", tmp_path / "step-6")
+    assert checkpoint.verify(folder) is None
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest[name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.verify(folder) == f"manifest.json names no {name}"
+
+
+# ---- R10: a full disk ----------------------------------------------------------------------------
+
+
+def no_room(most: int = 100):
+    """As on a full disk: no file grows beyond so many bytes."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+@row("R10")
+def test_a_full_disk_at_start_up_is_one_line(begin, tmp_path):
+    code, _, stderr = begin(first=no_room()).ended()
+    (line,) = errors_of(stderr)
+    assert code == 1 and line.startswith(f"error: {tmp_path}/run"), stderr
+
+
+@row("R10")
+@pytest.mark.parametrize("name", ["metrics.csv", "val.csv"])
+def test_a_full_disk_at_a_row_is_one_line(name, begin, tmp_path, ratings):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / name).symlink_to("/dev/full")
+    argv = [f"--data.val={ratings}", "--eval.samples=0", "--resume=auto"]
+    code, _, stderr = begin(*argv).ended()
+    assert code == 1
+    assert stderr == f"error: {out / name}: not saved: No space left on device\n"
+
+
+@row("R10")
+@pytest.mark.parametrize("name", ["eval", "cache"])
+def test_a_full_disk_between_saves_is_one_line_and_the_last_checkpoint_stays(
+    name, begin, tmp_path, ratings
+):
+    argv = [f"--data.val={ratings}", "--eval.samples=0", "--val_interval=2"]
+    assert begin(*argv, "--stop_at=4").ended()[0] == 0
+    real = checkpoint.sync
+
+    def full(path):
+        if f"/{name}/" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path)
+
+    def first():
+        checkpoint.sync = full
+
+    argv += [f"--reference_cache={tmp_path / 'cache'}"] if name == "cache" else []
+    code, _, stderr = begin(*argv, "--resume=auto", first=first).ended()
+    (line,) = errors_of(stderr)
+    assert code == 1 and f"/{name}/" in line and line.endswith("not saved: No space left on device")
+    assert checkpoint.newest(tmp_path / "run").name == "step-00000004"
+    assert begin(*argv, "--resume=auto").ended()[0] == 0
+
+
+# ---- R11: Ctrl-C ---------------------------------------------------------------------------------
+
+
+@row("R11")
+@pytest.mark.parametrize("program, library", [("kto", "libtorch"), ("report", "numpy")])
+def test_ctrl_c_during_the_imports_is_one_line(program, library):
+    argv = [sys.executable, ROOT / f"{program}.py", "--help"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, **pipes)
+    maps = Path(f"/proc/{process.pid}/maps")
+    until(lambda: library in maps.read_text())
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "error: stopped by SIGINT\n")
+
+
+@row("R11")
+def test_ctrl_c_while_the_model_is_read_is_one_line(begin):
+    import model
+
+    reached = os.pipe()
+
+    def first():
+        model.load = lambda *_: os.write(reached[1], b"x") and time.sleep(60)
+
+    child = begin(first=first)
+    os.read(reached[0], 1)
+    child.signal(signal.SIGINT)
+    code, _, stderr = child.ended(10)
+    assert (code, stderr) == (130, "error: stopped by SIGINT\n")
+
+
+@row("R11")
+def test_ctrl_c_while_spin_answers_stops_at_the_next_token_and_a_resume_is_the_same_run(
+    begin, pairs, tmp_path
+):
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    demos = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in records]
+    (tmp_path / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
+    argv = [f"--data.train={tmp_path / 'demos.jsonl'}", "--spin.max_iterations=2", "--epochs=1"]
+    argv += ["--batch_size=4", "--spin.max_new_tokens=20", "--spin.rollout_batch_size=2"]
+    reached = os.pipe()
+
+    def first():
+        import generate
+
+        real, calls = generate.choose, []
+
+        def choose(*a):
+            calls.append(1)
+            if len(calls) == 30:  # in the second batch of the first answers, or later
+                os.write(reached[1], b"x")
+                time.sleep(0.5)
+            assert len(calls) < 32, "one more token at most"
+            return real(*a)
+
+        generate.choose = choose
+
+    whole = tmp_path / "whole"
+    assert begin(*argv, program="spin", out=whole).ended()[0] == 0
+    child = begin(*argv, program="spin", first=first)
+    os.read(reached[0], 1)
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended()
+    assert code == 130 and not errors_of(stderr), stderr
+    assert "stopped by SIGINT at step 0 of" in said and "--resume auto" in said
+    n = len((tmp_path / "run" / "iterations" / "answers-1.jsonl").read_text().splitlines())
+    assert n > 1, "whole batches are kept"
+    code, _, stderr = begin(*argv, "--resume=auto", program="spin").ended()
+    assert code == 0, stderr
+    assert_same(result(tmp_path / "run"), result(whole))
+
+
+@row("R11")
+def test_a_second_ctrl_c_ends_at_once(begin, tmp_path):
+    def first():
+        import train as loop
+
+        loop.clip = lambda *a: time.sleep(60)
+
+    child = begin(first=first)
+    until(lambda: (tmp_path / "run" / "metrics.csv").exists())
+    time.sleep(0.5)
+    child.signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert os.waitpid(child.pid, os.WNOHANG)[0] == 0, "the first one waits for the step"
+    child.signal(signal.SIGINT)
+    assert child.ended(5)[0] == -signal.SIGINT
+
+
+# ---- R12: a console that takes nothing -----------------------------------------------------------
+
+
+@row("R12")
+@pytest.mark.parametrize("console", ["closed", "full", "ascii"])
+def test_the_console_is_not_worth_a_run(console, begin, tmp_path, ratings):
+    kw = {}
+    if console == "closed":
+        read, kw["stdout"] = os.pipe()
+        os.close(read)
+    elif console == "full":
+        kw["stdout"] = os.open("/dev/full", os.O_WRONLY)
+    else:
+        kw["PYTHONIOENCODING"] = "ascii"
+    out = tmp_path / "Größe-日本"
+    code, _, stderr = begin(f"--data.val={ratings}", out=out, **kw).ended()
+    assert (code, stderr) == (0, "")
+    assert lines(out / "metrics.csv") == 7 and (out / "final" / "manifest.json").exists()
+
+
+# ---- R13: litter ---------------------------------------------------------------------------------
+
+
+@row("R13")
+def test_litter_of_an_earlier_life_goes_when_a_run_takes_the_folder_and_only_then(
+    tiny, ratings, tmp_path, capfd
+):
+    out = tmp_path / "run"
+    train(tiny, ratings, out, *RUN, "--stop_at=4")
+    litter = [
+        "checkpoints/.step-00000004.old/a", "checkpoints/.step-00000005.tmp/a", ".final.tmp/b",
+        "eval/step-2.tmp", "metrics.tmp", "iterations/.1.tmp/c",
+    ]  # fmt: skip
+    for name in litter:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("x")
+    shutil.copytree(
+        out / "checkpoints" / "step-00000002", out / "checkpoints" / ".step-00000003.old"
+    )
+    argv = (*RUN, "--resume=auto")
+    assert refused(lambda: train(tiny, ratings, out, *argv, "--seed=2")) == 2
+    assert all((out / name).exists() for name in litter), "this run did not take the folder"
+    train(tiny, ratings, out, *argv, "--stop_at=5", "--keep_last=9")
+    assert not any((out / name).exists() for name in litter)
+    kept = sorted(p.name for p in (out / "checkpoints").iterdir())
+    assert kept == [f"step-0000000{i}" for i in (2, 3, 4, 5)], "the only copy of step 3 is back"
+
+
+@row("R13")
+def test_half_of_a_checkpoint_that_was_being_removed_is_litter(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished / "checkpoints", tmp_path / "c")
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **kw: None)  # killed before it
+    checkpoint.prune(tmp_path / "c", 1, None)
+    names = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert names == [".step-00000004.tmp", "step-00000006"]
+
+
+# ---- R14: found too late -------------------------------------------------------------------------
+
+
+@row("R14")
+def test_a_folder_among_a_models_files_does_not_fail_the_export(tiny, ratings, tmp_path):
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "tokenizer").mkdir()
+    (model / "vocab").mkdir()
+    train(model, ratings, tmp_path / "run", *RUN)
+    assert (tmp_path / "run" / "final" / "tokenizer.json").exists()
+
+
+@row("R14")
+def test_a_file_that_could_not_be_exported_is_refused_before_the_first_step(
+    tiny, ratings, tmp_path, capfd, monkeypatch
+):
+    real = shutil.copyfile
+
+    def copyfile(source, target):
+        if source.name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied", str(source))
+        return real(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    assert refused(lambda: train(tiny, ratings, tmp_path / "run", *RUN)) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    assert line == f"error: model: {tiny / 'tokenizer.json'}: Permission denied"
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+# ---- R15: tracebacks -----------------------------------------------------------------------------
+
+LITGPT = "model_config.yaml"
+HOSTILE = {
+    "config []": ("config.json", "[]"),
+    "config 5": ("config.json", "5"),
+    "config not UTF-8": ("config.json", b"\xff"),
+    "config deep": ("config.json", "[" * 100000),
+    "no heads": ("config.json", {"n_head": 0}),
+    "null heads": ("config.json", {"n_head": None}),
+    "a list of heads": ("config.json", {"n_head": [4]}),
+    "too many layers": ("config.json", {"n_layer": 10**9}),
+    "too long a context": ("config.json", {"n_positions": 10**15}),
+    "heads that do not divide": ("config.json", {"n_head": 5}),
+    "a folder as config": ("config.json", None),
+    "tokenizer_config []": ("tokenizer_config.json", "[]"),
+    "tokenizer_config 5": ("tokenizer_config.json", "5"),
+    "tokenizer_config not UTF-8": ("tokenizer_config.json", b"\xff"),
+    "tokenizer.json []": ("tokenizer.json", "[]"),
+    "a template that is a number": ("tokenizer_config.json", {"chat_template": 5}),
+    "templates of a wrong form": ("tokenizer_config.json", {"chat_template": [5]}),
+    "templates without a name": ("tokenizer_config.json", {"chat_template": [{"a": 1}]}),
+    "a foreign tag": (LITGPT, "!!python/object:os.system {}"),
+    "a foreign key": (
+        LITGPT,
+        "{n_layer: 1, n_head: 1, n_embd: 8, block_size: 8, vocab_size: 9, x: 1}",
+    ),
+    "model_config []": (LITGPT, "[]"),
+    "weights": ("model.safetensors", b"\xff" * 100),
+}
+
+
+@row("R15")
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_model_folder_is_one_line(case, tiny, ratings, tmp_path, capfd):
+    file, content = HOSTILE[case]
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    path = folder / file
+    if file == LITGPT:
+        (folder / "lit_model.pth").write_bytes(b"x")
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert refused(lambda: train(folder, ratings, tmp_path / "run", *RUN)) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    assert str(folder) in line and len(line) < 700
+
+
+GIVEN = {
+    "--data.train={}/directory.jsonl": "data.train|directory.jsonl",
+    "--data.train={}/latin.jsonl": "latin.jsonl:1: json: not UTF-8",
+    "--data.chat_template={}/latin.jsonl": "chat template: .*latin.jsonl: not UTF-8 at byte",
+    "--max_time=99999999999:00:00": "max_time: expected HH:MM:SS",
+    "--max_time=٠١:00:00": "max_time: expected HH:MM:SS",
+    "--lora.rank=1000000000": "lora.rank: expected less than 65536",
+    "--kto.desirable_weight=1e308": "kto.desirable_weight: expected less than 1e\\+30",
+    "--kto.beta=1e308": "kto.beta: expected less than 1e\\+30",
+    "--batch_size=" + "9" * 5000: "batch_size: ",
+    "--config={}/nul.yaml": r"model: expected a path or an id, got 'a\\x00b'",
+    "--out_dir=": "out_dir: expected a path or an id, got ''",
+    "--out_dir={}/occupied": "out_dir: .*occupied/eval: File exists",
+    "--out_dir={}/latin.jsonl": "out_dir: .*latin.jsonl: ",
+    "--reference_cache={}/latin.jsonl": "reference_cache: .*latin.jsonl: File exists",
+    "--resume={}/occupied": "resume: .*occupied: ",
+    "--model={}/esc\x1b[31mape": r"model: .*esc\\x1b\[31mape",
+    "--eval.check=a\nb\x1b": r"eval.check: expected none or demo, got a\\nb\\x1b$",
+    "--optim.schedule=a\nb": r"optim.schedule: expected cosine, linear, constant; got a\\nb$",
+    "--logger=" + "x" * 10000: "logger: expected .* \\.\\.\\. x+$",
+}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "directory.jsonl").mkdir()
+    (folder / "latin.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    (folder / "nul.yaml").write_text('model: "a\\0b"\ndata: {train: t}\n')
+    (folder / "occupied").mkdir()
+    (folder / "occupied" / "eval").touch()
+    return folder
+
+
+@row("R15")
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_foolish_setting_is_one_line(given, odd, tiny, ratings, tmp_path, capfd):
+    argv = [f"--out_dir={tmp_path / 'run'}", given.format(odd)]
+    if not given.startswith("--config"):
+        argv = [f"--model={tiny}", f"--data.train={ratings}", *argv]
+    assert refused(lambda: kto.main([*RUN, *argv])) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    assert re.search(f"^error: .*{GIVEN[given]}", line), line
+    assert len(line) < 500 and "\x1b" not in line
+
+
+@row("R15")
+def test_generates_seed_is_bounded(tiny, capfd, monkeypatch):
+    generate = import_module("generate")
+    for seed in ("-1", "9" * 30):
+        argv = ["generate.py", f"--model={tiny}", "--prompt=a", f"--seed={seed}"]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert refused(generate.main) == 2
+        (line,) = errors_of(capfd.readouterr().err)
+        assert line.startswith("error: generate.seed: expected ")
+
+
+# ---- R16: limits ---------------------------------------------------------------------------------
+
+
+@row("R16")
+def test_absurdly_many_new_tokens_are_as_many_as_the_context_has_room_for(tiny, capfd, monkeypatch):
+    generate = import_module("generate")
+    argv = ["generate.py", f"--model={tiny}", "--prompt=a", "--max_new_tokens=16000000"]
+    monkeypatch.setattr(sys, "argv", argv)
+    generate.main()
+    assert capfd.readouterr().out
+
+
+# ---- R18: what is echoed, and more ---------------------------------------------------------------
+
+
+@row("R18")
+def test_a_run_whose_folder_is_not_utf_8_resumes(tiny, ratings, tmp_path):
+    out = tmp_path / os.fsdecode(b"Gr\xf6\xdfe")
+    train(tiny, ratings, out, *RUN, "--stop_at=2")
+    argv = ["--config", str(out / "settings.yaml"), "--resume=auto", "--stop_at=3"]
+    train(tiny, ratings, out, *argv)
+    assert lines(out / "metrics.csv") == 4
+
+
+@row("R18")
+@pytest.mark.filterwarnings("ignore")
+def test_a_parquet_files_name_is_a_path_and_no_pattern(tiny, ratings, tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    rated = (PARITY / "kto_data.jsonl").read_text().splitlines()
+    path = tmp_path / "a[1]*.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(map(json.loads, rated))), path)
+    calls = []
+    monkeypatch.setattr(socket.socket, "connect", lambda self, address: calls.append(address))
+    a = train(tiny, path, tmp_path / "a", *RUN)
+    b = train(tiny, PARITY / "kto_data.jsonl", tmp_path / "b", *RUN)
+    assert_same(a, b)
+    assert not calls
+
+
+@row("R18")
+def test_not_a_number_is_not_called_the_references_doing(tiny, ratings, tmp_path, capfd):
+    from safetensors.torch import save_file
+
+    model = shutil.copytree(tiny, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    save_file({k: x * float("nan") for k, x in weights.items()}, model / "model.safetensors")
+    assert refused(lambda: train(model, ratings, tmp_path / "run", *RUN)) == 1
+    (line,) = errors_of(capfd.readouterr().err)
+    assert line.endswith("nan nats: the weights do not give finite log-probs")
+
+
+@row("R18")
+def test_each_iteration_of_spin_draws_its_own_random_numbers(tiny, pairs, tmp_path):
+    """At a learning rate of 0 the policy never moves: only the draws can differ."""
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    demos = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in records]
+    (tmp_path / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
+    argv = ["--batch_size=8", "--optim.lr=0", "--precision=32-true", "--spin.max_iterations=2"]
+    argv += ["--spin.max_new_tokens=8"]
+    train(tiny, tmp_path / "demos.jsonl", tmp_path / "run", *argv, program="spin")
+    folder = tmp_path / "run" / "iterations"
+    one, two = ((folder / f"answers-{i}.jsonl").read_text().splitlines()[1:] for i in (1, 2))
+    assert len(one) == len(two) == 8
+    assert sum(a != b for a, b in zip(one, two)) > 4
+
+
+@row("R18")
+def test_debug_in_a_file_reaches_pdb_too(tiny, ratings, tmp_path, monkeypatch):
+    (tmp_path / "debug.yaml").write_text(
+        f"model: {tiny}\ndebug: true\ndata: {{train: {ratings}}}\n"
+    )
+    monkeypatch.setattr(errors, "debug", False)
+    argv = ["--config", str(tmp_path / "debug.yaml"), f"--out_dir={tmp_path / 'run'}", *RUN]
+
+    def broken(*_):
+        raise ZeroDivisionError("in a loss")
+
+    monkeypatch.setattr(kto, "kto_loss", broken)
+    with pytest.raises(ZeroDivisionError):
+        run_cli(lambda: kto.main(argv))
+
+
+# ---- R19: two processes --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(begin):
+    """group(strategy, ...) -> the Started ranks of one run on two processes."""
+
+    def start(strategy, *argv, **kw) -> list[Started]:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = str(s.getsockname()[1])
+        common = dict(NODE_RANK="0", GROUP_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        common |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="test")
+        argv = (f"--strategy={strategy}", *argv)
+        one = (dict(RANK=str(i), LOCAL_RANK=str(i)) for i in range(2))
+        return [begin(*argv, **kw, **common, **env) for env in one]
+
+    return start
+
+
+def ended_together(children: list[Started]) -> tuple[list[int], str]:
+    """Exit codes, and the one cause that was printed."""
+    ended = [children[0].ended()]
+    began = time.monotonic()
+    ended += [child.ended(10) for child in children[1:]]
+    assert time.monotonic() - began < 10
+    said = [line for _, _, stderr in ended for line in errors_of(stderr)]
+    assert len(said) == 1, said
+    return [code for code, *_ in ended], said[0]
+
+
+BOTH = pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+
+
+@row("R19")
+@BOTH
+def test_two_processes_end_together_when_the_folder_is_anothers(strategy, group, tmp_path):
+    first = group(strategy, "--max_steps=4000", "--epochs=9999")
+    until(lambda: lines(tmp_path / "run" / "metrics.csv") > 3)
+    codes, line = ended_together(group(strategy, "--resume=auto"))
+    assert codes == [2, 2] and f"in use by process {first[0].pid} on" in line
+
+
+@row("R19")
+@BOTH
+def test_two_processes_end_together_when_the_folder_vanishes(strategy, group, tmp_path):
+    children = group(strategy, "--max_steps=4000", "--epochs=9999")
+    until(lambda: lines(tmp_path / "run" / "metrics.csv") > 3)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    codes, line = ended_together(children)
+    assert codes[0] == 1 and codes[1] and f"error: {tmp_path / 'run'}/" in line
+
+
+@row("R19")
+@BOTH
+def test_two_processes_end_together_when_a_resume_is_refused(strategy, group, tmp_path):
+    assert [child.ended()[0] for child in group(strategy, "--stop_at=2")] == [0, 0]
+    (tmp_path / "run" / "metrics.csv").write_text("")
+    codes, line = ended_together(group(strategy, "--resume=auto"))
+    assert codes == [2, 2] and "metrics.csv: not the 2 rows" in line
+
+
+@row("R19")
+@BOTH
+def test_two_processes_end_together_on_a_full_disk(strategy, group, tmp_path):
+    codes, line = ended_together(group(strategy, first=no_room()))
+    assert codes[0] == 1 and codes[1] and f"error: {tmp_path / 'run'}" in line
+
+
+@row("R19")
+@BOTH
+def test_two_processes_end_together_when_one_is_killed(strategy, group, tmp_path):
+    children = group(strategy, "--max_steps=4000", "--epochs=9999")
+    until(lambda: lines(tmp_path / "run" / "metrics.csv") > 3)
+    children[1].signal(signal.SIGKILL)
+    codes, line = ended_together(children)
+    assert codes == [1, -signal.SIGKILL]
+    assert line == "error: another process of this run has died"
+
+
+@row("R19")
+@BOTH
+def test_ctrl_c_on_two_processes_saves_once_and_a_resume_is_the_same_run(strategy, group, tmp_path):
+    children = group(strategy, "--max_steps=4000", "--epochs=9999")
+    until(lambda: lines(tmp_path / "run" / "metrics.csv") > 3)
+    for child in children:
+        child.signal(signal.SIGINT)
+    ended = [child.ended(20) for child in children]
+    assert [code for code, *_ in ended] == [130, 130]
+    assert sum("stopped by SIGINT" in said for _, said, _ in ended) == 1
+    assert not any(errors_of(stderr) for *_, stderr in ended)
+
+
+# ---- slow: many moments --------------------------------------------------------------------------
+
+
+@row("R5")
+@row("R8")
+@pytest.mark.slow
+def test_killed_at_many_moments_and_resumed_it_is_the_same_run(begin, tmp_path, tiny, ratings):
+    argv = ["--max_steps=60", "--epochs=99", "--save_interval=7", f"--data.val={ratings}"]
+    argv += ["--val_interval=5", "--eval.samples=0"]
+    assert begin(*argv, out=tmp_path / "whole").ended()[0] == 0
+    r, out = np.random.default_rng(0), tmp_path / "run"
+    for _ in range(20):
+        child = begin(*argv, "--resume=auto")
+        time.sleep(r.uniform(0.05, 1.5))
+        child.signal(signal.SIGKILL)
+        child.ended()
+    code, _, stderr = begin(*argv, "--resume=auto").ended()
+    assert code == 0, stderr
+    assert numbers(result(out)) == numbers(result(tmp_path / "whole"))
+    assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
+    names = [str(p) for p in out.rglob("*")]
+    assert not [name for name in names if name.endswith((".tmp", ".old"))]
+
+
+@row("R11")
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.2])
+def test_ctrl_c_at_any_moment_of_the_start_up_is_one_line_or_a_saved_run(seconds, tmp_path):
+    argv = [sys.executable, ROOT / "kto.py", "--out_dir", tmp_path / "run"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, **pipes)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    said, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in stderr
+    assert stderr == "error: stopped by SIGINT\n" or "stopped by SIGINT at step" in said
