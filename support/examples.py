@@ -116,7 +116,7 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
     """Of one source, some records at a time: texts take more room than token ids."""
     faults, waiting, made = [], [], Loaded([], Counter(), ())
     ignored: dict[str, None] = {}
-    for where, raw in read(source, limits.extra_fields, columns(limits.columns)):
+    for where, raw in read(source, limits.extra_fields, columns(limits)):
         try:
             for record in _records(raw, kind, limits):
                 waiting.append((where, record, *_rendered(record, tokenizer, limits)))
@@ -137,12 +137,14 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
     return made._replace(ignored=tuple(ignored))
 
 
-def columns(given: str | None) -> list[tuple[str, str]]:
-    """`prompt=question,label=good` -> (a column of the source, our name for it)."""
-    pairs = [pair.strip().split("=") for pair in (given or "").split(",") if pair.strip()]
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise BadInput(f"data.columns: expected our name=the source's, by commas; got {given}")
-    return [(theirs, ours) for ours, theirs in pairs]
+def columns(limits: Data) -> dict[str, str]:
+    """`prompt=question,label=good` -> {the source's name: ours}."""
+    try:
+        pairs = [pair.strip().split("=") for pair in (limits.columns or "").split(",") if pair]
+        return {theirs: ours for ours, theirs in pairs}
+    except ValueError:
+        why = "expected ours=theirs, by commas; got"
+        raise BadInput(f"data.columns: {why} {limits.columns}") from None
 
 
 def _records(raw, kind: str, limits: Data) -> list[Record]:
@@ -150,7 +152,7 @@ def _records(raw, kind: str, limits: Data) -> list[Record]:
     Fault."""
     if isinstance(raw, Fault):
         raise raw
-    record = understand(raw, kind, limits.extra_fields)
+    record = understand(raw, kind, limits.extra_fields, columns(limits))
     if limits.score_turns != "all" or record.scored is None:
         return [record]
     turns = range(record.scored, len(record.prompt))

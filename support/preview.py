@@ -1,5 +1,6 @@
 """What is in a data file, as a run would see it: python data.py FILE [--model M]."""
 
+import contextlib
 import shutil
 import sys
 import textwrap
@@ -38,21 +39,20 @@ def marked(e: Example, tokenizer: Tokenizer, score_prompt: bool, width: int) -> 
         if len(texts) > 300:
             texts[200:-100] = [f" ... {len(texts) - 300:,} more ... "]
         first = "  > " if scored else "    "
-        lines += textwrap.wrap("|".join(texts), width, initial_indent=first, subsequent_indent=first)
+        lines += textwrap.wrap(
+            "|".join(texts), width, initial_indent=first, subsequent_indent=first
+        )
     return lines
 
 
 def _kind(d: Data) -> str:
     """What the first record is a record of."""
     (files, _), *_ = sources(d.train)
-    for _, raw in read(files[0], d.extra_fields, columns(d.columns)):
-        for kind in KINDS:
-            try:
-                understand(raw, kind, d.extra_fields)
-                return kind
-            except Fault:
-                pass
-        break
+    _, raw = next(read(files[0], d.extra_fields, columns(d)), ("", None))
+    for kind in KINDS:
+        with contextlib.suppress(Fault):
+            understand(raw, kind, d.extra_fields, columns(d))
+            return kind
     return "rated"
 
 

@@ -1,6 +1,6 @@
 """Writes trl.json, the ids that TRL's trainers make of records.py, in an environment with TRL:
 
-    PYTHONPATH=.:tests:tests/parity/chat <environment>/bin/python tests/parity/chat/record.py
+PYTHONPATH=.:tests:tests/parity/chat <environment>/bin/python tests/parity/chat/record.py
 """
 
 import json
