@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import zipfile
 from pathlib import Path
@@ -27,7 +26,7 @@ def file_for(source: str, tokenizer, kind: str, limits) -> Path | None:
                 h.update(block)
     names = ("max_prompt", "max_completion", "extra", "columns", "score_turns", "date")
     asked = [kind, path.suffixes, *(getattr(limits, name) for name in names)]
-    h.update(json.dumps([asked, tokenizer.identity()]).encode())
+    h.update(repr([asked, tokenizer.identity()]).encode())
     return Path(limits.cache).expanduser() / f"{h.hexdigest()}.npz"
 
 
@@ -42,12 +41,10 @@ def read(file: Path) -> dict[str, np.ndarray] | None:
 
 def write(file: Path, arrays: dict[str, np.ndarray]) -> None:
     """Whole or not at all. Without room or right it is not: the next start takes longer."""
-    tmp = file.with_name(f"{file.stem}.{os.getpid()}.tmp")
+    tmp = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(tmp, "wb") as f:
-                np.savez(f, **arrays)
-            tmp.replace(file)
-        finally:
-            tmp.unlink(missing_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp, "wb") as f:
+            np.savez(f, **arrays)
+        tmp.replace(file)
+    tmp.unlink(missing_ok=True)

@@ -54,9 +54,11 @@ class Fault(BadInput):
 
 
 def understand(record, kind: str, extra=(), columns=()) -> Record:
-    """A raw record as a Record, strictly. `kind`, what the caller learns from: rated, paired,
+    """A raw record (or its Fault) as a Record. `kind`, what the caller learns from: rated, paired,
     demonstrations or prompts (then all else is left aside). `extra`: fields that every record must
     have besides. `columns`: {the record's name of a field: ours}. Raises Fault."""
+    if isinstance(record, Fault):
+        raise record
     if not isinstance(record, dict):
         raise Fault(f"record: expected an object, got {short(record)}")
     if columns:
