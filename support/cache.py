@@ -33,7 +33,7 @@ def file_for(source: str, tokenizer, kind: str, limits) -> Path | None:
 def read(file: Path) -> dict[str, np.ndarray] | None:
     """None: not there, or damaged."""
     try:
-        with np.load(file, allow_pickle=False) as found:
+        with open(file, "rb") as f, np.load(f, allow_pickle=False) as found:
             return dict(found)
     except (OSError, ValueError, zipfile.BadZipFile):
         return None
@@ -47,4 +47,5 @@ def write(file: Path, arrays: dict[str, np.ndarray]) -> None:
         with open(tmp, "wb") as f:
             np.savez(f, **arrays)
         tmp.replace(file)
-    tmp.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        tmp.unlink()  # what a full disk has left

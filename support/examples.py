@@ -140,12 +140,11 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
 
 def columns(limits: Data) -> dict[str, str]:
     """`prompt=question,label=good` -> {the source's name: ours}."""
-    try:
-        pairs = [pair.strip().split("=") for pair in (limits.columns or "").split(",") if pair]
-        return {theirs: ours for ours, theirs in pairs}
-    except ValueError:
-        why = "expected ours=theirs, by commas; got"
-        raise BadInput(f"data.columns: {why} {limits.columns}") from None
+    given = [pair.split("=") for pair in (limits.columns or "").split(",") if limits.columns]
+    pairs = [[name.strip() for name in pair] for pair in given]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise BadInput(f"data.columns: expected ours=theirs, by commas; got {limits.columns}")
+    return {theirs: ours for ours, theirs in pairs}
 
 
 def _turns(record: Record) -> list[Record]:
