@@ -183,7 +183,9 @@ class Lifecycle:
         shows."""
         hashes = {"data (token ids and labels)": fingerprint(self.examples)}
         for name, m in (("model", policy), ("reference", frozen)):
-            if m is not None:
+            if m is policy and name == "reference":
+                hashes |= {f"reference {x}": hashes[f"model {x}"] for x in ("weights", "config")}
+            elif m is not None:
                 params = m.unique_parameters().items()
                 base = {n: p for n, p in params if "lora_" not in n}
                 hashes[f"{name} weights"] = weights_fingerprint(base)

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import zipfile
 from pathlib import Path
@@ -27,14 +26,14 @@ def file_for(source: str, tokenizer, kind: str, limits) -> Path | None:
                 h.update(block)
     names = ("max_prompt", "max_completion", "extra", "columns", "score_turns", "date")
     asked = [kind, path.suffixes, *(getattr(limits, name) for name in names)]
-    h.update(json.dumps([asked, tokenizer.identity()]).encode())
+    h.update(repr([asked, tokenizer.identity()]).encode())
     return Path(limits.cache).expanduser() / f"{h.hexdigest()}.npz"
 
 
 def read(file: Path) -> dict[str, np.ndarray] | None:
     """None: not there, or damaged."""
     try:
-        with np.load(file, allow_pickle=False) as found:
+        with open(file, "rb") as f, np.load(f, allow_pickle=False) as found:
             return dict(found)
     except (OSError, ValueError, zipfile.BadZipFile):
         return None
@@ -42,12 +41,11 @@ def read(file: Path) -> dict[str, np.ndarray] | None:
 
 def write(file: Path, arrays: dict[str, np.ndarray]) -> None:
     """Whole or not at all. Without room or right it is not: the next start takes longer."""
-    tmp = file.with_name(f"{file.stem}.{os.getpid()}.tmp")
+    tmp = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(tmp, "wb") as f:
-                np.savez(f, **arrays)
-            tmp.replace(file)
-        finally:
-            tmp.unlink(missing_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp, "wb") as f:
+            np.savez(f, **arrays)
+        tmp.replace(file)
+    with contextlib.suppress(OSError):
+        tmp.unlink()  # what a full disk has left

@@ -114,12 +114,13 @@ def _from_arrays(source: str, tokens, lengths, numbers, text) -> Loaded:
 
 def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, some records at a time: texts take more room than token ids."""
-    faults, waiting, made = [], [], Loaded([], Counter(), ())
-    ignored: dict[str, None] = {}
-    for where, raw in read(source, limits.extra_fields, columns(limits.columns)):
+    faults, waiting, made, ignored = [], [], Loaded([], Counter(), ()), {}
+    names, extra, every = columns(limits), limits.extra_fields, limits.score_turns == "all"
+    for where, raw in read(source, extra, names):
         try:
-            for record in _records(raw, kind, limits):
-                waiting.append((where, record, *_rendered(record, tokenizer, limits)))
+            record = understand(raw, kind, extra, names)
+            for one in _turns(record) if every else (record,):
+                waiting.append((where, one, *_rendered(one, tokenizer, limits)))
         except (Fault, RecursionError) as e:
             faults.append(" ".join(f"{where}: {e}".splitlines()))
             if len(faults) == 20 or isinstance(e, Endless):
@@ -137,30 +138,23 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
     return made._replace(ignored=tuple(ignored))
 
 
-def columns(given: str | None) -> list[tuple[str, str]]:
-    """`prompt=question,label=good` -> (a column of the source, our name for it)."""
-    pairs = [pair.strip().split("=") for pair in (given or "").split(",") if pair.strip()]
+def columns(limits: Data) -> dict[str, str]:
+    """`prompt=question,label=good` -> {the source's name: ours}."""
+    given = [pair.split("=") for pair in (limits.columns or "").split(",") if limits.columns]
+    pairs = [[name.strip() for name in pair] for pair in given]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise BadInput(f"data.columns: expected our name=the source's, by commas; got {given}")
-    return [(theirs, ours) for ours, theirs in pairs]
+        raise BadInput(f"data.columns: expected ours=theirs, by commas; got {limits.columns}")
+    return {theirs: ours for ours, theirs in pairs}
 
 
-def _records(raw, kind: str, limits: Data) -> list[Record]:
-    """A raw record understood; by data.score_turns all, as one for each of its turns. Raises
-    Fault."""
-    if isinstance(raw, Fault):
-        raise raw
-    record = understand(raw, kind, limits.extra_fields)
-    if limits.score_turns != "all" or record.scored is None:
-        return [record]
-    turns = range(record.scored, len(record.prompt))
-    own = [i for i in turns if record.prompt[i]["role"] == "assistant"]
-    if len(record.completions) == 2:
-        raise Fault("record: a pair has one turn that differs: data.score_turns all has no meaning")
-    if own[:1] == [0]:
-        raise Fault("record: begins with an assistant's turn, which no prompt precedes")
-    one = [record._replace(prompt=record.prompt[:i], completions=[record.prompt[i]]) for i in own]
-    return [*one, record]
+def _turns(record: Record) -> list[Record]:
+    """One for each of the assistant's turns that are the completion's. Raises Fault."""
+    own = range(record.scored or 0, len(record.prompt) if record.scored is not None else 0)
+    own = [i for i in own if record.prompt[i]["role"] == "assistant"]
+    if own and (own[0] == 0 or len(record.completions) == 2):
+        raise Fault("record: data.score_turns all: a pair, or a first turn without a prompt")
+    cut = (dict(prompt=record.prompt[:i], completions=[record.prompt[i]]) for i in own)
+    return [*(record._replace(**x) for x in cut), record]
 
 
 def _encode(rows: list[tuple], tokenizer: Tokenizer, kind: str, limits: Data, made: Loaded):
@@ -201,17 +195,11 @@ def _rendered(record: Record, tokenizer: Tokenizer, limits: Data) -> tuple[str, 
         raise Fault("record: half of a surrogate pair (\\ud800-\\udfff) is no text") from None
     if chat and not all(completions):
         raise Fault("completion: the chat template renders it as nothing")
-    if (n := _needed(prompt, limits.max_prompt, tokenizer)) < len(prompt):
+    if (n := tokenizer.enough(prompt, limits.max_prompt)) < len(prompt):
         bos = tokenizer.text("bos_token") or ""
         prompt = bos * prompt.startswith(bos) + prompt[-n:]
-    return prompt, [c[: _needed(c, limits.max_completion, tokenizer)] for c in completions], chat
-
-
-def _needed(text: str, limit: int, tokenizer: Tokenizer) -> int:
-    """So many characters are more tokens than the limit, or the whole text: 50 MB of it would take
-    a minute and gigabytes to encode."""
-    long = len(text) > 64 * limit  # else not worth a look at the vocabulary
-    return (limit + 1) * tokenizer.widest if long else len(text)
+    longest = limits.max_completion
+    return prompt, [text[: tokenizer.enough(text, longest)] for text in completions], chat
 
 
 def _cut_prompt(ids: list[int], bos: int | None, longest: int, cuts: Counter) -> np.ndarray:

@@ -1,5 +1,6 @@
 """What is in a data file, as a run would see it: python data.py FILE [--model M]."""
 
+import contextlib
 import shutil
 import sys
 import textwrap
@@ -20,41 +21,36 @@ def histogram(lengths: list[int], width: int, bins: int = 8) -> list[str]:
     low, high = min(lengths), max(lengths)
     edges = low + np.arange(bins + 1) * -(-(high + 1 - low) // bins)
     counts, _ = np.histogram(lengths, edges)
-    room = max(8, width - 30)
-    rows = zip(edges, edges[1:] - 1, counts)
-    bars = ((a, b, "#" * -(-n * room // max(counts)), n) for a, b, n in rows)
-    return [f"{a:7} to {b:6} |{bar} {n:,}" for a, b, bar, n in bars]
+    bars = ["#" * -(-n * max(8, width - 30) // max(counts)) for n in counts]
+    rows = zip(edges, edges[1:] - 1, bars, counts)
+    return [f"{a:7} to {b:6} |{bar} {n:,}" for a, b, bar, n in rows]
 
 
 def marked(e: Example, tokenizer: Tokenizer, score_prompt: bool, width: int) -> list[str]:
     """An example token by token: > before lines of scored tokens."""
-    rating = "desirable" if e.label else "undesirable"
-    lines = [e.where if len(e.completions) != 1 else f"{e.where}, {rating}"]
+    known = tokenizer.processor
+    piece = known.id_to_token if tokenizer.fast else known.id_to_piece
+    lines = [f"{e.where}, {'' if e.label else 'un'}desirable"]
     for i, ids in enumerate((e.prompt, *e.completions)):
-        scored = i > 0 or score_prompt
-        name = f"completion {i}" if i else "prompt"
-        lines.append(f"  {name}, {len(ids)} tokens, {'' if scored else 'not '}scored:")
-        texts = [tokenizer.piece(int(j)) for j in ids]
-        if len(texts) > 300:
-            texts[200:-100] = [f" ... {len(texts) - 300:,} more ... "]
-        first = "  > " if scored else "    "
-        lines += textwrap.wrap(
-            "|".join(texts), width, initial_indent=first, subsequent_indent=first
+        texts = [str(piece(int(j))) for j in ids]
+        texts[200:-100] = (
+            [f"... {len(ids) - 300:,} more ..."] if len(ids) > 300 else texts[200:-100]
         )
+        lines.append(f"  {f'completion {i}' if i else 'prompt'}, {len(ids)} tokens")
+        first = "  > " if i or score_prompt else "    "
+        shown = "|".join(x if x.isprintable() else repr(x)[1:-1] for x in texts)
+        lines += [first + line for line in textwrap.wrap(shown, width - 4)]
     return lines
 
 
 def _kind(d: Data) -> str:
     """What the first record is a record of."""
     (files, _), *_ = sources(d.train)
-    for _, raw in read(files[0], d.extra_fields, columns(d.columns)):
-        for kind in KINDS:
-            try:
-                understand(raw, kind, d.extra_fields)
-                return kind
-            except Fault:
-                pass
-        break
+    _, raw = next(read(files[0], d.extra_fields, columns(d)), ("", None))
+    for kind in KINDS:
+        with contextlib.suppress(Fault):
+            understand(raw, kind, d.extra_fields, columns(d))
+            return kind
     return "rated"
 
 
@@ -75,13 +71,12 @@ def main() -> None:
 
     folder = fetch(given.pop("model"))
     d, config = Data(**given), model_file(folder, "config.json")
-    names = ("max_position_embeddings", "n_positions")
-    context = next((config[name] for name in names if name in config), 8192)
+    context = config.get("max_position_embeddings") or config.get("n_positions") or 8192
     d, tokenizer = with_limits(d, context), Tokenizer(folder, d.chat_template, d.date)
     loaded, width = load(d.train, tokenizer, _kind(d), d), shutil.get_terminal_size().columns
     print(table(d.train, *loaded))
-    for i, name in enumerate(("prompt", "completion")):
-        of = [[e.prompt] if i == 0 else e.completions for e in loaded.examples]
-        if lengths := [len(ids) for some in of for ids in some]:
-            print(f"{name} tokens", *histogram(lengths, width), sep="\n")
+    print("prompt tokens", *histogram([len(e.prompt) for e in loaded.examples], width), sep="\n")
+    if lengths := [len(c) for e in loaded.examples for c in e.completions]:
+        print("completion tokens", *histogram(lengths, width), sep="\n")
+    print("an example by tokens, those after > scored")
     print(*marked(loaded.examples[0], tokenizer, d.score_prompt, width), sep="\n")

@@ -1,12 +1,14 @@
 """One record of any known form -> prompt, completions and rating; and the files that hold records.
 A record is understood, or refused by the name of its field (Fault), never guessed."""
 
+import contextlib
 import csv
 import glob
 import gzip
 import io
 import json
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -51,12 +53,16 @@ class Fault(BadInput):
 # ---- one record ----------------------------------------------------------------------------------
 
 
-def understand(record, kind: str, extra=()) -> Record:
-    """A raw record as a Record, strictly. `kind`, what the caller learns from: rated, paired,
+def understand(record, kind: str, extra=(), columns=()) -> Record:
+    """A raw record (or its Fault) as a Record. `kind`, what the caller learns from: rated, paired,
     demonstrations or prompts (then all else is left aside). `extra`: fields that every record must
-    have besides. Raises Fault."""
+    have besides. `columns`: {the record's name of a field: ours}. Raises Fault."""
+    if isinstance(record, Fault):
+        raise record
     if not isinstance(record, dict):
         raise Fault(f"record: expected an object, got {short(record)}")
+    if columns:
+        record = _unique([(columns.get(name, name), value) for name, value in record.items()])
     fields = dict(record)  # whoever reads a field takes it out: what is left was ignored
     understood = _form(fields, kind)
     weight = _number(fields.pop("weight", 1), "weight", "a finite number, at least 0", lowest=0)
@@ -66,26 +72,27 @@ def understand(record, kind: str, extra=()) -> Record:
 
 
 def _form(fields: dict, kind: str) -> Record:
-    system = fields.pop("system", None) or ""
-    more = _json_field(fields, "tools", list), _json_field(fields, "chat_template_kwargs", dict)
-    if kind == "prompts":
-        record = Record(_prompt(fields), [], None)
-        fields.clear()
-    else:
-        record = _completed(fields, kind)
-    if _text(system, "system"):
+    system = _text(fields.pop("system", None) or "", "system")
+    tools = _for_template(fields, "tools", list)
+    more = _for_template(fields, "chat_template_kwargs", dict) or {}
+    record = _completed(fields, kind)
+    if system:
         turns = _turns(record.prompt)
         if turns[0]["role"] == "system":
             raise Fault("system: given beside a system message: which one is meant?")
         scored = None if record.scored is None else record.scored + 1
         turns = [{"role": "system", "content": system}, *turns]
         record = record._replace(prompt=turns, scored=scored)
-    if any(more) and all(isinstance(x, str) for x in (record.prompt, *record.completions)):
+    if tools and all(isinstance(x, str) for x in (record.prompt, *record.completions)):
         raise Fault("tools: no messages here that a chat template would render them with")
-    return record._replace(tools=more[0], template_kwargs=more[1] or {})
+    return record._replace(tools=tools, template_kwargs=more)
 
 
 def _completed(fields: dict, kind: str) -> Record:
+    if kind == "prompts":
+        prompt = _prompt(fields)
+        fields.clear()
+        return Record(prompt, [], None)
     paired, rated = (any(name in fields for name in names) for names in (PAIR, RATING))
     if paired and rated:
         raise Fault("record: both a rating and a pair: which one is meant?")
@@ -114,25 +121,22 @@ def _rated(fields: dict) -> Record:
 def _pair(fields: dict) -> Record:
     pair = [_take(fields, name, f"{name}_response") for name in ("chosen", "rejected")]
     rewards = _reward(fields, "chosen_reward"), _reward(fields, "rejected_reward")
-    if not _has(fields, PROMPT) and not _has(fields, DIALOGUE):
-        return _implied(pair)._replace(rewards=rewards)
-    prompt = _prompt(fields) if _has(fields, PROMPT) else _dialogue(*_take(fields, *DIALOGUE))
+    if _has(fields, PROMPT):
+        prompt = _prompt(fields)
+    elif _has(fields, DIALOGUE):
+        prompt = _dialogue(*_take(fields, *DIALOGUE))
+    else:  # it is what two dialogues begin with
+        chosen, rejected = (_dialogue(*x) for x in pair)
+        texts = str in (type(chosen), type(rejected))
+        if texts or len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+            why = "chosen and rejected are not two dialogues that differ in their last turn"
+            raise Fault(f"prompt: missing, and {why}")
+        prompt = chosen[:-1]
     good, bad = (_single(prompt, *x) for x in pair)
     if good.prompt != bad.prompt:
         why = "more than one turn after the prompt, and not the same ones as in chosen"
         raise Fault(f"{pair[1][1]}: {why}")
     return good._replace(completions=good.completions + bad.completions, rewards=rewards)
-
-
-def _implied(pair) -> Record:
-    """The prompt is what two dialogues begin with."""
-    chosen, rejected = (_dialogue(*x) for x in pair)
-    texts = str in (type(chosen), type(rejected))
-    if texts or len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
-        why = "chosen and rejected are not two dialogues that differ in their last turn"
-        raise Fault(f"prompt: missing, and {why}")
-    answers = [_answer([d[-1]], field) for d, (_, field) in zip((chosen, rejected), pair)]
-    return Record(chosen[:-1], answers, None)
 
 
 def _demonstration(fields: dict) -> Record:
@@ -141,8 +145,7 @@ def _demonstration(fields: dict) -> Record:
     if "input" in fields and not _has(fields, PROMPT):
         prompt = _text(*_take(fields, "input"))
         return Record(prompt, [_text(*_take(fields, "output"))], None)
-    prompt = _prompt(fields)
-    return _single(prompt, *_take(fields, *ANSWER))
+    return _single(_prompt(fields), *_take(fields, *ANSWER))
 
 
 def _conversation(fields: dict) -> Record:
@@ -157,26 +160,25 @@ def _conversation(fields: dict) -> Record:
             why = f"the last turn is the masked role's ({mask})"
             raise Fault(f"{field}: {why}, so there is nothing to learn")
     several = any(turn["role"] == "assistant" for turn in turns[:-1])
-    answer = [_answer([turns[-1]], field)]
-    return Record(turns[:-1], answer, None, scored=0 if several else None)
+    record = _single(turns[:-1], turns[-1:], field)
+    return record._replace(scored=0 if several else None)
 
 
 def _single(prompt, value, field: str) -> Record:
     """A prompt and its completion, which may repeat the prompt or hold several turns, as tool use
     does: the last one is the completion, those before it go to the prompt."""
-    turns = value if isinstance(value, str) else _dialogue(value, field)
+    turns, before = _dialogue(value, field), _turns(prompt)
     if isinstance(turns, str):
         return Record(prompt, [turns], None)
-    before = _turns(prompt)
     if len(turns) > len(before) and turns[: len(before)] == before:
         turns = turns[len(before) :]
-    if len(turns) == 1:
-        return Record(prompt, [_answer(turns, field)], None)
     own = [turn["role"] == "assistant" for turn in turns]
     if not (own[0] and own[-1]) or any(a and b for a, b in zip(own, own[1:])):
         why = "expected one assistant message, or others between two of them; more than one turn"
         raise Fault(f"{field}: {why}: {short(value)}")
-    return Record([*before, *turns[:-1]], [turns[-1]], None, scored=len(before))
+    if len(turns) == 1:
+        return Record(prompt, turns, None)
+    return Record([*before, *turns[:-1]], turns[-1:], None, scored=len(before))
 
 
 # ---- one field -----------------------------------------------------------------------------------
@@ -206,15 +208,13 @@ def _turns(prompt) -> list[dict]:
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
-def _json_field(fields: dict, field: str, kind: type):
-    """A list or an object, or a text that holds it (a table's columns have one type)."""
-    value = fields.pop(field, None)
-    try:
-        value = json.loads(value or "null") if isinstance(value, str) else value
-    except (ValueError, RecursionError) as e:
-        raise Fault(f"{field}: json: {e}") from None
+def _for_template(fields: dict, field: str, kind: type):
+    """A list or an object, or a text that holds it: a table's columns have one type."""
+    value = fields.pop(field, None) or None
+    with contextlib.suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
     if value is not None and not isinstance(value, kind):
-        raise Fault(f"{field}: expected {kind.__name__}, got {short(value)}")
+        raise Fault(f"{field}: expected a {kind.__name__}, got {short(value)}")
     return value
 
 
@@ -234,17 +234,14 @@ def _message(value, field: str) -> dict:
     """One turn as {"role", "content"}, from either spelling; other keys are the template's."""
     if not isinstance(value, dict):
         raise Fault(f"{field}: expected a message, got {short(value)}")
-    role, content = (
-        _either(value, *two, field) for two in (("role", "from"), ("content", "value"))
-    )
+    role, content = _either(value, "role", "from", field), _either(value, "content", "value", field)
     no_text = content is None and value.get("tool_calls")
     if not isinstance(role, str) or not (isinstance(content, str) or no_text):
         needs = 'a message needs a string "role" and a string "content"'
         raise Fault(f"{field}: {needs}, got {short(value)}")
     if role.lower() not in ROLES:
         raise Fault(f"{field}: role: expected one of {', '.join(KNOWN)}; got {short(role)}")
-    # null is how a table's row says that it has no such key
-    taken = ("role", "from", "content", "value")
+    taken = ("role", "from", "content", "value")  # null: a table's row has no such key
     rest = {k: v for k, v in value.items() if k not in taken and v is not None}
     return {"role": ROLES[role.lower()], "content": content, **rest}
 
@@ -266,16 +263,6 @@ def _dialogue(value, field: str) -> str | list[dict]:
     if not isinstance(value, list) or not value:
         raise Fault(f"{field}: expected a string or a list of messages, got {short(value)}")
     return [_message(m, f"{field}[{i}]") for i, m in enumerate(value)]
-
-
-def _answer(value, field: str) -> str | dict:
-    """A completion: a string, or one assistant turn (alone or in a list)."""
-    if isinstance(value, str):
-        return value
-    turns = _dialogue(value, field)
-    if len(turns) != 1 or turns[0]["role"] != "assistant":
-        raise Fault(f"{field}: expected one assistant message, got {short(value)}")
-    return turns[0]
 
 
 def _label(value, field: str) -> bool:
@@ -315,60 +302,38 @@ def local(source: str) -> Path:
     return Path(__file__).parent.parent / source if demo else path
 
 
-def sources(given: str) -> list[tuple[str, float | None]]:
-    """`a.jsonl:0.7,more/*.csv:0.3` -> each source and its weight. A path that exists is a path,
-    whatever is in it. Raises BadInput."""
+def sources(given: str) -> list[tuple[list[str], float | None]]:
+    """`a.jsonl:0.7,more/*.csv:0.3` -> the files of each source and its weight. A path that exists
+    is a path, whatever is in it. Raises BadInput."""
     found = []
-    for part in [given] if local(given).exists() else given.split(","):
-        name, _, weight = part.strip().rpartition(":")
-        try:
-            name, weight = (part.strip(), None) if local(part).exists() else (name, float(weight))
-        except ValueError:
-            name, weight = part.strip(), None
-        if weight is not None and not 0 < weight < math.inf:
-            raise BadInput(f"{part}: a source's weight is above 0")
-        files = [name]
-        if not local(name).exists() and glob.has_magic(name):
-            files = sorted(glob.glob(str(local(name)), recursive=True))
-            if not files:
-                raise BadInput(f"{name}: no file has such a name")
+    for part in [given] if local(given).exists() else map(str.strip, given.split(",")):
+        share = None if local(part).exists() else re.fullmatch(r"(.+):(\d*\.?\d+)", part)
+        name, weight = (share[1], float(share[2])) if share else (part, None)
+        pattern = not local(name).exists() and glob.has_magic(name)
+        files = sorted(glob.glob(name, recursive=True)) if pattern else [name]
+        if not files or weight == 0:
+            raise BadInput(f"{part}: {'no weight' if files else 'no file has such a name'}")
         found.append((files, weight))
     weights = [weight for _, weight in found]
     if any(weights) and (None in weights or len(found) == 1):
         raise BadInput(f"{given}: weights are shares of a mix: two or more sources, one for each")
-    return [(files, weight) for files, weight in found]
+    return found
 
 
 def read(source: str, extra=(), columns=()) -> Iterator[tuple[str, object]]:
-    """(`file:line`, raw record or Fault) for each record of a file or a Hub data set. `columns`:
-    (the source's name, ours) of fields. Columns of a csv file that `extra` names hold numbers where
-    they look like it. Raises BadInput."""
-    path, ours = local(source), dict(columns)
+    """(`file:line`, raw record or Fault) for each record of a file or a Hub data set. The cells of
+    a csv file are text, but of columns that are, by `columns`, numbers with us, or where `extra`
+    names them and they look like it. Raises BadInput."""
+    path, rows = local(source), None
     suffix = Path(path.name.removesuffix(".gz")).suffix
-    if not path.is_file() or suffix not in SUFFIXES or path.suffix == ".parquet":
-        rows = ((f"{source}:{i}", record) for i, record in enumerate(_table(source, path), 1))
-    elif suffix in (".csv", ".tsv"):
-        return _whole(source, _csv(source, path, extra, ours))
-    else:
+    if path.is_file() and suffix in (".csv", ".tsv"):
+        rows = _csv(source, path, extra, dict(columns))
+    elif path.is_file() and suffix in (".jsonl", ".json"):
         rows = _json(source, path, suffix == ".json")
-    return _whole(source, ((where, _renamed(record, ours)) for where, record in rows))
-
-
-def _whole(source: str, rows):
-    """What goes wrong while a file is being read, in one line."""
     try:
-        yield from rows
+        yield from rows or ((f"{source}:{i}", x) for i, x in enumerate(_table(source, path), 1))
     except (OSError, EOFError, zlib.error) as e:
         raise BadInput(f"{source}: {getattr(e, 'strerror', None) or e}") from None
-
-
-def _renamed(record, ours: dict):
-    if not ours or not isinstance(record, dict):
-        return record
-    try:
-        return _unique([(ours.get(name, name), value) for name, value in record.items()])
-    except Fault as e:
-        return e
 
 
 def _open(path: Path):
@@ -377,10 +342,8 @@ def _open(path: Path):
 
 def _json(source: str, path: Path, maybe_array: bool) -> Iterator[tuple[str, object]]:
     with _open(path) as file:
-        head = file.peek(65536).removeprefix(b"\xef\xbb\xbf") if maybe_array else b""
-        if head.lstrip()[:1] == b"[":
-            records = _json_array(source, file.read().removeprefix(b"\xef\xbb\xbf"))
-            for i, record in enumerate(records, 1):
+        if maybe_array and file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+            for i, record in enumerate(_json_array(source, file.read()), 1):
                 yield f"{source}:record {i}", record
         else:
             yield from _json_lines(source, file)
@@ -405,12 +368,12 @@ def _json_array(source: str, blob: bytes) -> list:
 
 def _json_lines(source: str, file) -> Iterator[tuple[str, object]]:
     for i, line in enumerate(file, 1):
-        if i == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             continue
         try:
-            record = json.loads(line.removesuffix(b"\n").decode(), object_pairs_hook=_unique)
+            record = json.loads(
+                line.removesuffix(b"\n").decode("utf-8-sig"), object_pairs_hook=_unique
+            )
         except Fault as e:
             record = e
         except UnicodeDecodeError as e:
@@ -429,7 +392,7 @@ def _csv(source: str, path: Path, extra, ours) -> Iterator[tuple[str, object]]:
     try:
         text = io.StringIO(blob.decode("utf-8-sig"), newline="")
         rows = csv.reader(text, strict=True, delimiter="\t" if ".tsv" in path.suffixes else ",")
-        names = [ours.get(name, name) for name in next(rows, [])]
+        names = next(rows, [])
         _unique([(name, None) for name in names])
     except UnicodeDecodeError as e:
         raise BadInput(f"{source}:{blob[: e.start].count(10) + 1}: csv: not UTF-8") from None
@@ -440,7 +403,7 @@ def _csv(source: str, path: Path, extra, ours) -> Iterator[tuple[str, object]]:
         for cells in rows:
             where = f"{source}:{line}"
             if len(cells) == len(names):
-                yield where, {name: _cell(name, x, extra) for name, x in zip(names, cells)}
+                yield where, {n: _cell(ours.get(n, n), x, extra) for n, x in zip(names, cells)}
             elif cells:
                 yield where, Fault(f"record: {len(cells)} fields, but {len(names)} column names")
             line = rows.line_num + 1  # a quoted field may hold line ends

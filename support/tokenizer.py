@@ -1,12 +1,9 @@
 """Text to token ids, as the model's own tokenizer does it, and the model's chat template."""
 
 import contextlib
-import functools
-import hashlib
 import json
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from datetime import date as Date
 from os.path import commonprefix
@@ -21,7 +18,7 @@ from support.errors import BadInput, given, opened
 from support.records import Fault, Record, short
 
 ENCODE_TEXTS = 4096  # at a time
-RENDER_SECONDS = 10.0  # of a record, in a chat template
+RENDER_SECONDS, RENDER_CHARACTERS = 10.0, 10**8  # of a record, at most, in a chat template
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 # what puts a space before a text, in the parts of a tokenizer.json
 PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
@@ -44,8 +41,16 @@ def _model_ids(folder: Path, name: str) -> list[int]:
     return []
 
 
+class Endless(Fault):
+    """A template that does not come to an end: the next record's would not either."""
+
+
+def _late(*_):
+    raise Endless(f"chat template: not done with this record after {RENDER_SECONDS:g} s")
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates run. A product is bounded: no timer ends a loop in C."""
+    """Where templates run. A product is bounded: the timer cannot end a loop in C."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -53,41 +58,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
         if operator == "**" or sizes[0] * sizes[1] > 10**7:
             raise jinja2.TemplateError(f"{operator}: too large a result")
-        return super().call_binop(context, operator, left, right)
-
-
-class Endless(Fault):
-    """A template that does not come to an end: the next record's would not either."""
+        return left * right
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text, for others; here it is rendered as it stands."""
+    """{% generation %} marks the assistant's text, for others: it is rendered as it stands."""
 
     tags = {"generation"}
 
     def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float):
-    """Endless after so long, where signals arrive: in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def late(*_):
-        raise Endless(f"chat template: not done with this record after {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        next(parser.stream)
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), True))
 
 
 class Tokenizer:
@@ -174,6 +155,8 @@ class Tokenizer:
         env.unsafe_undefined = lambda obj, name: refuse(f"{name}: not allowed here")
         env.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False, **kw})
         env.globals["raise_exception"] = refuse
+        with contextlib.suppress(ValueError):  # signals arrive in the main thread only
+            signal.signal(signal.SIGALRM, _late)
         if today:  # not the day's own date: it would make runs differ
             env.globals["strftime_now"] = today.strftime
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -196,51 +179,49 @@ class Tokenizer:
         bot = {"role": "assistant"}
         answers = [a if isinstance(a, dict) else {**bot, "content": a} for a in answers]
         more = dict(tools=record.tools, documents=None, **record.template_kwargs)
+        given = [x for m in [*prompt, *answers] for x in m.get("tool_calls") or ()]
+        signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
         try:
-            with _at_most(RENDER_SECONDS):
-                head = self.rendered(prompt, True, **more)
-                behind = [self._behind(head, prompt, a, more) for a in answers]
-                given = [x for m in [*prompt, *answers] for x in m.get("tool_calls") or ()]
-                names = [x.get("function", x)["name"] for x in [*given, *(record.tools or ())]]
+            head = self._rendered(prompt, True, more)
+            behind = [self._behind(head, prompt, a, more) for a in answers]
+            names = [x.get("function", x)["name"] for x in [*given, *(record.tools or ())]]
         except Fault:
             raise
         except Exception as e:  # a template is a program: anything may come out of it
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             hint = " (data.date gives it a day)" if "strftime_now" in reason else ""
             raise Fault(f"chat template: {reason}{hint}") from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         if lost := [name for name in names if str(name) not in head + "".join(behind)]:
             raise Fault(f"tools: the chat template does not write {short(lost[0])} anywhere")
         return head, behind, True
 
-    def rendered(self, messages: list[dict], generation: bool, **more) -> str:
-        """A dialogue through the template. Raises what the template raises, or Endless."""
-        pieces, size, most = [], 0, 0
-        asked = dict(messages=messages, add_generation_prompt=generation)
+    def _rendered(self, messages: list[dict], prompt: bool, more: dict) -> str:
+        pieces, size = [], 0
+        asked = dict(messages=messages, add_generation_prompt=prompt)
         for piece in self.template.generate(**asked, **more):
             size += len(piece)
-            if size > max(most, 10**6):
-                most = most or 10**6 + 10 * len(repr((messages, more)))
-                if size > most:
-                    raise Endless(f"chat template: over {most:,} characters for this record")
+            if size > RENDER_CHARACTERS:
+                raise Endless(f"chat template: over {size:,} characters for this record")
             pieces.append(piece)
         return "".join(pieces)
 
     def _behind(self, head: str, prompt: list[dict], answer: dict, more: dict) -> str:
         """What the template writes behind the prompt for this answer. Raises Fault."""
-        whole = self.rendered([*prompt, answer], False, **more)
+        whole = self._rendered([*prompt, answer], False, more)
         if whole.startswith(head):
             return whole[len(head) :]
         # R1's template opens the thinking in the prompt and drops it from an answer: such an
         # answer is its own text, which closes the thinking, and ends as the template ends a turn
-        marked = self.rendered([*prompt, {**answer, "content": MARK}], False, **more)
+        marked = self._rendered([*prompt, {**answer, "content": MARK}], False, more)
         before, _, end = marked.partition(MARK)
         text, opened = answer["content"] or "", head.removeprefix(before)
         if opened.startswith("<think>") and "</think>" in text:
             return text.lstrip().removeprefix("<think>").lstrip("\n") + end
-        at = len(commonprefix((head, whole)))
         why = "the rendered dialogue does not begin with the rendered prompt"
-        parts = f"{short(whole[at:])} in place of {short(head[at:])}"
-        raise Fault(f"chat template: {why}: {parts}")
+        parts = [short(x[len(commonprefix((head, whole))) :]) for x in (whole, head)]
+        raise Fault(f"chat template: {why}: {' in place of '.join(parts)}")
 
     def same(self, other: "Tokenizer") -> bool:
         """Whether both turn every text into the same ids."""
@@ -250,9 +231,8 @@ class Tokenizer:
         return self.processor.to_str() if self.fast else self.processor.serialized_model_proto()
 
     def identity(self) -> str:
-        """A hash of all that turns records into ids."""
-        of = [self._model(), self.bos, self.eos, self.adds_bos, self.source, self.config]
-        return hashlib.sha256(repr([*of, tokenizers.__version__]).encode()).hexdigest()
+        """All that turns records into ids."""
+        return repr([self._model(), self.bos, self.eos, self.adds_bos, self.source, self.config])
 
     def encode(self, texts: list[str]) -> Iterator[list[int]]:
         """Token ids, nothing added. Some at a time: an encoding also holds text and offsets."""
@@ -289,22 +269,21 @@ class Tokenizer:
         mark, marked = self.encode([MARK, MARK + text])
         return marked[len(mark) :]
 
-    @functools.cached_property
-    def widest(self) -> int:
-        """Characters of the longest token: a text of n times as many has n tokens at least."""
-        if self.fast:
-            return max(map(len, self.processor.get_vocab()))
-        return max(len(self.processor.id_to_piece(i)) for i in range(self.n_vocab))
+    def enough(self, text: str, limit: int) -> int:
+        """So many characters are more tokens than the limit, or the whole text: 50 MB of it would
+        take a minute and gigabytes to encode."""
+        if len(text) <= 64 * limit:
+            return len(text)
+        vocab = (
+            self.processor.get_vocab()
+            if self.fast
+            else map(self.processor.id_to_piece, range(self.n_vocab))
+        )
+        return (limit + 1) * max(map(len, vocab))
 
     def prompt(self, ids: list[int]) -> list[int]:
         """With BOS in front, once, if this tokenizer adds one."""
         return [self.bos, *ids] if self.adds_bos and ids[:1] != [self.bos] else ids
-
-    def piece(self, i: int) -> str:
-        """One token as the vocabulary has it, in print."""
-        known = self.processor.id_to_token if self.fast else self.processor.id_to_piece
-        piece = known(i) or f"<{i}>"
-        return piece if piece.isprintable() else repr(piece)[1:-1]
 
     def decode(self, ids) -> str:
         return self.processor.decode([int(i) for i in ids])

@@ -334,6 +334,114 @@ def test_the_fingerprint_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_
     assert hashed(a | {"label": "chosen", "weight": 1.0, "note": 3}, b) == hashed(a, b), "spelling"
 
 
+# ---- several sources, and token ids on disk ------------------------------------------------------
+
+
+def test_weights_are_shares_of_the_longest_mix_that_repeats_nothing(tmp_path):
+    a = write(tmp_path / "a.jsonl", *[rated(f"a{i}") for i in range(60)])
+    b = write(tmp_path / "b.jsonl", *[rated(f"b{i}") for i in range(20)])
+    both = read(f"{a},{b}", plain())
+    assert [e.where for e in both] == [f"{a}:{i}" for i in range(1, 61)] + [
+        f"{b}:{i}" for i in range(1, 21)
+    ]
+    mixed = read(f"{a}:0.6,{b}:0.4", plain())
+    lines = [int(e.where.split(":")[1]) for e in mixed]
+    assert lines == [1 + 2 * i for i in range(30)] + [*range(1, 21)], "evenly over the longer one"
+    assert len(read(f"{a}:3,{b}:1", plain())) == 80, "all, if that is what the shares say"
+    fold = write(tmp_path / "bad.jsonl", rated(), rated(label="?"))
+    assert refusal(f"{a},{fold}", plain())[0].startswith(f"{fold}:2: label: ")
+
+
+def test_renamed_columns_reach_every_file_form_through_the_setting(tmp_path):
+    source = write(tmp_path / "d.jsonl", {"q": "p", "completion": "c", "good": 1.0})
+    (e,) = read(source, plain(), columns="prompt=q, label=good")
+    assert ids(e) == [ids_of(plain(), "p"), [*ids_of(plain(), "c"), EOS]]
+    for given in ("prompt", "prompt=q=r", "=,"):
+        with pytest.raises(BadInput, match="^data.columns: expected"):
+            load(source, plain(), columns=given)
+
+
+def kept(monkeypatch, tmp_path, large=1):
+    """load through a cache in tmp_path; counts how often a source is tokenised."""
+    calls, real = [], examples._tokenised
+    monkeypatch.setattr(examples.cache, "LARGE", large)
+    monkeypatch.setattr(examples, "_tokenised", lambda *a: calls.append(a[0]) or real(*a))
+    return calls, lambda source, *a, **kw: load(source, *a, cache=str(tmp_path / "cache"), **kw)
+
+
+KEPT = {
+    "rated": [rated("a", "x", 0, note=1.5), rated("abcdef", "y", weight=2, note="n", other=1)],
+    "paired": [
+        {"prompt": "a", "chosen": "x", "rejected": "y", "chosen_reward": 1, "note": ""},
+        {"prompt": "b", "chosen": "xy", "rejected": "z", "note": 2},
+    ],
+    "demonstrations": [{"prompt": "a", "completion": "x", "note": 1}],
+    "prompts": [{"prompt": "a", "note": 1}, {"prompt": "b", "note": 1}],
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, kind):
+    calls, load = kept(monkeypatch, tmp_path)
+    source = write(tmp_path / "d.jsonl", *KEPT[kind])
+    for extra in (None, "note"):
+        limits = dict(kind=kind, extra=extra, max_prompt=4)
+        fresh, again = load(source, plain(), **limits), load(source, plain(), **limits)
+        assert len(calls) == 1 + (extra is not None)
+        assert fresh[1:] == again[1:] and len(fresh.examples) == len(again.examples)
+        for a, b in zip(fresh.examples, again.examples):
+            assert ids(a) == ids(b) and a[2:] == b[2:]
+            assert [type(x) for x in a[2:]] == [type(x) for x in b[2:]]
+            assert {x.dtype for x in (b.prompt, *b.completions)} == {np.dtype(np.int32)}
+        both = [{"train": x.examples} for x in (fresh, again)]
+        assert fingerprint(both[0]) == fingerprint(both[1])
+
+
+def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_path, monkeypatch):
+    calls, load = kept(monkeypatch, tmp_path)
+    source = write(tmp_path / "d.jsonl", rated([user("a")], [bot("x")]), rated("ab", "xy"))
+    other = Tokenizer(
+        folder(tmp_path / "o", chat_template=CHATML.replace("user", "User") + "{# #}")
+    )
+    ways = [
+        lambda: load(source, chat()),
+        lambda: load(source, bos()),
+        lambda: load(source, other),
+        lambda: load(source, chat(), max_completion=1),
+        lambda: load(source, chat(), max_prompt=1),
+        lambda: load(source, chat(), kind="demonstrations"),
+        lambda: load(source, chat(), score_turns="all"),
+        lambda: load(write(tmp_path / "d.jsonl", rated("ab", "xy", 0)), chat()),
+    ]
+    for n, way in enumerate(ways, 1):
+        way()
+        assert len(calls) == n
+    load(write(tmp_path / "e.jsonl", rated("ab", "xy", 0)), chat())
+    assert len(calls) == n, "another name of the same content"
+    (e,) = load(str(tmp_path / "e.jsonl"), chat()).examples
+    assert e.where == f"{tmp_path}/e.jsonl:1", "said by the name that was given"
+    monkeypatch.setattr(examples.cache, "LARGE", 10**6)
+    load(source, chat())
+    assert len(calls) == n + 1, "a small file is tokenised again"
+
+
+def test_a_damaged_file_of_token_ids_is_made_again_and_no_room_is_no_fault(tmp_path, monkeypatch):
+    calls, load = kept(monkeypatch, tmp_path)
+    source = write(tmp_path / "d.jsonl", *[rated(f"a{i}", "x") for i in range(50)])
+    (first, *_), (file,) = load(source, plain()).examples, (tmp_path / "cache").iterdir()
+    whole = file.read_bytes()
+    for at in (0, 200, len(whole) // 2, len(whole) - 8):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert ids(load(source, plain()).examples[0]) == ids(first)
+    file.write_bytes(whole[:-100])
+    load(source, plain())
+    assert len(calls) > 3 and file.read_bytes() == whole
+    file.unlink()
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").write_text("no folder")
+    assert ids(load(source, plain()).examples[0]) == ids(first)
+
+
 # ---- split and table -----------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """Sampling: the cache against a plain forward, chances, independence of the batch and of the
 ranks, where it ends."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import litgpt
@@ -16,6 +18,7 @@ import model
 from data import pack
 from support.errors import BadInput
 from support.settings import Sampling
+from support.tokenizer import Tokenizer
 
 FABRIC = Fabric(accelerator="cpu", devices=1)
 EOS = 0
@@ -49,7 +52,8 @@ def prompts_of(lengths, vocabulary=61, seed=0):
 
 def letters(eos=EOS):
     """A tokenizer that says abc... for 0, 1, 2, ..."""
-    return SimpleNamespace(stops=(eos,), decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    stops = eos if isinstance(eos, tuple) else (eos,)
+    return SimpleNamespace(stops=stops, decode=lambda ids: "".join(chr(97 + i) for i in ids))
 
 
 def answers(policy, prompts, max_new=12, context=48, seed=3, fabric=FABRIC, eos=EOS, **settings):
@@ -369,3 +373,33 @@ def test_the_program_answers_from_a_folder(tiny, capsys, monkeypatch):
         monkeypatch.setattr("sys.argv", [*argv, *bad])
         with pytest.raises(BadInput):
             generate.main()
+
+
+def test_every_end_that_the_model_names_ends_an_answer_as_in_transformers(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    """generation_config.json often names several; an answer's text is without the one it ended by."""
+    import transformers
+
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    asked = torch.tensor([[66, 67, 68]])
+    whole = hf.generate(asked, do_sample=False, max_new_tokens=12, pad_token_id=1, eos_token_id=511)
+    third = whole[0, 3 + 2].item()
+    config = {"eos_token_id": [0, third]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = hf.generate(asked, do_sample=False, max_new_tokens=12, pad_token_id=1)[0, 3:]
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.stops == (0, third) and expected[-1] == third and len(expected) <= 3
+    argv = ["generate.py", "--model", str(tmp_path), "--prompt", "abc", "--temperature", "0"]
+    monkeypatch.setattr("sys.argv", [*argv, "--max_new_tokens", "12"])
+    generate.main()
+    said = capsys.readouterr().out.removesuffix("\n")
+    assert said == tokenizer.decode(expected[:-1].tolist())
+
+
+def test_no_end_comes_before_the_fewest_new_tokens():
+    model, given = Fixed([1.0, 5.0, 2.0]), dict(max_new=5, temperature=0)
+    assert answers(model, prompts_of([3]), eos=(1, 2), **given) == [[1]]
+    assert answers(model, prompts_of([3]), eos=(1, 2), min_new_tokens=2, **given) == [[0, 0, 1]]

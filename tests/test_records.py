@@ -1,14 +1,17 @@
 """Records are understood or refused, never guessed, whatever file they come from."""
 
+import gzip
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 from tokens import bot, rated, user, write
 
+import support.records
 from support.errors import BadInput
-from support.records import Fault, Record, read, understand
+from support.records import Fault, Record, read, sources, understand
 
 
 def understood(source, kind="rated", extra=()) -> list[Record]:
@@ -69,6 +72,34 @@ RATED = {
 }
 
 
+FULL = {"messages": [user("p"), bot("c")]}
+RATED |= {
+    "LLaMA-Factory": (FULL | {"kto_tag": False}, Record([user("p")], [bot("c")], False)),
+    "LLaMA-Factory, label": (FULL | {"label": 1.0}, Record([user("p")], [bot("c")], True)),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "c"}]}
+        | {"kto_tag": True, "system": ""},
+        Record([user("p")], [bot("c")], True),
+    ),
+    "Axolotl, argilla": (
+        {"system": "s", "instruction": "p", "completion": "c", "label": True},
+        Record([SYSTEM, user("p")], ["c"], True),
+    ),
+    "Axolotl, argilla chat": (
+        rated([user("p")], [user("p"), bot("c")]),
+        Record([user("p")], [bot("c")], True),
+    ),
+    "Axolotl, intel": (
+        {"question": "p", "completion": "c", "label": False},
+        Record("p", ["c"], False),
+    ),
+    "Alpaca, rated": (
+        {"instruction": "p", "input": "", "output": "c", "kto_tag": True},
+        Record("p", ["c"], True),
+    ),
+}
+
+
 @pytest.mark.parametrize("form", RATED)
 def test_every_form_of_a_rated_record_is_understood(form):
     record, meant = RATED[form]
@@ -102,6 +133,22 @@ PAIRS = {
     ),
     "prompt repeated": (REPEATED | {"prompt": [user("p")]}, TWO),
     "prompt repeated, and a string": (REPEATED, Record("p", [bot("good"), bot("bad")], None)),
+}
+
+
+PAIRS |= {
+    "Axolotl, chat template": (
+        {"messages": [user("p")], "chosen": bot("good"), "rejected": bot("bad")},
+        TWO,
+    ),
+    "Axolotl, intel": (
+        {"system": "s", "question": "p", "chosen": "good", "rejected": "bad"},
+        Record([SYSTEM, user("p")], ["good", "bad"], None),
+    ),
+    "Axolotl, ultra": (
+        REPEATED | {"system": "s"},
+        Record([SYSTEM, user("p")], [bot("good"), bot("bad")], None),
+    ),
 }
 
 
@@ -161,7 +208,7 @@ def test_of_a_record_of_any_form_the_prompt_alone_can_be_asked_for():
 
 
 def test_keys_of_a_message_that_are_not_ours_reach_the_template():
-    turn = {"role": "User", "content": "p", "name": "Ann"}
+    turn = {"role": "User", "content": "p", "name": "Ann", "from": "User", "tool_calls": None}
     record = understand(rated([turn], [bot("c")]), "rated")
     assert record.prompt == [{"role": "user", "content": "p", "name": "Ann"}]
 
@@ -188,6 +235,15 @@ REFUSED = [
     ("rated", rated(completion=3.5), "completion", "string"),
     ("rated", rated(completion=[bot("c"), bot("d")]), "completion", "one assistant"),
     ("rated", rated(completion=user("c")), "completion", "one assistant"),
+    ("rated", rated(instruction="i"), "prompt and instruction", "not both"),
+    ("rated", rated([SYSTEM, user("p")], system="t"), "system", "which one"),
+    ("rated", rated([{"role": "narrator", "content": "x"}]), "prompt[0]", "role: expected one of"),
+    ("rated", rated([{"role": "", "content": "x"}]), "prompt[0]", "role: expected one of"),
+    ("rated", rated([{"content": "x"}]), "prompt[0]", "role"),
+    ("rated", rated([user("p") | {"from": "gpt"}]), "prompt[0]", "role and from differ"),
+    ("rated", rated([user("p") | {"value": "q"}]), "prompt[0]", "content and value differ"),
+    ("rated", {"messages": [user("p")], "label": 1}, "messages", "two"),
+    ("rated", {"messages": [user("p"), user("q")], "label": 1}, "messages", "one assistant"),
     ("paired", {"prompt": "p"}, "chosen", "pairs are needed"),
     ("paired", rated(), "chosen", "rated record"),
     ("paired", {"prompt": "p", "chosen": "c"}, "rejected", "missing"),
@@ -537,6 +593,65 @@ def test_a_long_document_in_a_csv_is_no_fault(tmp_path):
     assert len(understood(path)[0].prompt) == 200_000
 
 
+def gz(path: Path) -> Path:
+    (path.parent / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    return path.parent / f"{path.name}.gz"
+
+
+def test_a_file_may_be_compressed_or_have_tabs(tmp_path):
+    jsonl = Path(write(tmp_path / "d.jsonl", rated("a"), rated("b")))
+    array, csv, tsv = (tmp_path / f"d.{kind}" for kind in ("json", "csv", "tsv"))
+    array.write_text(json.dumps([rated("a"), rated("b")]))
+    csv.write_text("prompt,completion,label\na,c,1\nb,c,1.0\n")
+    tsv.write_text('prompt\tcompletion\tlabel\na\t"c"\t1\nb\tc\ttrue\n')
+    for path in (jsonl, array, csv, tsv):
+        assert understood(gz(path)) == understood(path) == understood(jsonl)
+    half = gz(jsonl)
+    half.write_bytes(half.read_bytes()[:-9])
+    (line,) = refusals(half)
+    assert line == f"{half}: Compressed file ended before the end-of-stream marker was reached"
+    half.write_text("no gzip")
+    (line,) = refusals(half)
+    assert line.startswith(f"{half}: Not a gzipped file")
+
+
+def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
+    path = write(tmp_path / "d.jsonl", rated())
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(support.records, "_open", refuse)
+    assert refusals(path) == [f"{path}: Permission denied"]
+
+
+def test_several_sources_are_given_by_commas_patterns_and_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "c.csv", "x[1].jsonl", "y:0.5"):
+        Path(name).write_text("")
+    assert sources("a.jsonl") == [(["a.jsonl"], None)]
+    assert sources("a.jsonl, ?.jsonl") == [(["a.jsonl"], None), (["a.jsonl", "b.jsonl"], None)]
+    assert sources("a.jsonl:0.7,*.csv:3") == [(["a.jsonl"], 0.7), (["c.csv"], 3.0)]
+    assert sources("org/set:en:val") == [(["org/set:en:val"], None)], "a split is no weight"
+    for path in ("x[1].jsonl", "y:0.5"):
+        assert sources(path) == [([path], None)], "a path that is there is no pattern"
+    for given in ("a.jsonl:0.5", "a.jsonl:0.5,b.jsonl", "a.jsonl:0,b.jsonl:1", "none*.jsonl"):
+        with pytest.raises(BadInput, match="weight|no file has such a name"):
+            sources(given)
+
+
+def test_columns_of_other_names_are_ours_and_a_name_is_given_once(tmp_path):
+    names = {"question": "prompt", "good": "label", "prompt": "title"}
+    record = {"question": "q", "completion": "c", "good": 1, "prompt": "t"}
+    meant = Record("q", ["c"], True, ignored=("title",))
+    assert understand(record, "rated", columns=names) == meant
+    (tmp_path / "d.csv").write_text("question,completion,good,prompt\nq,c,1.0,t\n")
+    (row,) = (raw for _, raw in read(str(tmp_path / "d.csv"), columns=names))
+    assert understand(row, "rated", columns=names) == meant, "its label is read as JSON"
+    with pytest.raises(Fault, match="^prompt: given 2 times"):
+        understand(record, "rated", columns={"question": "prompt"})
+
+
 # ---- through the datasets package ----------------------------------------------------------------
 
 
@@ -575,6 +690,35 @@ def test_parquet_files_hold_records_with_types(tmp_path, no_network):
     chosen, rejected = ([[user("a"), bot(text)]] for text in "cd")
     path = parquet(tmp_path / "chat.parquet", chosen=chosen, rejected=rejected)
     assert understood(path) == [Record([user("a")], [bot("c"), bot("d")], None)]
+
+
+def test_a_local_parquet_file_with_brackets_is_read_without_the_datasets_package(
+    tmp_path, no_network, monkeypatch
+):
+    """It asks the network for a usage counter, and takes brackets for a pattern."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    columns = dict(prompt=["a"] * 5000, completion=["c"] * 5000, label=[True] * 5000)
+    path = parquet(tmp_path / "x[1].parquet", **columns)
+    assert [where for where, _ in read(str(path))][-1] == f"{path}:5000"
+    chat = [[user("p"), {"role": "assistant", "content": None, "tool_calls": ["x"]}]]
+    path = parquet(tmp_path / "chat.parquet", messages=chat, label=[1.0])
+    (record,) = understood(path)
+    assert record.prompt == [user("p")], "no key that a row has only for another's sake"
+
+
+def test_a_folder_of_save_to_disk_is_a_source(tmp_path, no_network):
+    import datasets
+
+    part = datasets.Dataset.from_list([rated("a"), rated("b")])
+    part.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": part, "val": part.select([1])}).save_to_disk(tmp_path / "two")
+    for source in ("one", "two", "two:train"):
+        assert [r.prompt for r in understood(tmp_path / source)] == ["a", "b"]
+    assert [r.prompt for r in understood(tmp_path / "two:val")] == ["b"]
+    (tmp_path / "none").mkdir()
+    for source in ("two:test", "none"):
+        (line,) = refusals(tmp_path / source)
+        assert ": no folder of save_to_disk with this split" in line
 
 
 def test_a_broken_parquet_file_is_not_called_missing(tmp_path, no_network):
