@@ -17,34 +17,33 @@ from support.errors import BadInput
 
 # ---- names: litgpt's, in a block or of the whole model -> Hugging Face's -------------------------
 
-LLAMA = {
+GATED = {"fc_1": "gate", "fc_2": "up", "proj": "down"}
+BLOCK = {
     "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm",
     "lm_head": "lm_head", "layer": "model.layers",
     "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
     "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
     "attn.norm_q": "self_attn.q_norm", "attn.norm_k": "self_attn.k_norm",
     "attn.proj": "self_attn.o_proj",
-    "mlp.fc_1": "mlp.gate_proj", "mlp.fc_2": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
 }  # fmt: skip
+LLAMA = BLOCK | {f"mlp.{k}": f"mlp.{v}_proj" for k, v in GATED.items()}
 OLMO2 = LLAMA | {
     "post_attention_norm": "post_attention_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 GEMMA2 = OLMO2 | {"norm_2": "pre_feedforward_layernorm"}
-PHI = LLAMA | {
+PHI = BLOCK | {
     "transformer.ln_f": "model.final_layernorm", "attn.proj": "self_attn.dense",
     "mlp.fc": "mlp.fc1", "mlp.proj": "mlp.fc2",
 }  # fmt: skip
 PHI3 = LLAMA | {f"attn.{x}": "self_attn.qkv_proj" for x in "qkv"}
 PHI3 |= {f"mlp.fc_{i}": "mlp.gate_up_proj" for i in (1, 2)}
-
-
-def _experts(moe: str, *names: str) -> dict:
-    ours = (f"mlp.experts.{{}}.{x}" for x in ("fc_1", "fc_2", "proj"))
-    theirs = (f"{moe}.experts.{{}}.{x}" for x in names)
-    return LLAMA | {"mlp.gate": f"{moe}.gate"} | dict(zip(ours, theirs))
-
-
+QWEN3_MOE = BLOCK | {"mlp.gate": "mlp.gate"}
+QWEN3_MOE |= {f"mlp.experts.{{}}.{k}": f"mlp.experts.{{}}.{v}_proj" for k, v in GATED.items()}
+MIXTRAL = BLOCK | {"mlp.gate": "block_sparse_moe.gate"} | {
+    f"mlp.experts.{{}}.{k}": f"block_sparse_moe.experts.{{}}.w{i}"
+    for k, i in (("fc_1", 1), ("fc_2", 3), ("proj", 2))
+}  # fmt: skip
 NEOX = {f"attn.{x}": "attention.query_key_value" for x in "qkv"} | {
     "transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm",
     "lm_head": "embed_out", "layer": "gpt_neox.layers", "attn.proj": "attention.dense",
@@ -203,13 +202,13 @@ FAMILIES = {
     "llama": Family(LLAMA, RMS, more=_biases),
     "mistral": Family(LLAMA, RMS, {}, dict(sliding_window=4096), WINDOW),
     "mixtral": Family(
-        _experts("block_sparse_moe", "w1", "w3", "w2"), MOE, {}, dict(sliding_window=None),
+        MIXTRAL, MOE, {}, dict(sliding_window=None),
         WINDOW | EXPERTS | dict(moe_intermediate_size="intermediate_size"),
     ),
     "qwen2": Family(LLAMA, RMS | dict(attn_bias=True), NO_WINDOW),
     "qwen3": Family(LLAMA, RMS | dict(norm_qk=True), NO_WINDOW | NO_BIAS),
     "qwen3_moe": Family(
-        _experts("mlp", "gate_proj", "up_proj", "down_proj"), MOE | dict(norm_qk=True),
+        QWEN3_MOE, MOE | dict(norm_qk=True),
         NO_WINDOW | NO_BIAS | dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
         dict(norm_topk_prob=False), EXPERTS | dict(moe_intermediate_size="moe_intermediate_size"),
     ),

@@ -9,13 +9,11 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, train
-from models import logits, made, refused, same, shaken
+from models import logits, made, same, shaken
 from safetensors.torch import load_file
-from transformers import models as hub
 
 import model
 from data import pack
-from support.families import FAMILIES, read_config
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
