@@ -9,11 +9,13 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, train
-from models import logits, made, same, shaken
+from models import logits, made, refused, same, shaken
 from safetensors.torch import load_file
 
 import model
 from data import pack
+from support.errors import BadInput
+from support.families import read_config
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -192,3 +194,98 @@ def packed_is_single(gpt) -> None:
         together = gpt(pack(prompts, answers))
         alone = [[gpt(pack([p], [(c,)]))[0, 0] for c in pair] for p, pair in zip(prompts, answers)]
     torch.testing.assert_close(together, torch.tensor(alone, dtype=torch.float64))
+
+
+# ---- every field is read, refused, or says nothing about what the model computes -----------------
+
+NEUTRAL = set(transformers.PretrainedConfig().to_dict()) - {"tie_word_embeddings"}
+NEUTRAL |= set(
+    "use_cache initializer_range bos_token_id eos_token_id pad_token_id transformers_version dtype "
+    "attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop attn_pdrop "
+    "router_aux_loss_coef output_router_logits router_jitter_noise pretraining_tp is_decoder "
+    "ignore_keys_at_rope_validation reorder_and_upcast_attn max_window_layers "
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
+    "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index".split()
+)  # of no layer, of training with dropout, of another task, of the vision tower
+# read only together with another field
+NEUTRAL_IN = {
+    "falcon": {"num_kv_heads", "num_ln_in_parallel_attn"},
+    "falcon, new": {"multi_query"},
+    "falcon, one norm": {"multi_query", "num_ln_in_parallel_attn"},
+    "smollm3": {"no_rope_layer_interval", "sliding_window"},
+    "gemma3_text": {"_sliding_window_pattern"},
+    "gemma3": {"_sliding_window_pattern"},
+    "phi3": {"original_max_position_embeddings", "partial_rotary_factor"},
+    "phi3, longrope": {"partial_rotary_factor"},
+    "phi": {"partial_rotary_factor"},
+    "stablelm": {"partial_rotary_factor"},
+    "stablelm, parallel": {"partial_rotary_factor"},
+    "qwen2": {"sliding_window"},
+    "qwen3": {"sliding_window"},
+    "qwen3_moe": {"sliding_window", "intermediate_size"},
+}
+
+
+def another(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, dict):
+        return {k: another(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [another(x) for x in value] or [1]
+    return f"not {value}" if isinstance(value, str) else 2 * (value or 1) + 1
+
+
+def described(folder: Path, config: dict):
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        arguments, config, names = read_config(folder)
+        return arguments, config["tie_word_embeddings"], names
+    except BadInput as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_is_read_or_refused_or_changes_nothing(name, tmp_path):
+    CASES[name][0].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    as_it_is, inner = described(tmp_path, config), config.get("text_config", config)
+    assert not isinstance(as_it_is, str), as_it_is
+    unseen = set()
+    for field in inner.keys() - NEUTRAL - NEUTRAL_IN.get(name, set()) - {"model_type"}:
+        changed = inner | {field: another(inner[field])}
+        changed = config | {"text_config": changed} if name == "gemma3" else changed
+        if described(tmp_path, changed) == as_it_is:
+            unseen.add(field)
+    assert unseen == set()
+
+
+REFUSED = {
+    "quantization_config: .* is not supported": ("llama", dict(quantization_config={"bits": 4})),
+    "rope_scaling: yarn": ("llama", dict(rope_scaling={"type": "yarn", "factor": 4.0})),
+    "rope_scaling: dynamic": ("llama", dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0})),
+    "hidden_act: gelu is not supported": ("llama", dict(hidden_act="gelu")),
+    "attention_bias: True is not supported, only False": ("llama", dict(attention_bias=True)),
+    "hidden_activation: relu": ("gemma2", dict(hidden_activation="relu")),
+    "hidden_act: silu": ("phi", dict(hidden_act="silu")),
+    "use_sliding_window: True": ("qwen2", dict(use_sliding_window=True)),
+    "layer_types: sliding_attention": ("qwen3", dict(layer_types=["sliding_attention"] * 2)),
+    "layer_types: chunked_attention": ("gemma2", dict(layer_types=["chunked_attention"] * 2)),
+    "use_bidirectional_attention: True": ("gemma3_text", dict(use_bidirectional_attention=True)),
+    "alibi: True": ("falcon", dict(alibi=True)),
+    "parallel_attn: False": ("falcon", dict(parallel_attn=False)),
+    "qk_layernorm: True": ("stablelm", dict(qk_layernorm=True)),
+    "norm_topk_prob: False is not supported, only True": ("qwen3_moe", dict(norm_topk_prob=False)),
+    "mlp_only_layers: ": ("qwen3_moe", dict(mlp_only_layers=[1])),
+    "scale_attn_weights: False": ("gpt2", dict(scale_attn_weights=False)),
+    "scale_attn_by_inverse_layer_idx": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_the_block_cannot_compute_is_refused_by_field_and_value(match, tmp_path):
+    name, change = REFUSED[match]
+    CASES[name][0].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(f"{tmp_path}/config.json: {match}", model.load, tmp_path)
