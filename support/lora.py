@@ -132,7 +132,12 @@ def read_adapter(folder: Path):
     """(name of a weight, what is added to it, rows x columns) of a PEFT folder. Raises BadInput."""
     try:
         c = json.loads((folder / "adapter_config.json").read_text())
-        must(c, peft_type="LORA", use_dora=False, bias="none", init_lora_weights=True)
+        # other starts change the base; other fields, what is computed with it
+        start = c.get("init_lora_weights")
+        c |= {"init_lora_weights": start in (None, True, False, "gaussian") or start}
+        must(c, init_lora_weights=True, peft_type="LORA", use_dora=False, bias="none")
+        must(c, use_qalora=False, alora_invocation_tokens=None, layer_replication=None)
+        must(c, modules_to_save=None)
         tensors = load_file(folder / "adapter_model.safetensors")
         for key, a in tensors.items():
             name = re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", key)
@@ -150,7 +155,7 @@ def read_adapter(folder: Path):
     except BadInput as e:
         fault = str(e).removeprefix("config.json: ")
         raise BadInput(f"{folder}/adapter_config.json: {fault}") from None
-    except (OSError, KeyError, ValueError, SafetensorError) as e:
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as e:
         raise BadInput(f"{folder}: no usable PEFT adapter: {e}") from None
 
 

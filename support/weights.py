@@ -212,7 +212,8 @@ def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | N
     if not any("lora_" in n for n in saved):
         return {n: x.to(dtype) for n, x in (state | saved).items()}
     run = json.loads((folder / "state.json").read_text())["run"]
-    base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
+    iterations = folder.resolve().parent.parent / "iterations"
+    base = iterations / str(run["iteration"]) / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
         state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
     lora = Lora(**yaml.safe_load((folder / "settings.yaml").read_text())["lora"])
