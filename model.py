@@ -339,15 +339,6 @@ def add_product(out, a, b) -> None:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-class Scale(nn.Module):
-    def __init__(self, factor: float):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
 class _PackedGPT:
     """Makes litgpt's GPT (plain or LoRA) take a PackedBatch or a KVCache."""
 
@@ -366,12 +357,18 @@ class _PackedGPT:
             attn.scale = attn.mscale**2 / math.sqrt(width)
             attn.cap = config.attention_logit_softcapping
             attn.forward = functools.partial(_attend, attn)
-        scales = config.hf_config  # Granite's
-        self.embedding_scale = scales.get("embedding_multiplier", 1.0)
-        self.head_scale = 1 / scales.get("logits_scaling", 1.0)
-        if (factor := scales.get("residual_multiplier", 1.0)) != 1:
-            for block in self.transformer.h:
-                block.post_attention_norm, block.post_mlp_norm = Scale(factor), Scale(factor)
+        self._scale(**config.hf_config.get("scales", {}))
+
+    def _scale(self, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1):
+        """Granite's factors, for which litgpt's block has no place."""
+        parts = {self.transformer.wte: embedding_multiplier}
+        parts[self.transformer.ln_f] = 1 / logits_scaling
+        for block in self.transformer.h:
+            norms = block.post_attention_norm, block.post_mlp_norm
+            parts |= dict.fromkeys(norms, residual_multiplier)
+        for part, factor in parts.items():
+            if factor != 1:
+                part.register_forward_hook(lambda m, args, y, factor=factor: y * factor)
 
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
         """PackedBatch -> (B, K) summed log-probs of the completions; KVCache -> (B, V) logits of
@@ -416,8 +413,6 @@ class _PackedGPT:
         x = self.transformer.wte(token_BT)
         if self.config.scale_embeddings:
             x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
-        if self.embedding_scale != 1:
-            x = x * self.embedding_scale
         if "wpe" in self.transformer:
             x = x + self.transformer.wpe(position_BT)
         cos, sin = self.cos[position_BT], self.sin[position_BT]
@@ -429,8 +424,7 @@ class _PackedGPT:
                 x = checkpoint(block, x, *rope, attention, use_reentrant=False)
             else:
                 x = block(x, *rope, attention)
-        x = self.transformer.ln_f(x)
-        return x if self.head_scale == 1 else x * self.head_scale
+        return self.transformer.ln_f(x)
 
     def head(self, h_TC):
         logits_TV, cap = self.lm_head(h_TC), self.config.final_logit_softcapping

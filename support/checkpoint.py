@@ -38,7 +38,6 @@ from support.settings import Run, changes, flat
 # what a folder of each kind must hold, and its manifest must name
 SHARDED = ("weights.safetensors", "optimizer.safetensors")  # under fsdp: shard-*.safetensors
 CHECKPOINT = (*SHARDED, "rng.safetensors", "state.json", "settings.yaml")
-MODEL = ("model.safetensors", "config.json")
 
 
 @dataclass

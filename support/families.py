@@ -1,4 +1,4 @@
-"""Families of models, by config.json's model_type: arguments of litgpt's Config, names of weights.
+"""What config.json says, as litgpt's Config; where a weight lies. The table is families.yaml.
 
 Every field that changes what a model computes is read, or must have the one value that litgpt's
 block computes. What a file leaves out has transformers' default.
@@ -7,67 +7,157 @@ block computes. What a file leaves out has transformers' default.
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+import yaml
 
 from support.errors import BadInput, opened, shown
 
-# ---- names: litgpt's, in a block or of the whole model -> Hugging Face's -------------------------
-
-LLAMA = {
-    "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm",
-    "lm_head": "lm_head", "layer": "model.layers",
-    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-    "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
-    "attn.norm_q": "self_attn.q_norm", "attn.norm_k": "self_attn.k_norm",
-    "attn.proj": "self_attn.o_proj",
-    "mlp.fc_1": "mlp.gate_proj", "mlp.fc_2": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
-}  # fmt: skip
-OLMO2 = LLAMA | {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_mlp_norm": "post_feedforward_layernorm",
-}
-GEMMA2 = OLMO2 | {"norm_2": "pre_feedforward_layernorm"}
-PHI = LLAMA | {
-    "transformer.ln_f": "model.final_layernorm", "attn.proj": "self_attn.dense",
-    "mlp.fc": "mlp.fc1", "mlp.proj": "mlp.fc2",
-}  # fmt: skip
-PHI3 = LLAMA | {f"attn.{x}": "self_attn.qkv_proj" for x in "qkv"}
-PHI3 |= {f"mlp.fc_{i}": "mlp.gate_up_proj" for i in (1, 2)}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["families"]
+# litgpt's argument: the field, by the names that families have for it
+FIELDS = dict(
+    block_size="max_position_embeddings n_positions",
+    n_layer="num_hidden_layers n_layer",
+    n_embd="hidden_size n_embd",
+    n_head="num_attention_heads n_head",
+    norm_eps="rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    vocab_size="vocab_size",
+)
+OPTIONAL = dict(
+    n_query_groups="num_key_value_heads",
+    head_size="head_dim",
+    intermediate_size="intermediate_size n_inner ffn_hidden_size",
+    n_expert="num_experts num_local_experts",
+    n_expert_per_token="num_experts_per_tok",
+)
+ACTIVATIONS = "hidden_activation hidden_act activation activation_function"
+MOST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8)
+GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
-def _experts(moe: str, *names: str) -> dict:
-    ours = (f"mlp.experts.{{}}.{x}" for x in ("fc_1", "fc_2", "proj"))
-    theirs = (f"{moe}.experts.{{}}.{x}" for x in names)
-    return LLAMA | {"mlp.gate": f"{moe}.gate"} | dict(zip(ours, theirs))
+def read_config(folder: Path) -> tuple[dict, dict, dict]:
+    """A Hugging Face folder's (litgpt Config arguments, config.json with tie_word_embeddings filled
+    in, names of the weights). Raises BadInput."""
+    file = folder / "config.json"
+    if not file.exists():
+        raise BadInput(f"{file}: no such file, so this is no model folder")
+    try:
+        config = read_object(file, json.loads)
+        family = TABLE.get(kind := config.get("model_type"))
+        if not family:
+            raise BadInput(f"config.json: model_type: {kind!r} is not supported")
+        c = family.get("default", {}) | config | config.get("text_config", {})
+        must(c, quantization_config=None, **family.get("must", {}))
+        known = {"full_attention", "sliding_attention" if "gemma" in kind else ""}
+        for other in set(c.get("layer_types") or ()) - known:
+            raise BadInput(f"config.json: layer_types: {other} is not supported for {kind}")
+        arguments = _common(c, family) | MORE.get(kind, lambda c: {})(c)
+        # litgpt's norms add 1 to their weights by this name: never the folder's
+        arguments["name"] = "Gemma" if "gemma" in kind else kind
+        two = {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
+        two = two if kind == "falcon" and not arguments["shared_attention_norm"] else {}
+        tied = c.get("tie_word_embeddings", False)
+        config |= dict(tie_word_embeddings=tied)
+        return bounded(arguments, file), config, family["names"] | two
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as e:
+        raise BadInput(f"{file}: {e} is missing or broken") from None
+    except BadInput as e:
+        ours = str(e).startswith("config.json")
+        raise BadInput(f"{folder}/{e}" if ours else str(e)) from None
 
 
-NEOX = {f"attn.{x}": "attention.query_key_value" for x in "qkv"} | {
-    "transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm",
-    "lm_head": "embed_out", "layer": "gpt_neox.layers", "attn.proj": "attention.dense",
-    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-    "mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h",
-}  # fmt: skip
-FALCON = NEOX | {f"attn.{x}": "self_attention.query_key_value" for x in "qkv"} | {
-    "transformer.wte": "transformer.word_embeddings", "transformer.ln_f": "transformer.ln_f",
-    "lm_head": "lm_head", "layer": "transformer.h", "attn.proj": "self_attention.dense",
-}  # fmt: skip
-GPT2 = {f"attn.{x}": "attn.c_attn" for x in "qkv"} | {
-    "transformer.wte": "transformer.wte", "transformer.wpe": "transformer.wpe",
-    "transformer.ln_f": "transformer.ln_f", "lm_head": "lm_head", "layer": "transformer.h",
-    "norm_1": "ln_1", "norm_2": "ln_2", "attn.proj": "attn.c_proj",
-    "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
-}  # fmt: skip
+def read_object(file: Path, parse) -> dict:
+    """A model's config. Raises BadInput."""
+    found = opened(None, file, parse)
+    if not isinstance(found, dict):
+        raise BadInput(f"{file}: expected an object, got {shown(found)}")
+    return found
 
-# ---- rotary positions ----------------------------------------------------------------------------
+
+def bounded(arguments: dict, file) -> dict:
+    """The arguments, before anything of such a size is made."""
+    for name, most in MOST.items():
+        n = arguments.get(name)
+        if type(n) is not int or not 1 <= n <= most:
+            raise BadInput(f"{file}: {name}: expected 1 to {most}, got {shown(n)}")
+    return arguments
+
+
+def must(c: dict, **fields) -> None:
+    """Refuse a field that has another value than the one that we compute."""
+    for name, value in fields.items():
+        if c.get(name) not in (None, value):
+            raise BadInput(f"config.json: {name}: {c[name]} is not supported, only {value}")
 
 
 def _first(c: dict, names: str, default=None):
     """The value of the first field that the file sets."""
     return next((c[x] for x in names.split() if c.get(x) is not None), default)
+
+
+def _common(c: dict, family: dict) -> dict:
+    out = family["fixed"] | {k: _first(c, names) for k, names in (FIELDS | OPTIONAL).items()}
+    for missing in (k for k in FIELDS if out[k] is None):
+        raise KeyError(" or ".join(FIELDS[missing].split()))
+    fields = "hidden_act" if c["model_type"] == "gemma" else ACTIVATIONS
+    act, gated = _first(c, fields, "silu"), out["mlp_class_name"].startswith("LLaMA")
+    if act not in (["silu"] if gated else GELUS):
+        field = next(x for x in fields.split() if c.get(x))
+        raise BadInput(f"config.json: {field}: {act} is not supported")
+    out |= dict(padded_vocab_size=c["vocab_size"], gelu_approximate=GELUS.get(act, "none"))
+    rope = _rope(c) if out["rotary_percentage"] else {}
+    return out | rope | {k: c.get(field) for k, field in family.get("read", {}).items()}
+
+
+def _biases(c: dict) -> dict:
+    must(c, attention_bias=bool(c.get("mlp_bias")))  # litgpt has one switch for both
+    return dict(bias=bool(c.get("mlp_bias")))
+
+
+def _granite(c: dict) -> dict:
+    scales = {x: c[x] for x in ("embedding_multiplier", "residual_multiplier", "logits_scaling")}
+    scalar = c["attention_multiplier"] ** -2
+    return _biases(c) | dict(hf_config={"scales": scales}, attention_scores_scalar=scalar)
+
+
+def _smollm3(c: dict) -> dict:
+    n, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
+    turned = c.get("no_rope_layers") or [(i + 1) % every for i in range(n)]
+    return _biases(c) | dict(rope_indices=[int(not x) for x in turned])
+
+
+def _gemma2(c: dict) -> dict:
+    n, every = c["num_hidden_layers"], _first(c, "_sliding_window_pattern sliding_window_pattern")
+    local = [x == "sliding_attention" for x in c.get("layer_types") or ()]
+    local = local or [(i + 1) % every != 0 for i in range(n)]
+    return dict(sliding_window_indices=[int(x) for x in local])
+
+
+def _gemma3(c: dict) -> dict:
+    """Its local layers turn by another base."""
+    both, local = c.get("rope_parameters") or {}, _gemma2(c)
+    whole, near = (both.get(f"{x}_attention") or {} for x in ("full", "sliding"))
+    must(near, rope_type="default")
+    base = near.get("rope_theta") or c["rope_local_base_freq"]
+    rope = _rope({"rope_theta": 1e6} | c | {"rope_parameters": whole})
+    indices = local["sliding_window_indices"]
+    return local | rope | dict(rope_indices=indices, rope_local_base_freq=base)
+
+
+def _falcon(c: dict) -> dict:
+    new, heads = c.get("new_decoder_architecture"), c["num_attention_heads"]
+    groups = (c.get("num_kv_heads") or heads) if new else 1 if c["multi_query"] else heads
+    two = new and c.get("num_ln_in_parallel_attn") in (None, 2)
+    return dict(n_query_groups=groups, shared_attention_norm=not two)
+
+
+# litgpt's arguments that take a rule
+MORE = dict(llama=_biases, granite=_granite, smollm3=_smollm3, gemma2=_gemma2, falcon=_falcon)
+MORE |= dict(gemma3=_gemma3, gemma3_text=_gemma3)
+
+
+# ---- rotary positions ----------------------------------------------------------------------------
 
 
 def _rope(c: dict) -> dict:
@@ -107,236 +197,6 @@ def rope_tables(gpt) -> tuple[torch.Tensor, torch.Tensor]:
     if config.rope_indices and cos.dim() == 2:  # SmolLM3: layers without positions
         cos, sin = torch.stack((cos, cos**0), -1), torch.stack((sin, sin * 0), -1)
     return cos, sin
-
-
-# ---- families ------------------------------------------------------------------------------------
-
-
-class Family(NamedTuple):
-    names: dict  # of the weights
-    fixed: dict  # litgpt's arguments, alike in all models of the family
-    must: dict = {}  # the one value that a field may have
-    defaults: dict = {}  # of fields that a file may leave out
-    read: dict = {}  # litgpt's arguments by the field that says them
-    more: Callable = lambda c: {}  # litgpt's arguments that take a rule
-
-
-def must(c: dict, **fields) -> None:
-    """Refuse a field that has another value than the one that we compute."""
-    for name, value in fields.items():
-        if c.get(name) not in (None, value):
-            raise BadInput(f"config.json: {name}: {c[name]} is not supported, only {value}")
-
-
-def _biases(c: dict) -> dict:
-    must(c, attention_bias=bool(c.get("mlp_bias")))  # litgpt has one switch for both
-    return dict(bias=bool(c.get("mlp_bias")))
-
-
-def _granite(c: dict) -> dict:
-    scales = {x: c[x] for x in ("embedding_multiplier", "residual_multiplier", "logits_scaling")}
-    return _biases(c) | dict(
-        hf_config=scales, attention_scores_scalar=c["attention_multiplier"] ** -2
-    )
-
-
-def _smollm3(c: dict) -> dict:
-    n, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
-    turned = c.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(n)]
-    return _biases(c) | dict(rope_indices=[int(not x) for x in turned])
-
-
-def _gemma2(c: dict) -> dict:
-    every = _first(c, "_sliding_window_pattern sliding_window_pattern", 2)
-    kinds, n = c.get("layer_types"), c["num_hidden_layers"]
-    local = [x == "sliding_attention" for x in kinds or ()] or [(i + 1) % every for i in range(n)]
-    return dict(sliding_window_indices=[int(bool(x)) for x in local])
-
-
-def _gemma3(c: dict) -> dict:
-    """Its local layers turn by another base."""
-    both = c.get("rope_parameters") or {}
-    whole, near = (both.get(f"{x}_attention") or {} for x in ("full", "sliding"))
-    must(near, rope_type="default")
-    base = near.get("rope_theta") or c.get("rope_local_base_freq") or 10000.0
-    local = _gemma2(c)
-    rope = _rope(c | {"rope_parameters": {"rope_theta": c.get("rope_theta") or 1e6} | whole})
-    return (
-        local | rope | dict(rope_indices=local["sliding_window_indices"], rope_local_base_freq=base)
-    )
-
-
-def _falcon(c: dict) -> dict:
-    new, heads = c["new_decoder_architecture"], c["num_attention_heads"]
-    groups = (c.get("num_kv_heads") or heads) if new else 1 if c["multi_query"] else heads
-    return dict(n_query_groups=groups, shared_attention_norm=not _two_norms(c))
-
-
-def _two_norms(c: dict) -> bool:
-    return c["new_decoder_architecture"] and c.get("num_ln_in_parallel_attn") in (None, 2)
-
-
-RMS = dict(norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", parallel_residual=False)
-RMS |= dict(bias=False, attn_bias=False, rotary_percentage=1.0)
-LAYER = RMS | dict(norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP")
-ONE_NORM = dict(parallel_residual=True, shared_attention_norm=True)
-AROUND = dict(post_attention_norm=True, post_mlp_norm=True)
-NO_WINDOW, NO_BIAS = dict(use_sliding_window=False), dict(attention_bias=False)
-WINDOW, TIED = dict(sliding_window_size="sliding_window"), dict(tie_word_embeddings=True)
-MOE = RMS | dict(mlp_class_name="LLaMAMoE")
-EXPERTS = dict(n_expert="num_local_experts", n_expert_per_token="num_experts_per_tok")
-GEMMA = RMS | dict(mlp_class_name="GemmaMLP", scale_embeddings=True)
-ONE_WAY = NO_BIAS | dict(use_bidirectional_attention=False)
-CAPS = dict(
-    attention_scores_scalar="query_pre_attn_scalar", sliding_window_size="sliding_window",
-    attention_logit_softcapping="attn_logit_softcapping",
-    final_logit_softcapping="final_logit_softcapping",
-)  # fmt: skip
-GEMMA3 = TIED | dict(
-    vocab_size=262208, max_position_embeddings=131072, num_attention_heads=8, head_dim=256,
-    num_key_value_heads=4, hidden_size=2304, num_hidden_layers=26, intermediate_size=9216,
-    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, rms_norm_eps=1e-6,
-    sliding_window=4096, sliding_window_pattern=6, attn_logit_softcapping=None,
-    final_logit_softcapping=None,
-)  # fmt: skip
-FAMILIES = {
-    "llama": Family(LLAMA, RMS, more=_biases),
-    "mistral": Family(LLAMA, RMS, {}, dict(sliding_window=4096), WINDOW),
-    "mixtral": Family(
-        _experts("block_sparse_moe", "w1", "w3", "w2"), MOE, {}, dict(sliding_window=None),
-        WINDOW | EXPERTS | dict(moe_intermediate_size="intermediate_size"),
-    ),
-    "qwen2": Family(LLAMA, RMS | dict(attn_bias=True), NO_WINDOW),
-    "qwen3": Family(LLAMA, RMS | dict(norm_qk=True), NO_WINDOW | NO_BIAS),
-    "qwen3_moe": Family(
-        _experts("mlp", "gate_proj", "up_proj", "down_proj"), MOE | dict(norm_qk=True),
-        NO_WINDOW | NO_BIAS | dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
-        dict(norm_topk_prob=False), EXPERTS | dict(moe_intermediate_size="moe_intermediate_size"),
-    ),
-    "olmo2": Family(
-        OLMO2, RMS | AROUND | dict(norm_1=False, norm_2=False, norm_qk=True, norm_qk_type="olmo2"),
-        NO_BIAS,
-    ),
-    "granite": Family(
-        LLAMA, RMS, {}, dict(
-            embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0,
-            logits_scaling=1.0,
-        ), more=_granite,
-    ),
-    "smollm3": Family(
-        LLAMA, RMS, NO_WINDOW, TIED | dict(rope_theta=2e6, no_rope_layer_interval=4), {}, _smollm3
-    ),
-    "gemma": Family(LLAMA, GEMMA, ONE_WAY, TIED),
-    "gemma2": Family(GEMMA2, GEMMA | AROUND, ONE_WAY, TIED, CAPS, _gemma2),
-    "gemma3_text": Family(
-        GEMMA2, GEMMA | AROUND | dict(norm_qk=True), ONE_WAY, GEMMA3, CAPS, _gemma3
-    ),
-    "phi": Family(
-        PHI, LAYER | ONE_NORM | dict(bias=True, lm_head_bias=True, rotary_percentage=0.5),
-        dict(qk_layernorm=False),
-    ),
-    "phi3": Family(PHI3, RMS, {}, dict(sliding_window=None), WINDOW),
-    "gpt_neox": Family(
-        NEOX, LAYER | dict(bias=True, rotary_percentage=0.25), dict(attention_bias=True),
-        dict(use_parallel_residual=True), dict(parallel_residual="use_parallel_residual"),
-    ),
-    "stablelm": Family(
-        LLAMA, LAYER | dict(mlp_class_name="LLaMAMLP", rotary_percentage=0.25),
-        dict(qk_layernorm=False), dict(use_qkv_bias=False, use_parallel_residual=False), dict(
-            attn_bias="use_qkv_bias", parallel_residual="use_parallel_residual",
-            shared_attention_norm="use_parallel_residual",
-        ),
-    ),
-    "falcon": Family(
-        FALCON, LAYER | ONE_NORM, dict(alibi=False, parallel_attn=True, bias=False), TIED | dict(
-            activation="gelu", max_position_embeddings=2048, multi_query=True,
-            new_decoder_architecture=False,
-        ), more=_falcon,
-    ),
-    "gpt2": Family(
-        GPT2, LAYER | dict(bias=True, rotary_percentage=0.0), dict(
-            scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-            add_cross_attention=False,
-        ), TIED | dict(activation_function="gelu_new"),
-    ),
-}  # fmt: skip
-FAMILIES["gemma3"] = FAMILIES["gemma3_text"]  # its text_config; the vision tower stays aside
-COMMON = dict(
-    block_size="max_position_embeddings n_positions", n_layer="num_hidden_layers n_layer",
-    n_embd="hidden_size n_embd", n_head="num_attention_heads n_head",
-    norm_eps="rms_norm_eps layer_norm_eps layer_norm_epsilon",
-)  # fmt: skip
-OPTIONAL = dict(
-    n_query_groups="num_key_value_heads", head_size="head_dim",
-    intermediate_size="intermediate_size n_inner ffn_hidden_size",
-)  # fmt: skip
-ACTIVATIONS = "hidden_activation", "hidden_act", "activation", "activation_function"
-GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-
-
-def _arguments(c: dict, family: Family) -> dict:
-    """Of litgpt's Config, for a config.json."""
-    must(c, quantization_config=None, **family.must)
-    out = family.fixed | {k: _first(c, names) for k, names in (COMMON | OPTIONAL).items()}
-    for missing in (k for k in COMMON if out[k] is None):
-        raise KeyError(" or ".join(COMMON[missing].split()))
-    fields = ["hidden_act"] if c["model_type"] == "gemma" else ACTIVATIONS
-    field = next((x for x in fields if c.get(x)), "hidden_act")
-    act = c.get(field, "silu")
-    gated = family.fixed["mlp_class_name"].startswith("LLaMA")
-    if act not in (["silu"] if gated else GELUS):
-        raise BadInput(f"config.json: {field}: {act} is not supported")
-    out |= dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"])
-    out |= {} if gated else dict(gelu_approximate=GELUS[act])
-    rope = {} if family.fixed["rotary_percentage"] == 0 else _rope(c)
-    return out | rope | {k: c[field] for k, field in family.read.items()} | family.more(c)
-
-
-MOST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8)
-
-
-def read_object(file: Path, parse) -> dict:
-    """A model's config. Raises BadInput."""
-    found = opened(None, file, parse)
-    if not isinstance(found, dict):
-        raise BadInput(f"{file}: expected an object, got {shown(found)}")
-    return found
-
-
-def bounded(arguments: dict, file) -> dict:
-    """The arguments, before anything of such a size is made."""
-    for name, most in MOST.items():
-        n = arguments.get(name)
-        if type(n) is not int or not 1 <= n <= most:
-            raise BadInput(f"{file}: {name}: expected 1 to {most}, got {shown(n)}")
-    return arguments
-
-
-def read_config(folder: Path) -> tuple[dict, dict, dict]:
-    """A Hugging Face folder's (litgpt Config arguments, config.json with tie_word_embeddings filled
-    in, names of the weights). Raises BadInput."""
-    file = folder / "config.json"
-    if not file.exists():
-        raise BadInput(f"{file}: no such file, so this is no model folder")
-    try:
-        config = read_object(file, json.loads)
-        kind = config.get("model_type")
-        if kind not in FAMILIES:
-            raise BadInput(f"config.json: model_type: {kind!r} is not supported")
-        family = FAMILIES[kind]
-        c = family.defaults | config | config.get("text_config", {})
-        arguments, names = _arguments(c, family), family.names
-        if kind == "falcon" and _two_norms(c):
-            names = names | {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
-        # litgpt's norms add 1 to their weights by this name: never the folder's
-        arguments["name"] = "Gemma" if "gemma" in kind else kind
-        tied = c.get("tie_word_embeddings", False)
-        return bounded(arguments, file), config | dict(tie_word_embeddings=tied), names
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as e:
-        raise BadInput(f"{file}: {e} is missing or broken") from None
-    except BadInput as e:
-        ours = str(e).startswith("config.json")
-        raise BadInput(f"{folder}/{e}" if ours else str(e)) from None
 
 
 # ---- where a weight lies -------------------------------------------------------------------------

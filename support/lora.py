@@ -17,40 +17,36 @@ from support.errors import BadInput
 from support.families import layout, must, read_config
 from support.settings import Lora
 
-GROUPS = dict(query="attn.q", key="attn.k", value="attn.v", projection="attn.proj", head="lm_head")
-
-
-def _targets(lora: Lora, names: dict | None) -> set[str]:
-    """litgpt's groups of layers, of which `mlp` is all of them, by its own or Hugging Face's names."""
-    names = names or {}
-    linear = {p: n for p, n in names.items() if p in GROUPS.values() or p.startswith("mlp.")}
-    mlp = {p for p in linear if p.startswith("mlp.")}
-    moe, parts = "mlp.gate" in mlp, set()
-    for target in [lora.targets] if isinstance(lora.targets, str) else lora.targets:
-        ours = {GROUPS[target]} if target in GROUPS else mlp if target == "mlp" else set()
-        if target == "all-linear":
-            ours = linear.keys() - {"lm_head"} - (mlp if moe else set())
-        found = ours or {p for p, n in linear.items() if f".{n}".endswith(f".{target}")}
-        if not found or moe and found & mlp:
-            known = sorted({n.split(".")[-1] for p, n in linear.items() if not moe or p not in mlp})
-            known = ", ".join([*GROUPS, *([] if moe else ["mlp"]), "all-linear", *known])
-            raise BadInput(f"lora.targets: {target}: not a target here; these are: {known}")
-        parts |= found
-    if parts & mlp and (rest := mlp - parts):
-        rest = ", ".join(sorted({names[p].split(".")[-1] for p in rest}))
-        raise BadInput(f"lora.targets: mlp's layers get adapters together: add {rest}")
-    groups = {k for k, p in GROUPS.items() if p in parts}
-    return groups | ({"mlp"} if parts & mlp or not names and "mlp" in lora.targets else set())
+GROUPS = {"attn.q": "query", "attn.k": "key", "attn.v": "value", "attn.proj": "projection"}
+GROUPS |= {f"mlp.{x}": "mlp" for x in ("fc", "fc_1", "fc_2", "proj")} | {"lm_head": "head"}
 
 
 def adapter_arguments(lora: Lora | None, names: dict | None) -> dict:
-    """Arguments of litgpt's Config; none where there are to be no adapters. `names` of the weights:
-    see families.py."""
+    """Arguments of litgpt's Config; none where there are to be no adapters. Targets have litgpt's
+    names, or Hugging Face's in `names` (see families.py), as PEFT takes them."""
     if lora is None or not lora.rank:
         return {}
-    targets = {f"lora_{target}": True for target in _targets(lora, names)}
+    here = {p: names[p] if names else "" for p in GROUPS if not names or p in names}
+    chosen = set()
+    for target in [lora.targets] if isinstance(lora.targets, str) else lora.targets:
+        every = here.keys() - {"lm_head"} if target == "all-linear" else set()
+        found = every | {p for p, n in here.items() if GROUPS[p] == target or _ends(n, target)}
+        if not found:
+            known = {*(GROUPS[p] for p in here), *(n.split(".")[-1] for n in here.values())}
+            known = ", ".join(sorted(known - {""}))
+            raise BadInput(f"lora.targets: expected some of all-linear, {known}; got {target}")
+        chosen |= found
+    groups = {GROUPS[p] for p in chosen}
+    if rest := {n for p, n in here.items() if names and GROUPS[p] in groups and p not in chosen}:
+        rest = ", ".join(sorted(rest))
+        raise BadInput(f"lora.targets: the mlp's layers get adapters together: add {rest}")
     alpha = lora.alpha * (math.sqrt(lora.rank) if lora.rslora else 1)
-    return targets | dict(lora_r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout)
+    arguments = dict(lora_r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout)
+    return arguments | {f"lora_{group}": True for group in groups}
+
+
+def _ends(name: str, suffix: str) -> bool:
+    return f".{name}".endswith(f".{suffix}")
 
 
 def create_adapters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -95,10 +91,15 @@ def reset_adapters(model: nn.Module, seed: int, place) -> None:
             m.lora_B.zero_()
 
 
+def plain_names(state: dict) -> dict:
+    """Weights without adapters, by the names that they have in a model without."""
+    return {n.replace(".linear.", "."): x for n, x in state.items() if "lora_" not in n}
+
+
 def merge_adapters(state: dict, model: nn.Module) -> dict:
     """Full weights by their plain names: each adapter added to its base matrix. `state`, the
     model's weights by name, may be gathered from shards."""
-    out = {n.replace(".linear.", "."): x for n, x in state.items() if "lora_" not in n}
+    out = plain_names(state)
     for (name, first, end), (a, b, scale) in _blocks(state, model).items():
         w = out[name]
         delta = torch.zeros_like(w, dtype=a.dtype)
@@ -129,33 +130,33 @@ def _blocks(state: dict, model: nn.Module) -> dict:
 
 def read_adapter(folder: Path):
     """(name of a weight, what is added to it, rows x columns) of a PEFT folder. Raises BadInput."""
-    file = folder / "adapter_config.json"
     try:
-        c, tensors = json.loads(file.read_text()), load_file(folder / "adapter_model.safetensors")
-        must(
-            c, peft_type="LORA", use_dora=False, bias="none", lora_bias=False, layer_replication=[]
-        )
-        must(c, use_qalora=False, target_parameters=[], trainable_token_indices={})
-        must(c, init_lora_weights=True if str(c.get("init_lora_weights")) in STARTS else ...)
+        c = json.loads((folder / "adapter_config.json").read_text())
+        # other starts change the base; other fields, what is computed with it
+        start = c.get("init_lora_weights")
+        c |= {"init_lora_weights": start in (None, True, False, "gaussian") or start}
+        must(c, init_lora_weights=True, peft_type="LORA", use_dora=False, bias="none")
+        must(c, use_qalora=False, alora_invocation_tokens=None, layer_replication=None)
+        must(c, modules_to_save=None)
+        tensors = load_file(folder / "adapter_model.safetensors")
         for key, a in tensors.items():
-            found = re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", key)
-            if not found:
-                if not key.endswith(".lora_B.weight"):
-                    raise BadInput(f"config.json: {key}: not supported, only lora_A and lora_B")
+            name = re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", key)
+            if not key.endswith((".lora_A.weight", ".lora_B.weight")):
+                raise BadInput(f"model.safetensors: {name}: only LoRA's A and B are supported")
+            if "lora_B" in key:
                 continue
-            b, alpha = tensors[key.replace("lora_A", "lora_B")], c["lora_alpha"]
-            for pattern, value in (c.get("alpha_pattern") or {}).items():
-                if re.match(rf"(.*\.)?({pattern})$", found[1]):
-                    alpha = value
-            scale = alpha / (math.sqrt(len(a)) if c.get("use_rslora") else len(a))
-            yield f"{found[1]}.weight", b.float() @ a.float() * scale
+            alphas = [c["lora_alpha"], *(
+                x for p, x in (c.get("alpha_pattern") or {}).items()
+                if re.fullmatch(rf"(.*\.)?({p})", name)
+            )]  # fmt: skip
+            scale = alphas[-1] / (math.sqrt(len(a)) if c.get("use_rslora") else len(a))
+            b = tensors[key.replace("lora_A", "lora_B")]
+            yield f"{name}.weight", b.float() @ a.float() * scale
     except BadInput as e:
-        raise BadInput(f"{folder}/adapter_{e}") from None
-    except (OSError, KeyError, ValueError, SafetensorError) as e:
+        fault = str(e).removeprefix("config.json: ")
+        raise BadInput(f"{folder}/adapter_config.json: {fault}") from None
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as e:
         raise BadInput(f"{folder}: no usable PEFT adapter: {e}") from None
-
-
-STARTS = ("True", "False", "None", "gaussian", "eva", "orthogonal")
 
 
 def export_adapter(
@@ -164,37 +165,36 @@ def export_adapter(
     """Write the adapters in PEFT's format. A fused matrix has one adapter there: ours side by side,
     of a rank and an alpha of its own."""
     (_, config, names), blocks = read_config(source), _blocks(state, model)
-    plain = {n.replace(".linear.", "."): x for n, x in state.items() if "lora_" not in n}
-    tensors, ranks = {}, {}
-    for name, pieces in layout(model.config, names, plain).items():
-        own = [k for k in blocks if any(n == k[0] and k[1] <= at < k[2] for n, at, _ in pieces)]
-        if not own or name.endswith("bias"):
+    vision, tensors, ranks = config["model_type"] == "gemma3", {}, {}
+    for name, pieces in layout(model.config, names, plain_names(state)).items():
+        own = {k: x for n, at, _ in pieces for k, x in blocks.items() if _holds(k, n, at)}
+        if not own:
             continue
-        a = torch.cat([blocks[k][0] for k in own])
-        b, row = a.new_zeros(sum(end - at for _, at, end in pieces), len(a)), 0
-        for n, at, end in pieces:
-            for i, k in enumerate(own):
-                if n == k[0] and k[1] <= at < k[2]:
-                    columns = slice(i * lora.rank, (i + 1) * lora.rank)
-                    b[row : row + end - at, columns] = blocks[k][1][at - k[1] : end - k[1]]
-            row += end - at
+        rows = [
+            [
+                b[at - k[1] : end - k[1]] if _holds(k, n, at) else b.new_zeros(end - at, len(a))
+                for k, (a, b, _) in own.items()
+            ]
+            for n, at, end in pieces
+        ]
         module = name.removesuffix(".weight")
-        if config["model_type"] == "gemma3":  # in memory it stands beside the vision tower
-            module = module.replace("model.", "model.language_model.", 1)
-        key = f"base_model.model.{module}.lora_"
-        tensors |= {f"{key}A.weight": a.contiguous(), f"{key}B.weight": b}
+        path = module.replace("model.", "model.language_model.", 1) if vision else module
+        key, a = f"base_model.model.{path}.lora_", torch.cat([a for a, _, _ in own.values()])
+        b = torch.cat([torch.cat(row, dim=1) for row in rows])
+        tensors |= {f"{key}A.weight": a, f"{key}B.weight": b}
         ranks[".".join(module.split(".")[-2:])] = len(a)
-    scale = next(iter(blocks.values()))[2]
-    other = {k: n for k, n in ranks.items() if n != lora.rank}
-    targets = sorted(ranks)
-    if config["model_type"] == "gemma3":
-        targets = rf".*\.language_model\..*\.({'|'.join(targets)})"
+    scale, root = next(iter(blocks.values()))[2], 0.5 if lora.rslora else 1
+    fused, targets = {k: n for k, n in ranks.items() if n != lora.rank}, sorted(ranks)
     config = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora.rank,
         lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.rslora, bias="none",
-        target_modules=targets, rank_pattern=other, inference_mode=True,
-        alpha_pattern={k: scale * (math.sqrt(n) if lora.rslora else n) for k, n in other.items()},
-        fan_in_fan_out=any(".c_" in k for k in ranks),
+        target_modules=rf".*language_model.*({'|'.join(targets)})" if vision else targets,
+        rank_pattern=fused, alpha_pattern={k: scale * n**root for k, n in fused.items()},
+        fan_in_fan_out=config["model_type"] == "gpt2", inference_mode=True,
     )  # fmt: skip
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _holds(block: tuple, name: str, row: int) -> bool:
+    return block[0] == name and block[1] <= row < block[2]

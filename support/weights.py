@@ -12,13 +12,14 @@ from pathlib import Path
 import litgpt.lora
 import torch
 import yaml
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from support.checkpoint import MODEL, load_tensors, verify
+from support.checkpoint import load_tensors, verify
 from support.errors import BadInput, given
 from support.families import bounded, layout, read_config, read_object
-from support.lora import adapter_arguments, merge_adapters, read_adapter
+from support.lora import adapter_arguments, merge_adapters, plain_names, read_adapter
 from support.records import local
 from support.settings import Lora
 
@@ -27,9 +28,10 @@ DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torc
 # of a tokenizer; and what belongs to a model besides
 TOKENS = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
 BESIDES = re.compile("generation_config|(pre)?processor")
-# masks and tables in old files; what is not of the language model, and stays as it is
-BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)")
+# a vision tower, which stays as it is; masks and tables in old files; a tied head's copy
 OTHERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+ASIDE = r".*\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)|(lm_head|embed_out)\.weight"
+ASIDE = re.compile(rf"{ASIDE}|{OTHERS.pattern}")
 
 
 # ---- where a model lies --------------------------------------------------------------------------
@@ -55,7 +57,10 @@ def fetch(source: str, what: str = "model") -> Path:
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())
         return _on_top(fetch(config.get("base_model_name_or_path") or "", what), folder)
-    if (folder / "manifest.json").exists() and (fault := verify(folder, MODEL)):
+    several = "model.safetensors.index.json"
+    weights = several if (folder / several).exists() else "model.safetensors"
+    known = (folder / "manifest.json").exists()
+    if known and (fault := verify(folder, ("config.json", weights))):
         advice = "if you changed it yourself, delete manifest.json"
         raise BadInput(f"{what}: {folder}: {fault}; {advice}")
     return folder
@@ -111,22 +116,14 @@ def must_fit(folder: Path):
         raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None
 
 
-@contextlib.contextmanager
-def _opened(file: Path):
-    try:
-        with safe_open(file, "pt") as f:
-            yield f
-    except (SafetensorError, OSError) as e:
-        raise BadInput(f"{file}: {e}") from None
-
-
-def stored(folder: Path) -> dict[str, tuple[Path, torch.dtype | None]]:
-    """The tensors of a Hugging Face folder by name: where each is, and its type."""
-    out = {}
+def stored(folder: Path):
+    """(name, slice of the file) of all tensors in a Hugging Face folder."""
     for file in _files(folder):
-        with _opened(file) as f:
-            out |= {n: (file, DTYPES.get(f.get_slice(n).get_dtype())) for n in f.keys()}
-    return out
+        try:
+            with safe_open(file, "pt") as f:
+                yield from ((name, f.get_slice(name)) for name in f.keys())
+        except (SafetensorError, OSError) as e:
+            raise BadInput(f"{file}: {e}") from None
 
 
 def canonical(name: str) -> str:
@@ -137,11 +134,6 @@ def canonical(name: str) -> str:
 
 def is_transposed(name: str) -> bool:
     return bool(re.search(r"\.c_\w+\.weight$", name))  # GPT-2's
-
-
-def plain_names(state: dict) -> dict:
-    """Weights without adapters, by the names that they have in a model without."""
-    return {n.replace(".linear.", "."): x for n, x in state.items() if "lora_" not in n}
 
 
 def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
@@ -160,22 +152,25 @@ def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: tor
     """Put weights into a model on the meta device, adapters excepted. A head that is tied becomes
     one matrix with the embedding again: of two, both would be trained and one lost on export.
     `source`: see read_source. Raises KeyError or BadInput."""
-    _, config, names = source
+    arguments, config, names = source
     shapes = plain_names(dict(model.named_parameters()))
     if tied := config["tie_word_embeddings"]:
         del shapes["lm_head.weight"]
-    where = layout(model.config, names, shapes) if names else {}
-    state = _from_hf(folder, where, shapes, dtype) if names else _from_litgpt(folder, shapes, dtype)
-    for layer in layers(folder):
-        put = _put_adapter if (layer / "adapter_config.json").exists() else _put_checkpoint
-        state = put(state, layer, source, where)
-    missing, unknown = model.load_state_dict(state, strict=False, assign=True)
-    if tied:
-        missing = [n for n in missing if not n.startswith("lm_head.")]
         if getattr(model.lm_head, "r", 0):
             raise BadInput("lora.targets: head: this model's head is tied to its embedding")
+    where = layout(model.config, names, shapes) if names else {}
+    state = _from_hf(folder, where, shapes, dtype) if names else _from_litgpt(folder, dtype)
+    for layer in layers(folder):
+        if not (layer / "adapter_config.json").exists():
+            state = _with_checkpoint(state, layer, arguments, names)
+            continue
+        for name, x in read_adapter(layer):
+            _refuse((), {canonical(name)} - where.keys())
+            _put(state, where[canonical(name)], x, add=True)
+    _refuse(shapes.keys() - state.keys(), state.keys() - shapes.keys() - {"lm_head.weight"})
+    model.load_state_dict(state, strict=False, assign=True)
+    if tied:
         model.tie()
-    _refuse([n for n in missing if "lora_" not in n], unknown)
 
 
 def _refuse(missing, unknown) -> None:
@@ -183,70 +178,55 @@ def _refuse(missing, unknown) -> None:
         raise KeyError(f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
 
 
-def _from_litgpt(folder: Path, shapes: dict, dtype: torch.dtype) -> dict:
+def _from_litgpt(folder: Path, dtype: torch.dtype) -> dict:
     try:
         state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
     except Exception as e:  # a damaged file fails in a dozen ways
         raise BadInput(f"{folder}/lit_model.pth: {str(e).splitlines()[0]}") from None
     # copies: one tensor of the file's own would keep all of it in memory
-    return {n: x.to(dtype, copy=True) for n, x in state.get("model", state).items() if n in shapes}
+    return {n: x.to(dtype, copy=True) for n, x in state.get("model", state).items()}
 
 
 def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dict:
     """Tensor by tensor. What is here has the names and shapes that an export will write."""
-    found = stored(folder)
-    if not found:
+    if not _files(folder):
         why = "no *.safetensors here, nor lit_model.pth with model_config.yaml"
         raise BadInput(f"{folder}: {why}")
-    known = {canonical(n): n for n in found if not (BUFFERS.fullmatch(n) or OTHERS.fullmatch(n))}
-    if "lm_head.weight" not in shapes:
-        known.pop("lm_head.weight", None)
-    _refuse(where.keys() - known.keys(), known.keys() - where.keys())
+    found = {canonical(n) for n, _ in stored(folder)}
+    unknown = {n for n in found - where.keys() if not ASIDE.fullmatch(n)}
+    _refuse(where.keys() - found, unknown)
     state = {n: torch.empty(x.shape, dtype=dtype) for n, x in shapes.items()}
-    for file in _files(folder):
-        with _opened(file) as f:
-            for name in sorted(set(f.keys()) & set(known.values())):
-                if found[name][1] is None:
-                    raise KeyError(f"{name}: of type {f.get_slice(name).get_dtype()}")
-                x = f.get_tensor(name)
-                _put(state, where[canonical(name)], x.T if is_transposed(name) else x)
+    for name, x in stored(folder):
+        if pieces := where.get(canonical(name)):
+            if x.get_dtype() not in DTYPES:
+                raise KeyError(f"{name}: of type {x.get_dtype()}")
+            _put(state, pieces, x[:].T if is_transposed(name) else x[:])
     return state
 
 
 def _put(state: dict, pieces: list, x: torch.Tensor, add: bool = False) -> None:
     """A tensor of Hugging Face's, not transposed any more, into its places."""
-    rows, columns = sum(b - a for _, a, b in pieces), state[pieces[0][0]].shape[1:]
-    if x.shape != (rows, *columns):
-        ours = ", ".join(dict.fromkeys(n for n, _, _ in pieces))
-        raise KeyError(f"size mismatch for {ours}: {tuple(x.shape)}, not {(rows, *columns)}")
-    for (n, a, b), part in zip(pieces, x.split([b - a for _, a, b in pieces])):
+    sizes, width = [b - a for _, a, b in pieces], state[pieces[0][0]].shape[1:]
+    if x.shape != (expected := (sum(sizes), *width)):
+        raise KeyError(f"size mismatch for {pieces[0][0]}: {tuple(x.shape)}, not {expected}")
+    for (n, a, b), part in zip(pieces, x.split(sizes)):
         state[n][a:b] = state[n][a:b] + part if add else part
 
 
-def _put_adapter(state: dict, folder: Path, source: tuple, where: dict) -> dict:
-    """PEFT's, folded in."""
-    for name, x in read_adapter(folder):
-        if (theirs := canonical(name)) not in where:
-            raise KeyError(f"adapter_model.safetensors: unknown {name}")
-        _put(state, where[theirs], x, add=True)
-    return state
-
-
-def _put_checkpoint(state: dict, folder: Path, source: tuple, where: dict) -> dict:
+def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | None) -> dict:
     """What a run has trained, its adapters merged."""
-    saved = load_tensors(folder, "weights")
-    dtype = next(iter(state.values())).dtype
+    saved, dtype = load_tensors(folder, "weights"), next(iter(state.values())).dtype
     if not any("lora_" in n for n in saved):
-        return state | {n: x.to(dtype) for n, x in saved.items()}
+        return {n: x.to(dtype) for n, x in (state | saved).items()}
     run = json.loads((folder / "state.json").read_text())["run"]
-    base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
+    iterations = folder.resolve().parent.parent / "iterations"
+    base = iterations / str(run["iteration"]) / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
-        state |= {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
+        state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
     lora = Lora(**yaml.safe_load((folder / "settings.yaml").read_text())["lora"])
-    arguments, _, names = source
     with torch.device("meta"):
-        adapted = litgpt.lora.Config(**arguments, **adapter_arguments(lora, names))
-        gpt = litgpt.lora.GPT(adapted)
+        adapters = adapter_arguments(lora, names)
+        gpt = litgpt.lora.GPT(litgpt.lora.Config(**arguments, **adapters))
     return merge_adapters(state | saved, gpt)
 
 
@@ -257,33 +237,21 @@ def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> No
     """Write plain weights (see merge_adapters) as a Hugging Face folder, with config and tokenizer
     files of `source`, in its dtypes or in float32. `notes`: more files, (name, text)."""
     arguments, config, names = read_config(source)
-    where, found = layout(litgpt.Config(**arguments), names, state), stored(source)
-    known = {canonical(n): n for n in found}
-
-    def kind(name: str) -> torch.dtype:
-        """float64, which only a run in 64-true has, stays."""
-        given = state[where[name][0][0]].dtype
-        _, kept = found.get(known.get(name), (None, given))
-        wide = torch.float32 if dtype == "float32" else kept
-        return given if given == torch.float64 else wide
-
-    def make(name: str) -> torch.Tensor:
-        if name not in where:  # a vision tower's: as it is
-            with _opened(found[name][0]) as f:
-                return f.get_tensor(name)
-        x = torch.cat([state[n][a:b] for n, a, b in where[name]]).to(kind(name))
-        return (x.T if is_transposed(name) else x).contiguous()
-
-    sizes = {n: 0 for n in found if OTHERS.fullmatch(n)}
-    for name, pieces in where.items():
-        width = state[pieces[0][0]][0].numel()
-        sizes[name] = sum(b - a for _, a, b in pieces) * width * kind(name).itemsize
+    known = {canonical(n): (n, DTYPES.get(x.get_dtype())) for n, x in stored(source)}
+    weights = {}
+    for theirs, pieces in layout(litgpt.Config(**arguments), names, state).items():
+        x = torch.cat([state[n][a:b] for n, a, b in pieces])
+        name, kind = known.get(theirs, (theirs, x.dtype))
+        kind = torch.float32 if dtype == "float32" else kind
+        x = x if x.dtype == torch.float64 else x.to(kind)  # only a run in 64-true has float64
+        weights[name] = x.T if is_transposed(name) else x
+    kind = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    weights |= {n: x[:] for n, x in stored(source) if OTHERS.fullmatch(n)}
     out.mkdir(parents=True, exist_ok=True)
-    save_shards({known.get(n, n): n for n in sizes}, sizes, make, out)
-    embedding = str(kind(canonical(names["transformer.wte"] + ".weight"))).removeprefix("torch.")
-    for c in (config, config.get("text_config", {})):
-        c |= {x: embedding for x in ("dtype", "torch_dtype") if x in c or c is config}
-    config["tie_word_embeddings"] = "lm_head.weight" not in state
+    save_torch_state_dict(weights, out, max_shard_size=MAX_SHARD)
+    for file in out.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors creates it for its owner only
+    config |= dict(dtype=kind, torch_dtype=kind, tie_word_embeddings="lm_head.weight" not in state)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copy_files(source, out)
     for name, text in notes:
@@ -298,30 +266,6 @@ def copy_files(source: Path, out: Path) -> None:
         if kept and file.is_file() and source != out:
             with given("model", file):
                 shutil.copyfile(file, out / file.name)
-
-
-def save_shards(names: dict, sizes: dict, make, out: Path) -> None:
-    """Files of at most MAX_SHARD bytes, made one after the other, with an index where they are
-    several. `names`: {name in the file: name for `make` and `sizes`}."""
-    shards, room = [[]], MAX_SHARD
-    for name in names:
-        if shards[-1] and sizes[names[name]] > room:
-            shards.append([])
-            room = MAX_SHARD
-        shards[-1].append(name)
-        room -= sizes[names[name]]
-    index = {}
-    for i, shard in enumerate(shards, 1):
-        file = (
-            f"model-{i:05}-of-{len(shards):05}.safetensors" if shards[1:] else "model.safetensors"
-        )
-        save_file({n: make(names[n]) for n in shard}, out / file, metadata={"format": "pt"})
-        (out / file).chmod(0o644)  # safetensors creates it for its owner only
-        index |= dict.fromkeys(shard, file)
-    if shards[1:]:
-        total = {"total_size": sum(sizes.values())}
-        text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
-        (out / "model.safetensors.index.json").write_text(text + "\n")
 
 
 def fingerprint(state: dict) -> str:

@@ -1,0 +1,285 @@
+"""Out: checkpoints, the best, adapters and shards, used as their users use them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from conftest import PARITY, start, train
+from models import GQA, logits, made, refused, same, same_weights
+from safetensors.torch import load_file, save_file
+
+import model
+from support import checkpoint, weights
+from support.settings import Lora
+from support.weights import canonical, export, fetch
+
+STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
+STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")
+LORA = (
+    "--lora.rank=2",
+    "--lora.alpha=3",
+    "--lora.targets=[q_proj,o_proj,gate_proj,up_proj,down_proj]",
+)
+IDS = list(range(3, 40))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(torch_state):
+    torch.set_num_threads(1)
+
+
+def hugging(folder: Path):
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    found, info = load(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return found
+
+
+@torch.no_grad()
+def own(source, dtype=torch.float32) -> torch.Tensor:
+    return logits(model.load(fetch(str(source)), dtype=dtype), IDS).float()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A Llama in bfloat16, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), folder).bfloat16().save_pretrained(
+        folder
+    )
+    shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def full(llama, ratings, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("full")
+    template = out / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    argv = (f"--data.val={ratings}", "--val_interval=1", "--keep_best=kl")
+    argv += (f"--data.chat_template={template}",)
+    train(llama, ratings, out / "run", *STEPS, *argv)
+    return out / "run"
+
+
+@pytest.fixture(scope="module")
+def lora(llama, ratings, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("lora") / "run"
+    train(llama, ratings, out, *STEPS, *LORA, "--val_interval=null")
+    return out
+
+
+# ---- a run's end ---------------------------------------------------------------------------------
+
+
+def test_final_is_the_last_step_and_best_the_best_in_the_source_s_dtype(full, llama):
+    state, _ = checkpoint.read_state(full / "checkpoints" / "step-00000004")
+    assert state.best_step not in (None, 4), "else best and final are one"
+    for name, step in (("final", 4), ("best", state.best_step)):
+        found = load_file(full / name / "model.safetensors")
+        assert found.keys() == load_file(llama / "model.safetensors").keys()
+        assert {x.dtype for x in found.values()} == {torch.bfloat16}
+        assert hugging(full / name).dtype == torch.bfloat16
+        trained = load_file(full / "checkpoints" / f"step-{step:08d}" / "weights.safetensors")
+        ours = model.load(full / name).unique_parameters()
+        rounded = {n: x.bfloat16().float() for n, x in trained.items()}
+        assert same_weights({n: p.detach() for n, p in ours.items()}, rounded)
+        card = (full / name / "README.md").read_text()
+        assert f"for {step} steps" in card and "| kto.beta | 0.1 |" in card
+        assert state.identity["data (token ids and labels)"] in card
+        rows = (full / "val.csv").read_text().splitlines()
+        loss = dict(zip(rows[0].split(","), rows[step + 1].split(",")))["loss"]
+        assert f"| step | {step} |" in card and f"| loss | {loss} |" in card
+        assert "m.content" in (full / name / "chat_template.jinja").read_text()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(full / name)
+        chat = [{"role": "user", "content": "hello"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == "hello"
+
+
+def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, capsys):
+    for run, tolerance in ((full, 0.0), (lora, 1e-5)):
+        step = run / "checkpoints" / "step-00000002"
+        start("export", [str(step), "--out", str(tmp_path / run.parent.name), "--dtype=float32"])
+        out = tmp_path / run.parent.name
+        assert f"exported to {out}" in capsys.readouterr().out
+        assert same(own(out), own(step), tolerance) and not same(own(step), own(run), 1e-2)
+        with torch.no_grad():
+            assert same(hugging(out)(torch.tensor([IDS])).logits[0], own(step), 1e-5)
+        assert "for 2 steps" in (out / "README.md").read_text()
+        refused("^out: .*: is there already$", start, "export", [str(step), "--out", str(out)])
+    start("export", [str(full / "checkpoints" / "step-00000004")])
+    assert same(own(full / "step-00000004"), own(full), 0.0), "as final, to the bit"
+    shutil.rmtree(full / "step-00000004")
+    refused("^export: .*: neither a checkpoint", start, "export", [str(full / "final")])
+
+
+def test_a_damaged_checkpoint_is_no_model_and_a_run_without_final_says_what_to_do(full, tmp_path):
+    shutil.copytree(full / "checkpoints" / "step-00000002", tmp_path / "step-00000002")
+    with open(tmp_path / "step-00000002" / "weights.safetensors", "r+b") as f:
+        f.seek(2000)
+        f.write(b"\0\1\2\3")
+    refused("weights.safetensors is damaged", fetch, str(tmp_path / "step-00000002"))
+    (tmp_path / "settings.yaml").touch()
+    refused("name one of its checkpoints", fetch, str(tmp_path))
+
+
+def test_spins_adapters_are_put_on_their_own_iteration_s_base(llama, tmp_path):
+    records = tmp_path / "demos.jsonl"
+    records.write_text(
+        '{"prompt": "a b", "completion": " c d"}\n{"prompt": "e", "completion": " f"}\n'
+    )
+    argv = ("--batch_size=2", "--optim.lr=1e-2", "--save_interval=1", "--keep_last=9", *LORA)
+    argv += ("--spin.max_iterations=2", "--spin.max_new_tokens=4", "--data.max_prompt=8")
+    train(llama, records, tmp_path / "run", *argv, "--data.max_completion=8", program="spin")
+    last = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert checkpoint.read_state(last)[0].iteration == 2
+    start("export", [str(last), "--out", str(tmp_path / "out")])
+    ours, final = (load_file(tmp_path / x / "model.safetensors") for x in ("out", "run/final"))
+    assert same_weights(ours, final)
+    assert not (tmp_path / "run" / "final_adapter").exists(), "its base is no folder"
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def peft_folder(lora: Path, out: Path, **changes) -> Path:
+    shutil.copytree(lora / "final_adapter", out)
+    file = out / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return out
+
+
+def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
+    lora, llama, ratings, tmp_path, capsys
+):
+    folder = peft_folder(lora, tmp_path / "peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    names = [
+        "mlp.down_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "self_attn.o_proj",
+        "self_attn.q_proj",
+    ]
+    assert config["target_modules"] == names and config["base_model_name_or_path"] == str(llama)
+    assert (config["r"], config["lora_alpha"]) == (2, 3)
+    trained = own(lora / "checkpoints" / "step-00000004")
+    assert same(own(folder), trained, 1e-5) and not same(trained, own(llama), 1e-2)
+    train(folder, ratings, tmp_path / "run", *STEPS, *LORA, "--stop_at=1")
+    said = capsys.readouterr().out
+    assert "policy and reference agree to the bit" in said
+    half = peft_folder(lora, tmp_path / "half", alpha_pattern={"self_attn.q_proj": 0, "mlp.*": 0})
+    only = peft_folder(lora, tmp_path / "only", use_rslora=True, lora_alpha=3 / 2**0.5)
+    assert same(own(only), trained, 1e-5) and not same(own(half), trained, 1e-2)
+    assert not same(own(half), own(llama), 1e-3)
+
+
+NOT_OURS = {
+    "use_dora: True is not supported": dict(use_dora=True),
+    "init_lora_weights: pissa": dict(init_lora_weights="pissa"),
+    "peft_type: IA3": dict(peft_type="IA3"),
+    "bias: all": dict(bias="all"),
+    "modules_to_save: ": dict(modules_to_save=["lm_head"]),
+    "layer_replication: ": dict(layer_replication=[[0, 1]]),
+    "no usable PEFT adapter: ": dict(lora_alpha=None),
+}
+
+
+@pytest.mark.parametrize("match", NOT_OURS)
+def test_an_adapter_of_another_kind_is_refused_by_name(match, lora, tmp_path):
+    folder = peft_folder(lora, tmp_path / "peft", **NOT_OURS[match])
+    refused(match, own, folder)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(lora, tmp_path):
+    folder = peft_folder(lora, tmp_path / "peft")
+    file, tensors = folder / "adapter_model.safetensors", {}
+    for name, x in load_file(file).items():
+        tensors[name.replace("layers.1.", "layers.7.")] = x
+    save_file(tensors, file)
+    refused("unknown .*layers.7", own, folder)
+    refused(
+        "no such folder",
+        fetch,
+        str(peft_folder(lora, tmp_path / "b", base_model_name_or_path="/no")),
+    )
+
+
+def test_peft_puts_the_adapter_on_the_source_and_it_is_final(lora, llama):
+    peft = pytest.importorskip("peft")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    base = load(llama, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, lora / "final_adapter").eval()
+    with torch.no_grad():
+        ours = own(lora / "checkpoints" / "step-00000004")
+        assert same(adapted(torch.tensor([IDS])).logits[0], ours, 1e-5)
+
+
+def test_targets_have_peft_s_names_too(llama):
+    def adapted(*targets) -> dict:
+        gpt = model.load(
+            llama, Lora(rank=2, targets=targets[0] if "-" in targets[0] else [*targets])
+        )
+        return {n: p.shape for n, p in gpt.named_parameters() if "lora_" in n}
+
+    assert adapted("q_proj", "v_proj") == adapted("query", "value") != adapted("query")
+    mlp = ("gate_proj", "up_proj", "down_proj")
+    assert adapted(*mlp, "self_attn.o_proj") == adapted("mlp", "projection")
+    assert adapted("all-linear") == adapted("query", "key", "value", "projection", "mlp")
+    assert adapted("lm_head") == adapted("head") and "lm_head.lora_A" in adapted("head")
+    for match, targets in (
+        ("c_attn$", ["c_attn"]),
+        ("together: add mlp.down_proj, mlp.up_proj", ["gate_proj"]),
+    ):
+        refused(f"^lora.targets: .*{match}", model.load, llama, Lora(rank=2, targets=targets))
+
+
+# ---- shards, and programs that load the folder -----------------------------------------------------
+
+
+def test_a_large_model_is_written_in_shards_with_an_index(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "MAX_SHARD", 60_000)
+    export(model.load(llama).unique_parameters(), llama, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
+    assert all(load_file(tmp_path / "out" / f) for f in files)
+    assert same(own(tmp_path / "out"), own(llama), 0.0)
+    with torch.no_grad():
+        assert hugging(tmp_path / "out")(torch.tensor([IDS])).logits.shape == (1, len(IDS), 512)
+
+
+def test_transformers_pipeline_answers_from_the_folder(full):
+    ask = transformers.pipeline("text-generation", model=str(full / "final"))
+    said = ask("hello there", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    assert said.startswith("hello there")
+
+
+def test_every_name_has_one_in_gguf(full):
+    gguf = pytest.importorskip("gguf")
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name in load_file(full / "final" / "model.safetensors"):
+        assert known.get_name(canonical(name), try_suffixes=(".weight", ".bias")), name
+
+
+def test_lm_eval_scores_the_folder(full, tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    rows = [{"text": "a b c"}, {"text": "d e f"}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"test": str(tmp_path / "own.jsonl")}
+    task = dict(
+        task="own", dataset_path="json", dataset_kwargs={"data_files": files}, test_split="test",
+        output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
+        metric_list=[{"metric": "word_perplexity"}],
+    )  # fmt: skip
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(task))
+    tasks = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    given = f"pretrained={full / 'final'},dtype=float32"
+    found = lm_eval.simple_evaluate(
+        "hf", given, tasks=["own"], task_manager=tasks, device="cpu", bootstrap_iters=0
+    )
+    assert found["results"]["own"]["word_perplexity,none"] > 1

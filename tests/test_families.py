@@ -1,0 +1,291 @@
+"""Every family of models: equal to transformers in, trained, and back out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import PARITY, train
+from models import logits, made, refused, same, shaken
+from safetensors.torch import load_file
+
+import model
+from data import pack
+from support.errors import BadInput
+from support.families import read_config
+
+BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
+BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+MHA = BASE | dict(intermediate_size=80)
+GQA = MHA | dict(num_key_value_heads=2)
+WIDE = GQA | dict(head_dim=16)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=16, rope_theta=500.0)
+# the context of our model is the original one; transformers' tables change beyond it
+SHORT = dict(original_max_position_embeddings=48, rope_theta=1e4, partial_rotary_factor=0.75)
+SHORT |= dict(rope_type="longrope", short_factor=[1.0, 1.3, 1.7], long_factor=[4.0, 5.0, 6.0])
+NEAR = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+TURNS = dict(sliding_attention=dict(rope_type="default", rope_theta=700.0))
+TURNS |= dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=9000.0))
+GEMMA3 = WIDE | NEAR | dict(query_pre_attn_scalar=20, rope_parameters=TURNS)
+EYES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+EYES |= dict(image_size=28, patch_size=14)
+SCALES = dict(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=3.0)
+EXPERTS = dict(num_experts_per_tok=2, sliding_window=None)
+T = transformers
+# name -> (config, models of this kind)
+CASES = {
+    "gpt2": (T.GPT2Config(vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=64), "GPT-2"),
+    "llama": (
+        T.LlamaConfig(**GQA, rope_parameters=LLAMA3, tie_word_embeddings=True),
+        "Llama 2 to 3.3, TinyLlama, SmolLM2, Falcon 3",
+    ),
+    "llama, biases": (T.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True), ""),
+    "mistral": (T.MistralConfig(**GQA, sliding_window=5), "Mistral 7B, Zephyr"),
+    "mixtral": (T.MixtralConfig(**GQA, **EXPERTS, num_local_experts=3), "Mixtral"),
+    "qwen2": (T.Qwen2Config(**GQA, tie_word_embeddings=True), "Qwen 2, 2.5, QwQ, R1 distillations"),
+    "qwen3": (T.Qwen3Config(**WIDE), "Qwen 3"),
+    "qwen3_moe": (
+        T.Qwen3MoeConfig(
+            **WIDE, **EXPERTS, num_experts=3, moe_intermediate_size=24, norm_topk_prob=True
+        ),
+        "Qwen 3 30B-A3B, 235B-A22B",
+    ),
+    "gemma": (T.GemmaConfig(**WIDE, rms_norm_eps=1e-3), "Gemma 1"),
+    "gemma2": (
+        T.Gemma2Config(
+            **WIDE | NEAR, query_pre_attn_scalar=20, rms_norm_eps=1e-3, attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+        "Gemma 2",
+    ),
+    "gemma3_text": (T.Gemma3TextConfig(**GEMMA3, rms_norm_eps=1e-3), "Gemma 3 270M, 1B"),
+    "gemma3": (
+        T.Gemma3Config(text_config=GEMMA3, vision_config=EYES, mm_tokens_per_image=4),
+        "Gemma 3 4B, 12B, 27B: their text, the vision tower unchanged",
+    ),
+    "phi": (T.PhiConfig(**GQA), "Phi 1, 1.5, 2"),
+    "phi3": (T.Phi3Config(**GQA, sliding_window=9), "Phi 3 4k, 4"),
+    "phi3, longrope": (
+        T.Phi3Config(
+            **GQA, rope_parameters=SHORT, partial_rotary_factor=0.75,
+            original_max_position_embeddings=48,
+        ),
+        "Phi 3 128k, 3.5, 4-mini: up to the original 4,096 tokens",
+    ),
+    "gpt_neox": (T.GPTNeoXConfig(**MHA), "Pythia, GPT-NeoX-20B"),
+    "gpt_neox, serial": (T.GPTNeoXConfig(**MHA, use_parallel_residual=False), "RedPajama-INCITE"),
+    "olmo2": (T.Olmo2Config(**GQA), "OLMo 2"),
+    "falcon": (T.FalconConfig(**BASE), "Falcon 7B"),
+    "falcon, new": (
+        T.FalconConfig(**BASE, new_decoder_architecture=True, num_kv_heads=2), "Falcon 40B, 180B"
+    ),
+    "falcon, one norm": (
+        T.FalconConfig(
+            **BASE, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+        ),
+        "Falcon 2 11B",
+    ),
+    "stablelm": (T.StableLmConfig(**GQA, use_qkv_bias=True), "StableLM 3B, 2 1.6B, Zephyr"),
+    "stablelm, parallel": (T.StableLmConfig(**GQA, use_parallel_residual=True), ""),
+    "granite": (T.GraniteConfig(**GQA, **SCALES, attention_multiplier=0.2), "Granite 3"),
+    "smollm3": (T.SmolLM3Config(**GQA, no_rope_layers=[1, 0]), "SmolLM3"),
+}  # fmt: skip
+MOE = ("mixtral", "qwen3_moe")
+STEP = ("--batch_size=4", "--max_steps=1", "--optim.lr=1e-2", "--val_interval=null")
+STEP += ("--save_interval=null", "--data.max_prompt=24", "--data.max_completion=24")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(torch_state):
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    """Four ratings."""
+    lines = (PARITY / "kto_data.jsonl").read_text().splitlines()[:4]
+    file = tmp_path_factory.mktemp("four") / "four.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def folder_of(name: str, folder: Path):
+    """A model folder, which has a name that says nothing, and transformers' model."""
+    config = CASES[name][0]
+    if name == "gemma3":
+        hf = shaken(T.Gemma3ForConditionalGeneration(config))
+        hf.save_pretrained(folder)
+    else:
+        hf = made(config, folder)
+    shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
+    return hf
+
+
+def back(folder: Path, like):
+    """Through transformers, without a missing or an unknown key."""
+    eager = dict(attn_implementation="eager")  # the one way that has softcaps
+    found, info = type(like).from_pretrained(folder, output_loading_info=True, **eager)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return found.eval()
+
+
+IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def scores(hf) -> torch.Tensor:
+    return hf(IDS[None]).logits[0]
+
+
+@torch.no_grad()
+def own(folder: Path) -> torch.Tensor:
+    return logits(model.load(folder), IDS.tolist())
+
+
+def adapted(hf, folder: Path):
+    """PEFT's rule by hand: each named matrix gains alpha / r (or / sqrt r) * B @ A."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors, modules = load_file(folder / "adapter_model.safetensors"), dict(hf.named_modules())
+    assert config["peft_type"] == "LORA" and tensors
+    for key in [key for key in tensors if ".lora_A." in key]:
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        a, b = tensors[key], tensors[key.replace("lora_A", "lora_B")]
+        alpha, r = config["lora_alpha"], config["r"]
+        for pattern in config["rank_pattern"]:
+            if name.endswith("." + pattern):
+                alpha, r = config["alpha_pattern"][pattern], config["rank_pattern"][pattern]
+        assert len(a) == b.shape[1] == r and b.abs().max() > 0
+        delta = b @ a * alpha / (r**0.5 if config["use_rslora"] else r)
+        weight = modules[name].weight
+        weight.data += delta.T if config["fan_in_fan_out"] else delta
+    return hf
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_is_transformers_in_trained_and_out(name, four, tmp_path):
+    source = tmp_path / "my-finetune"
+    hf = folder_of(name, source)
+    theirs = scores(hf)
+    assert theirs.std() > 0.1, "else equal logits say little"
+    assert same(own(source), theirs, 1e-5)
+    packed_is_single(model.load(source, dtype=torch.float64))
+    train(source, four, tmp_path / "full", *STEP)
+    trained = scores(back(tmp_path / "full" / "final", hf))
+    assert not same(trained, theirs, 1e-2) and same(own(tmp_path / "full" / "final"), trained, 1e-5)
+    lora = ("--lora.rank=2", "--lora.targets=all-linear", "--lora.rslora")
+    train(source, four, tmp_path / "lora", *STEP, *lora)
+    merged = scores(back(tmp_path / "lora" / "final", hf))
+    assert not same(merged, theirs, 1e-3) and same(own(tmp_path / "lora" / "final"), merged, 1e-5)
+    assert same(scores(adapted(hf, tmp_path / "lora" / "final_adapter")), merged, 1e-5)
+    files = [load_file(p / "model.safetensors") for p in (source, tmp_path / "lora" / "final")]
+    assert files[0].keys() == files[1].keys()
+    assert all(x.shape == files[1][n].shape for n, x in files[0].items())
+
+
+def packed_is_single(gpt) -> None:
+    r = np.random.default_rng(0)
+    prompts = [r.integers(512, size=n) for n in (9, 1, 5)]
+    answers = [tuple(r.integers(512, size=n) for n in pair) for pair in ((4, 7), (2, 1), (6, 3))]
+    with torch.no_grad():
+        together = gpt(pack(prompts, answers))
+        alone = [[gpt(pack([p], [(c,)]))[0, 0] for c in pair] for p, pair in zip(prompts, answers)]
+    torch.testing.assert_close(together, torch.tensor(alone, dtype=torch.float64))
+
+
+# ---- every field is read, refused, or says nothing about what the model computes -----------------
+
+NEUTRAL = set(transformers.PretrainedConfig().to_dict()) - {"tie_word_embeddings"}
+NEUTRAL |= set(
+    "use_cache initializer_range bos_token_id eos_token_id pad_token_id transformers_version dtype "
+    "attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop attn_pdrop "
+    "router_aux_loss_coef output_router_logits router_jitter_noise pretraining_tp is_decoder "
+    "ignore_keys_at_rope_validation reorder_and_upcast_attn max_window_layers "
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
+    "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index".split()
+)  # of no layer, of training with dropout, of another task, of the vision tower
+# read only together with another field
+NEUTRAL_IN = {
+    "falcon": {"num_kv_heads", "num_ln_in_parallel_attn"},
+    "falcon, new": {"multi_query"},
+    "falcon, one norm": {"multi_query", "num_ln_in_parallel_attn"},
+    "smollm3": {"no_rope_layer_interval", "sliding_window"},
+    "gemma3_text": {"_sliding_window_pattern"},
+    "gemma3": {"_sliding_window_pattern"},
+    "phi3": {"original_max_position_embeddings", "partial_rotary_factor"},
+    "phi3, longrope": {"partial_rotary_factor"},
+    "phi": {"partial_rotary_factor"},
+    "stablelm": {"partial_rotary_factor"},
+    "stablelm, parallel": {"partial_rotary_factor"},
+    "qwen2": {"sliding_window"},
+    "qwen3": {"sliding_window"},
+    "qwen3_moe": {"sliding_window", "intermediate_size"},
+}
+
+
+def another(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, dict):
+        return {k: another(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [another(x) for x in value] or [1]
+    return f"not {value}" if isinstance(value, str) else 2 * (value or 1) + 1
+
+
+def described(folder: Path, config: dict):
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        arguments, config, names = read_config(folder)
+        return arguments, config["tie_word_embeddings"], names
+    except BadInput as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_is_read_or_refused_or_changes_nothing(name, tmp_path):
+    CASES[name][0].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    as_it_is, inner = described(tmp_path, config), config.get("text_config", config)
+    assert not isinstance(as_it_is, str), as_it_is
+    unseen = set()
+    for field in inner.keys() - NEUTRAL - NEUTRAL_IN.get(name, set()) - {"model_type"}:
+        changed = inner | {field: another(inner[field])}
+        changed = config | {"text_config": changed} if name == "gemma3" else changed
+        if described(tmp_path, changed) == as_it_is:
+            unseen.add(field)
+    assert unseen == set()
+
+
+REFUSED = {
+    "quantization_config: .* is not supported": ("llama", dict(quantization_config={"bits": 4})),
+    "rope_scaling: yarn": ("llama", dict(rope_scaling={"type": "yarn", "factor": 4.0})),
+    "rope_scaling: dynamic": ("llama", dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0})),
+    "hidden_act: gelu is not supported": ("llama", dict(hidden_act="gelu")),
+    "attention_bias: True is not supported, only False": ("llama", dict(attention_bias=True)),
+    "hidden_activation: relu": ("gemma2", dict(hidden_activation="relu")),
+    "hidden_act: silu": ("phi", dict(hidden_act="silu")),
+    "use_sliding_window: True": ("qwen2", dict(use_sliding_window=True)),
+    "layer_types: sliding_attention": ("qwen3", dict(layer_types=["sliding_attention"] * 2)),
+    "layer_types: chunked_attention": ("gemma2", dict(layer_types=["chunked_attention"] * 2)),
+    "use_bidirectional_attention: True": ("gemma3_text", dict(use_bidirectional_attention=True)),
+    "alibi: True": ("falcon", dict(alibi=True)),
+    "parallel_attn: False": ("falcon", dict(parallel_attn=False)),
+    "qk_layernorm: True": ("stablelm", dict(qk_layernorm=True)),
+    "norm_topk_prob: False is not supported, only True": ("qwen3_moe", dict(norm_topk_prob=False)),
+    "mlp_only_layers: ": ("qwen3_moe", dict(mlp_only_layers=[1])),
+    "scale_attn_weights: False": ("gpt2", dict(scale_attn_weights=False)),
+    "scale_attn_by_inverse_layer_idx": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_the_block_cannot_compute_is_refused_by_field_and_value(match, tmp_path):
+    name, change = REFUSED[match]
+    CASES[name][0].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(f"{tmp_path}/config.json: {match}", model.load, tmp_path)
