@@ -7,8 +7,9 @@
 Without a GPU the table says so and nothing runs. Random weights, prompts of 200 and completions of 120 tokens in the
 median, bf16 (full fine-tuning: bf16-mixed; LoRA: a base in bf16). TRL: bf16, no checkpointing, its head on completion
 tokens, as it comes and compiled; the better counts. MFU is of useful FLOPs, over the data sheet's peak and over the
-rate of a product of 8192 x 8192 matrices in the same run. TRL must be importable, here or in the environment that
-vs_trl.py makes.
+rate of a product of 8192 x 8192 matrices in the same run. Idle: the share of three more steps in which no kernel ran;
+the row's own line, printed before the table, names its five largest kernels. TRL must be importable, here or in the
+environment that vs_trl.py makes.
 """
 
 import importlib.util
@@ -34,7 +35,7 @@ LLAMA = {  # layers, width, heads, groups of keys, width of the MLP; LoRA
     "Llama 8B": ((32, 4096, 32, 8, 14336), 32),
 }
 TINY = {"check": ((2, 64, 2, 512), 8)}, {"check Llama": ((2, 64, 4, 2, 128), 8)}
-STEPS, WARMUP = 10, 4  # the first steps compile
+STEPS, WARMUP, PROFILED = 10, 4, 3  # the first steps warm up, the last show where time goes
 
 
 def llama_folder(name: str, shape, vocab: int, device: str) -> Path:
@@ -91,9 +92,11 @@ def gemm() -> float:
 def row(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | None, device: str) -> dict:
     folder = llama_folder(name, shape, vocab, device) if lora else vs_trl.model_folder(name, shape)
     vs_trl.SIZES["gpu"] = (0, 0, 0, vocab)
-    vs_trl.STEPS["gpu"], vs_trl.BATCH = STEPS - 1, batch
+    vs_trl.STEPS["gpu"], vs_trl.BATCH = STEPS + PROFILED - 1, batch
     rows, file = vs_trl.records("kto", "gpu", "200/120"), vs_trl.OUT / "gpu.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    rows, timed = rows[: batch * STEPS], vs_trl.OUT / "gpu-timed.jsonl"
+    timed.write_text("".join(json.dumps(r) + "\n" for r in rows))
     settings = vs_trl.limits("200/120") | {"batch_size": batch, "micro_batch_tokens": 65536}
     if lora:
         settings |= {"lora.rank": 8, "precision": "bf16-true"}
@@ -106,13 +109,19 @@ def row(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | None, d
     }
     spec |= {"batch": batch, "warmup": WARMUP, "bf16_weights": lora}
     useful = sum(map(vs_trl.tokens, rows[batch * WARMUP :]))
-    one = vs_trl.once(sys.executable, "ours", spec)
+    try:
+        one = vs_trl.once(sys.executable, "ours", spec | {"profile": PROFILED})
+    except SystemExit as e:  # out of memory, say: the other rows are worth having
+        print(str(e)[-1000:], file=sys.stderr, flush=True)
+        return {"row": name, "failed": str(e).strip().splitlines()[-1][:60]}
     out = {"row": name, "tokens_s": useful / one["seconds"], "peak_gib": one["peak_gib"], "trl": {}}
+    out |= {"idle": one.get("idle", 0.0), "kernels": one.get("kernels")}
     flops = sorted(one["flops"][WARMUP:])
     out["tflops"] = flops[len(flops) // 2]
     for way in ({}, {"torch_compile": True}) if trl else ():
         try:
-            other = vs_trl.once(trl, "trl", spec | {"trl": way | ({"lora": True} if lora else {})})
+            other = {"records": str(timed), "trl": way | ({"lora": True} if lora else {})}
+            other = vs_trl.once(trl, "trl", spec | other)
         except SystemExit as e:  # a way that does not work there is not its best
             print(str(e)[-600:], file=sys.stderr)
             continue
@@ -123,8 +132,8 @@ def row(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | None, d
 
 
 HEADER = (
-    "| model | useful tokens/s | over TRL's best | MFU, data sheet | MFU, GEMM | TFLOP/s | peak GiB | TRL's |\n"
-    + ("| --- " * 8 + "|")
+    "| model | useful tokens/s | over TRL's best | MFU, data sheet | MFU, GEMM | TFLOP/s | idle | peak GiB | TRL's |\n"
+    + ("| --- " * 9 + "|")
 )
 
 
@@ -141,7 +150,7 @@ def main() -> None:
     if not (gpu or check):
         print(HEADER)
         for name in [*full, *lora]:
-            print(f"| {name} |" + f" {missing} |" * 7)
+            print(f"| {name} |" + f" {missing} |" * 8)
         return
     vs_trl.OUT.mkdir(parents=True, exist_ok=True)
     python, sheet, rate, done = None, 0.0, 0.0, []
@@ -161,6 +170,9 @@ def main() -> None:
     )
     print(HEADER)
     for r in done:
+        if "failed" in r:
+            print(f"| {r['row']} | {r['failed']} |" + " |" * 7)
+            continue
         best = max(r["trl"].values(), key=lambda t: t["tokens_s"], default=None)
         over, theirs = missing, missing
         if best:
@@ -172,6 +184,7 @@ def main() -> None:
             over,
             *mfu,
             f"{r['tflops']:.4g}",
+            f"{r['idle']:.1%}",
             f"{r['peak_gib']:.1f}",
             theirs,
         ]

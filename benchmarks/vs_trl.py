@@ -199,17 +199,23 @@ def ours(spec: dict) -> None:
     sys.path[0] = str(HERE.parent)
     import csv
 
+    import torch
+
     from support.logger import Logger
 
-    ends, first, step = [], 0.0, Logger.step
+    ends, first, step, profiler = [], 0.0, Logger.step, None
 
     def noted(self, n, row):
-        nonlocal first
+        nonlocal first, profiler
         first = first or time.time()
         step(self, n, row)
-        ends.append(time.perf_counter())
+        if profiler is None:
+            ends.append(time.perf_counter())
         if n == self.progress.total:
             raise StopIteration  # neither checkpoint nor export
+        if n == self.progress.total - spec.get("profile", 0):  # the last steps show where time goes
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profiler.start()
 
     with tempfile.TemporaryDirectory() as out:
         argv = arguments(spec, out)
@@ -229,7 +235,28 @@ def ours(spec: dict) -> None:
             ends,
             flops=[float(r["tflops/s"]) for r in rows],
             first=first,
+            **where_time_goes(profiler),
         )
+
+
+def where_time_goes(profiler) -> dict:
+    """The share of the profiled steps in which the device did nothing; its five largest kernels."""
+    if profiler is None:
+        return {}
+    profiler.stop()
+    spans, kernels = [], {}
+    for e in profiler.events():
+        if str(e.device_type).endswith("CUDA"):
+            spans.append((e.time_range.start, e.time_range.end))
+            kernels[e.name] = kernels.get(e.name, 0) + e.time_range.end - e.time_range.start
+    busy, until = 0.0, 0.0
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    whole = until - min(spans)[0] if spans else 1.0
+    most = sorted(kernels.items(), key=lambda x: -x[1])[:5]
+    share = {name[:60]: round(time / whole, 3) for name, time in most}
+    return {"idle": 1 - busy / whole, "kernels": share}
 
 
 def trl(spec: dict) -> None:

@@ -11,8 +11,11 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-import pytest
-import torch
+if "gpu" not in sys.argv:  # -m gpu: all other tests are of the CPU, and fork
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # for what the tests start: two cores with two threads each would wait in turns
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,7 +29,16 @@ def pytest_itemcollected(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """The scoreboard of `python -m pytest -m survive`: what a run survives, by row."""
+    """The scoreboard of `python -m pytest -m survive`: what a run survives, by row. The table of
+    `python -m pytest -m gpu`: what was measured."""
+    if config.option.markexpr == "gpu":
+        for outcome in ("passed", "failed", "error"):
+            for report in terminalreporter.getreports(outcome):
+                told = "; ".join(text for _, text in report.user_properties)
+                name = report.nodeid.split("::test_")[-1]
+                terminalreporter.write_line(
+                    f"{outcome:<6} {report.duration:5.1f} s  {name}  {told}"
+                )
     if config.option.markexpr != "survive":
         return
     rows = {f"R{i}": [] for i in range(1, 20)}

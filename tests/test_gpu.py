@@ -1,0 +1,224 @@
+"""What a CPU cannot prove: `python -m pytest -m gpu`, on a machine with a GPU. A table comes last.
+
+KTO_GPU_TESTS=cpu runs the same tests on a CPU, where most compare a thing with itself: it shows
+that the suite runs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import litgpt
+import pytest
+import torch
+import transformers
+from conftest import PARITY, assert_same, train
+from models import GQA, made, ragged, shaken
+
+import generate
+import kto
+import model
+from data import pack
+from support.settings import Sampling
+from support.tokenizer import Tokenizer
+from train import Trainer
+
+DEVICE = os.environ.get("KTO_GPU_TESTS", "cuda")
+READY = DEVICE == "cpu" or torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not READY, reason="no GPU here")]
+RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-3", "--save_interval=null",
+       "--micro_batch_size=7")  # fmt: skip
+EXACT = ("--deterministic=true", "--precision=32-true")
+MIXED = "--precision=bf16-mixed"
+
+
+@pytest.fixture
+def measured(record_property):
+    """Words for the table."""
+    return lambda **values: record_property(
+        "measured", ", ".join(f"{k} {v:.2g}" for k, v in values.items())
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tiny, tmp_path_factory) -> Path:
+    """Grouped heads, widths that nf4 takes, the tiny model's tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = dict(vocab_size=512, hidden_size=64, num_attention_heads=4, head_dim=16)
+    made(transformers.LlamaConfig(**GQA | sizes | dict(intermediate_size=128)), folder)
+    for file in (PARITY / "tokenizer").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+# heads, groups of keys, head size: of GPT-2, Llama, Phi-2, Phi-3, Gemma, one key head
+HEADS = {"gpt2": (12, 12, 64), "llama": (8, 2, 128), "phi-2": (4, 4, 80), "phi-3": (4, 4, 96)}
+HEADS |= {"gemma": (4, 2, 256), "falcon": (8, 1, 64), "tiny": (4, 2, 8)}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("heads", HEADS)
+def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch, measured):
+    H, G, D = HEADS[heads]
+    config = litgpt.Config(
+        block_size=64, n_layer=2, n_embd=H * D, n_head=H, n_query_groups=G, head_size=D,
+        intermediate_size=64, vocab_size=61, padded_vocab_size=61, rotary_percentage=1.0,
+        parallel_residual=False, bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
+        sliding_window_size=window,
+    )  # fmt: skip
+    gpt = shaken(model.GPT(config)).to(DEVICE)
+    batch, other = (pack(*ragged(K, 61, seed)) for seed in (0, 1))
+    prompts, completions = ragged(K, 61, 0)
+    other = pack(prompts, ragged(K, 61, 1)[1])
+    one = pack(prompts, [tuple(c[:1] for c in cs) for cs in completions])
+    calls, real = [], model.varlen_attn
+    monkeypatch.setattr(model, "varlen_attn", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+
+    def run(dtype):
+        gpt.to(dtype).zero_grad()
+        cache = model.PromptCache()
+        first = gpt(batch.to(DEVICE), cache)
+        with torch.no_grad():
+            others = [gpt(b.to(DEVICE), cache) for b in (other, one)]
+        (first * torch.arange(1, K + 1, device=DEVICE)).sum().backward()
+        grads = torch.cat([p.grad.flatten().double() for p in gpt.parameters()])
+        return torch.cat([first.detach(), *others]).double(), grads
+
+    exact, flash = run(torch.float32), run(torch.bfloat16)
+    assert bool(calls) == (DEVICE == "cuda")
+    monkeypatch.setattr(model, "flash_fits", lambda attn, q: False)
+    tiles = run(torch.bfloat16)
+    for name, a, b, c in zip(("log-probs", "gradients"), flash, tiles, exact):
+        off, allowed = (a - c).norm() / c.norm(), (b - c).norm() / c.norm()
+        assert off <= 2 * allowed + 1e-3, name
+        measured(**{name: off.item(), "tiles": allowed.item()})
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [[MIXED], ["--precision=bf16-true", "--lora.rank=4"], EXACT])
+def test_policy_and_reference_agree_to_the_bit_at_step_0(argv, llama, ratings, tmp_path, capsys):
+    rows = train(llama, ratings, tmp_path / "run", *RUN, *argv)["rows"]
+    assert "policy and reference agree to the bit" in capsys.readouterr().out
+    assert rows[-1]["step"] == 6 and rows[-1]["loss"] < 0.6
+
+
+@pytest.mark.parametrize("argv,most", [(["--precision=32-true"], 1e-4), ([MIXED], 3e-2)])
+def test_the_cut_is_free(argv, most, tiny, ratings, tmp_path, measured):
+    cuts = ["--micro_batch_size=7"], ["--micro_batch_size=2"], ["--micro_batch_tokens=70"]
+    runs = [
+        train(tiny, ratings, tmp_path / str(i), *RUN[:-1], *argv, *cut)["rows"][0]
+        for i, cut in enumerate(cuts)
+    ]
+    off = {
+        name: max(abs(r[name] / runs[0][name] - 1) for r in runs) for name in ("loss", "grad_norm")
+    }
+    measured(**off)
+    assert max(off.values()) < most
+
+
+def test_a_step_waits_for_the_device_only_where_it_says_so(tiny, ratings, tmp_path, monkeypatch):
+    """torch raises at any other wait. The first steps warm up."""
+
+    def strict(name):
+        real = getattr(Trainer, name)
+
+        def method(self, *args):
+            if DEVICE == "cuda" and self.state.step > 1:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                return real(self, *args)
+            finally:
+                if DEVICE == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(Trainer, name, method)
+
+    for name in ("forward_backward", "optimizer_step"):
+        strict(name)
+    for i, cut in enumerate((7, 2)):
+        cut = f"--micro_batch_size={cut}"
+        train(tiny, ratings, tmp_path / str(i), *RUN, MIXED, cut, "--log_interval=3")
+
+
+@pytest.mark.parametrize("precision", [MIXED, EXACT[1]])
+def test_deterministic_runs_are_the_same_also_after_a_resume(precision, tiny, ratings, tmp_path):
+    argv = (*RUN, "--deterministic=true", precision)
+    whole, again = (train(tiny, ratings, tmp_path / name, *argv) for name in ("a", "b"))
+    assert_same(whole, again)
+    train(tiny, ratings, tmp_path / "c", *argv, "--stop_at=3")
+    assert_same(train(tiny, ratings, tmp_path / "c", *argv, "--resume=auto"), whole)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--optim.name=adamw8bit"], ["--lora.base=nf4"], ["--lora.base=int8"]]
+)
+def test_what_bitsandbytes_does_trains(argv, llama, ratings, tmp_path, measured):
+    lora = ["--lora.rank=4"] if "lora" in argv[0] else []
+    argv = (*RUN, MIXED, "--save_interval=3", *argv, *lora)
+    run = train(llama, ratings, tmp_path / "run", *argv)
+    measured(first=run["rows"][0]["loss"], last=run["rows"][-1]["loss"])
+    assert run["rows"][-1]["rewards/margins"] > run["rows"][0]["rewards/margins"]
+    assert all(x.isfinite().all() for x in run["weights"].values())
+
+
+def test_all_gpus_shard_to_the_numbers_of_one(tiny, ratings, tmp_path, measured):
+    n = max(1, torch.cuda.device_count())
+    argv = [f"--model={tiny}", f"--data.train={ratings}", "--progress=false", *RUN, EXACT[1]]
+    argv += ["--save_interval=3"]
+    one = train(tiny, ratings, tmp_path / "one", *argv[3:])["rows"]
+    command = [sys.executable, kto.__file__, *argv, f"--devices={n}", "--strategy=fsdp"]
+    command += [f"--out_dir={tmp_path / 'all'}"] + (
+        ["--accelerator=cpu"] if DEVICE == "cpu" else []
+    )
+    subprocess.run(command, check=True, timeout=300)
+    from conftest import result
+
+    off = max(abs(a["loss"] - b["loss"]) for a, b in zip(one, result(tmp_path / "all")["rows"]))
+    measured(devices=n, off=off)
+    assert off < 1e-5
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+def test_greedy_answers_are_the_argmax_of_whole_forwards(tiny, monkeypatch):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="gpu" if DEVICE == "cuda" else "cpu", devices=1)
+    gpt, tokenizer = model.load(tiny).to(DEVICE).eval(), Tokenizer(tiny)
+    prompts = [p.astype("int32") for p in ragged(1, 512, 3)[0]]
+    args = Sampling(temperature=0, batch_size=3)
+    answers = generate.generate(fabric, gpt, prompts, tokenizer, args, 8, 1)
+    for prompt, answer in zip(prompts, answers):
+        ids = prompt.tolist()
+        for token in answer:
+            batch = pack([torch.tensor(ids).numpy()], [(prompt[:1],)]).to(DEVICE)
+            attention = model.PackedAttention(batch)
+            h = gpt.hidden(batch.token_N[None], batch.position_N[None], attention)
+            assert token == gpt.head(h[0, -1:]).argmax().item()
+            ids.append(token)
+
+
+def test_a_deterministic_choice_is_made_on_the_device(monkeypatch):
+    logits = torch.randn(4, 50257, device=DEVICE)
+    u_B = torch.rand(4, device=DEVICE).double()
+    plain = generate.choose(logits.cpu(), u_B.cpu(), Sampling(top_p=0.9))
+    torch.use_deterministic_algorithms(True)
+    try:
+        choices = [generate.choose(logits, u_B, Sampling(top_p=0.9)) for _ in range(5)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(c.cpu(), plain) for c in choices)
+
+
+def test_the_program_answers_from_a_run(tiny, capfd):
+    command = [sys.executable, generate.__file__, f"--model={tiny}", "--prompt=a b c"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert re.search(r"\w", said)
