@@ -1,6 +1,7 @@
 """Sample from a policy, batched, with a key/value cache; and talk to a run.
 
     python generate.py --model out/<run> --prompt "sort: pear fig apple ="
+    python generate.py --model out/<run>        # a conversation
 
 Shape letters: B rows that are being answered, P prompts, T new tokens, V vocabulary.
 """
@@ -16,7 +17,8 @@ import torch
 from data import moved, pack
 from model import KVCache
 from support.devices import all_reduce, free_memory, gathered
-from support.records import Record
+from support.cli import command
+from support.records import Fault, Record
 from support.settings import Sampling
 from support.tokenizer import Tokenizer
 
@@ -187,67 +189,107 @@ def text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Ask(Sampling):
-    """python generate.py --model out/<run> --prompt "sort: pear fig =" talks to a run, or to any
-    model that kto.py takes."""
+    """python generate.py --model out/<run> [--prompt TEXT ...] talks to a run, or to any model that
+    kto.py takes."""
 
     model: str = ""
-    """A run's folder, its `final`, or any folder or id that kto.py takes."""
+    """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes."""
     prompt: list[str] = field(default_factory=list)
-    """What to answer; may be given several times. Goes through the chat template if there is one."""
+    """What to answer; may be given several times. Without one: a conversation, turn by turn. Goes
+    through the chat template if there is one."""
+    system: str = ""
+    """The system's turn, before the first of the user's."""
     plain: bool = False
     """Leave the chat template aside."""
     seed: int = 1
-    """Prompt number i draws from (seed, i)."""
+    """Prompt number i draws from (seed, i), turn number i of a conversation from (seed + i, 0)."""
 
 
-def parse_ask() -> Ask:
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(description=Ask.__doc__, exit_on_error=False)
-    parser.add_class_arguments(Ask, None, as_group=False)
-    argv, previous = [], ""
-    for a in sys.argv[1:]:  # --prompt may be given several times: jsonargparse writes --prompt+=
-        if a != "--prompt":
-            a = a.replace("--prompt=", "--prompt+=", 1)
-            argv.append(f"--prompt+={a}" if previous == "--prompt" else a)
-        previous = a
-    try:
-        args = Ask(**parser.parse_args(argv).as_dict())
-    except (jsonargparse.ArgumentError, TypeError) as e:
-        raise BadInput(" ".join(str(e).split())) from None
+def parse_ask(argv=None) -> Ask:
+    given, joined = sys.argv[1:] if argv is None else argv, []
+    for a in given:  # --prompt may be given several times: jsonargparse writes --prompt+=
+        if joined[-1:] == ["--prompt"]:
+            joined[-1] = f"--prompt+={a}"
+        else:
+            joined.append(a.replace("--prompt=", "--prompt+=", 1))
+    args = command(Ask, __doc__, joined)
     args.validate("generate")
-    if not args.model or not args.prompt:
-        raise BadInput("generate: --model and --prompt are required")
+    if not args.model:
+        raise BadInput("model: required: a run's folder, or any model that kto.py takes")
     return args
 
 
-def main() -> None:
-    from lightning.fabric import Fabric
+class Chat:
+    """Answers of one model."""
 
-    import model
-    from support.weights import fetch
+    def __init__(self, args: Ask):
+        from lightning.fabric import Fabric
 
-    args = parse_ask()
-    folder = fetch(args.model)
-    fabric = Fabric(devices=1)
-    dtype = torch.bfloat16 if fabric.device.type == "cuda" else torch.float32
-    policy, tokenizer = model.load(folder, dtype=dtype), Tokenizer(folder)
-    texts, chat = args.prompt, tokenizer.template and not args.plain
-    if chat:  # a template writes its own BOS
-        records = [Record([{"role": "user", "content": p}], [], None) for p in texts]
-        texts = [tokenizer.render(record)[0] for record in records]
-    encoded = tokenizer.encode(texts)
-    ids = [np.array(x if chat else tokenizer.prompt(x), dtype="int32") for x in encoded]
-    context, lengths = policy.max_seq_length, [len(x) for x in ids]
-    if not all(0 < n < context for n in lengths):
-        raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {lengths}")
-    policy = fabric.to_device(policy)
-    new = args.max_new_tokens or min(256, context - max(lengths))
-    answers = generate(fabric, policy, ids, tokenizer, args, new, args.seed)
+        import model
+        from support.weights import fetch
+
+        folder, self.args = fetch(args.model), args
+        self.fabric = Fabric(devices=1)
+        dtype = torch.bfloat16 if self.fabric.device.type == "cuda" else torch.float32
+        self.tokenizer = Tokenizer(folder)
+        self.policy = self.fabric.to_device(model.load(folder, dtype=dtype))
+        self.by_template = bool(self.tokenizer.template) and not args.plain
+
+    def ids(self, turns: list[dict]):
+        """The token ids of a dialogue that ends with the user's turn."""
+        if not self.by_template:
+            (ids,) = self.tokenizer.encode([turns[-1]["content"]])
+            ids = self.tokenizer.prompt(ids)
+        else:  # a template writes its own BOS
+            system = [{"role": "system", "content": self.args.system}] if self.args.system else []
+            try:
+                shown, *_ = self.tokenizer.render(Record(system + turns, [], None))
+            except Fault as e:
+                raise BadInput(f"prompt: {e}") from None
+            (ids,) = self.tokenizer.encode([shown])
+        context = self.policy.max_seq_length
+        if not 0 < len(ids) < context:
+            why = f"from 1 to {context - 1} tokens fit this model, got {len(ids)}"
+            raise BadInput(f"prompt: {why}")
+        return np.array(ids, dtype="int32")
+
+    def answers(self, dialogues: list[list[dict]], seed: int) -> list[str]:
+        args, prompts = self.args, [self.ids(turns) for turns in dialogues]
+        room = self.policy.max_seq_length - max(map(len, prompts))
+        new = args.max_new_tokens or min(256, room)
+        said = generate(self.fabric, self.policy, prompts, self.tokenizer, args, new, seed)
+        return [text(self.tokenizer, ids, args.stop) for ids in said]
+
+    def talk(self) -> None:
+        """A conversation with the terminal, until its end (Ctrl-D)."""
+        history, n = [], 0
+        print("/clear forgets the conversation; Ctrl-D ends it")
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                return print()
+            if line == "/clear":
+                history = []
+            elif line:
+                turns = history * self.by_template + [{"role": "user", "content": line}]
+                try:
+                    (answer,) = self.answers([turns], self.args.seed + n)
+                except BadInput as e:  # too long, say: the conversation need not end
+                    print(f"{e}; /clear forgets what was said before")
+                    continue
+                print(answer)
+                history, n = [*turns, {"role": "assistant", "content": answer}], n + 1
+
+
+def main(argv=None) -> None:
+    args = parse_ask(argv)
+    chat = Chat(args)
+    if not args.prompt:
+        return chat.talk()
+    answers = chat.answers([[{"role": "user", "content": p}] for p in args.prompt], args.seed)
     for prompt, answer in zip(args.prompt, answers):
-        said = text(tokenizer, answer, args.stop)
-        print(f"{prompt}{said}" if len(ids) > 1 else said)
+        print(f"{prompt}{answer}" if len(answers) > 1 else answer)
 
 
 if __name__ == "__main__":

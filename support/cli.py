@@ -120,7 +120,7 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     validation data nor its checker.
     """
     configs, rest = _arguments(sys.argv[1:] if argv is None else argv, cls)
-    names = [a[2:].split("=", 1)[0].removesuffix("+") for a in rest if a.startswith("--")]
+    names = _names(rest)
     _check_names([n for n in names if n not in ("config", "print_config", "help")], cls)
     merged = {name for c in configs for name in _read_yaml(c, cls)}
     asks = {"-h", "--help"} & set(rest) or "print_config" in names
@@ -140,6 +140,17 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     settings.validate()
     errors.debug = settings.debug
     return settings
+
+
+def _names(rest: list[str]) -> list[str]:
+    return [a[2:].split("=", 1)[0].removesuffix("+") for a in rest if a.startswith("--")]
+
+
+def command(cls, doc: str, argv: list[str]):
+    """The settings of a command that is no run. Raises BadInput."""
+    configs, rest = _arguments(argv, cls)
+    _check_names([n for n in _names(rest) if n != "help"], cls)
+    return _parse(cls, configs, rest, doc)
 
 
 def _parse(cls, configs: list[str], rest: list[str], doc: str):

@@ -360,19 +360,41 @@ def test_a_stop_text_ends_an_answer_and_is_not_shown():
         assert len(ids) == 12 or said[-2:] in ("bc", "dd") and shown == said[:-2]
 
 
-def test_the_program_answers_from_a_folder(tiny, capsys, monkeypatch):
-    argv = ["generate.py", "--model", str(tiny), "--prompt", "Best best?"]
-    argv += ["--temperature", "0", "--max_new_tokens", "5"]
-    monkeypatch.setattr("sys.argv", argv)
-    generate.main()
+def test_the_program_answers_from_a_folder(tiny, capsys):
+    argv = ["--model", str(tiny), "--temperature", "0", "--max_new_tokens", "5"]
+    generate.main([*argv, "--prompt", "Best best?"])
     one = capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", [*argv, "--prompt=Wick"])
-    generate.main()
+    generate.main([*argv, "--plain", "--prompt", "Best best?", "--prompt=Wick"])
     assert capsys.readouterr().out.startswith("Best best?" + one.strip("\n"))
-    for bad in (["--model", "nowhere/at/all"], ["--temperature", "hot"], ["--prompt", "x " * 300]):
-        monkeypatch.setattr("sys.argv", [*argv, *bad])
+    for bad in (["--temperature", "hot"], ["--prompt", "x " * 300], ["--modle", "x"]):
         with pytest.raises(BadInput):
-            generate.main()
+            generate.main([*argv, *bad])
+
+
+def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monkeypatch, capsys):
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    lines, asked, real = (
+        iter(["one", "", "two", "/clear", "three", "x " * 300]),
+        [],
+        generate.generate,
+    )
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+
+    def noted(fabric, policy, prompts, tokenizer, *args):
+        asked.append(tokenizer.decode(list(prompts[0])))
+        return real(fabric, policy, prompts, tokenizer, *args)
+
+    monkeypatch.setattr(generate, "generate", noted)
+    argv = ["--model", str(tmp_path), "--max_new_tokens", "3", "--system", "Be brief."]
+    with pytest.raises(StopIteration):  # at a terminal the end is an EOFError
+        generate.main(argv)
+    first, second, third = asked
+    assert first == "[system] Be brief. [user] one "
+    assert second.startswith(f"{first}[assistant] ") and second.endswith("[user] two ")
+    assert third == "[system] Be brief. [user] three "
+    assert "tokens fit this model, got" in capsys.readouterr().out, "a long turn ends nothing"
 
 
 def test_every_end_that_the_model_names_ends_an_answer_as_in_transformers(
