@@ -232,7 +232,7 @@ class Lifecycle:
             why = why if math.isfinite(off) else "the weights do not give finite log-probs"
             differ = f"policy and reference differ by {off:.3g} nats"
             raise Failed(f"step {self.state.step}: {differ}: {why}")
-        self.fabric.print(f"step {self.state.step}: policy and reference agree to the bit")
+        say(f"step {self.state.step}: policy and reference agree to the bit")
 
     def precompute(self, examples, plan: Plan) -> None:
         """All reference log-probs that the run will need, so that the reference can
@@ -255,7 +255,7 @@ class Lifecycle:
         self.reference.release()
         computed, known = self.reference.computed, len(self.reference.known)
         known = f"{known:,} known in {cfg.reference_cache}"
-        self.fabric.print(f"reference: {computed:,} log-probs computed, {known}")
+        say(f"reference: {computed:,} log-probs computed, {known}")
 
     def save(self) -> None:
         """A checkpoint of the step that was just done, and old ones removed."""
@@ -272,9 +272,9 @@ class Lifecycle:
         if self.saved_step < self.state.step:
             self.save()
         at = f"step {self.state.step} of {plan.total}"
-        self.fabric.print(f"stopped by {self.stop.why} at {at}, saved; go on with")
+        say(f"stopped by {self.stop.why} at {at}, saved; go on with")
         settings = self.out / "settings.yaml"
-        self.fabric.print(f"  python {self.state.program} --config {settings} --resume auto")
+        say(f"  python {self.state.program} --config {settings} --resume auto")
 
     def merged(self) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, adapters merged; on rank 0
@@ -306,8 +306,8 @@ class Lifecycle:
         after = self.evaluator.check("after", self.state.step)
         before = self.out / "eval" / "before.json"
         if after and before.exists():
-            self.fabric.print(before_and_after(json.loads(before.read_text()), after))
-        self.fabric.print(f"\nexported to {self.out / 'final'}")
+            say(before_and_after(json.loads(before.read_text()), after))
+        say(f"\nexported to {self.out / 'final'}")
         if self.examples["test"] and self.examples["test"][0].completions:
             self._score_test()
 
@@ -339,7 +339,7 @@ class Lifecycle:
             bool(base) and weights_fingerprint(base) != self.state.identity["model weights"]
         )
         if moved or layers(self.folder):
-            self.fabric.print("no final_adapter: the adapters' base is no folder of its own")
+            say("no final_adapter: the adapters' base is no folder of its own")
         return not moved and not layers(self.folder)
 
     def _same_base(self, found: Path) -> bool:
@@ -358,6 +358,6 @@ class Lifecycle:
             scores["best"] = self.score(self.examples["test"])
         for name, row in scores.items():
             shown = ", ".join(f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row)
-            self.fabric.print(f"test, {name} weights: {shown}")
+            say(f"test, {name} weights: {shown}")
         if self.fabric.global_rank == 0:
             checkpoint.write_json(self.out / "eval" / "test.json", scores)

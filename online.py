@@ -23,6 +23,7 @@ from kto import KTO, KTOSettings
 from rollout import answers, iterations
 from support.checkpoint import refuse_another_identity
 from support.cli import parse
+from support.devices import say
 from support.examples import Example, fingerprint, load
 from support.logger import side_by_side
 from support.optim import iteration_plans
@@ -109,12 +110,12 @@ def ratings(trainer) -> list[Example]:
 def show(trainer, i: int, examples: list[Example], tokens: int) -> None:
     good = sum(e.label for e in examples)
     share = f"{good:,} right ({100 * good / len(examples):.1f}%)"
-    trainer.fabric.print(f"iteration {i}: {len(examples):,} answers, {share}, {tokens:,} tokens")
+    say(f"iteration {i}: {len(examples):,} answers, {share}, {tokens:,} tokens")
     rows = []
     for e in examples[:4]:
         prompt, answer = (text(trainer.tokenizer, list(x)) for x in (e.prompt, e.completions[0]))
         rows.append((prompt, answer, "up" if e.label else "down"))
-    trainer.fabric.print(side_by_side(("prompt", "answer", "rated"), rows))
+    say(side_by_side(("prompt", "answer", "rated"), rows))
 
 
 def main(argv=None, checker=None, rollout=None) -> None:

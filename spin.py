@@ -20,6 +20,7 @@ from dpo import DPO, DPOSettings
 from generate import text
 from rollout import answers, iterations, offloaded, read_answers
 from support.cli import parse
+from support.devices import say
 from support.examples import Example
 from support.logger import side_by_side
 from support.optim import iteration_plans
@@ -120,11 +121,11 @@ def _against(demo: Example, ids: list[int]) -> Example:
 def show(trainer, i: int, beta: float, examples: list[Example]) -> None:
     same = sum(np.array_equal(*e.completions) for e in examples)
     counts = f"{len(examples):,} pairs, {same:,} answered as demonstrated"
-    trainer.fabric.print(f"iteration {i}: beta {beta}, {counts}")
+    say(f"iteration {i}: beta {beta}, {counts}")
     decode, stop = trainer.tokenizer, trainer.cfg.spin.stop
     few = [(e.prompt, *e.completions) for e in examples[:4]]
     rows = [[text(decode, list(ids), stop) for ids in row] for row in few]
-    trainer.fabric.print(side_by_side(("prompt", "demonstration", "the policy's own"), rows))
+    say(side_by_side(("prompt", "demonstration", "the policy's own"), rows))
 
 
 def main(argv=None, checker=None, rollout=None) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from support import errors
 from support.errors import BadInput, opened, rank, shown
-from support.settings import flat
+from support.settings import SECTIONS, Run, flat
 
 RENAMED = {"look_tokens": "no_grad_tokens"}
 ROOT = Path(__file__).parent.parent
@@ -186,6 +186,22 @@ def _add_help(parser, cls) -> None:
                 options[f"--{prefix}{x.arg_name}"].help = " ".join(x.description.split())
     for group in {k.rsplit(".", 1)[0] for k in flat(cls) if "." in k}:
         options[f"--{group}"].help = argparse.SUPPRESS  # a file for a group: not among ours
+    if issubclass(cls, Run):
+        _add_sections(parser)
+
+
+def _add_sections(parser) -> None:
+    """argparse lists options by group, in the order of its groups' lists."""
+    options = [a for group in parser._action_groups for a in group._group_actions]
+    for group in parser._action_groups:
+        group._group_actions.clear()
+    first = ("options", "", "help config print_config")
+    named = [(*section, names.split()) for *section, names in (first, *SECTIONS)]
+    known = {name for *_, names in named for name in names}
+    own = {a.dest.split(".")[0] for a in options} - known
+    for title, sentence, names in (named[0], ("algorithm", "What is learnt.", own), *named[1:]):
+        group = parser.add_argument_group(title, sentence)
+        group._group_actions += [a for a in options if a.dest.split(".")[0] in names]
 
 
 def _kind(name: str, cls) -> str:

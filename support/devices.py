@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 
@@ -25,9 +26,11 @@ from support.settings import Run
 
 
 def say(line: str) -> None:
-    """On the first process only, before and after launching."""
+    """On the first process only, before and after launching; above a progress bar that is there."""
     if rank() == 0:
-        print(line, flush=True)
+        tqdm = sys.modules.get("tqdm")
+        with tqdm.tqdm.external_write_mode() if tqdm else contextlib.nullcontext():
+            print(line, flush=True)
 
 
 def resolve(cfg: Run) -> Run:

@@ -169,7 +169,9 @@ class Progress:
         if on and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+            line = "{n}/{total} {desc}ETA {remaining} {bar}"  # the bar takes what width is left
+            kw = dict(total=total, initial=start, dynamic_ncols=True, bar_format=line)
+            self.bar = tqdm(**kw)
 
     def step(self, step: int, row: dict | None) -> None:
         names = [n for n in SHOWN if row and row.get(n) is not None]
@@ -177,11 +179,12 @@ class Progress:
         if "tokens/s" in shown:
             shown["tokens/s"] = f"{row['tokens/s']:,.0f}"
         if "kl" in shown and row.get("kl/clamped"):  # a bare 0.0000 would read like a bug
-            shown["kl"] += " (clamped)"
+            shown["kl"] = "0 (clamped)"
         if self.bar is not None:
-            self.bar.update()
             if shown:
-                self.bar.set_postfix(shown)
+                text = " ".join(f"{k} {v}" for k, v in shown.items())
+                self.bar.set_description_str(f"{text} ", refresh=False)
+            self.bar.update()
         elif self.on and shown and (step >= self.next or step == self.total):
             self.next = step - step % self.every + self.every
             each = (time.monotonic() - self.began) / max(1, step - self.start)
@@ -192,7 +195,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         if self.on:
-            say(line) if self.bar is None else self.bar.write(line)
+            say(line)
 
     def close(self) -> None:
         if self.bar is not None:

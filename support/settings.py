@@ -397,6 +397,23 @@ TOP = {"dropout": 1, "beta1": 1, "beta2": 1, "seed": 2**32, "rank": 2**16, "alph
 TOP |= {"max_new_tokens": 2**24, "devices": 2**16, "num_nodes": 2**16}
 PATHS = "model reference reference_cache out_dir resume data.train data.val data.test"
 
+# Of --help: a section's title, its sentence, its settings; what is in none is the algorithm's own
+SECTIONS = (
+    ("model", "What is trained, and what it is compared with.",
+     "model reference reference_cache lora"),
+    ("data", "Which records, and how they become tokens.", "data"),
+    ("step", "How long and how fast. Micro-batches are a matter of memory and speed: they never "
+     "change the numbers.",
+     "epochs max_steps max_time stop_at limit_train batch_size micro_batch_size "
+     "micro_batch_tokens no_grad_tokens activation_checkpointing optim seed"),
+    ("precision and devices", "The same run on a CPU, one GPU or many.",
+     "accelerator devices num_nodes strategy precision deterministic estimate estimate_gb"),
+    ("checkpoints", "Where a run lies, goes on and ends.",
+     "out_dir resume save_interval keep_last keep_best export_dtype"),
+    ("evaluation and logging", "What is measured, shown and written.",
+     "val_interval limit_val eval log_interval logger project progress examples_at debug"),
+)  # fmt: skip
+
 # How a step is cut: a resume may change it, and is then equal to rounding only
 CUT = {
     "accelerator", "devices", "num_nodes", "strategy", "micro_batch_size", "micro_batch_tokens",
