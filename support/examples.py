@@ -263,7 +263,7 @@ def table(name: str, examples: list[Example], cuts: Counter, ignored: tuple = ()
         advice = f"desirable {max(1, ratio):.2f} to {4 / 3 * ratio:.2f}, undesirable 1"
         if ratio < 3 / 4:
             advice = f"desirable 1, undesirable {3 / 4 / ratio:.2f} to {1 / ratio:.2f}"
-        lines.append(f"  the paper's rule for this balance gives weights: {advice}")
+        lines.append(f"  the paper's rule weighs this balance: {advice}")
     return "\n".join(lines)
 
 

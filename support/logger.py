@@ -11,6 +11,7 @@ import io
 import math
 import os
 import re
+import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -240,7 +241,9 @@ class Logger:
         shown = [f"{n} {row[n]:.4f}" for n in names if row.get(n) is not None]
         if "accuracy" in row and row["accuracy"] is None:
             shown.append("accuracy empty (r is 0)" if step == 0 else "accuracy empty")
-        self.progress.say(f"validation at step {step}: {', '.join(shown)}")
+        shown = [x.removeprefix("rewards/").replace("checker_accuracy", "checker") for x in shown]
+        line = f"validation at step {step}: {', '.join(shown)}"
+        self.progress.say(line if len(line) <= 80 else line.replace(": ", ":\n  ", 1))
         self.tracker.scalars({f"val/{k}": v for k, v in row.items() if v is not None}, step)
         if samples:
             self.tracker.samples(samples, step)
@@ -291,7 +294,7 @@ def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, mid - width), min(1.0, mid + width)
 
 
-def before_and_after(before: dict, after: dict, n: int = 5, width: int = 34) -> str:
+def before_and_after(before: dict, after: dict, n: int = 5) -> str:
     """The checker's accuracy before and after with 95% intervals, and the first answers."""
     lines = ["", "held-out accuracy by the checker (95% interval)"]
     for name, v in (("before", before), ("after", after)):
@@ -303,11 +306,13 @@ def before_and_after(before: dict, after: dict, n: int = 5, width: int = 34) -> 
     lines += [f"  gain    {gain:+5.1f} points", ""]
     pairs = list(zip(before["answers"], after["answers"]))[:n]
     rows = [(a["prompt"], a["completion"], b["completion"]) for a, b in pairs]
-    return "\n".join([*lines, side_by_side(("prompt", "before", "after"), rows, width)])
+    return "\n".join([*lines, side_by_side(("prompt", "before", "after"), rows)])
 
 
-def side_by_side(head: tuple[str, ...], rows: list[tuple[str, ...]], width: int = 34) -> str:
-    """A table of short texts."""
+def side_by_side(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table of short texts, as wide as the terminal."""
+    columns = shutil.get_terminal_size((110, 0)).columns
+    width = min(34, columns // len(head) - 2)
     cells = [[c.replace("\n", " ")[:width] for c in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     padded = [[c.ljust(w) for c, w in zip(row, widths)] for row in cells]

@@ -504,7 +504,7 @@ def test_the_table_counts_what_was_read(tmp_path):
         "  prompt tokens: median 1, 95% below 2, longest 4",
         "  completion tokens: median 2, 95% below 4, longest 4",
         "  2 duplicates, 1 contradictions, 2 completions cut, 1 prompts cut",
-        "  the paper's rule for this balance gives weights: desirable 1, undesirable 1.25 to 1.67",
+        "  the paper's rule weighs this balance: desirable 1, undesirable 1.25 to 1.67",
     ]
 
 

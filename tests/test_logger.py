@@ -383,9 +383,9 @@ def test_wandb_gets_every_value_at_its_step_and_the_samples_offline(tracked, pro
 @pytest.mark.parametrize("program, empty", [("kto", True), ("dpo", True), ("spin", False)])
 def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program, empty):
     out, _, stdout, _ = tracked[program, "tensorboard"]
-    said = [line for line in stdout.splitlines() if line.startswith("validation at step ")]
-    assert [line.split(":")[0][-1] for line in said] == ["0", "3"]
-    assert [line.endswith(", accuracy empty (r is 0)") for line in said] == [empty, False]
+    said = re.findall(r"^validation at step (\d+):\s+(.*)$", stdout, re.M)
+    assert [step for step, _ in said] == ["0", "3"]
+    assert [line.endswith(", accuracy empty (r is 0)") for _, line in said] == [empty, False]
     if empty:
         assert [row["accuracy"] != "" for row in rows(out / "val.csv")] == [False, True]
 
