@@ -5,6 +5,7 @@ change an algorithm."""
 import copy
 import hashlib
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,8 +173,9 @@ class Lifecycle:
             self.save()
         at = f"step {self.state.step} of {plan.total}"
         self.fabric.print(f"stopped by {self.stop.why} at {at}, saved; go on with")
-        settings = self.out / "settings.yaml"
-        self.fabric.print(f"  python {self.state.program} --config {settings} --resume auto")
+        program, settings = self.state.program, str(self.out / "settings.yaml")
+        command = shlex.join(["python", program, "--config", settings, "--resume", "auto"])
+        self.fabric.print(f"  {command}")
 
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""

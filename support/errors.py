@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import traceback
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 
 
@@ -52,10 +52,11 @@ def given(what: str | None, path=None, errors=(OSError, ValueError, RecursionErr
         reason = " ".join(str(getattr(e, "strerror", None) or e).split()) or type(e).__name__
         if isinstance(e, UnicodeDecodeError):
             reason = f"not UTF-8 at byte {e.start}"
-        full = getattr(e, "errno", 0) in (ENOSPC, EDQUOT)
-        line = f"{getattr(e, 'filename', None) or path}: {shown(reason, 300)}"
-        line = f"{what}: {line}" if what else line
-        raise (Failed if full else BadInput)(line) from None
+        where = getattr(e, "filename2", None) or getattr(e, "filename", None) or path
+        if getattr(e, "errno", 0) in (ENOSPC, EDQUOT, EFBIG):
+            raise Failed(f"{where}: not saved: {reason}") from None
+        line = f"{where}: {shown(reason, 300)}"
+        raise BadInput(f"{what}: {line}" if what else line) from None
 
 
 def opened(what: str | None, path, parse=str):

@@ -159,7 +159,7 @@ class Eval(Sampling):
 
     def validate(self, group: str = "eval") -> None:
         super().validate(group)
-        expected = f"{group}.check: expected {' or '.join(CHECKERS)}, got {self.check}"
+        expected = f"{group}.check: expected {' or '.join(CHECKERS)}, got {shown(self.check)}"
         refuse_unless(self.check in CHECKERS, expected)
 
 
@@ -266,8 +266,9 @@ class Run:
         refuse_out_of_range(values)
         for name in PATHS.split():
             text = values[name]
-            plain = text is None or text and not re.search(r"[\x00-\x1f\x7f]", text)
-            refuse_unless(plain, f"{name}: expected a path or an id, got '{shown(text)}'")
+            plain = text is None or text and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text)
+            expected = f"{name}: expected a path in UTF-8 or an id"  # safetensors knows no other
+            refuse_unless(plain, f"{expected}, got '{shown(text)}'")
         self._validate_together()
         self.eval.validate()
 
