@@ -145,8 +145,9 @@ class Lifecycle:
         claims = old.rows if self.opened.own else {}
 
         def work():
+            kept = [claimed(self.out / n, claims.get(n), found) for n in TABLES]
             copy_files(self.folder, self.out / ".final.tmp")  # it will be exportable
-            return [claimed(self.out / n, claims.get(n), found) for n in TABLES]
+            return kept
 
         kept = checkpoint.on_rank_0(self.fabric, work)
         self.opened.begin()

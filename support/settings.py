@@ -10,7 +10,6 @@ from support.errors import BadInput, shown
 
 DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
-CHECKERS = ("none", "demo")
 
 
 def refuse_unless(ok: bool, message: str) -> None:
@@ -157,11 +156,6 @@ class Eval(Sampling):
     samples: int = 4
     """So many completions are shown and saved at each validation; 0 turns it off."""
 
-    def validate(self, group: str = "eval") -> None:
-        super().validate(group)
-        expected = f"{group}.check: expected {' or '.join(CHECKERS)}, got {shown(self.check)}"
-        refuse_unless(self.check in CHECKERS, expected)
-
 
 @dataclass(frozen=True)
 class Run:
@@ -270,42 +264,32 @@ class Run:
             expected = f"{name}: expected a path in UTF-8 or an id"  # safetensors knows no other
             refuse_unless(plain, f"{expected}, got '{shown(text)}'")
         self._validate_together()
-        self.eval.validate()
+        self.eval.validate("eval")
 
     def _validate_together(self) -> None:
-        lr, bad = self.optim.lr, [t for t in self.lora.targets if t not in LORA_TARGETS]
-        bad = (bad or ([] if self.lora.targets else ["none"]) or [""])[0]
-        for ok, message in (
-            (self.optim.min_lr <= lr, f"optim.min_lr: {self.optim.min_lr} is above optim.lr, {lr}"),
+        o, two = self.optim, "does not work with strategy fsdp; use"
+        targets = self.lora.targets or ["none"]
+        bad = [t for t in targets if t not in LORA_TARGETS]
+        fsdp, validated = self.strategy == "fsdp", self.data.val or self.data.split
+        both = self.micro_batch_size and self.micro_batch_tokens
+        for wrong, message in (
+            (o.min_lr > o.lr, f"optim.min_lr: {o.min_lr} is above optim.lr, {o.lr}"),
+            (both, "micro_batch_size and micro_batch_tokens: give one, not both"),
             (
-                not (self.micro_batch_size and self.micro_batch_tokens),
-                "micro_batch_size and micro_batch_tokens: give one, not both",
+                bad,
+                f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got {shown(*bad[:1] or '-')}",
             ),
-            (not bad, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got {bad}"),
+            (self.precision == "bf16-true" and not self.lora.rank, NO_BF16),
+            (self.precision == "64-true" and fsdp, f"precision: 64-true {two} ddp"),
+            (o.name == "adamw8bit" and fsdp, f"optim.name: adamw8bit {two} adamw, or ddp"),
             (
-                self.precision != "bf16-true" or self.lora.rank,
-                "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 "
-                "moves no weight of 0.02); use bf16-mixed, or LoRA",
+                self.resume == "auto" and not self.out_dir,
+                "resume: auto needs --out_dir, the run's own",
             ),
-            (
-                self.precision != "64-true" or self.strategy != "fsdp",
-                "precision: 64-true does not work with strategy fsdp; use ddp",
-            ),
-            (
-                self.optim.name != "adamw8bit" or self.strategy != "fsdp",
-                "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
-            ),
-            (
-                self.resume != "auto" or self.out_dir,
-                "resume: auto needs --out_dir, the run to go on with",
-            ),
-            (self.max_time is None or self.seconds(), "max_time: expected more than 0"),
-            (
-                not self.keep_best or self.data.val or self.data.split,
-                "keep_best: needs data.val or data.split",
-            ),
+            (self.max_time is not None and not self.seconds(), "max_time: expected more than 0"),
+            (self.keep_best and not validated, "keep_best: needs data.val or data.split"),
         ):
-            refuse_unless(ok, message)
+            refuse_unless(not wrong, message)
 
     def seconds(self) -> float:
         """max_time in seconds."""
@@ -337,16 +321,18 @@ class Preference:
         return self.average_logps if own is None else own
 
     def validate(self, group: str) -> None:
-        refuse_out_of_range({f"{group}.{k}": v for k, v in flat(self).items()})
         both = f"{group}: preference_loss_weight and sft_loss_weight are both 0"
         losses = self.preference_loss_weight, self.sft_loss_weight
         refuse_unless(max(losses) > 0, f"{both}: nothing to learn")
 
 
+NO_BF16 = """precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no \
+weight of 0.02); use bf16-mixed, or LoRA"""
 CHOICES = {
     "strategy": ("auto", "ddp", "fsdp"),
     "precision": (None, "32-true", "bf16-mixed", "bf16-true", "64-true"),
     "accelerator": ("auto", "cpu", "gpu"),
+    "eval.check": ("none", "demo"),
     "logger": ("csv", "tensorboard", "wandb"),
     "optim.name": ("adamw", "adamw8bit"),
     "optim.schedule": ("cosine", "linear", "constant"),

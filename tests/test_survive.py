@@ -591,7 +591,7 @@ GIVEN = {
     "--reference_cache={}/latin.jsonl": "reference_cache: .*latin.jsonl: File exists",
     "--resume={}/occupied": "resume: .*occupied: ",
     "--model={}/esc\x1b[31mape": r"model: .*esc\\x1b\[31mape",
-    "--eval.check=a\nb\x1b": r"eval.check: expected none or demo, got a\\nb\\x1b$",
+    "--eval.check=a\nb\x1b": r"eval.check: expected none, demo; got a\\nb\\x1b$",
     "--optim.schedule=a\nb": r"optim.schedule: expected cosine, linear, constant; got a\\nb$",
     "--logger=" + "x" * 10000: "logger: expected .* \\.\\.\\. x+$",
 }
