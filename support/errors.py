@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
@@ -85,12 +86,20 @@ def end(code: int) -> None:
     os._exit(code)
 
 
-def _at_once(number, _frame) -> None:
+def _at_once(number, _frame=None) -> None:
     """A signal before the run handles its own (devices.Stop): there is nothing to save yet."""
     if rank() == 0:
         with contextlib.suppress(OSError):
             os.write(2, f"error: stopped by {signal.Signals(number).name}\n".encode())
     end(128 + number)
+
+
+def _watch(pipe: int) -> None:
+    """The same where Python gets no turn, as while ranks wait for each other."""
+    while True:
+        for number in os.read(pipe, 1):
+            if signal.getsignal(number) is _at_once:
+                _at_once(number)
 
 
 def first_to_fail(torch) -> bool:
@@ -157,3 +166,7 @@ if getattr(sys.modules["__main__"], "__spec__", 0) is None and sys.argv[0].endsw
     with contextlib.suppress(ValueError):  # a thread may not
         for _number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(_number, _at_once)
+        _read, _write = os.pipe()
+        os.set_blocking(_write, False)
+        signal.set_wakeup_fd(_write, warn_on_full_buffer=False)
+        threading.Thread(target=_watch, args=[_read], daemon=True).start()
