@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -206,8 +207,9 @@ class Lifecycle:
         claims = old.rows if self.opened.own else {}
 
         def work():
+            kept = [claimed(self.out / n, claims.get(n), found) for n in TABLES]
             copy_files(self.folder, self.out / ".final.tmp")  # it will be exportable
-            return [claimed(self.out / n, claims.get(n), found) for n in TABLES]
+            return kept
 
         kept = checkpoint.on_rank_0(self.fabric, work)
         self.opened.begin()
@@ -273,8 +275,9 @@ class Lifecycle:
             self.save()
         at = f"step {self.state.step} of {plan.total}"
         say(f"stopped by {self.stop.why} at {at}, saved; go on with")
-        settings = self.out / "settings.yaml"
-        say(f"  python {self.state.program} --config {settings} --resume auto")
+        program, settings = self.state.program, str(self.out / "settings.yaml")
+        command = shlex.join(["python", program, "--config", settings, "--resume", "auto"])
+        say(f"  {command}")
 
     def merged(self) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, adapters merged; on rank 0

@@ -404,9 +404,10 @@ class Opened:
                 raise BadInput(f"resume: {cfg.resume}: {fault}")
         with given("out_dir", cfg.out_dir):
             out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(self.program)
-            for folder in (out, out / "checkpoints", out / "eval"):
-                folder.mkdir(parents=True, exist_ok=True)
+            out.mkdir(parents=True, exist_ok=True)
             self.lock = take_lock(out)
+            for name in ("checkpoints", "eval"):
+                (out / name).mkdir(exist_ok=True)
         if cfg.resume == "auto":
             found = newest(out)
         if not cfg.resume and (out / "metrics.csv").exists():

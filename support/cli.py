@@ -68,7 +68,9 @@ def _refuse_twice(node, path: str, found: dict, prefix="") -> None:
         _refuse_twice(value, path, found, f"{name}.")
 
 
-def _mapping(text: str, path: str) -> dict:
+def _read_yaml(path: str, cls) -> list[str]:
+    """The names of the settings in a file, all known."""
+    text = opened("config", path)
     try:
         _refuse_twice(yaml.compose(text, yaml.SafeLoader), path, {})
         node = yaml.safe_load(text)
@@ -78,12 +80,6 @@ def _mapping(text: str, path: str) -> dict:
         raise BadInput(f"{path}:{line}: {getattr(e, 'problem', None) or 'not YAML'}") from None
     if not isinstance(node, dict):
         raise BadInput(f"{path}:1: expected settings as `name: value`")
-    return node
-
-
-def _read_yaml(path: str, cls) -> list[str]:
-    """The names of the settings in a file, all known."""
-    node = opened("config", path, lambda text: _mapping(text, path))
     names = [str(name) for name, _ in dotted(node)]
     _check_names(names, cls, f"{path}: ")
     return names

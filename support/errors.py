@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 
 
@@ -52,10 +53,11 @@ def given(what: str | None, path=None, errors=(OSError, ValueError, RecursionErr
         reason = " ".join(str(getattr(e, "strerror", None) or e).split()) or type(e).__name__
         if isinstance(e, UnicodeDecodeError):
             reason = f"not UTF-8 at byte {e.start}"
-        full = getattr(e, "errno", 0) in (ENOSPC, EDQUOT)
-        line = f"{getattr(e, 'filename', None) or path}: {shown(reason, 300)}"
-        line = f"{what}: {line}" if what else line
-        raise (Failed if full else BadInput)(line) from None
+        where = getattr(e, "filename2", None) or getattr(e, "filename", None) or path
+        if getattr(e, "errno", 0) in (ENOSPC, EDQUOT, EFBIG):
+            raise Failed(f"{where}: not saved: {reason}") from None
+        line = f"{where}: {shown(reason, 300)}"
+        raise BadInput(f"{what}: {line}" if what else line) from None
 
 
 def opened(what: str | None, path, parse=str):
@@ -84,12 +86,20 @@ def end(code: int) -> None:
     os._exit(code)
 
 
-def _at_once(number, _frame) -> None:
+def _at_once(number, _frame=None) -> None:
     """A signal before the run handles its own (devices.Stop): there is nothing to save yet."""
     if rank() == 0:
         with contextlib.suppress(OSError):
             os.write(2, f"error: stopped by {signal.Signals(number).name}\n".encode())
     end(128 + number)
+
+
+def _watch(pipe: int) -> None:
+    """The same where Python gets no turn, as while ranks wait for each other."""
+    while True:
+        for number in os.read(pipe, 1):
+            if signal.getsignal(number) is _at_once:
+                _at_once(number)
 
 
 def first_to_fail(torch) -> bool:
@@ -156,3 +166,7 @@ if getattr(sys.modules["__main__"], "__spec__", 0) is None and sys.argv[0].endsw
     with contextlib.suppress(ValueError):  # a thread may not
         for _number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(_number, _at_once)
+        _read, _write = os.pipe()
+        os.set_blocking(_write, False)
+        signal.set_wakeup_fd(_write, warn_on_full_buffer=False)
+        threading.Thread(target=_watch, args=[_read], daemon=True).start()

@@ -276,8 +276,9 @@ class Logger:
 
     def close(self) -> None:
         if self.main:
-            self.metrics.file.close()
-            self.val.file.close()
+            for file in (self.metrics.file, self.val.file):
+                with contextlib.suppress(OSError):  # a row that found no room is said already
+                    file.close()
             self.tracker.close()
             if self.progress:
                 self.progress.close()

@@ -10,7 +10,6 @@ from support.errors import BadInput, shown
 
 DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
-CHECKERS = ("none", "demo")
 EXPORT_DTYPES = ("source", "float32")
 
 
@@ -177,11 +176,6 @@ class Eval(Sampling):
     samples: int = 4
     """So many completions are shown and saved at each validation; 0 turns it off."""
 
-    def validate(self, group: str = "eval") -> None:
-        super().validate(group)
-        expected = f"{group}.check: expected {' or '.join(CHECKERS)}, got {self.check}"
-        refuse_unless(self.check in CHECKERS, expected)
-
 
 @dataclass(frozen=True)
 class Run:
@@ -293,49 +287,36 @@ class Run:
         refuse_out_of_range(values)
         for name in PATHS.split():
             text = values[name]
-            plain = text is None or text and not re.search(r"[\x00-\x1f\x7f]", text)
-            refuse_unless(plain, f"{name}: expected a path or an id, got '{shown(text)}'")
+            plain = text is None or text and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text)
+            expected = f"{name}: expected a path in UTF-8 or an id"  # safetensors knows no other
+            refuse_unless(plain, f"{expected}, got '{shown(text)}'")
         self._validate_together()
-        self.eval.validate()
+        self.eval.validate("eval")
 
     def _validate_together(self) -> None:
-        lr, targets = self.optim.lr, ", ".join(LORA_TARGETS)
-        for ok, message in (
-            (self.optim.min_lr <= lr, f"optim.min_lr: {self.optim.min_lr} is above optim.lr, {lr}"),
+        o, two = self.optim, "does not work with strategy fsdp; use"
+        fsdp, validated = self.strategy == "fsdp", self.data.val or self.data.split
+        both = self.micro_batch_size and self.micro_batch_tokens
+        base, double = self.lora.base, self.precision == "64-true"
+        targets = f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got none"
+        for wrong, message in (
+            (o.min_lr > o.lr, f"optim.min_lr: {o.min_lr} is above optim.lr, {o.lr}"),
+            (both, "micro_batch_size and micro_batch_tokens: give one, not both"),
+            (not self.lora.targets, targets),
+            (base and not self.lora.rank, "lora.base: needs lora.rank: it stays frozen"),
+            (base and fsdp, f"lora.base: {base} {two} ddp"),
+            (base and double, f"lora.base: {base} does not work with precision 64-true"),
+            (self.precision == "bf16-true" and not self.lora.rank, NO_BF16),
+            (double and fsdp, f"precision: 64-true {two} ddp"),
+            (o.name == "adamw8bit" and fsdp, f"optim.name: adamw8bit {two} adamw, or ddp"),
             (
-                not (self.micro_batch_size and self.micro_batch_tokens),
-                "micro_batch_size and micro_batch_tokens: give one, not both",
+                self.resume == "auto" and not self.out_dir,
+                "resume: auto needs --out_dir, the run's own",
             ),
-            (self.lora.targets, f"lora.targets: expected some of {targets}; got none"),
-            (
-                self.precision != "bf16-true" or self.lora.rank,
-                "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 "
-                "moves no weight of 0.02); use bf16-mixed, or LoRA",
-            ),
-            (
-                self.precision != "64-true" or self.strategy != "fsdp",
-                "precision: 64-true does not work with strategy fsdp; use ddp",
-            ),
-            (
-                self.optim.name != "adamw8bit" or self.strategy != "fsdp",
-                "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
-            ),
-            (not self.lora.base or self.lora.rank, "lora.base: needs lora.rank: it stays frozen"),
-            (
-                not self.lora.base or not {"fsdp", "64-true"} & {self.strategy, self.precision},
-                "lora.base: does not work with strategy fsdp, nor with precision 64-true",
-            ),
-            (
-                self.resume != "auto" or self.out_dir,
-                "resume: auto needs --out_dir, the run to go on with",
-            ),
-            (self.max_time is None or self.seconds(), "max_time: expected more than 0"),
-            (
-                not self.keep_best or self.data.val or self.data.split,
-                "keep_best: needs data.val or data.split",
-            ),
+            (self.max_time is not None and not self.seconds(), "max_time: expected more than 0"),
+            (self.keep_best and not validated, "keep_best: needs data.val or data.split"),
         ):
-            refuse_unless(ok, message)
+            refuse_unless(not wrong, message)
 
     def seconds(self) -> float:
         """max_time in seconds."""
@@ -367,17 +348,19 @@ class Preference:
         return self.average_logps if own is None else own
 
     def validate(self, group: str) -> None:
-        refuse_out_of_range({f"{group}.{k}": v for k, v in flat(self).items()})
         both = f"{group}: preference_loss_weight and sft_loss_weight are both 0"
         losses = self.preference_loss_weight, self.sft_loss_weight
         refuse_unless(max(losses) > 0, f"{both}: nothing to learn")
 
 
+NO_BF16 = """precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no \
+weight of 0.02); use bf16-mixed, or LoRA"""
 CHOICES = {
     "strategy": ("auto", "ddp", "fsdp"),
     "precision": (None, "32-true", "bf16-mixed", "bf16-true", "64-true"),
     "accelerator": ("auto", "cpu", "gpu"),
     "export_dtype": EXPORT_DTYPES,
+    "eval.check": ("none", "demo"),
     "logger": ("csv", "tensorboard", "wandb"),
     "optim.name": ("adamw", "adamw8bit"),
     "lora.base": ("", "nf4", "int8"),

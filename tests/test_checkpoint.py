@@ -135,6 +135,7 @@ def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, rat
     assert names == {c[2:].split("=")[0] for c in changed} | follows
 
 
+@pytest.mark.survive("R3")
 def test_a_setting_that_the_old_run_did_not_have_is_a_difference(done, tiny, ratings):
     out, _ = done
     settings = out / "checkpoints" / "step-00000009" / "settings.yaml"
@@ -159,6 +160,7 @@ def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
     assert "equal to rounding only, since micro_batch_size changed" in capsys.readouterr().out
 
 
+@pytest.mark.survive("R3")
 def test_a_checkpoint_of_another_program_is_refused_by_the_names_of_both(tiny, pairs, tmp_path):
     argv = ("--batch_size=4", "--precision=32-true")
     train(tiny, pairs, tmp_path / "run", *argv, program="dpo")
@@ -202,6 +204,7 @@ def own(tiny, ratings, tmp_path):
     return go
 
 
+@pytest.mark.survive("R3")
 def test_a_resume_refuses_a_model_whose_weights_have_changed(own, tmp_path):
     own()
     shutil.copy(PARITY / "ref" / "model.safetensors", tmp_path / "model")
@@ -227,6 +230,7 @@ def refusal(go) -> int:
     return e.value.code
 
 
+@pytest.mark.survive("R3")
 @pytest.mark.parametrize("n,change", [*((1, change) for change in CHANGES), (2, "a label")])
 def test_a_resume_refuses_in_one_line_what_has_changed_under_the_same_path(
     n, change, own, tmp_path, capfd
@@ -240,12 +244,20 @@ def test_a_resume_refuses_in_one_line_what_has_changed_under_the_same_path(
     assert [said.removeprefix("rank 1: ") for said in capfd.readouterr().err.splitlines()] == [line]
 
 
-def test_a_resume_that_is_refused_puts_no_checkpoint_aside(own, tmp_path):
+@pytest.mark.survive("R3")
+def test_a_resume_that_is_refused_changes_nothing_and_does_not_say_that_it_resumes(
+    own, tmp_path, capsys
+):
     (tmp_path / "chat.jinja").write_text("")
-    checkpoints = tmp_path / "run" / "checkpoints"
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    capsys.readouterr()
     with pytest.raises(BadInput, match="data.chat_template: not what this run began with"):
         own(checkpoints / "step-00000001")
-    assert list(checkpoint.steps(checkpoints)) == [1, 2]
+    assert list(checkpoint.steps(checkpoints)) == [1, 2], "none was put aside"
+    assert files == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    said = capsys.readouterr().out
+    assert "resumed from" not in said and "run folder" not in said
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(done, tiny, ratings):
@@ -330,6 +342,7 @@ def test_a_signal_that_comes_after_the_ranks_have_agreed_is_not_lost(ranks, monk
             signal.signal(number, handler)
 
 
+@pytest.mark.survive("R10")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(
     code, tiny, ratings, tmp_path, monkeypatch
@@ -351,6 +364,7 @@ def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(
     assert_same(train(tiny, ratings, out, *RUN, "--resume=auto"), whole)
 
 
+@pytest.mark.survive("R19")
 def test_an_error_on_one_rank_ends_all_ranks(tiny, ratings, tmp_path):
     """The second process fails in its third step; the first waits in a collective, not for ever."""
     script = tmp_path / "mine.py"

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -75,6 +76,7 @@ def test_a_resume_keeps_the_rows_that_its_checkpoint_claims_and_goes_on_after_th
     assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
 
 
+@pytest.mark.survive("R8")
 def test_what_follows_the_claimed_rows_is_cut_whatever_it_says(tmp_path):
     path = tmp_path / "m.csv"
     claim = write(path, {"step": 1, "loss": 0.1})
@@ -96,6 +98,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.survive("R8")
 @pytest.mark.parametrize("damage", [*DAMAGES, "gone", "a directory", "a dangling link"])
 def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(tmp_path, damage):
     path = tmp_path / "m.csv"
@@ -120,6 +123,7 @@ def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(
     assert claimed(path, [0, "any"], FOUND) == b"" == claimed(path, None, FOUND), "none is claimed"
 
 
+@pytest.mark.survive("R8")
 def test_rows_that_stand_twice_and_lines_that_are_none_are_left_out_and_it_is_said(
     tmp_path, capsys
 ):
@@ -139,6 +143,7 @@ def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
     file.file.close()
 
 
+@pytest.mark.survive("R6")
 @pytest.mark.parametrize("how", ["renamed", "gone", "another"])
 def test_a_file_that_is_no_longer_there_fails_at_the_next_row_and_at_the_next_save(tmp_path, how):
     folder = tmp_path / "run"
@@ -356,6 +361,7 @@ def samples(out: Path, step: int) -> list[list[str]]:
     return [[x["prompt"], x["completion"]] for x in found]
 
 
+@pytest.mark.survive("R1")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("program", ["kto", "dpo", "spin"])
 def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, program):
@@ -369,6 +375,7 @@ def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, progr
         assert all(f"{prompt} **{said}**" in text for prompt, said in samples(out, step))
 
 
+@pytest.mark.survive("R1")
 @pytest.mark.parametrize("program", ["kto", "dpo", "spin"])
 def test_wandb_gets_every_value_at_its_step_and_the_samples_offline(tracked, program):
     out, code, _, stderr = tracked[program, "wandb"]

@@ -93,6 +93,7 @@ def test_a_copy_that_computes_in_bfloat16_is_held_in_bfloat16(
     assert {p.dtype for p in held[0].transformer.h.parameters() if p.ndim > 1} == {dtype}
 
 
+@pytest.mark.survive("R4")
 @pytest.mark.parametrize(
     "change", ["--precision=bf16-mixed", "--data.score_prompt=true", "weights", "n_head", "epsilon"]
 )
@@ -140,6 +141,7 @@ def test_a_resume_reads_what_the_run_read(tiny, ratings, tmp_path):
     assert_same(train(tiny, ratings, tmp_path / "a", *argv, "--resume=auto"), whole)
 
 
+@pytest.mark.survive("R4")
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_a_damaged_cache_is_refused_with_the_way_out(damage, tiny, ratings, tmp_path):
     argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")
@@ -152,6 +154,7 @@ def test_a_damaged_cache_is_refused_with_the_way_out(damage, tiny, ratings, tmp_
         train(tiny, ratings, tmp_path / "b", *argv)
 
 
+@pytest.mark.survive("R4")
 def test_a_second_fit_on_other_examples_is_refused_by_name(tiny, ratings, tmp_path):
     argv = [*COMMON, f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'a'}"]
     argv += [f"--reference_cache={tmp_path / 'cache'}", "--max_steps=2", "--progress=false"]

@@ -249,6 +249,7 @@ def test_a_file_that_is_no_settings_is_refused_with_its_line(config, content, li
     assert refused("--config", file).startswith(f"{file}:{line}: ")
 
 
+@pytest.mark.survive("R7")
 @pytest.mark.parametrize(
     "content, name, line, first",
     [

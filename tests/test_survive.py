@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PARITY, assert_same, numbers, result, train
+from conftest import PARITY, assert_same, numbers, result, start, train
 from safetensors.torch import load_file
 
 import kto
@@ -82,7 +83,7 @@ class Started:
                 os.waitpid(self.pid, 0)
                 raise AssertionError(f"still alive after {within} s")
             time.sleep(0.01)
-        texts = [path.read_text(errors="replace") for path in self.files]
+        texts = [p.read_text(errors="replace") if p.exists() else "" for p in self.files]
         return os.waitstatus_to_exitcode(done[1]), *texts
 
     def signal(self, number) -> None:
@@ -582,14 +583,15 @@ GIVEN = {
     "--kto.desirable_weight=1e308": "kto.desirable_weight: expected less than 1e\\+30",
     "--kto.beta=1e308": "kto.beta: expected less than 1e\\+30",
     "--batch_size=" + "9" * 5000: "batch_size: ",
-    "--config={}/nul.yaml": r"model: expected a path or an id, got 'a\\x00b'",
-    "--out_dir=": "out_dir: expected a path or an id, got ''",
+    "--config={}/nul.yaml": r"model: expected a path in UTF-8 or an id, got 'a\\x00b'",
+    "--out_dir=": "out_dir: expected a path in UTF-8 or an id, got ''",
+    "--out_dir={}/Gr\udcf6\udcdfe": r"out_dir: expected a path in UTF-8 .*Gr\\udcf6\\udcdfe'",
     "--out_dir={}/occupied": "out_dir: .*occupied/eval: File exists",
     "--out_dir={}/latin.jsonl": "out_dir: .*latin.jsonl: ",
     "--reference_cache={}/latin.jsonl": "reference_cache: .*latin.jsonl: File exists",
     "--resume={}/occupied": "resume: .*occupied: ",
     "--model={}/esc\x1b[31mape": r"model: .*esc\\x1b\[31mape",
-    "--eval.check=a\nb\x1b": r"eval.check: expected none or demo, got a\\nb\\x1b$",
+    "--eval.check=a\nb\x1b": r"eval.check: expected none, demo; got a\\nb\\x1b$",
     "--optim.schedule=a\nb": r"optim.schedule: expected cosine, linear, constant; got a\\nb$",
     "--logger=" + "x" * 10000: "logger: expected .* \\.\\.\\. x+$",
 }
@@ -645,12 +647,15 @@ def test_absurdly_many_new_tokens_are_as_many_as_the_context_has_room_for(tiny, 
 
 
 @row("R18")
-def test_a_run_whose_folder_is_not_utf_8_resumes(tiny, ratings, tmp_path):
-    out = tmp_path / os.fsdecode(b"Gr\xf6\xdfe")
+def test_a_run_whose_folder_is_not_ascii_goes_on_by_the_printed_command(
+    tiny, ratings, tmp_path, capfd
+):
+    out = tmp_path / "Größe-日本 [1]"
+    whole = train(tiny, ratings, tmp_path / "whole", *RUN)
     train(tiny, ratings, out, *RUN, "--stop_at=2")
-    argv = ["--config", str(out / "settings.yaml"), "--resume=auto", "--stop_at=3"]
-    train(tiny, ratings, out, *argv)
-    assert lines(out / "metrics.csv") == 4
+    (command,) = re.findall("^  python (.*)$", capfd.readouterr().out, re.M)
+    start("kto", [*shlex.split(command)[1:], "--stop_at=null"])
+    assert_same(result(out), whole)
 
 
 @row("R18")

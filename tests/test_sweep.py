@@ -161,6 +161,28 @@ def test_a_finished_run_of_other_settings_is_not_skipped_in_silence(place, capsy
     assert lines(capsys.readouterr().out)[1] == "1/1  run  skipped, finished with other settings"
 
 
+def test_a_folder_that_cannot_be_read_is_left_out_of_the_report_in_one_line(place, capsys):
+    sweep.main(["kto.py", "--seed", "1,2"])
+    spoilt = Path("out/sweep-kto/seed=1/metrics.csv")
+    for damage in (b"\xff\xfe\x00", b"step,loss\n1,2\n2,3,4\n"):
+        spoilt.write_bytes(damage)
+        Path("out/sweep-kto/report.html").unlink()
+        capsys.readouterr()
+        sweep.main(["kto.py", "--seed", "1,2"])
+        said = [x for x in capsys.readouterr().out.splitlines() if "left out" in x]
+        assert len(said) == 1 and said[0].startswith(f"left out of the report: metrics: {spoilt}: ")
+        assert "seed=2" in Path("out/sweep-kto/report.html").read_text()
+
+
+@pytest.mark.survive("R12")
+def test_a_sweep_goes_on_when_nobody_reads_what_it_prints(place):
+    command = f"{sys.executable} {HERE / 'sweep.py'} kto.py --seed 1,2,3 | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ)
+    assert done.stdout.startswith("1/3  seed=1  finished") and done.stderr == ""
+    folders = Path("out/sweep-kto").glob("*/final")
+    assert len(list(folders)) == 3 and Path("out/sweep-kto/report.html").exists()
+
+
 @pytest.mark.parametrize("how", ["refuse", "early"])
 def test_when_no_run_gets_to_a_step_there_is_no_report(place, how):
     Path("how").write_text(f"1 {how}\n")
