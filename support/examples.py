@@ -83,33 +83,26 @@ def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
 
 
 def _to_arrays(source: str, loaded: Loaded) -> dict[str, np.ndarray]:
-    examples = loaded.examples
-    ids = [x for e in examples for x in (e.prompt, *e.completions)]
-    rewards = [[math.nan if r is None else r for r in e.rewards] for e in examples]
-    extra = [e.extra for e in examples] if examples[0].extra else []
-    where = [e.where.removeprefix(source) for e in examples]
-    text = json.dumps([where, extra, loaded.cuts, loaded.ignored])
+    label, rewards, where, *rest = zip(*(e[2:] for e in loaded.examples))
+    columns = label, rewards, [x[len(source) :] for x in where], *rest
+    ids = [(e.prompt, *e.completions) for e in loaded.examples]
     return dict(
-        tokens=np.concatenate(ids),
-        lengths=np.array([len(x) for x in ids]).reshape(len(examples), -1),
-        numbers=np.array([(e.label, e.weight, *r) for e, r in zip(examples, rewards)]),
-        text=np.frombuffer(text.encode(), np.uint8),
+        tokens=np.concatenate([x for row in ids for x in row]),
+        lengths=np.array([[len(x) for x in row] for row in ids]),
+        text=np.frombuffer(json.dumps([columns, *loaded[1:]]).encode(), np.uint8),
     )
 
 
-def _from_arrays(source: str, tokens, lengths, numbers, text) -> Loaded:
-    n = len(lengths)
+def _from_arrays(source: str, tokens, lengths, text) -> Loaded:
     ends = lengths.cumsum()
     bounds = zip((ends - lengths.ravel()).tolist(), ends.tolist())
-    parts = [tokens[a:b] for a, b in bounds]  # views: together they are one array
-    k = lengths.shape[1]
-    completions = zip(*(parts[i::k] for i in range(1, k))) if k > 1 else [()] * n
-    label, weight, *rewards = numbers.T.tolist()
-    pairs = zip(*([None if math.isnan(r) else r for r in column] for column in rewards))
-    where, extra, cuts, ignored = json.loads(text.tobytes())
-    wheres = (source + x for x in where)
-    rest = (map(bool, label), pairs, wheres, weight, extra or ({} for _ in range(n)))
-    return Loaded(list(map(Example, parts[::k], completions, *rest)), Counter(cuts), tuple(ignored))
+    parts = zip(*[(tokens[a:b] for a, b in bounds)] * lengths.shape[1])  # views of one array
+    columns, cuts, ignored = json.loads(text.tobytes())
+    examples = [
+        Example(row[0], row[1:], label, tuple(rewards), source + where, *rest)
+        for row, label, rewards, where, *rest in zip(parts, *columns)
+    ]
+    return Loaded(examples, Counter(cuts), tuple(ignored))
 
 
 def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
@@ -234,13 +227,20 @@ def split(examples: list[Example], parts: str) -> list[list[Example]]:
     return out
 
 
+def _numbered(arrays) -> np.ndarray:
+    """Equal ones have equal numbers."""
+    seen: dict[bytes, int] = {}
+    return np.array([seen.setdefault(x.tobytes(), len(seen)) for x in arrays])
+
+
 def table(name: str, examples: list[Example], cuts: Counter, ignored: tuple = ()) -> str:
     """What is about to be learned from, for a person to read before it starts."""
     n, k = len(examples), len(examples[0].completions)
     if k == 0:
         return f"{name}: {n:,} prompts, longest {max(len(e.prompt) for e in examples)} tokens"
     good = sum(e.label for e in examples)
-    n_prompts = len({e.keys[0] for e in examples})
+    prompt = _numbered(e.prompt for e in examples)
+    n_prompts = prompt.max() + 1
     lines = [f"{name}: {n:,} {'pairs' if k == 2 else 'examples'} of {n_prompts:,} prompts"]
     if k == 1:
         lines[0] += f", {good:,} desirable, {n - good:,} undesirable"
@@ -249,11 +249,11 @@ def table(name: str, examples: list[Example], cuts: Counter, ignored: tuple = ()
     for what, lengths in (("prompt", prompts), ("completion", completions)):
         median, high, most = np.percentile(lengths, [50, 95, 100]).astype(int)
         lines.append(f"  {what} tokens: median {median}, 95% below {high}, longest {most}")
-    distinct = Counter((*e.keys, e.label, e.completions[-1].tobytes()) for e in examples)
-    labels: dict[tuple, set] = {}
-    for e in examples:
-        labels.setdefault(e.keys, set()).add(e.label)
-    contradictions = sum(len(x) > 1 for x in labels.values())
+    first, *more = (_numbered(e.completions[i] for e in examples) for i in range(k))
+    pair = np.unique(prompt * n + first, return_inverse=True)[1]
+    rated = pair * 2 + [e.label for e in examples]
+    distinct, ratings = (set(x.tolist()) for x in (sum(more) + rated * n, rated))
+    contradictions = len(ratings) - len({r // 2 for r in ratings})
     counts = {"duplicates": n - len(distinct), "contradictions": contradictions, **cuts}
     lines.append("  " + ", ".join(f"{v:,} {what}" for what, v in counts.items()))
     if ignored:

@@ -466,7 +466,7 @@ ODD = {
     "micro_batch_size": 2, "no_grad_tokens": 9, "val_interval": 2, "save_interval": 1e-3, "keep_best": "loss",
     "logger": "wandb", "project": "Größe 'x'\n", "progress": False, "deterministic": True, "strategy": "ddp",
     "data.val": "-v", "data.test": "on", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
-    "data.chat_template": "", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["head"], "optim.lr": 1e-7,
+    "data.date": "2026-01-31", "data.columns": "prompt=q", "data.chat_template": "", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["head"], "optim.lr": 1e-7,
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
     "eval.cache_gb": 0.5, "kto.sft_average_logps": False, "reference_cache": "~/c", "activation_checkpointing": True,
     "stop_at": 5, "examples_at": 3, "debug": True, "eval.check_interval": 0.5, "data.extra": "a,b", "eval.stop": ["\n"],
