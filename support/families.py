@@ -68,7 +68,8 @@ def must(c: dict, **fields) -> None:
     """Refuse a field that has another value than the one that we compute."""
     for name, value in fields.items():
         if c.get(name) not in (None, value):
-            raise BadInput(f"config.json: {name}: {c[name]} is not supported, only {value}")
+            only = "" if value is None else f", only {value}"
+            raise BadInput(f"config.json: {name}: {c[name]} is not supported{only}")
 
 
 def _first(c: dict, names: str, default=None):

@@ -78,7 +78,7 @@ def _download(source: str, folder: Path, what: str) -> Path:
 
 def layers(folder: Path) -> list[Path]:
     """The checkpoints and adapters on top of a base, in order."""
-    return sorted(folder.glob("on-top-*"))
+    return [link.resolve() for link in sorted(folder.glob("on-top-*"))]
 
 
 def _on_top(base: Path, folder: Path) -> Path:
@@ -212,8 +212,7 @@ def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | N
     if not any("lora_" in n for n in saved):
         return {n: x.to(dtype) for n, x in (state | saved).items()}
     run = json.loads((folder / "state.json").read_text())["run"]
-    iterations = folder.resolve().parent.parent / "iterations"
-    base = iterations / str(run["iteration"]) / "weights.safetensors"
+    base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
         state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
     lora = Lora(**yaml.safe_load((folder / "settings.yaml").read_text())["lora"])

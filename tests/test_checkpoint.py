@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import PARITY, assert_same, killed, numbers, ranks, train
+from models import gpt2_from_hf
 from safetensors.torch import load_file
 
 import kto
@@ -22,7 +23,6 @@ from support.cli import parse
 from support.devices import Stop
 from support.errors import BadInput, Failed, run_cli
 from support.settings import Run
-from support.weights import gpt2_from_hf
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=2", "--precision=32-true")  # fmt: skip

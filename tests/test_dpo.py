@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PARITY, ranks, train
+from models import gpt2_from_hf
 from safetensors.torch import load_file
 from test_kto import POLICY, REF, Table, sigmoid, trainer_of
 from test_kto import score as score_batch
@@ -17,7 +18,6 @@ import dpo
 import model
 from support.errors import BadInput
 from support.examples import Example
-from support.weights import gpt2_from_hf
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "dpo.json").read_text())}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import PARITY, assert_same, train
 from lightning.fabric import Fabric
+from models import gpt2_from_hf
 from safetensors.torch import load_file
 
 import kto
@@ -19,7 +20,6 @@ from support.checkpoint import RunState
 from support.errors import Failed
 from support.examples import Example
 from support.metrics import auc
-from support.weights import gpt2_from_hf
 from train import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import HF, made, ragged, same, shaken
+from models import HF, gpt2_from_hf, made, ragged, same, shaken
 from torch import nn
 
 import model
 from data import pack
 from support.settings import Lora
-from support.weights import gpt2_from_hf
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ import conftest
 import pytest
 import torch
 from conftest import PARITY, assert_same, ranks, train
+from models import gpt2_from_hf
 from safetensors.torch import load_file, save_file
 
 import kto
 import model
 from support import checkpoint
 from support.errors import BadInput, Failed, run_cli
-from support.weights import gpt2_from_hf
 from train import Trainer
 
 # 10 steps of 7 from 24 examples (3 an epoch): not 7 by 2 or 3, not 24 by 7, not 10 by 3 divides
