@@ -28,7 +28,7 @@ def adapter_arguments(lora: Lora | None, names: dict | None) -> dict:
         return {}
     here = {p: names[p] if names else "" for p in GROUPS if not names or p in names}
     chosen = set()
-    for target in [lora.targets] if isinstance(lora.targets, str) else lora.targets:
+    for target in lora.targets.split(",") if isinstance(lora.targets, str) else lora.targets:
         every = here.keys() - {"lm_head"} if target == "all-linear" else set()
         found = every | {p for p, n in here.items() if GROUPS[p] == target or _ends(n, target)}
         if not found:
