@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import model
 from data import pack
 from support.errors import BadInput
-from support.families import read_config
+from support.families import TABLE, read_config
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
