@@ -56,7 +56,8 @@ def fetch(source: str, what: str = "model") -> Path:
         return _on_top(fetch(base, what), folder)
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())
-        return _on_top(fetch(config.get("base_model_name_or_path") or "", what), folder)
+        base = config.get("base_model_name_or_path") or "(adapter_config.json names no base)"
+        return _on_top(fetch(base, what), folder)
     return folder
 
 
