@@ -42,8 +42,8 @@ def fetch(source: str, what: str = "model") -> Path:
     checkpoint's or PEFT's is made of links: its base, and itself on top. `what`: the setting's
     name, for messages."""
     folder = local(source)
-    is_run = (folder / "settings.yaml").exists() and not (folder / "config.json").exists()
-    if is_run and not (folder / "state.json").exists():
+    here = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
+    if "settings.yaml" in here and not here & {"config.json", "state.json"}:
         if not (folder / "final").is_dir():
             why = "a run without a `final` folder: resume it, or name one of its checkpoints"
             raise BadInput(f"{what}: {source}: {why}")
@@ -52,8 +52,8 @@ def fetch(source: str, what: str = "model") -> Path:
     if (folder / "state.json").exists():
         if fault := verify(folder):
             raise BadInput(f"{what}: {folder}: {fault}")
-        base = yaml.safe_load((folder / "settings.yaml").read_text())["model"]
-        return _on_top(fetch(base, what), folder)
+        settings = yaml.safe_load((folder / "settings.yaml").read_text())
+        return _on_top(fetch(settings["model"], what), folder)
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())
         base = config.get("base_model_name_or_path") or "(adapter_config.json names no base)"
@@ -132,20 +132,19 @@ def is_transposed(name: str) -> bool:
 
 
 def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
-    """(litgpt Config arguments, config.json with tie_word_embeddings filled in, names of the
-    weights; None: litgpt's own) of a Hugging Face or litgpt folder. Raises BadInput."""
+    """See read_config; of a litgpt folder, where names of weights are None, too."""
     if not all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml")):
         return read_config(folder)
-    arguments, file = yaml.safe_load((folder / "model_config.yaml").read_text()), "config.json"
-    config = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    arguments = yaml.safe_load((folder / "model_config.yaml").read_text())
+    config, file = {}, folder / "config.json"
+    if file.exists():
+        config = json.loads(file.read_text())
     tied = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
     return arguments, {"tie_word_embeddings": tied} | config, None
 
 
 def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: torch.dtype) -> None:
-    """Put weights into a model on the meta device, adapters excepted. A head that is tied becomes
-    one matrix with the embedding again: of two, both would be trained and one lost on export.
-    `source`: see read_source. Raises KeyError or BadInput."""
+    """Put weights into a model on the meta device, adapters excepted. Raises KeyError, BadInput."""
     arguments, config, names = source
     shapes = plain_names(dict(model.named_parameters()))
     if tied := config["tie_word_embeddings"]:
@@ -153,7 +152,10 @@ def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: tor
         if getattr(model.lm_head, "r", 0):
             raise BadInput("lora.targets: head: this model's head is tied to its embedding")
     where = layout(model.config, names, shapes) if names else {}
-    state = _from_hf(folder, where, shapes, dtype) if names else _from_litgpt(folder, dtype)
+    if names:
+        state = _from_hf(folder, where, shapes, dtype)
+    else:
+        state = _from_litgpt(folder, dtype)
     for layer in layers(folder):
         if not (layer / "adapter_config.json").exists():
             state = _with_checkpoint(state, layer, arguments, names)
@@ -163,8 +165,9 @@ def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: tor
             _put(state, where[canonical(name)], x, add=True)
     _refuse(shapes.keys() - state.keys(), state.keys() - shapes.keys() - {"lm_head.weight"})
     model.load_state_dict(state, strict=False, assign=True)
-    if tied:
-        getattr(model.lm_head, "linear", model.lm_head).weight = model.transformer.wte.weight
+    if tied:  # one matrix again: of two, both would be trained and one lost on export
+        head = getattr(model.lm_head, "linear", model.lm_head)
+        head.weight = model.transformer.wte.weight
 
 
 def _refuse(missing, unknown) -> None:
@@ -200,8 +203,10 @@ def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dic
 
 def _put(state: dict, pieces: list, x: torch.Tensor, add: bool = False) -> None:
     """A tensor of Hugging Face's, not transposed any more, into its places."""
-    sizes, width = [b - a for _, a, b in pieces], state[pieces[0][0]].shape[1:]
-    if x.shape != (expected := (sum(sizes), *width)):
+    sizes = [b - a for _, a, b in pieces]
+    width = state[pieces[0][0]].shape[1:]
+    expected = (sum(sizes), *width)
+    if x.shape != expected:
         raise KeyError(f"size mismatch for {pieces[0][0]}: {tuple(x.shape)}, not {expected}")
     for (n, a, b), part in zip(pieces, x.split(sizes)):
         state[n][a:b] = state[n][a:b] + part if add else part
@@ -209,14 +214,16 @@ def _put(state: dict, pieces: list, x: torch.Tensor, add: bool = False) -> None:
 
 def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | None) -> dict:
     """What a run has trained, its adapters merged."""
-    saved, dtype = load_file(folder / "weights.safetensors"), next(iter(state.values())).dtype
+    saved = load_file(folder / "weights.safetensors")
+    dtype = next(iter(state.values())).dtype
     if not any("lora_" in n for n in saved):
         return {n: x.to(dtype) for n, x in (state | saved).items()}
     run = json.loads((folder / "state.json").read_text())["run"]
     base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
         state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
-    lora = Lora(**yaml.safe_load((folder / "settings.yaml").read_text())["lora"])
+    settings = yaml.safe_load((folder / "settings.yaml").read_text())
+    lora = Lora(**settings["lora"])
     with torch.device("meta"):
         adapters = adapter_arguments(lora, names)
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**arguments, **adapters))
@@ -235,8 +242,10 @@ def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> No
     for theirs, pieces in layout(litgpt.Config(**arguments), names, state).items():
         x = torch.cat([state[n][a:b] for n, a, b in pieces])
         name, kind = known.get(theirs, (theirs, x.dtype))
-        kind = torch.float32 if dtype == "float32" else kind
-        x = x if x.dtype == torch.float64 else x.to(kind)  # only a run in 64-true has float64
+        if dtype == "float32":
+            kind = torch.float32
+        if x.dtype != torch.float64:  # which only a run in 64-true has
+            x = x.to(kind)
         weights[name] = x.T if is_transposed(name) else x
     kind = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     weights |= {n: x[:] for n, x in stored(source) if OTHERS.fullmatch(n)}
@@ -244,7 +253,8 @@ def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> No
     save_torch_state_dict(weights, out, max_shard_size=MAX_SHARD)
     for file in out.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates it for its owner only
-    config |= dict(dtype=kind, torch_dtype=kind, tie_word_embeddings="lm_head.weight" not in state)
+    config |= dict(dtype=kind, torch_dtype=kind)
+    config["tie_word_embeddings"] = "lm_head.weight" not in state
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in source.iterdir():
         if source != out and (TOKENS.match(file.name) or BESIDES.match(file.name)):
