@@ -23,7 +23,8 @@ def main(argv=None) -> None:
     out = args.out or args.checkpoint.parent.parent / args.checkpoint.name
     if out.exists():
         raise BadInput(f"out: {out}: is there already")
-    export_checkpoint(args.checkpoint, out, args.dtype)
+    export_checkpoint(args.checkpoint, tmp := out.with_name(f".{out.name}.tmp"), args.dtype)
+    tmp.rename(out)
     print(f"exported to {out}")
 
 

@@ -316,34 +316,34 @@ class Lifecycle:
 
     def _export(self) -> None:
         """`final`, with LoRA `final_adapter` in PEFT's format, and `best`."""
-        cfg, module, fabric = self.cfg, self.policy.module, self.fabric
+        cfg, fabric, state = self.cfg, self.fabric, self.state
+        module, source = self.policy.module, self.folder
         weights = self.weights()
 
         def final(tmp):
-            notes = _notes(dump(cfg), self.state, self.out)
-            merged = merge_adapters(weights, module)
-            export(merged, self.folder, tmp, cfg.export_dtype, notes)
+            notes = _notes(dump(cfg), state, self.out)
+            export(merge_adapters(weights, module), source, tmp, cfg.export_dtype, notes)
+
+        def adapter(tmp):
+            base = str(source.resolve()) if local(cfg.model).exists() else cfg.model
+            export_adapter(weights, tmp, module, source, base, cfg.lora)
+
+        def best(tmp):
+            export_checkpoint(kept, tmp, cfg.export_dtype)
 
         checkpoint.publish(fabric, final, self.out / "final")
-        if cfg.lora.rank and self._adapts_the_source(weights):
-            base = str(self.folder.resolve()) if local(cfg.model).exists() else cfg.model
-            args = module, self.folder, base, cfg.lora
-            adapter = self.out / "final_adapter"
-            checkpoint.publish(fabric, lambda tmp: export_adapter(weights, tmp, *args), adapter)
-        best = self.out / "checkpoints" / f"step-{self.state.best_step or 0:08d}"
-        if best.is_dir():
-            args = self.out / "best", cfg.export_dtype
-            checkpoint.publish(fabric, lambda tmp: export_checkpoint(best, tmp, args[1]), args[0])
-
-    def _adapts_the_source(self, weights: dict) -> bool:
-        """Whether PEFT can put the adapters on the model that the run started from."""
-        base = {n: x for n, x in weights.items() if "lora_" not in n}
-        moved = self.state.iteration > 1 and self.fabric.broadcast(
-            bool(base) and weights_fingerprint(base) != self.state.identity["model weights"]
-        )
-        if moved or layers(self.folder):
-            say("no final_adapter: the adapters' base is no folder of its own")
-        return not moved and not layers(self.folder)
+        if cfg.lora.rank:  # PEFT needs a folder of the base; SPIN folds earlier adapters in
+            base = {n: x for n, x in weights.items() if "lora_" not in n}
+            moved = (
+                state.iteration > 1 and weights_fingerprint(base) != state.identity["model weights"]
+            )
+            if fabric.broadcast(bool(moved or layers(source))):
+                say("no final_adapter: its base is not the model's own folder")
+            else:
+                checkpoint.publish(fabric, adapter, self.out / "final_adapter")
+        kept = self.out / "checkpoints" / f"step-{state.best_step or 0:08d}"
+        if fabric.broadcast(kept.is_dir()):
+            checkpoint.publish(fabric, best, self.out / "best")
 
     def _same_base(self, found: Path) -> bool:
         """Adapters of an earlier iteration of SPIN belong on another base than this one's."""

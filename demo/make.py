@@ -149,7 +149,8 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     torch.manual_seed(1)
     tokenizer = tokens.Tokenizer(folder)
     config = CONFIG | {"vocab_size": tokenizer.n_vocab}
-    sizes = weights.FAMILIES["gpt2"][0](config) | {"padded_vocab_size": tokenizer.n_vocab}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    sizes, *_ = weights.read_config(folder)
     gpt = model.GPT(litgpt.Config(**sizes))
     gpt.apply(gpt._init_weights)
     gpt.lm_head.weight = gpt.transformer.wte.weight
@@ -165,7 +166,6 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
         optimizer.zero_grad()
         if step % 250 == 0:
             print(f"step {step}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     weights.export({k: p.detach() for k, p in gpt.unique_parameters().items()}, folder, folder)
 
 

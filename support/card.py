@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is, from what, on which data, how it scored."""
+"""README.md of an exported model."""
 
 import csv
 from pathlib import Path
@@ -10,10 +10,13 @@ from support.cli import dotted
 
 
 def model_card(settings: str, state: RunState, run: Path) -> str:
-    """`settings`: YAML of the run in the folder `run`, of which the model is the step in `state`."""
-    cfg, program = yaml.safe_load(settings), Path(state.program).stem
-    given = "\n".join(f"| {name} | {value} |" for name, value in dotted(cfg) if value is not None)
-    data = state.identity.get("data (token ids and labels)", "")
+    """What it is, from what, on which data, with which scores and settings (YAML), of a run's step."""
+    cfg, program, rows = yaml.safe_load(settings), Path(state.program).stem, []
+    if (run / "val.csv").exists():
+        rows = list(csv.DictReader((run / "val.csv").read_text().splitlines()))
+    scored = [row for row in rows if int(row["step"]) <= state.step][-1:]
+    facts = [*(x for row in scored for x in row.items()), *dotted(cfg)]
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts if value not in (None, ""))
     return f"""---
 library_name: transformers
 tags: [{program}, preference-tuning]
@@ -22,23 +25,9 @@ tags: [{program}, preference-tuning]
 # {Path(cfg["model"]).name}, tuned by {program}.py
 
 Started from `{cfg["model"]}`, trained for {state.step} steps on `{cfg["data"]["train"]}`
-(fingerprint of token ids and labels: `{data}`).
+(fingerprint of its token ids and labels: `{state.identity.get("data (token ids and labels)")}`).
 
-{_scores(run / "val.csv", state.step)}## Settings
-
-| setting | value |
+| last validation, then settings | |
 | --- | --- |
-{given}
+{table}
 """
-
-
-def _scores(file: Path, step: int) -> str:
-    """The last validation up to this step."""
-    if not file.exists():
-        return ""
-    with open(file, newline="") as f:
-        rows = [row for row in csv.DictReader(f) if int(row["step"]) <= step]
-    if not rows:
-        return ""
-    cells = "\n".join(f"| {k} | {v} |" for k, v in rows[-1].items() if v)
-    return f"## Validation\n\n| metric | value |\n| --- | --- |\n{cells}\n\n"

@@ -1,7 +1,7 @@
 """What config.json says, as litgpt's Config; where a weight lies. The table is families.yaml.
 
 Every field that changes what a model computes is read, or must have the one value that litgpt's
-block computes. What a file leaves out has transformers' default.
+block computes.
 """
 
 import json
@@ -21,7 +21,7 @@ FIELDS = dict(
     n_layer="num_hidden_layers n_layer",
     n_embd="hidden_size n_embd",
     n_head="num_attention_heads n_head",
-    norm_eps="rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    norm_eps="layer_norm_eps layer_norm_epsilon",  # of a LayerNorm
     vocab_size="vocab_size",
 )
 OPTIONAL = dict(
@@ -88,7 +88,8 @@ def must(c: dict, **fields) -> None:
     """Refuse a field that has another value than the one that we compute."""
     for name, value in fields.items():
         if c.get(name) not in (None, value):
-            raise BadInput(f"config.json: {name}: {c[name]} is not supported, only {value}")
+            only = "" if value is None else f", only {value}"
+            raise BadInput(f"config.json: {name}: {c[name]} is not supported{only}")
 
 
 def _first(c: dict, names: str, default=None):
@@ -97,13 +98,17 @@ def _first(c: dict, names: str, default=None):
 
 
 def _common(c: dict, family: dict) -> dict:
-    out = family["fixed"] | {k: _first(c, names) for k, names in (FIELDS | OPTIONAL).items()}
+    out, fields = dict(family["fixed"]), FIELDS | OPTIONAL
+    if out["norm_class_name"] == "RMSNorm":
+        fields["norm_eps"] = "rms_norm_eps"
+    out |= {k: _first(c, names) for k, names in fields.items()}
     for missing in (k for k in FIELDS if out[k] is None):
-        raise KeyError(" or ".join(FIELDS[missing].split()))
-    fields = "hidden_act" if c["model_type"] == "gemma" else ACTIVATIONS
-    act, gated = _first(c, fields, "silu"), out["mlp_class_name"].startswith("LLaMA")
+        raise KeyError(" or ".join(fields[missing].split()))
+    names = "hidden_act" if c["model_type"] == "gemma" else ACTIVATIONS
+    act = _first(c, names, "silu")
+    gated = out["mlp_class_name"].startswith("LLaMA")
     if act not in (["silu"] if gated else GELUS):
-        field = next(x for x in fields.split() if c.get(x))
+        field = next(x for x in names.split() if c.get(x))
         raise BadInput(f"config.json: {field}: {act} is not supported")
     out |= dict(padded_vocab_size=c["vocab_size"], gelu_approximate=GELUS.get(act, "none"))
     rope = _rope(c) if out["rotary_percentage"] else {}
@@ -122,13 +127,15 @@ def _granite(c: dict) -> dict:
 
 
 def _smollm3(c: dict) -> dict:
-    n, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
+    n = c["num_hidden_layers"]
+    every = c["no_rope_layer_interval"]
     turned = c.get("no_rope_layers") or [(i + 1) % every for i in range(n)]
     return _biases(c) | dict(rope_indices=[int(not x) for x in turned])
 
 
 def _gemma2(c: dict) -> dict:
-    n, every = c["num_hidden_layers"], _first(c, "_sliding_window_pattern sliding_window_pattern")
+    n = c["num_hidden_layers"]
+    every = _first(c, "_sliding_window_pattern sliding_window_pattern")
     local = [x == "sliding_attention" for x in c.get("layer_types") or ()]
     local = local or [(i + 1) % every != 0 for i in range(n)]
     return dict(sliding_window_indices=[int(x) for x in local])
@@ -136,18 +143,22 @@ def _gemma2(c: dict) -> dict:
 
 def _gemma3(c: dict) -> dict:
     """Its local layers turn by another base."""
-    both, local = c.get("rope_parameters") or {}, _gemma2(c)
-    whole, near = (both.get(f"{x}_attention") or {} for x in ("full", "sliding"))
+    both = c.get("rope_parameters") or {}
+    whole = both.get("full_attention") or {}
+    near = both.get("sliding_attention") or {}
     must(near, rope_type="default")
     base = near.get("rope_theta") or c["rope_local_base_freq"]
     rope = _rope({"rope_theta": 1e6} | c | {"rope_parameters": whole})
+    local = _gemma2(c)
     indices = local["sliding_window_indices"]
     return local | rope | dict(rope_indices=indices, rope_local_base_freq=base)
 
 
 def _falcon(c: dict) -> dict:
-    new, heads = c.get("new_decoder_architecture"), c["num_attention_heads"]
-    groups = (c.get("num_kv_heads") or heads) if new else 1 if c["multi_query"] else heads
+    heads = c["num_attention_heads"]
+    groups = 1 if c["multi_query"] else heads
+    if new := c.get("new_decoder_architecture"):
+        groups = c.get("num_kv_heads") or heads
     two = new and c.get("num_ln_in_parallel_attn") in (None, 2)
     return dict(n_query_groups=groups, shared_attention_norm=not two)
 
@@ -165,7 +176,8 @@ def _rope(c: dict) -> dict:
     tables: the context becomes the original one, up to which the short one holds."""
     found = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or found
-    kind, adjustments = _first(scaling, "rope_type type", "default"), None
+    kind = _first(scaling, "rope_type type", "default")
+    adjustments = None
     out = dict(rope_base=_first(c | found | scaling, "rope_theta rotary_emb_base", 10000))
     rotary = _first(c | found, "partial_rotary_factor rotary_pct")
     out |= {} if rotary is None else dict(rotary_percentage=rotary)
@@ -195,7 +207,8 @@ def rope_tables(gpt) -> tuple[torch.Tensor, torch.Tensor]:
         angle = torch.outer(torch.arange(config.block_size).float(), theta).repeat(1, 2)
         cos, sin = (f(angle) * more["attention_factor"] for f in (torch.cos, torch.sin))
     if config.rope_indices and cos.dim() == 2:  # SmolLM3: layers without positions
-        cos, sin = torch.stack((cos, cos**0), -1), torch.stack((sin, sin * 0), -1)
+        cos = torch.stack((cos, cos**0), -1)
+        sin = torch.stack((sin, sin * 0), -1)
     return cos, sin
 
 
@@ -205,8 +218,10 @@ def rope_tables(gpt) -> tuple[torch.Tensor, torch.Tensor]:
 def layout(config, names: dict, shapes: dict) -> dict[str, list[tuple[str, int, int]]]:
     """Hugging Face's name -> [(litgpt's name, first row, end)]: what it holds, one below the other.
     `shapes`: tensors by litgpt's names. GPT-NeoX and Falcon have q, k, v of a group together."""
-    groups, out = config.n_query_groups, {}
-    q, kv = config.n_head * config.head_size, groups * config.head_size
+    out = {}
+    groups = config.n_query_groups
+    q = config.n_head * config.head_size
+    kv = groups * config.head_size
     heads = [("attn.q", 0, q), ("attn.k", q, kv), ("attn.v", q + kv, kv)]
     by_group = names["attn.q"].endswith("query_key_value")
     for name, x in shapes.items():

@@ -28,7 +28,7 @@ def adapter_arguments(lora: Lora | None, names: dict | None) -> dict:
         return {}
     here = {p: names[p] if names else "" for p in GROUPS if not names or p in names}
     chosen = set()
-    for target in [lora.targets] if isinstance(lora.targets, str) else lora.targets:
+    for target in lora.targets.split(",") if isinstance(lora.targets, str) else lora.targets:
         every = here.keys() - {"lm_head"} if target == "all-linear" else set()
         found = every | {p for p, n in here.items() if GROUPS[p] == target or _ends(n, target)}
         if not found:
@@ -128,16 +128,18 @@ def _blocks(state: dict, model: nn.Module) -> dict:
 # ---- PEFT's files --------------------------------------------------------------------------------
 
 
+# fields of PEFT's that make another method of LoRA where they are set
+VARIANT = re.compile("use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias")
+
+
 def read_adapter(folder: Path):
     """(name of a weight, what is added to it, rows x columns) of a PEFT folder. Raises BadInput."""
     try:
         c = json.loads((folder / "adapter_config.json").read_text())
-        # other starts change the base; other fields, what is computed with it
-        start = c.get("init_lora_weights")
+        start = c.get("init_lora_weights")  # other starts change the base
         c |= {"init_lora_weights": start in (None, True, False, "gaussian") or start}
-        must(c, init_lora_weights=True, peft_type="LORA", use_dora=False, bias="none")
-        must(c, use_qalora=False, alora_invocation_tokens=None, layer_replication=None)
-        must(c, modules_to_save=None)
+        other = {k: None for k in c if c[k] and VARIANT.match(k)}
+        must(c, peft_type="LORA", bias="none", init_lora_weights=True, **other)
         tensors = load_file(folder / "adapter_model.safetensors")
         for key, a in tensors.items():
             name = re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", key)

@@ -42,8 +42,8 @@ def fetch(source: str, what: str = "model") -> Path:
     checkpoint's or PEFT's is made of links: its base, and itself on top. `what`: the setting's
     name, for messages."""
     folder = local(source)
-    is_run = (folder / "settings.yaml").exists() and not (folder / "config.json").exists()
-    if is_run and not (folder / "state.json").exists():
+    here = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
+    if "settings.yaml" in here and not here & {"config.json", "state.json"}:
         if not (folder / "final").is_dir():
             why = "a run without a `final` folder: resume it, or name one of its checkpoints"
             raise BadInput(f"{what}: {source}: {why}")
@@ -52,11 +52,12 @@ def fetch(source: str, what: str = "model") -> Path:
     if (folder / "state.json").exists():
         if fault := verify(folder):
             raise BadInput(f"{what}: {folder}: {fault}")
-        base = yaml.safe_load((folder / "settings.yaml").read_text())["model"]
-        return _on_top(fetch(base, what), folder)
+        settings = yaml.safe_load((folder / "settings.yaml").read_text())
+        return _on_top(fetch(settings["model"], what), folder)
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())
-        return _on_top(fetch(config.get("base_model_name_or_path") or "", what), folder)
+        base = config.get("base_model_name_or_path") or "(adapter_config.json names no base)"
+        return _on_top(fetch(base, what), folder)
     several = "model.safetensors.index.json"
     weights = several if (folder / several).exists() else "model.safetensors"
     known = (folder / "manifest.json").exists()
@@ -84,7 +85,7 @@ def _download(source: str, folder: Path, what: str) -> Path:
 
 def layers(folder: Path) -> list[Path]:
     """The checkpoints and adapters on top of a base, in order."""
-    return sorted(folder.glob("on-top-*"))
+    return [link.resolve() for link in sorted(folder.glob("on-top-*"))]
 
 
 def _on_top(base: Path, folder: Path) -> Path:
@@ -137,8 +138,7 @@ def is_transposed(name: str) -> bool:
 
 
 def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
-    """(litgpt Config arguments, config.json with tie_word_embeddings filled in, names of the
-    weights; None: litgpt's own) of a Hugging Face or litgpt folder. Raises BadInput."""
+    """See read_config; of a litgpt folder, where names of weights are None, too."""
     if not all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml")):
         return read_config(folder)
     file, other = folder / "model_config.yaml", folder / "config.json"
@@ -149,9 +149,7 @@ def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
 
 
 def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: torch.dtype) -> None:
-    """Put weights into a model on the meta device, adapters excepted. A head that is tied becomes
-    one matrix with the embedding again: of two, both would be trained and one lost on export.
-    `source`: see read_source. Raises KeyError or BadInput."""
+    """Put weights into a model on the meta device, adapters excepted. Raises KeyError, BadInput."""
     arguments, config, names = source
     shapes = plain_names(dict(model.named_parameters()))
     if tied := config["tie_word_embeddings"]:
@@ -159,7 +157,10 @@ def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: tor
         if getattr(model.lm_head, "r", 0):
             raise BadInput("lora.targets: head: this model's head is tied to its embedding")
     where = layout(model.config, names, shapes) if names else {}
-    state = _from_hf(folder, where, shapes, dtype) if names else _from_litgpt(folder, dtype)
+    if names:
+        state = _from_hf(folder, where, shapes, dtype)
+    else:
+        state = _from_litgpt(folder, dtype)
     for layer in layers(folder):
         if not (layer / "adapter_config.json").exists():
             state = _with_checkpoint(state, layer, arguments, names)
@@ -206,8 +207,10 @@ def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dic
 
 def _put(state: dict, pieces: list, x: torch.Tensor, add: bool = False) -> None:
     """A tensor of Hugging Face's, not transposed any more, into its places."""
-    sizes, width = [b - a for _, a, b in pieces], state[pieces[0][0]].shape[1:]
-    if x.shape != (expected := (sum(sizes), *width)):
+    sizes = [b - a for _, a, b in pieces]
+    width = state[pieces[0][0]].shape[1:]
+    expected = (sum(sizes), *width)
+    if x.shape != expected:
         raise KeyError(f"size mismatch for {pieces[0][0]}: {tuple(x.shape)}, not {expected}")
     for (n, a, b), part in zip(pieces, x.split(sizes)):
         state[n][a:b] = state[n][a:b] + part if add else part
@@ -219,11 +222,11 @@ def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | N
     if not any("lora_" in n for n in saved):
         return {n: x.to(dtype) for n, x in (state | saved).items()}
     run = json.loads((folder / "state.json").read_text())["run"]
-    iterations = folder.resolve().parent.parent / "iterations"
-    base = iterations / str(run["iteration"]) / "weights.safetensors"
+    base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
         state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
-    lora = Lora(**yaml.safe_load((folder / "settings.yaml").read_text())["lora"])
+    settings = yaml.safe_load((folder / "settings.yaml").read_text())
+    lora = Lora(**settings["lora"])
     with torch.device("meta"):
         adapters = adapter_arguments(lora, names)
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**arguments, **adapters))
@@ -242,8 +245,10 @@ def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> No
     for theirs, pieces in layout(litgpt.Config(**arguments), names, state).items():
         x = torch.cat([state[n][a:b] for n, a, b in pieces])
         name, kind = known.get(theirs, (theirs, x.dtype))
-        kind = torch.float32 if dtype == "float32" else kind
-        x = x if x.dtype == torch.float64 else x.to(kind)  # only a run in 64-true has float64
+        if dtype == "float32":
+            kind = torch.float32
+        if x.dtype != torch.float64:  # which only a run in 64-true has
+            x = x.to(kind)
         weights[name] = x.T if is_transposed(name) else x
     kind = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     weights |= {n: x[:] for n, x in stored(source) if OTHERS.fullmatch(n)}
@@ -251,7 +256,8 @@ def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> No
     save_torch_state_dict(weights, out, max_shard_size=MAX_SHARD)
     for file in out.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates it for its owner only
-    config |= dict(dtype=kind, torch_dtype=kind, tie_word_embeddings="lm_head.weight" not in state)
+    config |= dict(dtype=kind, torch_dtype=kind)
+    config["tie_word_embeddings"] = "lm_head.weight" not in state
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copy_files(source, out)
     for name, text in notes:

@@ -53,6 +53,26 @@ def made(config, folder: Path) -> nn.Module:
     return hf
 
 
+GPT2_NAMES = {
+    "wte": "transformer.wte", "wpe": "transformer.wpe",
+    "ln_1": "norm_1", "ln_2": "norm_2",
+    "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj",
+    "mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj",
+    "ln_f": "transformer.ln_f", "lm_head": "lm_head",
+}  # fmt: skip
+
+
+def gpt2_from_hf(config, state, weights):
+    """GPT-2's weights by our names, without the code that the program uses for it."""
+    for name, x in weights.items():
+        name = name.removeprefix("transformer.")
+        layer, part, kind = re.fullmatch(r"(h\.\d+\.)?(.+)\.(weight|bias)", name).groups()
+        prefix = f"transformer.{layer}" if layer else ""
+        x = x.T.contiguous() if ".c_" in part and kind == "weight" else x
+        state[f"{prefix}{GPT2_NAMES[part]}.{kind}"] = x
+    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
+
+
 def logits(gpt, ids) -> torch.Tensor:
     """Next-token logits at all positions; a completion of one token adds no input."""
     batch = pack([np.array(ids)], [(np.array(ids[:1]),)])

@@ -267,7 +267,7 @@ def test_every_name_has_one_in_gguf(full):
 
 
 def test_lm_eval_scores_the_folder(full, tmp_path):
-    lm_eval = pytest.importorskip("lm_eval")
+    lm_eval, tasks = pytest.importorskip("lm_eval"), pytest.importorskip("lm_eval.tasks")
     rows = [{"text": "a b c"}, {"text": "d e f"}]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"test": str(tmp_path / "own.jsonl")}
@@ -277,7 +277,7 @@ def test_lm_eval_scores_the_folder(full, tmp_path):
         metric_list=[{"metric": "word_perplexity"}],
     )  # fmt: skip
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(task))
-    tasks = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    tasks = tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
     given = f"pretrained={full / 'final'},dtype=float32"
     found = lm_eval.simple_evaluate(
         "hf", given, tasks=["own"], task_manager=tasks, device="cpu", bootstrap_iters=0

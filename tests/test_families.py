@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import model
 from data import pack
 from support.errors import BadInput
-from support.families import read_config
+from support.families import TABLE, read_config
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -289,3 +289,29 @@ def test_what_the_block_cannot_compute_is_refused_by_field_and_value(match, tmp_
     config = json.loads((tmp_path / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(f"{tmp_path}/config.json: {match}", model.load, tmp_path)
+
+
+# ---- docs/families.md ----------------------------------------------------------------------------
+
+
+def test_the_table_in_docs_has_a_line_for_each_of_these_cases():
+    """Rewrites the table, and fails, where it is another one."""
+    kinds = {}
+    for name, (config, models) in CASES.items():
+        kinds.setdefault(config.model_type, []).append((name, models))
+    assert kinds.keys() == TABLE.keys(), "each family has a case"
+    head = "| model_type | models | logits | packed | full step, out | LoRA, PEFT |\n"
+    rows = [head + "| --- | --- | --- | --- | --- | --- |"]
+    for kind, cases in kinds.items():
+        models = "; ".join(m for _, m in cases if m)
+        lora = "attention only" if kind in MOE else "yes"
+        variants = [n.split(", ")[1] for n, _ in cases if ", " in n]
+        more = f" (also: {', '.join(variants)})" if variants else ""
+        rows.append(f"| {kind}{more} | {models} | yes | yes | yes | {lora} |")
+    file = Path(__file__).parent.parent / "docs" / "families.md"
+    before, mark, after = file.read_text().partition("<!-- table -->\n")
+    old, _, rest = after.partition("\n\nEvery field")
+    new = "\n".join(rows)
+    if old != new:
+        file.write_text(f"{before}{mark}{new}\n\nEvery field{rest}")
+    assert old == new, "docs/families.md was another table, and is now this one"

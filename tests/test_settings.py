@@ -285,7 +285,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (["--data.shuffle", "maybe"], "data.shuffle: expected bool, got maybe"),
         (["--max_steps", "true"], "max_steps: expected int | null, got true"),
         (["--val_interval", "often"], "val_interval: expected int | float | null, got often"),
-        (["--lora.targets", "query"], "lora.targets: expected list[str], got query"),
+        (["--eval.stop", "query"], "eval.stop: expected list[str], got query"),
         (["--optim.lr"], "optim.lr: expected one argument"),
         (["--optim.lr", "--seed", "3"], "optim.lr: expected one argument"),
         (["mine.jsonl"], "Unrecognized arguments: mine.jsonl"),
@@ -366,7 +366,7 @@ def test_numbers_have_a_range(name, good, bad):
     [
         ("strategy", "fsdp"), ("precision", "bf16-mixed"), ("accelerator", "cpu"), ("logger", "wandb"),
         ("optim.name", "adamw8bit"), ("optim.schedule", "linear"), ("kto.loss", "apo_zero_unpaired"),
-        ("eval.check", "demo"), ("lora.targets", "[head]"),
+        ("eval.check", "demo"), ("export_dtype", "source"),
     ],
 )  # fmt: skip
 def test_a_choice_outside_the_list_is_refused_with_the_list(name, good):
