@@ -416,10 +416,11 @@ def cast_linears_to_bfloat16(model: nn.Module) -> None:
 
 
 def make(arguments: dict, lora: Lora | None) -> nn.Module:
-    """A model without its weights, from arguments of litgpt's Config."""
+    """A model, not yet filled."""
     adapters = adapter_arguments(lora)
-    Model, Config = (LoraGPT, litgpt.lora.Config) if adapters else (GPT, litgpt.Config)
-    return Model(Config(**arguments, **adapters))
+    if adapters:
+        return LoraGPT(litgpt.lora.Config(**arguments, **adapters))
+    return GPT(litgpt.Config(**arguments))
 
 
 def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -208,12 +208,14 @@ def read_weights(folder: Path) -> tuple[dict, dict, dict[str, torch.Tensor]]:
     Raises BadInput."""
     is_litgpt = all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml"))
     arguments, config, state = (_from_litgpt if is_litgpt else _from_hf)(folder)
-    return arguments, config | {"tie_word_embeddings": is_tied(arguments, config)}, state
+    tied = is_tied(arguments, config)
+    return arguments, config | {"tie_word_embeddings": tied}, state
 
 
 def is_tied(arguments: dict, config: dict) -> bool:
-    """Whether head and embedding are one matrix; config.json need not say it."""
-    default = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
+    """Whether head and embedding are one matrix."""
+    names = config.get("model_type"), arguments["name"].lower()
+    default = names[0] == "gpt2" or "gemma" in names[1]
     return config.get("tie_word_embeddings", default)
 
 
