@@ -113,17 +113,3 @@ def refused(match: str, f, *args) -> str:
         f(*args)
     assert "\n" not in str(e.value) and len(str(e.value)) < 600, e.value
     return str(e.value)
-
-
-def gpt2_from_hf(state: dict, weights: dict) -> None:
-    """GPT-2's tensors by litgpt's names, as they were in its own files."""
-    names = {"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f"}
-    names |= {"ln_1": "norm_1", "ln_2": "norm_2", "lm_head": "lm_head"}
-    names |= {"attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj"}
-    names |= {"mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj"}
-    for name, x in weights.items():
-        name = name.removeprefix("transformer.")
-        layer, part, kind = re.fullmatch(r"(h\.\d+\.)?(.+)\.(weight|bias)", name).groups()
-        x = x.T.contiguous() if ".c_" in part and kind == "weight" else x
-        state[f"{f'transformer.{layer}' if layer else ''}{names[part]}.{kind}"] = x
-    state.setdefault("lm_head.weight", state["transformer.wte.weight"])

@@ -290,7 +290,7 @@ def assert_last_exported(out: Path):
     """`final` holds the last weights, not the best ones."""
     last = list(checkpoint.steps(out / "checkpoints").values())[-1]
     ours: dict = {}
-    gpt2_from_hf(ours, load_file(out / "final" / "model.safetensors"))
+    gpt2_from_hf(None, ours, load_file(out / "final" / "model.safetensors"))
     theirs = load_file(last / "weights.safetensors")
     assert all(torch.equal(ours[n], x) for n, x in theirs.items())
 

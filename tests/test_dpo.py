@@ -54,7 +54,7 @@ def test_it_matches_another_implementations_recorded_numbers(name):
     assert norm == pytest.approx(case["fp64"]["grad_norm"], rel=1e-4)
     if name == "sigmoid":
         state: dict = {}
-        gpt2_from_hf(state, load_file(PARITY / "dpo_grads_sigmoid.safetensors"))
+        gpt2_from_hf(None, state, load_file(PARITY / "dpo_grads_sigmoid.safetensors"))
         for n, p in policy.unique_parameters().items():
             torch.testing.assert_close(p.grad, state[n], atol=1e-6, rtol=1e-4)
 

@@ -94,7 +94,7 @@ def test_it_matches_another_implementations_recorded_numbers(name):
     if name == "default":
         assert exact["kl"] > 0, "else the clamp hides a wrong mean"
         state: dict = {}
-        gpt2_from_hf(state, load_file(PARITY / "kto_grads_default.safetensors"))
+        gpt2_from_hf(None, state, load_file(PARITY / "kto_grads_default.safetensors"))
         for n, p in policy.unique_parameters().items():
             torch.testing.assert_close(p.grad, state[n], atol=1e-6, rtol=1e-4)
 

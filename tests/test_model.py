@@ -53,7 +53,7 @@ def pair(shape: str, tiny: Path, dtype):
 
         def gradients():
             state = {}
-            gpt2_from_hf(state, {n: p.grad for n, p in hf.named_parameters()})
+            gpt2_from_hf(None, state, {n: p.grad for n, p in hf.named_parameters()})
             return {n: state[n] for n in gpt.unique_parameters()}
 
         return gpt, hf, gradients

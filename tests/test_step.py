@@ -62,7 +62,7 @@ def flat(weights, base):
     query alike, so their gradient is zero but for rounding, which AdamW turns into steps of full
     size (LOG.md)."""
     state: dict = {}
-    gpt2_from_hf(state, weights)
+    gpt2_from_hf(None, state, weights)
     parts = []
     for n, p in sorted(base.items()):
         moved = (state[n].double() - p.double()).flatten()
