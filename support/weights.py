@@ -39,8 +39,7 @@ ASIDE = re.compile(rf"{ASIDE}|{OTHERS.pattern}")
 
 def fetch(source: str, what: str = "model") -> Path:
     """The folder of a local path, of a run of ours (its `final`) or of a Hugging Face id. A
-    checkpoint's or PEFT's is made of links: its base, and itself on top. `what`: the setting's
-    name, for messages."""
+    checkpoint's or PEFT's is made of links: its base, and itself on top. `what`: the setting."""
     folder = local(source)
     here = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
     if "settings.yaml" in here and not here & {"config.json", "state.json"}:
@@ -189,7 +188,7 @@ def _from_litgpt(folder: Path, dtype: torch.dtype) -> dict:
 
 
 def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dict:
-    """Tensor by tensor. What is here has the names and shapes that an export will write."""
+    """Tensor by tensor, with the names and shapes that an export will write."""
     if not _files(folder):
         why = "no *.safetensors here, nor lit_model.pth with model_config.yaml"
         raise BadInput(f"{folder}: {why}")
@@ -206,7 +205,7 @@ def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dic
 
 
 def _put(state: dict, pieces: list, x: torch.Tensor, add: bool = False) -> None:
-    """A tensor of Hugging Face's, not transposed any more, into its places."""
+    """A tensor of Hugging Face's, in our orientation, into its places."""
     sizes = [b - a for _, a, b in pieces]
     width = state[pieces[0][0]].shape[1:]
     expected = (sum(sizes), *width)
@@ -275,7 +274,7 @@ def copy_files(source: Path, out: Path) -> None:
 
 
 def fingerprint(state: dict) -> str:
-    """A hash of a model's weights, names and shapes included: how a run knows its reference."""
+    """A hash of weights, names and shapes: how a run knows its reference."""
     h = hashlib.sha256()
     for name, x in sorted(state.items()):
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
