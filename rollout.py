@@ -88,7 +88,7 @@ def interruptible(trainer, plan):
     """A signal ends the answering at its next decode step: whole batches are on disk."""
 
     def ask(*_):
-        if trainer.stop.requested(trainer.fabric):
+        if trainer.stop.agree(trainer.fabric.device):
             trainer.save_and_say_how_to_go_on(plan)
             raise SystemExit(trainer.stop.signal and 128 + trainer.stop.signal)
 

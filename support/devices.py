@@ -173,6 +173,13 @@ class Stop:
         """0: go on; a signal's number; 0.5: the time is up. The largest of all ranks counts."""
         return self.signal or 0.5 * (time.monotonic() > self.deadline)
 
+    def agree(self, device) -> bool:
+        """requested() outside of a step: ranks ask each other now."""
+        if torch.distributed.is_initialized():
+            code = torch.tensor(self.code(), dtype=torch.float64, device=device)
+            self.agreed = all_reduce(code, "max").item()
+        return self.requested()
+
     def requested(self) -> bool:
         """Whether to end after this step; then .why tells. Several ranks go by what they agreed on
         in the step's one exchange; a signal that came later waits for the next step's."""

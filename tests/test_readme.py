@@ -13,6 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
+import yaml
+from conftest import ranks
+from models import GQA, made
+
+import kto
+from support.cli import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -84,25 +91,55 @@ def test_a_command_of_the_readme_runs(
     assert (expected[keys[-1]] if keys else "exported to") in said
 
 
+@pytest.fixture(scope="module")
+def llama(tiny, tmp_path_factory) -> Path:
+    """A stand-in for configs of Llamas and Qwens: widths that nf4 takes, the tiny model's tokenizer
+    with a chat template."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = dict(vocab_size=512, hidden_size=64, num_attention_heads=4, head_dim=16)
+    sizes |= dict(intermediate_size=128, max_position_embeddings=128)
+    made(transformers.LlamaConfig(**GQA | sizes), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny / name).read_bytes())
+    return folder
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_config_trains_two_steps(
-    config, tiny, ratings, pairs, tmp_path, monkeypatch, torch_state
+def test_every_config_trains_three_steps(
+    config, tiny, llama, ratings, pairs, tmp_path, monkeypatch, torch_state
 ):
     kinds = {"dpo": pairs, "spin": ratings.parent / "demos.jsonl", "online": ratings}
     program = next((name for name in kinds if name in config.name), "kto")
     if program == "spin":
         kinds["spin"].write_text('{"prompt": "Best best?", "completion": " best."}\n' * 6)
-    argv = few_steps(["--config", str(config)], tiny, kinds.get(program, ratings))
+    settings = yaml.safe_load(config.read_text())
+    model = llama if re.search("Llama|Qwen", settings["model"]) else tiny
+    argv = few_steps(["--config", str(config)], model, kinds.get(program, ratings))
+    argv += ["--max_steps=3", "--epochs=9", f"--out_dir={tmp_path / 'run'}"]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv, f"--out_dir={tmp_path / 'run'}"])
-    import_module(program).main()
-    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 3
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
+    main = import_module(program).main
+    if settings.get("strategy") == "fsdp":
+        argv += ["--devices=2"]
+        ranks(2, lambda rank: main(argv))
+    else:
+        main(argv)
+    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 4
+    assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "config").glob("*.sh")), ids=lambda p: p.name)
+def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings, monkeypatch):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text().replace("\\\n", " ").replace("${NAME:-run}", "run")
+    (command,) = re.findall(r"^exec .*?kto\.py (.*) \"\$@\"$", text, re.M)
+    monkeypatch.chdir(ROOT)
+    cfg = parse(kto.Settings, shlex.split(command), kto.__doc__, demo="demo.yaml")
+    assert (cfg.strategy, cfg.devices) == ("fsdp", 8)
 
 
 def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     """Its code as it stands, with a stand-in for vLLM that answers by transformers."""
-    import transformers
-
     (code,) = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     asked = []
 

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Two nodes of eight GPUs, by SLURM: sbatch config/slurm.sh. SIGTERM comes two minutes before the end of the time:
+# the run saves itself, and the same command goes on with it.
+#SBATCH --nodes 2
+#SBATCH --ntasks-per-node 8
+#SBATCH --gpus-per-node 8
+#SBATCH --cpus-per-task 8
+#SBATCH --time 8:00:00
+#SBATCH --signal TERM@120
+exec srun python kto.py --config config/llama8b_fsdp.yaml --num_nodes 2 --devices 8 \
+    --out_dir "out/slurm-${NAME:-run}" --resume auto "$@"
