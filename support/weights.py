@@ -165,18 +165,10 @@ LITGPT = {
 MOST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8)
 
 
-def _object(file: str, parse) -> dict:
-    """A model's config. Raises BadInput."""
-    found = opened(None, file, parse)
-    if not isinstance(found, dict):
-        raise BadInput(f"{file}: expected an object, got {shown(found)}")
-    return found
-
-
 def _bounded(arguments: dict, file: str) -> dict:
     """The arguments, before anything of such a size is made."""
     for name, most in MOST.items():
-        n = arguments.get(name)
+        n = arguments.get(name) if isinstance(arguments, dict) else arguments
         if type(n) is not int or not 1 <= n <= most:
             why = f"expected 1 to {most}, got {shown(n)}"
             raise BadInput(f"{file}: {name}: {why}")
@@ -189,7 +181,7 @@ def read_config(folder: Path) -> tuple[dict, dict, tuple]:
     if not Path(file).exists():
         raise BadInput(f"{file}: no such file, so this is no model folder")
     try:
-        c = _object(file, json.loads)
+        c = opened(None, file, json.loads)
         if c.get("model_type") in FAMILIES:
             arguments, *convert = FAMILIES[c["model_type"]]
             sizes = dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"])
@@ -241,9 +233,9 @@ def read_weights(folder: Path) -> tuple[dict, dict, dict[str, torch.Tensor]]:
 
 def _from_litgpt(folder: Path):
     file, config = folder / "model_config.yaml", {}
-    arguments = _bounded(_object(file, yaml.safe_load), file)
+    arguments = _bounded(opened(None, file, yaml.safe_load), file)
     if (folder / "config.json").exists():
-        config = _object(folder / "config.json", json.loads)
+        config = opened(None, folder / "config.json", json.loads)
     try:
         state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
     except Exception as e:  # a damaged file fails in a dozen ways
