@@ -180,6 +180,7 @@ class Lifecycle:
 
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""
+        self.logger.sync()  # fails where the run's folder is gone
         weights = checkpoint.gather_whole(self.fabric, self.policy.unique_parameters())
         merged = merge_adapters(weights, self.policy.module) if weights else {}
         final = self.out / "final"
