@@ -305,6 +305,7 @@ class Lifecycle:
 
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""
+        self.logger.sync()  # fails where the run's folder is gone
         self._export()
         after = self.evaluator.check("after", self.state.step)
         before = self.out / "eval" / "before.json"

@@ -1,11 +1,7 @@
-"""Save, verify, resume: a checkpoint is either whole or not there.
-
-A checkpoint is a folder: weights.safetensors (what trains), optimizer.safetensors, rng.safetensors
-(every rank's), state.json (RunState) and settings.yaml. Of a sharded run each rank writes its part of
-weights and optimizer, shard-*.safetensors (see shards.py). It is written beside its final name,
-fsynced, gets a manifest of hashes last, and is then renamed. (Fabric's own save moves a file out of
-the temporary directory and can leave half of it under the final name.)
-"""
+"""Save, verify, resume: a checkpoint is a folder that is either whole or not there: written beside
+its final name, fsynced, a manifest of hashes last, then renamed. (Fabric's own save moves a file
+out of the temporary directory and can leave half of it under the final name.) Of a sharded run each
+rank writes its part of weights and optimizer (see shards.py)."""
 
 import contextlib
 import errno

@@ -48,13 +48,11 @@ class Data:
     test: str | None = None
     """Records evaluated once at the end, with the final weights and with the best ones."""
     split: str | None = None
-    """Cut data.train into train,val,test by these parts, e.g. 980,10,10. All ratings of one prompt
-    stay together."""
+    """Cut data.train into train,val,test, e.g. 980,10,10; a prompt's ratings stay together."""
     shuffle: bool = True
     """A new order each epoch, a function of seed and epoch only. False: file order."""
     max_prompt: int | None = None
-    """Longest prompt in tokens; what is longer loses its head, BOS stays. Default: 1024, or half
-    the context."""
+    """Longest prompt in tokens; a longer one loses its head. Default: 1024, or half the context."""
     max_completion: int | None = None
     """Longest completion in tokens; what is longer loses its tail and its EOS. Default: likewise."""
     chat_template: str | None = None
@@ -71,8 +69,7 @@ class Data:
     cache: str = "~/.cache/kto"
     """Folder for the token ids of large files, by content; an empty text is none."""
     extra: str | None = None
-    """More fields of a record that a loss or metric may read, numbers or texts: weight,source.
-    Every record must have them."""
+    """More fields, that every record must have, for a loss or metric to read: weight,source."""
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
@@ -81,8 +78,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters (arXiv 2106.09685). With rank > 0 the reference is the model with its
-    adapters off."""
+    """Low-rank adapters (arXiv 2106.09685). The reference is then the model with them off."""
 
     rank: int = 0
     """Rank of the adapters; 0 trains every weight."""
@@ -102,8 +98,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW and its learning rate: warmup, constant, then decay to min_lr. Norms, biases and
-    embeddings do not decay."""
+    """AdamW: warmup, constant, decay to min_lr. Norms, biases and embeddings do not decay."""
 
     name: str = "adamw"
     """adamw, or adamw8bit: its states in 8 bits, through bitsandbytes."""
@@ -140,8 +135,7 @@ class Sampling:
     top_p: float = 1.0
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that are there already, and multiplies the negative
-    ones; 1 is none."""
+    """Divides positive logits of tokens that are there, multiplies negative ones; 1 is none."""
     stop: list[str] = field(default_factory=list)
     """A completion ends before the first of these texts too, not only at EOS."""
     min_new_tokens: int = 0
@@ -162,15 +156,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Eval(Sampling):
-    """Completions sampled from the policy: shown at each validation, and checked before and after
-    the run."""
+    """Completions of the policy: shown at each validation, checked before and after the run."""
 
     check: str = "none"
-    """Which program says whether an answer is right: none, or demo (the demo's own). One of your
-    own is given in code: main(checker=...)."""
+    """What says if an answer is right: none, or demo's; your own by code: main(checker=...)."""
     check_interval: int | float | None = None
-    """Steps between checks of the answers, a column of val.csv; a float is a fraction of an epoch.
-    Also: before the first step and at the end."""
+    """Steps (a float: epochs) between checks of the answers; also at step 0 and at the end."""
     prompts: int = 500
     """At most this many distinct prompts of data.val are answered and checked, the first ones."""
     samples: int = 4
@@ -185,8 +176,7 @@ class Run:
     """What to start from: a Hugging Face id or folder, a litgpt checkpoint folder, or a run of ours."""
     data: Data
     reference: str | None = None
-    """Another frozen model to compare with (same tokenizer and vocabulary). Default: the model we
-    start from."""
+    """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
     reference_cache: str | None = None
     """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
     All that the run will need is computed before its first step, or found there, and the reference
@@ -194,8 +184,7 @@ class Run:
     out_dir: str | None = None
     """Folder of this run. Default: a fresh one under out/."""
     resume: str | None = None
-    """auto: go on from out_dir's newest whole checkpoint, or start if there is none. Or a
-    checkpoint's folder."""
+    """auto: from out_dir's newest whole checkpoint, if there is one. Or a checkpoint's folder."""
     seed: int = 1
     """Seeds order, adapters, dropout and sampling."""
     deterministic: bool = False
@@ -208,8 +197,7 @@ class Run:
     num_nodes: int = 1
     """Nodes."""
     strategy: str = "auto"
-    """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights, gradients and optimizer state
-    sharded)."""
+    """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
     precision: str | None = None
     """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
     in fp32). Default: bf16-mixed on a GPU, 32-true on a CPU."""
@@ -231,37 +219,30 @@ class Run:
     micro_batch_size: int | None = None
     """Examples per forward on a device. Memory and speed only."""
     micro_batch_tokens: int | None = None
-    """Prompt + completion tokens per forward instead; an over-long example goes alone. Given
-    neither: 16384 tokens."""
+    """Tokens per forward instead; an over-long example goes alone. Given neither: 16384."""
     no_grad_tokens: int | None = None
     """The same budget for the no-gradient pass, which needs less memory. Default: twice the other."""
     activation_checkpointing: bool = False
-    """Compute each block again in the backward pass instead of keeping its activations: less
-    memory, a quarter slower."""
+    """Compute blocks again in the backward pass: less memory, a quarter slower."""
 
     lora: Lora = field(default_factory=Lora)
     optim: Optim = field(default_factory=Optim)
     eval: Eval = field(default_factory=Eval)
 
     log_interval: int = 1
-    """Steps between lines of metrics.csv. A line describes its own step, over all micro-batches
-    and devices."""
+    """Steps between lines of metrics.csv. A line describes its own step, of all devices."""
     val_interval: int | float | None = 1.0
-    """Steps between validations; a float is a fraction of an epoch. Also: before the first step
-    and at the end."""
+    """Steps (a float: epochs) between validations; also at step 0 and at the end."""
     save_interval: int | float | None = 1.0
-    """Steps between checkpoints; a float is a fraction of an epoch. Also saved: at the end, or
-    when stopped."""
+    """Steps (a float: epochs) between checkpoints; also at the end, or when stopped."""
     keep_last: int = 2
     """Checkpoints to keep."""
     keep_best: str | None = None
-    """Keep the checkpoint with the best value of this val.csv column too: loss and kl low, all
-    others high."""
+    """Keep the best by this column of val.csv too: loss and kl are low, all others high."""
     export_dtype: str = "source"
     """Of the exported weights: source (as the model that we start from), or float32."""
     examples_at: int | None = None
-    """Write a table of this step's examples, largest loss first: where each stands, its texts,
-    label, length and every column of the loss."""
+    """Write a table of this step's examples with their columns, largest loss first."""
     debug: bool = False
     """Let exceptions through to pdb, and skip the start check, validation and progress: the first
     breakpoint in a loss is then the first training micro-batch."""

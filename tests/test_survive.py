@@ -185,6 +185,22 @@ def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, capsys):
 
 
 @row("R6")
+def test_a_folder_that_vanishes_after_the_last_step_is_not_made_anew(
+    tiny, ratings, tmp_path, capfd, monkeypatch
+):
+    out, real = tmp_path / "run", kto.Trainer.finish
+
+    def finish(trainer):
+        out.rename(tmp_path / "elsewhere")
+        real(trainer)
+
+    monkeypatch.setattr(kto.Trainer, "finish", finish)
+    assert refused(lambda: train(tiny, ratings, out, *RUN)) == 1
+    (line,) = errors_of(capfd.readouterr().err)
+    assert line.startswith(f"error: {out}/metrics.csv: not saved: ") and not out.exists()
+
+
+@row("R6")
 @pytest.mark.parametrize("how", ["renamed", "deleted", "another in its place"])
 def test_a_folder_that_vanishes_ends_the_run_with_its_name(how, begin, tmp_path):
     out = tmp_path / "run"
@@ -833,6 +849,24 @@ def test_killed_at_many_moments_and_resumed_it_is_the_same_run(begin, tmp_path, 
     assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
     names = [str(p) for p in out.rglob("*")]
     assert not [name for name in names if name.endswith((".tmp", ".old"))]
+
+
+@row("R11")
+@row("R19")
+@pytest.mark.slow
+def test_ctrl_c_while_ranks_wait_for_each_other_is_one_line_and_leaves_no_process(tmp_path):
+    argv = [sys.executable, ROOT / "kto.py", "--out_dir", tmp_path / "run", "--devices=2"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*argv, "--accelerator=cpu"], start_new_session=True, **pipes)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: children.read_text())
+    (child,) = children.read_text().split()
+    time.sleep(0.5)  # rank 0 waits within torch, where Python gets no turn; rank 1 still imports
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stderr) == (130, "error: stopped by SIGINT\n")
+    status = Path(f"/proc/{child}/stat")
+    until(lambda: not status.exists() or status.read_text().split()[2] == "Z", 10)
 
 
 @row("R11")
