@@ -402,7 +402,7 @@ CUT = {
 FREE = CUT | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last", "logger",
     "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
-    "eval.batch_size", "eval.check_interval", "activation_checkpointing",
+    "eval.batch_size", "eval.check_interval", "activation_checkpointing", "data.cache",
 }  # fmt: skip
 
 
