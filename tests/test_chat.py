@@ -289,6 +289,7 @@ def test_a_template_that_does_not_come_to_an_end_is_ended(tmp_path, monkeypatch)
         load(two, templated(tmp_path, busy))
     assert str(e.value).endswith(":1: chat template: not done with this record after 0.2 s")
     assert time.monotonic() - start < 5, "and the second record is not tried"
+    templated(tmp_path, tokens.CHATML).render(Record([user("p")], [bot("c")], True))
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "nothing is left running"
     monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 10.0)
     monkeypatch.setattr(tokenizer, "RENDER_CHARACTERS", 10**6)
