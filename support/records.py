@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import math
+import os
 import re
 import zlib
 from collections import Counter
@@ -305,12 +306,12 @@ def local(source: str) -> Path:
 def sources(given: str) -> list[tuple[list[str], float | None]]:
     """`a.jsonl:0.7,more/*.csv:0.3` -> the files of each source and its weight. A path that exists
     is a path, whatever is in it. Raises BadInput."""
-    found = []
-    for part in [given] if local(given).exists() else map(str.strip, given.split(",")):
-        share = None if local(part).exists() else re.fullmatch(r"(.+):(\d*\.?\d+)", part)
+    found, exists = [], lambda name: os.path.exists(local(name))  # False for a long list, too
+    for part in [given] if exists(given) else map(str.strip, given.split(",")):
+        share = None if exists(part) else re.fullmatch(r"(.+):(\d*\.?\d+)", part)
         name, weight = (share[1], float(share[2])) if share else (part, None)
-        pattern = not local(name).exists() and glob.has_magic(name)
-        files = sorted(glob.glob(name, recursive=True)) if pattern else [name]
+        pattern = glob.has_magic(name) and not exists(name)
+        files = sorted(glob.glob(str(local(name)), recursive=True)) if pattern else [name]
         if not files or weight == 0:
             raise BadInput(f"{part}: {'no weight' if files else 'no file has such a name'}")
         found.append((files, weight))
@@ -371,9 +372,8 @@ def _json_lines(source: str, file) -> Iterator[tuple[str, object]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(
-                line.removesuffix(b"\n").decode("utf-8-sig"), object_pairs_hook=_unique
-            )
+            text = line.removesuffix(b"\n").decode("utf-8-sig")
+            record = json.loads(text, object_pairs_hook=_unique)
         except Fault as e:
             record = e
         except UnicodeDecodeError as e:

@@ -386,8 +386,9 @@ CUT = {
 # What else a resume may change; anything beyond would make it another run
 FREE = CUT | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last", "logger",
-    "estimate", "estimate_gb", "project", "progress", "max_time", "stop_at", "examples_at", "debug", "eval.samples",
-    "eval.batch_size", "eval.check_interval", "activation_checkpointing", "export_dtype",
+    "estimate", "estimate_gb", "project", "progress", "max_time", "stop_at", "examples_at", "debug",
+    "eval.samples", "eval.batch_size", "eval.check_interval", "eval.cache_gb", "data.cache",
+    "activation_checkpointing", "export_dtype",
 }  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 import json
 import random
+import shutil
 import signal
 import sys
 import time
 
 import pytest
 import tokens
+from conftest import train
 from tokens import ids_of, rated, write
 
 import data
@@ -289,6 +291,7 @@ def test_a_template_that_does_not_come_to_an_end_is_ended(tmp_path, monkeypatch)
         load(two, templated(tmp_path, busy))
     assert str(e.value).endswith(":1: chat template: not done with this record after 0.2 s")
     assert time.monotonic() - start < 5, "and the second record is not tried"
+    templated(tmp_path, tokens.CHATML).render(Record([user("p")], [bot("c")], True))
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "nothing is left running"
     monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 10.0)
     monkeypatch.setattr(tokenizer, "RENDER_CHARACTERS", 10**6)
@@ -363,3 +366,22 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tmp_path, monkeypatch,
         with pytest.raises(BadInput):
             preview(*argv, **see)
     assert data.pack, "and data.py is what others import"
+
+
+def test_spins_answers_end_at_every_end_that_the_model_names(tiny, tmp_path, torch_state):
+    ends = [0, *range(60, 400)]
+    folder, demos = tmp_path / "model", tmp_path / "demos.jsonl"
+    shutil.copytree(tiny, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    write(demos, *[{"prompt": p, "completion": "c"} for p in "abcdefgh"])
+    argv = (
+        "--batch_size=8",
+        "--spin.max_iterations=1",
+        "--max_steps=1",
+        "--spin.max_new_tokens=20",
+    )
+    train(folder, demos, tmp_path / "run", *argv, program="spin")
+    lines = (tmp_path / "run" / "iterations" / "answers-1.jsonl").read_text().splitlines()[1:]
+    answers = [json.loads(line)["ids"] for line in lines]
+    assert len(answers) == 8 and sum(a[-1] in ends for a in answers) > 4
+    assert not any(i in ends for a in answers for i in a[:-1])

@@ -401,8 +401,7 @@ def test_every_end_that_the_model_names_ends_an_answer_as_in_transformers(
     tiny, tmp_path, monkeypatch, capsys
 ):
     """generation_config.json often names several; an answer's text is without the one it ended by."""
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     hf = transformers.AutoModelForCausalLM.from_pretrained(tiny)
     asked = torch.tensor([[66, 67, 68]])

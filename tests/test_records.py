@@ -633,6 +633,7 @@ def test_several_sources_are_given_by_commas_patterns_and_weights(tmp_path, monk
     assert sources("a.jsonl, ?.jsonl") == [(["a.jsonl"], None), (["a.jsonl", "b.jsonl"], None)]
     assert sources("a.jsonl:0.7,*.csv:3") == [(["a.jsonl"], 0.7), (["c.csv"], 3.0)]
     assert sources("org/set:en:val") == [(["org/set:en:val"], None)], "a split is no weight"
+    assert len(sources(",".join(["a.jsonl"] * 99))) == 99, "longer than any file's name may be"
     for path in ("x[1].jsonl", "y:0.5"):
         assert sources(path) == [([path], None)], "a path that is there is no pattern"
     for given in ("a.jsonl:0.5", "a.jsonl:0.5,b.jsonl", "a.jsonl:0,b.jsonl:1", "none*.jsonl"):
