@@ -180,7 +180,8 @@ def _from_litgpt(folder: Path, dtype: torch.dtype) -> dict:
     except Exception as e:  # a damaged file fails in a dozen ways
         raise BadInput(f"{folder}/lit_model.pth: {str(e).splitlines()[0]}") from None
     # copies: one tensor of the file's own would keep all of it in memory
-    return {n: x.to(dtype, copy=True) for n, x in state.get("model", state).items()}
+    state = state.get("model", state)
+    return {n: x.to(dtype, copy=True) for n, x in state.items()}
 
 
 def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dict:
@@ -218,7 +219,8 @@ def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | N
     if not any("lora_" in n for n in saved):
         return {n: x.to(dtype) for n, x in (state | saved).items()}
     run = json.loads((folder / "state.json").read_text())["run"]
-    base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
+    iteration = folder.parent.parent / "iterations" / str(run["iteration"])
+    base = iteration / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
         state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
     settings = yaml.safe_load((folder / "settings.yaml").read_text())
@@ -256,7 +258,8 @@ def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> No
     config["tie_word_embeddings"] = "lm_head.weight" not in state
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in source.iterdir():
-        if source != out and (TOKENS.match(file.name) or BESIDES.match(file.name)):
+        belongs = TOKENS.match(file.name) or BESIDES.match(file.name)
+        if belongs and source != out:
             shutil.copyfile(file, out / file.name)
     for name, text in notes:
         (out / name).write_text(text)
