@@ -266,7 +266,7 @@ def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> No
 
 
 def fingerprint(state: dict) -> str:
-    """A hash of weights, names and shapes: how a run knows its reference."""
+    """A hash of weights, names and shapes."""
     h = hashlib.sha256()
     for name, x in sorted(state.items()):
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
