@@ -127,7 +127,6 @@ def _blocks(state: dict, model: nn.Module) -> dict:
 
 # ---- PEFT's files --------------------------------------------------------------------------------
 
-
 # fields of PEFT's that make another method of LoRA where they are set
 VARIANT = re.compile("use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias")
 

@@ -173,7 +173,8 @@ class Run:
     """Settings shared by all programs."""
 
     model: str
-    """What to start from: a Hugging Face id or folder, a litgpt checkpoint folder, or a run of ours."""
+    """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
+    ours or one of its checkpoints."""
     data: Data
     reference: str | None = None
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""

@@ -184,7 +184,8 @@ def _from_litgpt(folder: Path, dtype: torch.dtype) -> dict:
     except Exception as e:  # a damaged file fails in a dozen ways
         raise BadInput(f"{folder}/lit_model.pth: {str(e).splitlines()[0]}") from None
     # copies: one tensor of the file's own would keep all of it in memory
-    return {n: x.to(dtype, copy=True) for n, x in state.get("model", state).items()}
+    state = state.get("model", state)
+    return {n: x.to(dtype, copy=True) for n, x in state.items()}
 
 
 def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dict:
@@ -221,7 +222,8 @@ def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | N
     if not any("lora_" in n for n in saved):
         return {n: x.to(dtype) for n, x in (state | saved).items()}
     run = json.loads((folder / "state.json").read_text())["run"]
-    base = folder.parent.parent / "iterations" / str(run["iteration"]) / "weights.safetensors"
+    iteration = folder.parent.parent / "iterations" / str(run["iteration"])
+    base = iteration / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
         state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
     settings = yaml.safe_load((folder / "settings.yaml").read_text())
@@ -274,7 +276,7 @@ def copy_files(source: Path, out: Path) -> None:
 
 
 def fingerprint(state: dict) -> str:
-    """A hash of weights, names and shapes: how a run knows its reference."""
+    """A hash of weights, names and shapes."""
     h = hashlib.sha256()
     for name, x in sorted(state.items()):
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
