@@ -21,7 +21,9 @@ BYTES |= {"64-true": (8, 8, 8), "bf16-true": (4, 2, 2)}
 # nf4: half a byte, one for 64 of them, and four for 256 of those
 BASE = {"nf4": 0.5 + (1 + 4 / 256) / 64, "int8": 1}
 BACKWARD = 0.4  # of what a block keeps comes on top while its backward runs
-CAUSAL = SimpleNamespace(attend=lambda _, *qkv: sdpa(*qkv, is_causal=True, enable_gqa=True))
+CAUSAL = SimpleNamespace(
+    attend=lambda _, *qkv: sdpa(*qkv, is_causal=True, enable_gqa=True).contiguous()
+)  # contiguous: as tiles are put together
 
 
 class Estimate:
@@ -115,7 +117,7 @@ class Estimate:
         (logits, saved, softmax), C = self.head, self.config.n_embd
         V, used = self.config.padded_vocab_size, self.used
         scored = tokens * self.limits.max_completion / self.longest
-        rows = max(1, logits // V)
+        rows = min(scored, max(1, logits // V))
         chunk = rows * V * used + min(rows * V, softmax) * 8 * (1 + (used == 2))
         if self.lora:  # a chunk's logits live while the next one's are made
             return chunk + rows * V * used + scored * C * (used + self.wide)
