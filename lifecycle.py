@@ -27,7 +27,7 @@ from support.quantize import quantize_base
 from support.settings import Run
 from support.throughput import Throughput, least_passes
 from support.tokenizer import Tokenizer
-from support.weights import export, fetch, is_tied, read_config
+from support.weights import export, fetch, read_config
 from support.weights import fingerprint as weights_fingerprint
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32
@@ -45,7 +45,7 @@ class Lifecycle:
         self.folder = fetch(cfg.model)
         arguments, config, _ = read_config(self.folder)  # what cannot be exported is refused
         if cfg.estimate:
-            make, tied = partial(model.make, arguments, cfg.lora), is_tied(arguments, config)
+            make, tied = partial(model.make, arguments), config["tie_word_embeddings"]
             head = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
             say(Estimate(cfg, make, tied, self.needs_reference, head).table())
             raise SystemExit(0)

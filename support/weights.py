@@ -163,6 +163,8 @@ def read_config(folder: Path) -> tuple[dict, dict, tuple]:
     file = f"{folder}/config.json"
     try:
         c = json.loads(Path(file).read_text())
+        tied = re.match("gpt2|gemma", str(c.get("model_type")))
+        c.setdefault("tie_word_embeddings", bool(tied))
         if c.get("model_type") in FAMILIES:
             arguments, *convert = FAMILIES[c["model_type"]]
             sizes = dict(vocab_size=c["vocab_size"], padded_vocab_size=c["vocab_size"])
@@ -208,15 +210,8 @@ def read_weights(folder: Path) -> tuple[dict, dict, dict[str, torch.Tensor]]:
     Raises BadInput."""
     is_litgpt = all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml"))
     arguments, config, state = (_from_litgpt if is_litgpt else _from_hf)(folder)
-    tied = is_tied(arguments, config)
-    return arguments, config | {"tie_word_embeddings": tied}, state
-
-
-def is_tied(arguments: dict, config: dict) -> bool:
-    """Whether head and embedding are one matrix."""
-    names = config.get("model_type"), arguments["name"].lower()
-    default = names[0] == "gpt2" or "gemma" in names[1]
-    return config.get("tie_word_embeddings", default)
+    tied = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
+    return arguments, {"tie_word_embeddings": tied} | config, state
 
 
 def _from_litgpt(folder: Path):

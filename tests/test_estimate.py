@@ -17,7 +17,7 @@ from kto import Settings
 from support.errors import BadInput
 from support.estimate import BASE, Estimate
 from support.settings import Data, Lora, Optim
-from support.weights import is_tied, read_config
+from support.weights import read_config
 
 ROOT = Path(model.__file__).parent
 HEAD = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
@@ -26,8 +26,8 @@ HEAD = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
 def estimate(folder, reference=True, **settings) -> Estimate:
     cfg = Settings(model=str(folder), data=Data(train="t"), **{"accelerator": "cpu"} | settings)
     arguments, config, _ = read_config(folder)
-    make = partial(model.make, arguments, cfg.lora)
-    return Estimate(cfg, make, is_tied(arguments, config), reference, HEAD)
+    make = partial(model.make, arguments)
+    return Estimate(cfg, make, config["tie_word_embeddings"], reference, HEAD)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen3", "gpt2", "gpt2, untied"])
