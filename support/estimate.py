@@ -38,7 +38,8 @@ class Estimate:
         self.wide, self.held, self.used = BYTES[self.precision]
         copy = cfg.reference or not self.lora
         self.reference = bool(reference and copy and not cfg.reference_cache)
-        fabric = Fabric(accelerator="cpu", devices=1, precision=self.precision)
+        plain = self.precision.replace("bf16-mixed", "32-true")
+        fabric = Fabric(accelerator="cpu", devices=1, precision=plain)
         with FakeTensorMode(), fabric.init_module():
             model = make(cfg.lora)
             self.count(model, tied)
@@ -104,7 +105,7 @@ class Estimate:
         return parts | {"CUDA itself": self.cuda}
 
     def step(self, tokens: float, again: bool, sharded: bool) -> float:
-        """Activations of a micro-batch. `again`: with activation checkpointing."""
+        """Activations. `again`: with activation checkpointing."""
         # FSDP2 gathers in bf16; rounded weights are made whole one by one
         casts = 0 if sharded or self.cfg.lora.base else self.casts
         kept, block = self.kept * tokens, BACKWARD * self.kept * tokens
