@@ -74,7 +74,7 @@ class Lifecycle:
         self.folder = fetch(cfg.model)
         arguments, config, names = read_config(self.folder)  # what cannot be exported is refused
         if cfg.estimate:
-            make = partial(model.make, arguments, cfg.lora, names)
+            make = partial(model.make, arguments, names=names)
             tied = config["tie_word_embeddings"]
             head = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
             say(Estimate(cfg, make, tied, self.needs_reference, head).table())

@@ -10,15 +10,14 @@ from support.errors import BadInput
 
 
 def quantize_base(model: nn.Module, kind: str, device) -> None:
-    """The blocks' base matrices in nf4 (its scales quantised too: 4.13 bits a
-    weight) or int8 (a scale for each row), on their device. Embedding, head, norms
-    and adapters stay as they are. Raises BadInput."""
+    """The blocks' base matrices in nf4 (its scales quantised too) or int8 (a scale
+    for each row), on their device. Raises BadInput."""
     # it warns of casts that are meant, at every forward
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.nn as bnb  # slow to import
 
-    blocks = list(model.transformer.h.modules())
-    for m in (m for m in blocks if isinstance(m, LoRALinear)):
+    layers = [m for m in model.transformer.h.modules() if isinstance(m, LoRALinear)]
+    for m in layers:
         old, has_bias = m.linear, m.linear.bias is not None
         sizes = old.in_features, old.out_features, has_bias
         if kind == "nf4":
