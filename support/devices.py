@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import replace
 
 import torch
@@ -59,6 +60,7 @@ def shard(module, mesh, narrow: bool):
     """FSDP2, of a module on the meta device: each block by itself, then what is left (embedding,
     last norm, head). `narrow`: linear layers are gathered in bfloat16, as autocast would cast
     them; norms and adapters stay float32."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # none is changed
     mesh, frozen = mesh["data_parallel"], not any(p.requires_grad for p in module.parameters())
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in module.transformer.h:
