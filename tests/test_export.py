@@ -169,9 +169,11 @@ def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
     assert (config["r"], config["lora_alpha"]) == (2, 3)
     trained = own(lora / "checkpoints" / "step-00000004")
     assert same(own(folder), trained, 1e-5) and not same(trained, own(llama), 1e-2)
-    train(folder, ratings, tmp_path / "run", *STEPS, *LORA, "--stop_at=1")
+    train(folder, ratings, tmp_path / "run", *STEPS, *LORA, "--max_steps=1")
     said = capsys.readouterr().out
     assert "policy and reference agree to the bit" in said
+    assert "no final_adapter" in said and not (tmp_path / "run" / "final_adapter").exists()
+    assert not same(own(tmp_path / "run"), own(llama), 1e-2), "both adapters are in final"
     half = peft_folder(lora, tmp_path / "half", alpha_pattern={"self_attn.q_proj": 0, "mlp.*": 0})
     only = peft_folder(lora, tmp_path / "only", use_rslora=True, lora_alpha=3 / 2**0.5)
     assert same(own(only), trained, 1e-5) and not same(own(half), trained, 1e-2)
