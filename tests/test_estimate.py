@@ -94,6 +94,8 @@ def test_devices_precision_and_optimizer_change_the_bytes_that_they_should(tmp_p
     assert small == pytest.approx(one["optimizer"] / 4, rel=0.02)
     true = estimate(tmp_path, precision="bf16-true", lora=Lora(rank=2))
     assert true.fixed(1, False)["optimizer"] == 8 * true.trained, "in float32"
+    few = estimate(tmp_path, lora=Lora(rank=2, targets=["query"]))
+    assert few.kept < full.kept, "a frozen matrix keeps no input"
     for again in (False, True):
         assert true.step(2048, again, False) < full.step(2048, again, False)
     assert full.step(2048, True, False) < full.step(2048, False, False)
