@@ -21,6 +21,7 @@ class Failed(RuntimeError):
     """The run cannot go on, through no fault of what was given. Its text is the whole message."""
 
 
+ENDING = threading.Lock()  # taken by the thread that ends the process on a signal
 LAUNCHED = []  # every Fabric of this process, whose child processes end with it
 debug = False  # the setting, once it is read: exceptions then reach pdb as they are
 
@@ -88,6 +89,8 @@ def end(code: int) -> None:
 
 def _at_once(number, _frame=None) -> None:
     """A signal before the run handles its own (devices.Stop): there is nothing to save yet."""
+    if not ENDING.acquire(blocking=False):
+        return
     if rank() == 0:
         with contextlib.suppress(OSError):
             os.write(2, f"error: stopped by {signal.Signals(number).name}\n".encode())

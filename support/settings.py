@@ -30,9 +30,9 @@ def refuse_out_of_range(values: dict[str, object]) -> None:
         for words, holds, names in RANGES:
             if leaf in names.split():
                 refuse_unless(holds(value), f"{name}: expected {words}, got {shown(value)}")
-        top = TOP.get(leaf, 1e30 if isinstance(value, float) else 1e12)  # float32 ends at 3e38
-        below = f"{name}: expected less than {top:g}, got {shown(value)}"
-        refuse_unless(abs(value) < top, below)
+        top = TOP.get(leaf, 1e30 if isinstance(value, float) else 10**12)  # float32 ends at 3e38
+        less = f"{name}: expected less than {top}, got {shown(value)}"
+        refuse_unless(abs(value) < top, less)
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ RANGES = (
      "beta2 clip seed temperature top_k min_new_tokens prompts samples preference_loss_weight "
      "sft_loss_weight"),
 )  # fmt: skip
-TOP = {"dropout": 1, "beta1": 1, "beta2": 1, "seed": 2**32, "rank": 2**16, "alpha": 2**31}
+TOP = {"dropout": 1, "beta1": 1, "beta2": 1, "seed": 2**32, "rank": 2**13, "alpha": 2**31}
 TOP |= {"max_new_tokens": 2**24, "devices": 2**16, "num_nodes": 2**16}
 PATHS = "model reference reference_cache out_dir resume data.train data.val data.test"
 
