@@ -8,7 +8,7 @@ A PEFT folder is merged with its base in the same way.
 import argparse
 from pathlib import Path
 
-from lifecycle import export_checkpoint
+from policy import export_checkpoint
 from support.errors import BadInput, run_cli
 from support.settings import EXPORT_DTYPES
 

@@ -500,24 +500,3 @@ def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.floa
     if isinstance(model, LoraGPT):
         create_adapters(model, dtype)
     return model
-
-
-def recipe(model) -> tuple:
-    """What a shell is made of: sent to the ranks that do not hold the model."""
-    params = model.named_parameters(remove_duplicate=False)
-    return model.config, model.tied, {n: (p.dtype, p.requires_grad) for n, p in params}
-
-
-def shell(config, tied: bool, params: dict) -> nn.Module:
-    """A model like the one of this recipe, without its weights, on the meta device."""
-    with torch.device("meta"):
-        model = (LoraGPT if isinstance(config, litgpt.lora.Config) else GPT)(config)
-    for name, p in list(model.named_parameters()):
-        owner, _, kind = name.rpartition(".")
-        dtype, learns = params[name]
-        setattr(model.get_submodule(owner), kind, nn.Parameter(p.to(dtype), learns))
-    if tied:
-        model.tie()
-    dtype = model.transformer.wte.weight.dtype
-    model.cos, model.sin = (x.to(dtype) for x in rope_tables(model))
-    return model

@@ -77,13 +77,13 @@ def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratin
 
 
 def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_path, monkeypatch):
-    import lifecycle
     import model
+    import policy
 
     loads, real = [], model.load
     monkeypatch.setattr(model, "load", lambda *a: loads.append(a) or real(*a))
     no_copy = SimpleNamespace(deepcopy=lambda m: pytest.fail("a copy for a reference"))
-    monkeypatch.setattr(lifecycle, "copy", no_copy)
+    monkeypatch.setattr(policy, "copy", no_copy)
     train(tiny, pairs, tmp_path, *COMMON, program="simpo")
     assert len(loads) == 1
 

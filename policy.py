@@ -1,0 +1,220 @@
+"""A run's models: policy and reference, read, sharded, and written as Hugging Face folders.
+Nobody needs it to change an algorithm."""
+
+import copy
+import hashlib
+from pathlib import Path
+
+import litgpt.lora
+import torch
+import yaml
+from torch import nn
+
+import model
+from reference import Reference
+from support import checkpoint
+from support.card import model_card
+from support.checkpoint import RunState
+from support.cli import dump
+from support.devices import say
+from support.errors import BadInput, Failed
+from support.examples import fingerprint
+from support.families import rope_tables
+from support.lora import export_adapter, merge_adapters
+from support.optim import make_optimizer
+from support.quantize import quantize_base
+from support.records import local
+from support.tokenizer import Tokenizer
+from support.weights import export, fetch, layers
+from support.weights import fingerprint as weights_fingerprint
+
+DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32
+
+
+def export_checkpoint(path: Path, out: Path, dtype: str) -> None:
+    """A checkpoint, or a PEFT folder, with its base as a Hugging Face folder."""
+    folder, notes, wide = fetch(str(path), "export"), [], torch.float32
+    if not layers(folder):
+        raise BadInput(f"export: {path}: neither a checkpoint of a run nor a PEFT folder")
+    if (path / "state.json").exists():
+        settings = (path / "settings.yaml").read_text()
+        notes = _notes(settings, checkpoint.read_state(path)[0], path.parent.parent)
+        wide = DTYPES["64-true"] if "precision: 64-true" in settings else wide
+    weights = model.load(folder, dtype=wide).unique_parameters()
+    export({n: p.detach() for n, p in weights.items()}, folder, out, dtype, notes)
+
+
+def _notes(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]:
+    """A model's card, and the chat template that was used where the model brings another."""
+    notes = [("README.md", model_card(settings, state, run))]
+    if file := yaml.safe_load(settings)["data"]["chat_template"]:
+        notes.append(("chat_template.jinja", Path(file).read_text()))
+    return notes
+
+
+class Models:
+    """The part of the Trainer that owns policy, reference and optimizer."""
+
+    def _load_models(self) -> None:
+        """Policy, reference and optimizer, and the hashes by which a resume knows
+        them again. Of a sharded run rank 0 alone reads the weights."""
+        cfg, fabric, sharded = self.cfg, self.fabric, self.cfg.strategy == "fsdp"
+        policy = other = frozen = identity = None
+        apart = self.needs_reference and bool(cfg.reference or not cfg.lora.rank)
+        if not sharded or fabric.global_rank == 0:
+            policy = self._load_policy()
+            if apart and cfg.reference:
+                other = self._load_other_reference(policy)
+        if fabric.global_rank == 0:
+            identity = self._identity(policy, (other or policy) if apart else None)
+        self.state.identity = fabric.broadcast(identity)
+        if apart and sharded:
+            frozen = self._shard(other or policy, learns=False)
+        elif apart:  # DDP refuses a module that never trains
+            frozen = (other or copy.deepcopy(policy)).requires_grad_(False).eval()
+            if cfg.precision == "bf16-mixed":
+                model.cast_linears_to_bfloat16(frozen)
+            frozen = fabric.to_device(frozen)
+        if cfg.lora.base:  # only now: the hashes are of the source's own weights
+            quantize_base(policy, cfg.lora.base, fabric.device)
+        # from here on ranks may draw different random numbers (dropout)
+        torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
+        if sharded:
+            self.policy = self._shard(policy, learns=True)
+        else:
+            self.policy = fabric.setup_module(policy)
+        self.policy.module.activation_checkpointing = cfg.activation_checkpointing
+        self.optimizer = fabric.setup_optimizers(make_optimizer(cfg.optim, self.policy.module))
+        self.reference = None
+        if self.needs_reference:
+            self.reference = Reference(fabric, self.policy, frozen)
+
+    def _shard(self, whole, learns: bool):
+        """A model that rank 0 holds, over all ranks: no other ever has the whole of
+        it."""
+        first = self.fabric.global_rank == 0
+        shell = _shell(*self.fabric.broadcast(_recipe(whole) if first else None))
+        if not learns:
+            shell.requires_grad_(False).eval()
+            if self.cfg.precision == "bf16-mixed":
+                model.cast_linears_to_bfloat16(shell)
+        module = self.fabric.setup_module(shell)
+        checkpoint.set_weights(module, whole.unique_parameters() if first else None)
+        return module
+
+    def _load_policy(self):
+        cfg, dtype = self.cfg, DTYPES.get(self.cfg.precision, torch.float32)
+        policy = model.load(self.folder, cfg.lora, dtype)
+        if self.tokenizer.n_vocab > policy.config.padded_vocab_size:
+            n = self.tokenizer.n_vocab
+            raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
+        return policy
+
+    def _load_other_reference(self, policy):
+        vocab, folder = policy.config.padded_vocab_size, fetch(self.cfg.reference, "reference")
+        frozen = model.load(folder, None, DTYPES.get(self.cfg.precision, torch.float32))
+        same = self.tokenizer.same(Tokenizer(folder))
+        if not same or frozen.config.padded_vocab_size != vocab:
+            differs = f"another tokenizer or vocabulary than {self.cfg.model}"
+            raise BadInput(f"reference: {self.cfg.reference}: {differs}")
+        return frozen
+
+    def _identity(self, policy, frozen) -> dict[str, str]:
+        """Hashes of what a resume must find again, by the name that a refusal
+        shows."""
+        hashes = {"data (token ids and labels)": fingerprint(self.examples)}
+        for name, m in (("model", policy), ("reference", frozen)):
+            if m is policy and name == "reference":
+                hashes |= {f"reference {x}": hashes[f"model {x}"] for x in ("weights", "config")}
+            elif m is not None:
+                params = m.unique_parameters().items()
+                base = {n: p for n, p in params if "lora_" not in n}
+                hashes[f"{name} weights"] = weights_fingerprint(base)
+                config = sorted((k, str(v)) for k, v in vars(m.config).items() if k[:5] != "lora_")
+                hashes[f"{name} config"] = hashlib.sha256(str(config).encode()).hexdigest()
+        names = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+        files = {name: self.folder / name for name in (*names, "chat_template.jinja")}
+        if self.cfg.data.chat_template:
+            files["data.chat_template"] = Path(self.cfg.data.chat_template)
+        return hashes | {n: checkpoint.digest(f) for n, f in files.items() if f.is_file()}
+
+    # ---- out ----------------------------------------------------------------------------------------
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The policy's weights by their plain names, adapters merged; on rank 0
+        only. A collective."""
+        weights = self.weights()
+        return merge_adapters(weights, self.policy.module) if weights else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The policy's weights, adapters apart; on rank 0 only. A collective."""
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        kept = {n: p for n, p in params.items() if p.requires_grad or not quantized}
+        weights = checkpoint.gather_whole(self.fabric, kept)
+        if weights and quantized:  # rounded numbers never leave
+            weights |= self._source_weights([n for n in params if "lora_" not in n])
+        return weights
+
+    def _source_weights(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """What a quantised base was made from, read again."""
+        dtype = DTYPES.get(self.cfg.precision, torch.float32)
+        plain = model.load(self.folder, None, dtype).unique_parameters()
+        weights = {name: plain[name.replace(".linear.", ".")] for name in names}
+        if weights_fingerprint(weights) != self.state.identity["model weights"]:
+            raise Failed(f"{self.folder}: not the weights that this run began with: put them back")
+        return weights
+
+    def _export(self) -> None:
+        """`final`, with LoRA `final_adapter` in PEFT's format, and `best`."""
+        cfg, fabric, state = self.cfg, self.fabric, self.state
+        module, source = self.policy.module, self.folder
+        weights = self.weights()
+
+        def final(tmp):
+            notes = _notes(dump(cfg), state, self.out)
+            export(merge_adapters(weights, module), source, tmp, cfg.export_dtype, notes)
+
+        def adapter(tmp):
+            base = str(source.resolve()) if local(cfg.model).exists() else cfg.model
+            export_adapter(weights, tmp, module, source, base, cfg.lora)
+
+        def best(tmp):
+            export_checkpoint(kept, tmp, cfg.export_dtype)
+
+        checkpoint.publish(fabric, final, self.out / "final")
+        if cfg.lora.rank:  # PEFT needs a folder of the base; SPIN folds earlier adapters in
+            base = {n: x for n, x in weights.items() if "lora_" not in n}
+            moved = (
+                state.iteration > 1 and weights_fingerprint(base) != state.identity["model weights"]
+            )
+            if fabric.broadcast(bool(moved or layers(source))):
+                say("no final_adapter: its base is not the model's own folder")
+            else:
+                checkpoint.publish(fabric, adapter, self.out / "final_adapter")
+        kept = self.out / "checkpoints" / f"step-{state.best_step or 0:08d}"
+        if fabric.broadcast(kept.is_dir()):
+            checkpoint.publish(fabric, best, self.out / "best")
+
+
+# ---- shards ---------------------------------------------------------------------------------------
+
+
+def _recipe(whole) -> tuple:
+    """What a shell is made of: sent to the ranks that do not hold the model."""
+    params = whole.named_parameters(remove_duplicate=False)
+    return whole.config, whole.tied, {n: (p.dtype, p.requires_grad) for n, p in params}
+
+
+def _shell(config, tied: bool, params: dict) -> nn.Module:
+    """A model like the one of this recipe, without its weights, on the meta device."""
+    with torch.device("meta"):
+        made = (model.LoraGPT if isinstance(config, litgpt.lora.Config) else model.GPT)(config)
+    for name, p in list(made.named_parameters()):
+        owner, _, kind = name.rpartition(".")
+        dtype, learns = params[name]
+        setattr(made.get_submodule(owner), kind, nn.Parameter(p.to(dtype), learns))
+    if tied:
+        made.tie()
+    dtype = made.transformer.wte.weight.dtype
+    made.cos, made.sin = (x.to(dtype) for x in rope_tables(made))
+    return made
