@@ -14,6 +14,7 @@ import torch
 
 import model
 from evaluate import Evaluator
+from head import Chunks
 from policy import Models
 from reference import CachedReference
 from support import checkpoint
@@ -45,8 +46,7 @@ class Lifecycle(Models):
         if cfg.estimate:
             make = partial(model.make, arguments, names=names)
             tied = config["tie_word_embeddings"]
-            head = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
-            say(Estimate(cfg, make, tied, self.needs_reference, head).table())
+            say(Estimate(cfg, make, tied, self.needs_reference, Chunks.of).table())
             raise SystemExit(0)
         self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template, cfg.data.date)
         cfg = resolve(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))

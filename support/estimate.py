@@ -28,10 +28,10 @@ class Attention:
 
 
 class Estimate:
-    """make(lora) -> a model without weights; `head`: HEAD_... of model.py."""
+    """make(lora) -> a model without weights; chunks(device, V): how the head cuts its work."""
 
-    def __init__(self, cfg: Run, make, tied: bool, reference: bool, head: tuple):
-        self.cfg, self.head, self.lora = cfg, head, cfg.lora.rank > 0
+    def __init__(self, cfg: Run, make, tied: bool, reference: bool, chunks):
+        self.cfg, self.chunks, self.lora = cfg, chunks, cfg.lora.rank > 0
         self.cuda = 0 if cfg.accelerator == "cpu" else 1e9
         default = "bf16-mixed" if self.cuda else "32-true"
         self.precision = cfg.precision or default
@@ -118,16 +118,17 @@ class Estimate:
 
     def head_bytes(self, tokens: float) -> float:
         """When the forward ends and all else is kept."""
-        (logits, saved, softmax), used = self.head, self.used
-        C, V = self.config.n_embd, self.config.padded_vocab_size
+        C, V, used = self.config.n_embd, self.config.padded_vocab_size, self.used
+        chunks = self.chunks("cuda" if self.cuda else "cpu", V)
         scored = tokens * self.limits.max_completion / self.longest
-        rows = min(scored, max(1, logits // V))
-        chunk = rows * V * used + min(rows * V, softmax) * 8 * (1 + (used == 2))
+        rows = min(scored, chunks.size)
+        chunk = rows * V * used + min(rows, chunks.softmax) * V * 8 * (1 + (used == 2))
         if self.lora:  # a chunk's logits live while the next one's are made
             return chunk + rows * V * used + scored * C * (used + self.wide)
-        saved = min(scored, rows * (saved // logits)) * V
-        matrix = self.embedding * (1 + (used < self.held))  # its gradient, its cast
-        return chunk + (saved + matrix + scored * C * 3) * used
+        saved = min(scored, chunks.size * chunks.saved) * V
+        summed = 4 if chunks.gpu else used
+        matrix = self.embedding * (summed + used * (used < self.held))  # its gradient, its cast
+        return chunk + matrix + (saved + scored * C * 3) * used
 
     def sampling(self) -> float:
         """Keys, values, probabilities of answers sampled at once."""

@@ -13,21 +13,21 @@ from conftest import start
 from models import HF, made
 
 import model
+from head import Chunks
 from kto import Settings
 from support.errors import BadInput
 from support.estimate import BASE, Estimate
+from support.families import read_config
 from support.settings import Data, Lora, Optim
-from support.weights import read_config
 
 ROOT = Path(model.__file__).parent
-HEAD = model.HEAD_LOGITS, model.HEAD_SAVED, model.HEAD_SOFTMAX
 
 
 def estimate(folder, reference=True, **settings) -> Estimate:
     cfg = Settings(model=str(folder), data=Data(train="t"), **{"accelerator": "cpu"} | settings)
     arguments, config, _ = read_config(folder)
     make = partial(model.make, arguments)
-    return Estimate(cfg, make, config["tie_word_embeddings"], reference, HEAD)
+    return Estimate(cfg, make, config["tie_word_embeddings"], reference, Chunks.of)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen3", "gpt2", "gpt2, untied"])

@@ -13,6 +13,7 @@ import transformers
 from models import HF, gpt2_from_hf, made, ragged, same, shaken
 from torch import nn
 
+import head
 import model
 from data import pack
 from support.settings import Lora
@@ -91,15 +92,16 @@ def exact_norms(monkeypatch):
 def chunked(monkeypatch, vocabulary: int, tokens: int) -> list:
     """The head takes so many targets at a time, and saves two such chunks. -> a list of the targets
     of every chunk that it makes, or makes again."""
-    calls, real = [], model._logp
+    calls, real = [], head.logp_of
 
     def counted(logits, target, *rest):
         calls.append(len(target))
         return real(logits, target, *rest)
 
-    monkeypatch.setattr(model, "HEAD_LOGITS", vocabulary * tokens)
-    monkeypatch.setattr(model, "HEAD_SAVED", 2 * vocabulary * tokens)
-    monkeypatch.setattr(model, "_logp", counted)
+    monkeypatch.setattr(head, "HEAD_LOGITS", vocabulary * tokens)
+    monkeypatch.setattr(head, "HEAD_SAVED", 2 * vocabulary * tokens)
+    monkeypatch.setattr(head, "logp_of", counted)
+    monkeypatch.setattr(model, "logp_of", counted)
     return calls
 
 
@@ -350,13 +352,13 @@ def test_log_probs_are_float32_or_float64(weights, out, tiny):
 
 
 def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monkeypatch):
-    dtypes, real = [], model.Head.chunk
+    dtypes, real = [], head.Head.chunk
 
     def chunk(h, *rest):
         dtypes.append(h.dtype)
         return real(h, *rest)
 
-    monkeypatch.setattr(model.Head, "chunk", chunk)
+    monkeypatch.setattr(head.Head, "chunk", chunk)
     with torch.autocast("cpu", torch.bfloat16):
         logp_BK = model.load(tiny)(pack(*ragged(1, 512, 0)))
     assert dtypes == [torch.bfloat16] and logp_BK.dtype == torch.float32
@@ -408,8 +410,8 @@ def test_the_heads_softmax_may_go_in_blocks_of_any_size(dtype, cap, monkeypatch)
     for block in (2**22, 3 * 61, 1):
         h, w = (x.clone().requires_grad_() for x in (h_TC, w_VC))
         # 7 targets at a time, of which the first are saved
-        chunks = model.Chunks(7, 1, max(1, block // 61), gpu=False)
-        logp_T = model.Head.apply(h, w, target_T, cap, chunks)
+        chunks = head.Chunks(7, 1, max(1, block // 61), gpu=False)
+        logp_T = head.Head.apply(h, w, target_T, cap, chunks)
         (logp_T * torch.arange(20)).sum().backward()
         seen.append((logp_T, h.grad, w.grad))
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
@@ -425,7 +427,7 @@ def test_the_head_of_a_gpu_computes_what_a_cpus_does(cap, saved):
     h_TC, w_VC, target_T, seen = random(20, 8), random(61, 8) * 2, torch.arange(20) * 3, []
     for gpu in (False, True):
         h, w = (x.clone().requires_grad_(saved is not None) for x in (h_TC, w_VC))
-        logp_T = model.Head.apply(h, w, target_T, cap, model.Chunks(7, saved, 7, gpu))
+        logp_T = head.Head.apply(h, w, target_T, cap, head.Chunks(7, saved, 7, gpu))
         if saved is not None:
             (logp_T * torch.arange(20)).sum().backward()
         seen.append((logp_T.detach(), h.grad, w.grad))
@@ -445,8 +447,8 @@ def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
         ("gpu", torch.float32, torch.bfloat16, True),
     ):
         w = w_VC.to(w_dtype).requires_grad_()
-        model.Head.apply(
-            h_TC.to(h_dtype), w, target_T, None, model.Chunks(8, 9, 8, gpu)
+        head.Head.apply(
+            h_TC.to(h_dtype), w, target_T, None, head.Chunks(8, 9, 8, gpu)
         ).sum().backward()
         grads[name] = w.grad.double()
     off = {name: (grads[name] - grads["exact"]).norm().item() for name in ("cpu", "gpu")}
@@ -455,17 +457,17 @@ def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
 
 def test_a_gpu_gets_chunks_of_1024_rows_or_more_with_their_softmax_in_one_piece():
     for V in (512, 50257, 256_000):
-        chunks = model.Chunks.of("cuda", V)
+        chunks = head.Chunks.of("cuda", V)
         assert chunks.size >= 1024 and chunks.softmax == chunks.size and chunks.gpu
-    cpu = model.Chunks.of("cpu", 50257)
+    cpu = head.Chunks.of("cpu", 50257)
     assert cpu == (2**24 // 50257, 4, 2**22 // 50257, False)
 
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
     h_TC = torch.tensor([[1.0, 0.0]]).bfloat16().requires_grad_()
     w_VC = torch.tensor([[7.0, 0.0], [0.0, 0.0]]).bfloat16().requires_grad_()
-    model.Head.apply(
-        h_TC, w_VC, torch.tensor([0]), None, model.Chunks(4, 4, 4, False)
+    head.Head.apply(
+        h_TC, w_VC, torch.tensor([0]), None, head.Chunks(4, 4, 4, False)
     ).sum().backward()
     miss = 1 - 1 / (1 + math.exp(-7))  # 9e-4: the softmax would be 1 in bfloat16, the gradient 0
     assert h_TC.grad[0, 0].item() == pytest.approx(7 * miss, rel=1e-2)
