@@ -861,9 +861,14 @@ def test_ctrl_c_while_ranks_wait_for_each_other_is_one_line_and_leaves_no_proces
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     until(lambda: children.read_text())
     (child,) = children.read_text().split()
-    time.sleep(0.5)  # rank 0 waits within torch, where Python gets no turn; rank 1 still imports
+    os.kill(int(child), signal.SIGSTOP)  # rank 0 then waits in torch, where Python gets no turn
+    time.sleep(2)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=10)
+    try:
+        _, stderr = process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert (process.returncode, stderr) == (130, "error: stopped by SIGINT\n")
     status = Path(f"/proc/{child}/stat")
     until(lambda: not status.exists() or status.read_text().split()[2] == "Z", 10)
