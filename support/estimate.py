@@ -28,7 +28,8 @@ class Attention:
 
 
 class Estimate:
-    """make(lora) -> a model without weights; chunks(device, V): how the head cuts its work."""
+    """make(lora) -> a model without weights; chunks(device, V): how the head cuts its
+    work."""
 
     def __init__(self, cfg: Run, make, tied: bool, reference: bool, chunks):
         self.cfg, self.chunks, self.lora = cfg, chunks, cfg.lora.rank > 0

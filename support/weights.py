@@ -38,8 +38,9 @@ ASIDE = re.compile(rf"{ASIDE}|{OTHERS.pattern}")
 
 
 def fetch(source: str, what: str = "model") -> Path:
-    """The folder of a local path, of a run of ours (its `final`) or of a Hugging Face id. A
-    checkpoint's or PEFT's is made of links: its base, and itself on top. `what`: the setting."""
+    """The folder of a local path, of a run of ours (its `final`) or of a Hugging Face
+    id. A checkpoint's or PEFT's is made of links: its base, and itself on top. `what`:
+    the setting."""
     folder = local(source)
     here = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
     if "settings.yaml" in here and not here & {"config.json", "state.json"}:
@@ -148,7 +149,8 @@ def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
 
 
 def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: torch.dtype) -> None:
-    """Put weights into a model on the meta device, adapters excepted. Raises KeyError, BadInput."""
+    """Put weights into a model on the meta device, adapters excepted. Raises KeyError,
+    BadInput."""
     arguments, config, names = source
     shapes = plain_names(dict(model.named_parameters()))
     if tied := config["tie_word_embeddings"]:
@@ -238,8 +240,9 @@ def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | N
 
 
 def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> None:
-    """Write plain weights (see merge_adapters) as a Hugging Face folder, with config and tokenizer
-    files of `source`, in its dtypes or in float32. `notes`: more files, (name, text)."""
+    """Write plain weights (see merge_adapters) as a Hugging Face folder, with config
+    and tokenizer files of `source`, in its dtypes or in float32. `notes`: more files,
+    (name, text)."""
     arguments, config, names = read_config(source)
     known = {canonical(n): (n, DTYPES.get(x.get_dtype())) for n, x in stored(source)}
     weights = {}

@@ -25,8 +25,8 @@ ROOT = Path(model.__file__).parent
 
 def estimate(folder, reference=True, **settings) -> Estimate:
     cfg = Settings(model=str(folder), data=Data(train="t"), **{"accelerator": "cpu"} | settings)
-    arguments, config, _ = read_config(folder)
-    make = partial(model.make, arguments)
+    arguments, config, names = read_config(folder)
+    make = partial(model.make, arguments, names=names)
     return Estimate(cfg, make, config["tie_word_embeddings"], reference, Chunks.of)
 
 
