@@ -17,15 +17,17 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """shard-...safetensors: of each rank a file for the weights and one for
     each of the optimizer's moments, one after the other, so that little is
     held twice. A collective. Raises Failed on all ranks alike."""
-    kinds = {n: n.split("|", 2)[-1] if n.count("|") > 1 else "" for n in tensors}
+    kinds = {n: "".join(n.split("|")[2:]) for n in tensors}
     files = sorted(set(kinds.values()))
     where = {n: files.index(kind) + 1 for n, kind in kinds.items()}
-    writer = hf_storage.HuggingFaceStorageWriter(str(folder), where, save_distributed=True)
+    Writer = hf_storage.HuggingFaceStorageWriter
+    writer = Writer(str(folder), where, save_distributed=True)
     try:
         dcp.save(tensors, storage_writer=writer)
     except CheckpointException as e:
-        error = next(iter(e.failures.values()))[0]
-        raise Failed(f"{folder}: not saved: {getattr(error, 'strerror', None) or error}") from None
+        error, _ = next(iter(e.failures.values()))
+        why = getattr(error, "strerror", None) or error
+        raise Failed(f"{folder}: not saved: {why}") from None
 
 
 def load(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

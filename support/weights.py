@@ -112,6 +112,8 @@ def must_fit(folder: Path):
     """What litgpt and torch raise where weights do not fit config.json, as BadInput."""
     try:
         yield
+    except BadInput:
+        raise
     except (KeyError, RuntimeError, TypeError, AttributeError, AssertionError, ValueError) as e:
         why = " ".join(str(e).split())[:300] or type(e).__name__  # an assert may say nothing
         raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None

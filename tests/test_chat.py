@@ -221,7 +221,7 @@ def test_a_template_that_asks_for_the_day_gets_the_one_that_was_given(tmp_path):
     assert templated(tmp_path, asks, date="2024-07-26").render(record)[0] == "26 Jul 2024p"
     with pytest.raises(Fault, match="^chat template: 'strftime_now' is undefined .data.date"):
         templated(tmp_path, asks).render(record)
-    with pytest.raises(BadInput, match="date: Invalid isoformat"):
+    with pytest.raises(BadInput, match="data.date: today: Invalid isoformat"):
         templated(tmp_path, asks, date="today")
 
 

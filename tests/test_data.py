@@ -538,7 +538,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("n_d, n_u", WEIGHTS)
 def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
     found = [example([i], [i], label=i < n_d) for i in range(n_d + n_u)]
-    advice = table("train", found, Counter()).splitlines()[-1].split("weights: ")[1]
+    advice = table("train", found, Counter()).splitlines()[-1].split("balance: ")[1]
     assert advice == WEIGHTS[n_d, n_u]
     sides = [[float(x) for x in re.findall(r"[\d.]+", side)] for side in advice.split(",")]
     assert min(*sides[0], *sides[1]) == 1, "the smaller weight is 1"
@@ -549,7 +549,7 @@ def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
 
 @pytest.mark.parametrize("label", [True, False])
 def test_one_class_alone_gets_no_advice(label):
-    assert "weights" not in table("train", [example([1], [2], label=label)] * 3, Counter())
+    assert "balance" not in table("train", [example([1], [2], label=label)] * 3, Counter())
 
 
 def parts_of(d: Data, *kinds) -> tuple[dict, list[str]]:

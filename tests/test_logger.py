@@ -224,7 +224,7 @@ def test_without_a_terminal_progress_is_about_twenty_lines(capsys, alone):
 
 def test_progress_says_where_the_clamp_made_z_zero(capsys, alone):
     for clamped, shown in (
-        (1.0, "kl 0.0000 (clamped)  "),
+        (1.0, "kl 0 (clamped)  "),
         (0.0, "kl 0.0000  "),
         (None, "kl 0.0000  "),
     ):
@@ -242,7 +242,7 @@ def test_on_a_terminal_progress_is_a_bar(capsys, monkeypatch):
     progress.step(5, {"loss": 0.25, "kl": 0.125})
     progress.step(6, None)
     bar = progress.bar
-    assert (bar.n, bar.total, bar.postfix) == (6, 10, "loss=0.2500, kl=0.1250")
+    assert (bar.n, bar.total, bar.desc) == (6, 10, "loss 0.2500 kl 0.1250 ")
     progress.close()
     assert capsys.readouterr().out == "" and bar.disable
     assert Progress(10, 0, False).bar is None
@@ -486,7 +486,8 @@ def answers(*texts):
     return [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(texts)]
 
 
-def test_the_verdict_shows_both_accuracies_with_intervals_and_the_gain():
+def test_the_verdict_shows_both_accuracies_with_intervals_and_the_gain(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     before = {"right": 5, "of": 10, "answers": answers("b c", "a\nb")}
     after = {"right": 8, "of": 10, "answers": answers("a b", "x" * 99)}
     text = before_and_after(before, after)
@@ -496,6 +497,8 @@ def test_the_verdict_shows_both_accuracies_with_intervals_and_the_gain():
     assert text.splitlines()[-2:] == ["  p0      b c     a b", f"  p1      a b     {'x' * 34}"]
     assert "  gain    -30.0 points\n" in before_and_after(after, before)
     assert "p1" not in before_and_after(before, after, n=1)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, before_and_after(before, after).splitlines())) <= 80
 
 
 # ---- held-out answers and the best step ----------------------------------------------------------

@@ -299,7 +299,7 @@ def truncated(n: int):
 FIT = "do not fit config.json: "
 BROKEN = {
     "config.json: no such file": lambda f: (f / "config.json").unlink(),
-    "config.json: .* broken": lambda f: (f / "config.json").write_text('{"model_type": '),
+    "config.json: Expecting value": lambda f: (f / "config.json").write_text('{"model_type": '),
     "config.json: .*n_head' is missing": lambda f: edited(f, n_head=...),
     "config.json: model_type: 'llamba' is not supported": lambda f: edited(f, model_type="llamba"),
     "in/config.json: activation_function: relu": lambda f: edited(f, activation_function="relu"),
