@@ -37,8 +37,14 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("n,strategy", [(1, "auto"), (2, "ddp"), (2, "fsdp")])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode,n,strategy",
+    [
+        pytest.param(mode, n, strategy, marks=[pytest.mark.slow] * (strategy == "ddp" and i > 0))
+        for i, mode in enumerate(MODES)
+        for n, strategy in ((1, "auto"), (2, "ddp"), (2, "fsdp"))
+    ],
+)
 def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(
     mode, n, strategy, tiny, ratings, tmp_path
 ):

@@ -100,7 +100,8 @@ def test_it_learns_what_the_checker_likes(tiny, prompts, tmp_path):
 
 
 FIRST, LORA = ("--online.reference=first",), ("--lora.rank=2",)
-CASES = [(1, "auto", FIRST), (1, "auto", LORA), (2, "ddp", ()), (2, "fsdp", ())]
+CASES = [(1, "auto", FIRST), (1, "auto", LORA), (2, "fsdp", ()),
+         pytest.param(2, "ddp", (), marks=pytest.mark.slow)]  # fmt: skip
 
 
 @pytest.mark.parametrize("n,strategy,more", CASES)

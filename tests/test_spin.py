@@ -116,7 +116,8 @@ def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, 
     assert all((x - y[n]).abs().max() < 1e-9 for y in others for n, x in first.items())
 
 
-MODES = [(1, "auto", ()), (1, "auto", ("--lora.rank=2", "--lora.dropout=0.2")), (2, "ddp", ()),
+MODES = [(1, "auto", ()), (1, "auto", ("--lora.rank=2", "--lora.dropout=0.2")),
+         pytest.param(2, "ddp", (), marks=pytest.mark.slow),
          (2, "fsdp", ("--lora.rank=2",))]  # fmt: skip
 
 

@@ -124,6 +124,42 @@ def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, rat
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
+def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(tiny, ratings, tmp_path):
+    """Linear layers are gathered in bfloat16, where ddp casts them at each use."""
+    rows = {}
+    for strategy in ("ddp", "fsdp"):
+        argv = (f"--strategy={strategy}", "--precision=bf16-mixed", "--micro_batch_size=2", *COMMON)
+        run, *_ = ranks(2, lambda rank: train(tiny, ratings, tmp_path / strategy, *argv))
+        rows[strategy] = run["rows"]
+    ddp, fsdp = (rows[strategy][0] for strategy in rows)
+    for name in ("loss", "kl", "logps/chosen", "rewards/mean"):
+        assert ddp[name] == fsdp[name], name
+    assert abs(ddp["grad_norm"] / fsdp["grad_norm"] - 1) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "save,goes_on",
+    [
+        ((2, "fsdp"), (1, "auto")),
+        ((2, "fsdp"), (4, "fsdp")),
+        ((1, "auto"), (2, "fsdp")),
+        ((2, "ddp"), (2, "fsdp")),
+    ],
+)
+def test_a_run_goes_on_at_another_number_of_processes(
+    save, goes_on, whole, tiny, ratings, tmp_path, torch_state
+):
+    argv = ("--precision=32-true", "--micro_batch_size=7", *COMMON)
+    for (n, strategy), more in ((save, "--stop_at=4"), (goes_on, "--resume=auto")):
+        given = (*argv, f"--strategy={strategy}", f"--devices={n}", more)
+        run, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "run", *given))
+        *_, last = checkpoint.steps(tmp_path / "run" / "checkpoints").values()
+        parts = len(list(last.glob("shard-*.safetensors")))
+        assert (parts > 0) == (strategy == "fsdp"), "every rank writes its own"
+        assert parts == 0 or not (last / "weights.safetensors").exists()
+    assert_equal(run, whole("32-true"), start(tiny), False)
+
+
 def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, monkeypatch):
     spy = mock.Mock(wraps=model.checkpoint)
     monkeypatch.setattr(model, "checkpoint", spy)
