@@ -262,7 +262,7 @@ def _views(buffer, shapes) -> list[torch.Tensor]:
     sizes = [math.prod(shape) for shape in shapes]
     n_indices = sum(sizes[:12])
     wide = buffer[:n_indices].long().split(sizes[:12])
-    narrow = buffer[n_indices : sum(sizes)].split(sizes[12:])
+    narrow = buffer[n_indices:].int().split(sizes[12:])
     return [x.view(shape) for x, shape in zip((*wide, *narrow), shapes)]
 
 
@@ -316,12 +316,14 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     columns += [length_BK + (prompt_B[:, None] - 1) * score_prompt]
     columns += [np.arange(B) if index is None else np.array(index)]
     columns += [np.flatnonzero(branch_N == 0), own_M, key_L, *starts]
-    buffer = torch.empty(
-        sum(map(np.size, columns)), dtype=torch.int32, pin_memory=torch.cuda.is_initialized()
-    )
-    np.concatenate([x.ravel() for x in columns], out=buffer.numpy(), casting="same_kind")
+    # numpy alone: a torch operation in the packing thread would bring threads of its own, which
+    # wait in a loop and take a CPU's cores from the step that runs
+    flat = np.concatenate([x.ravel() for x in columns])
+    pinned = torch.cuda.is_initialized()
+    buffer = torch.empty(len(flat), dtype=torch.int32, pin_memory=pinned)
+    buffer.numpy()[:] = flat
     longest = tuple(int(x.max()) for x in (queries_BK, own_BK, keys_BK))
-    tensors = _views(buffer, [x.shape for x in columns])
+    tensors = _views(torch.from_numpy(flat), [x.shape for x in columns])
     return PackedBatch(*tensors, tuple(map(tuple, parts_BK.tolist())), longest, buffer)
 
 
