@@ -86,9 +86,8 @@ class Estimate:
         block = self.matrices / self.config.n_layer
         each = BASE.get(self.cfg.lora.base, self.held)
         weights = self.matrices * each + outside * self.held
-        reference = self.total * self.held
-        if not sharded:  # its matrices are held as they are used
-            reference -= self.narrow * (self.held - self.used)
+        # a reference's matrices are held as they are used
+        reference = self.total * self.held - self.narrow * (self.held - self.used)
         eight = self.cfg.optim.name == "adamw8bit"
         parts = {
             "weights": weights + self.adapters * self.wide,
