@@ -2,10 +2,7 @@
 
     python online.py                               # the demo: two cores, two minutes
 
-A checker of your own, (prompt, completion) -> bool, is given in code:
-
-    from online import main
-    main(checker=lambda prompt, completion: completion.strip().endswith("."))
+A checker of your own, (prompt, completion) -> bool, is given in code, online.main(checker=f).
 
 Reading order: settings, the examples of an iteration, main. The loss is kto.py's; data.train is
 read for its prompts only. The reference stays the first model, or becomes the policy as it is when

@@ -155,7 +155,8 @@ class Estimate:
         lines = [f"an estimate: {about}; GB a device"]
         parts = self.fixed(*cut) | {"sampling, between steps": self.sampling()}
         lines += [f"  {name:<26}{x / 1e9:>8.2f}" for name, x in parts.items() if x]
-        lines += [f"{'activations':>36}    total     checkpointing    total"]
+        head = f"{'activations':>36}    total"
+        lines += [f"{head}     checkpointing    total"]
         for t in sorted({1024, 4096, 16384, asked}):
             ways = [(self.step(t, x, cut[1]), self.needs(t, x, *cut)) for x in (False, True)]
             cells = "".join(f"{a / 1e9:>18.2f}{b / 1e9:>9.2f}" for a, b in ways)
