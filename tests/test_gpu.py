@@ -34,6 +34,13 @@ EXACT = ("--deterministic=true", "--precision=32-true")
 MIXED = "--precision=bf16-mixed"
 
 
+@pytest.fixture(autouse=True)
+def not_deterministic():
+    """A run leaves this process as it was asked to be."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def measured(record_property):
     """Words for the table."""
