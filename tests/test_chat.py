@@ -281,6 +281,7 @@ def test_or_each_of_the_assistants_turns_is_scored(real):
 # ---- hostile templates and long texts ------------------------------------------------------------
 
 
+@pytest.mark.survive("R16")
 def test_a_template_that_does_not_come_to_an_end_is_ended(tmp_path, monkeypatch):
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}"
     busy, long = loop + "{% endfor %}{% endfor %}", loop + "1234567{% endfor %}{% endfor %}"
@@ -299,6 +300,7 @@ def test_a_template_that_does_not_come_to_an_end_is_ended(tmp_path, monkeypatch)
         load(two, templated(tmp_path, long))
 
 
+@pytest.mark.survive("R16")
 @pytest.mark.parametrize(
     "large", ["10 ** 10 ** 10", "'x' * 10 ** 10", "'x' * 999999999", "[1] * 99999999"]
 )
@@ -311,6 +313,7 @@ def test_a_product_in_a_template_is_bounded(tmp_path, large):
     )[1] == ["c"]
 
 
+@pytest.mark.survive("R17")
 @pytest.mark.parametrize("name", ["qwen2.5", "llama-2"])
 def test_a_long_text_is_bounded_before_it_is_encoded_and_counted_as_cut(real, name, tmp_path):
     t, given = Tokenizer(real(name)), []

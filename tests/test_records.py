@@ -306,6 +306,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.survive("R17")
 @pytest.mark.parametrize("kind, record, field, word", REFUSED)
 def test_a_record_of_no_known_form_is_refused_by_the_name_of_its_field(kind, record, field, word):
     with pytest.raises(Fault) as e:
