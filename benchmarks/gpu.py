@@ -115,7 +115,7 @@ def row(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | None, d
         print(str(e)[-1000:], file=sys.stderr, flush=True)
         return {"row": name, "failed": str(e).strip().splitlines()[-1][:60]}
     out = {"row": name, "tokens_s": useful / one["seconds"], "peak_gib": one["peak_gib"], "trl": {}}
-    out |= {"idle": one.get("idle", 0.0), "kernels": one.get("kernels")}
+    out |= {"idle": one.get("idle"), "kernels": one.get("kernels")}
     flops = sorted(one["flops"][WARMUP:])
     out["tflops"] = flops[len(flops) // 2]
     for way in ({}, {"torch_compile": True}) if trl else ():
@@ -184,7 +184,7 @@ def main() -> None:
             over,
             *mfu,
             f"{r['tflops']:.4g}",
-            f"{r['idle']:.1%}",
+            missing if r["idle"] is None else f"{r['idle']:.1%}",
             f"{r['peak_gib']:.1f}",
             theirs,
         ]

@@ -214,7 +214,9 @@ def ours(spec: dict) -> None:
         if n == self.progress.total:
             raise StopIteration  # neither checkpoint nor export
         if n == self.progress.total - spec.get("profile", 0):  # the last steps show where time goes
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            kinds = torch.profiler.ProfilerActivity
+            kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
+            profiler = torch.profiler.profile(activities=[kind])
             profiler.start()
 
     with tempfile.TemporaryDirectory() as out:
@@ -249,11 +251,13 @@ def where_time_goes(profiler) -> dict:
         if str(e.device_type).endswith("CUDA"):
             spans.append((e.time_range.start, e.time_range.end))
             kernels[e.name] = kernels.get(e.name, 0) + e.time_range.end - e.time_range.start
+    if not spans:
+        return {}
     busy, until = 0.0, 0.0
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    whole = until - min(spans)[0] if spans else 1.0
+    whole = until - min(spans)[0]
     most = sorted(kernels.items(), key=lambda x: -x[1])[:5]
     share = {name[:60]: round(time / whole, 3) for name, time in most}
     return {"idle": 1 - busy / whole, "kernels": share}
