@@ -40,7 +40,7 @@ class Lifecycle(Models):
     def __init__(self, cfg: Run, objective, validation=None, checker=None, rollout=None):
         self.objective, self.validation = objective, validation or objective
         self.engine, both = rollout, (objective, self.validation)
-        self.needs_reference = any(o.needs_reference or o.kl_pairs for o in both)
+        self.needs_reference = any(o.runs_reference for o in both)
         self.folder = fetch(cfg.model)
         arguments, config, names = read_config(self.folder)  # what cannot be exported is refused
         if cfg.estimate:
@@ -150,7 +150,7 @@ class Lifecycle(Models):
         folder, state = self.out / "checkpoints", self.state
         state.objective = self.objective.state_dict()
         state.rows = self.logger.sync()
-        path = folder / f"step-{state.step:08d}"
+        path = checkpoint.step_folder(folder, state.step)
         checkpoint.save(self.fabric, path, self.policy, self.optimizer, state, self.cfg)
         self.saved_step = state.step
         if self.fabric.global_rank == 0:
@@ -187,7 +187,8 @@ class Lifecycle(Models):
         best ones."""
         scores = {"final": self.score(self.examples["test"])}
         step = self.state.best_step
-        best = self.out / "checkpoints" / f"step-{step or 0:08d}"  # may be in another folder's run
+        # it may be in another folder's run
+        best = checkpoint.step_folder(self.out / "checkpoints", step or 0)
         if step not in (None, self.state.step) and best.is_dir() and self._same_base(best):
             checkpoint.set_weights(self.policy, checkpoint.load_tensors(best, "weights"))
             scores["best"] = self.score(self.examples["test"])

@@ -28,7 +28,11 @@ from support.tokenizer import Tokenizer
 from support.weights import export, fetch, layers
 from support.weights import fingerprint as weights_fingerprint
 
-DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # of the weights; else float32
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Of the weights."""
+    known = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
+    return known.get(precision, torch.float32)
 
 
 def export_checkpoint(path: Path, out: Path, dtype: str) -> None:
@@ -39,7 +43,8 @@ def export_checkpoint(path: Path, out: Path, dtype: str) -> None:
     if (path / "state.json").exists():
         settings = (path / "settings.yaml").read_text()
         notes = _notes(settings, checkpoint.read_state(path)[0], path.parent.parent)
-        wide = DTYPES["64-true"] if "precision: 64-true" in settings else wide
+        own = dtype_of(yaml.safe_load(settings)["precision"])
+        wide = torch.promote_types(own, wide)
     weights = model.load(folder, dtype=wide).unique_parameters()
     export({n: p.detach() for n, p in weights.items()}, folder, out, dtype, notes)
 
@@ -103,8 +108,8 @@ class Models:
         return module
 
     def _load_policy(self):
-        cfg, dtype = self.cfg, DTYPES.get(self.cfg.precision, torch.float32)
-        policy = model.load(self.folder, cfg.lora, dtype)
+        cfg = self.cfg
+        policy = model.load(self.folder, cfg.lora, dtype_of(cfg.precision))
         if self.tokenizer.n_vocab > policy.config.padded_vocab_size:
             n = self.tokenizer.n_vocab
             raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
@@ -112,7 +117,7 @@ class Models:
 
     def _load_other_reference(self, policy):
         vocab, folder = policy.config.padded_vocab_size, fetch(self.cfg.reference, "reference")
-        frozen = model.load(folder, None, DTYPES.get(self.cfg.precision, torch.float32))
+        frozen = model.load(folder, None, dtype_of(self.cfg.precision))
         same = self.tokenizer.same(Tokenizer(folder))
         if not same or frozen.config.padded_vocab_size != vocab:
             differs = f"another tokenizer or vocabulary than {self.cfg.model}"
@@ -157,8 +162,7 @@ class Models:
 
     def _source_weights(self, names: list[str]) -> dict[str, torch.Tensor]:
         """What a quantised base was made from, read again."""
-        dtype = DTYPES.get(self.cfg.precision, torch.float32)
-        plain = model.load(self.folder, None, dtype).unique_parameters()
+        plain = model.load(self.folder, None, dtype_of(self.cfg.precision)).unique_parameters()
         weights = {name: plain[name.replace(".linear.", ".")] for name in names}
         if weights_fingerprint(weights) != self.state.identity["model weights"]:
             raise Failed(f"{self.folder}: not the weights that this run began with: put them back")
@@ -191,7 +195,7 @@ class Models:
                 say("no final_adapter: its base is not the model's own folder")
             else:
                 checkpoint.publish(fabric, adapter, self.out / "final_adapter")
-        kept = self.out / "checkpoints" / f"step-{state.best_step or 0:08d}"
+        kept = checkpoint.step_folder(self.out / "checkpoints", state.best_step or 0)
         if fabric.broadcast(kept.is_dir()):
             checkpoint.publish(fabric, best, self.out / "best")
 

@@ -47,6 +47,11 @@ class Objective:
     needs_reference = True  # False: none is loaded or run, and ref_logps is None
     average_logps = False  # divide log-ratios by the number of scored tokens
 
+    @property
+    def runs_reference(self) -> bool:
+        """Whether a step has a no-gradient pass."""
+        return self.needs_reference or self.kl_pairs
+
     def loss(self, logps, ref_logps, batch: MicroBatch, z):
         """Log-probs (B, K) of policy and reference in nats, the step's baseline z
         -> loss (B,), {column: (B,)}. Columns, with the loss among them, reach
@@ -144,8 +149,7 @@ class Trainer(Lifecycle):
         log-ratios of all mismatched pairs of the step, on all ranks."""
         G, device, pairs = len(batch.examples), self.fabric.device, batch.partners is not None
         kl_G, ref_logps = torch.zeros(G, device=device, dtype=torch.float64), None
-        needed = objective.needs_reference or pairs
-        for micro in self.micro_batches(batch, no_grad=True) if needed else ():
+        for micro in self.micro_batches(batch, no_grad=True) if objective.runs_reference else ():
             packed = self.pack(batch, micro.index, borrowed=pairs)
             ref_BK = self.reference(packed)  # with pairs, the borrowed completion is the last of K
             if ref_logps is None:
@@ -219,7 +223,7 @@ class Trainer(Lifecycle):
 
         def ahead(step):
             batch = self.batch_of(examples, plan, step)
-            for no_grad in (False, True):
+            for no_grad in (False, True)[: 1 + self.objective.runs_reference]:
                 batch.pack_ahead(no_grad, self.micro_batches(batch, no_grad))
             return batch
 

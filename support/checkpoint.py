@@ -351,6 +351,10 @@ def newest(out: Path) -> Path | None:
     return None
 
 
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08d}"
+
+
 def prune(folder: Path, keep_last: int, best: int | None) -> None:
     """Remove old checkpoints, but neither the newest keep_last nor the best."""
     for step, path in list(steps(folder).items())[: -keep_last or None]:
