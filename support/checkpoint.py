@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support import shards
 from support.cli import dotted, dump
-from support.devices import all_reduce, say
+from support.devices import say
 from support.errors import BadInput, Failed, given, writing
 from support.settings import Run, changes, flat
 
@@ -83,24 +83,23 @@ def program_file(objective: type) -> Path:
 # ---- tensors and files --------------------------------------------------------------------------
 
 
-def full(x: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, a copy on the CPU. A collective where it is sharded."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().to("cpu", copy=True)
-
-
 def place(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor on the device, and in the shards, of another."""
+    """A tensor on the device of another and, where it is whole and as large, in its shards."""
     x = x.to(like.device)
-    if isinstance(like, DTensor):
+    if isinstance(like, DTensor) and not isinstance(x, DTensor) and x.shape == like.shape:
         return distribute_tensor(x, like.device_mesh, like.placements)
     return x
 
 
 def gather_whole(fabric, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gathered from their shards one by one, and kept on rank 0 only: a node's ranks share its
-    memory. A collective."""
-    gathered = ((name, full(x)) for name, x in tensors.items())
-    return {name: x for name, x in gathered if fabric.global_rank == 0}
+    """Gathered from their shards one by one, and copied to the CPU on rank 0 only: a node's ranks
+    share its memory. A collective."""
+    whole = {}
+    for name, x in tensors.items():
+        x = x.full_tensor() if isinstance(x, DTensor) else x
+        if fabric.global_rank == 0:
+            whole[name] = x.detach().to("cpu", copy=True)
+    return whole
 
 
 @torch.no_grad()
@@ -161,42 +160,35 @@ def on_rank_0(fabric, work):
 def publish(fabric, write, out: Path, each=None) -> None:
     """Rank 0 calls write(folder) on a folder beside `out`, hashes it, and moves it there; before,
     every rank calls each(folder). Fails on all ranks alike."""
+    tmp, old = (out.with_name(f".{out.name}.{kind}") for kind in ("tmp", "old"))
+
+    def begin():
+        with writing(out):
+            out.parent.mkdir(exist_ok=True)
+            shutil.rmtree(tmp, ignore_errors=True)
+            tmp.mkdir()
+
+    def finish():
+        try:
+            with writing(out, SafetensorError):  # safetensors has its own error for a full disk
+                write(tmp)
+                manifest = {p.name: digest(p) for p in sorted(tmp.iterdir())}
+                (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
+                for p in [*tmp.iterdir(), tmp]:
+                    sync(p)
+                shutil.rmtree(old, ignore_errors=True)
+                if out.exists():
+                    out.rename(old)
+                tmp.rename(out)
+                sync(out.parent)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+    on_rank_0(fabric, begin)
     if each:
-        on_rank_0(fabric, lambda: _fresh(out))
-        each(_beside(out, "tmp"))
-    on_rank_0(fabric, lambda: _publish(write, out, _beside(out, "tmp") if each else _fresh(out)))
-
-
-def _beside(out: Path, kind: str) -> Path:
-    return out.with_name(f".{out.name}.{kind}")
-
-
-def _fresh(out: Path) -> Path:
-    with writing(out):
-        out.parent.mkdir(exist_ok=True)
-        shutil.rmtree(_beside(out, "tmp"), ignore_errors=True)
-        _beside(out, "tmp").mkdir()
-    return _beside(out, "tmp")
-
-
-def _publish(write, out: Path, tmp: Path) -> None:
-    old = _beside(out, "old")
-    try:
-        with writing(out, SafetensorError):  # safetensors has its own error for a full disk
-            write(tmp)
-            files = sorted(tmp.iterdir())
-            manifest = {p.name: [p.stat().st_size, digest(p)] for p in files}
-            (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            for p in [*tmp.iterdir(), tmp]:
-                sync(p)
-            shutil.rmtree(old, ignore_errors=True)
-            if out.exists():
-                out.rename(old)
-            tmp.rename(out)
-            sync(out.parent)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        each(tmp)
+    on_rank_0(fabric, finish)
 
 
 # ---- save and load ------------------------------------------------------------------------------
@@ -215,7 +207,8 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
     }
     tensors = {key: x for key, x in states.items() if isinstance(x, torch.Tensor)}
     numbers = {key: x for key, x in states.items() if key not in tensors}
-    whole, each = {"rng": {"rng": _rng_of_all_ranks(fabric)}}, None
+    rng_R = fabric.all_gather(_generator(fabric).get_state()).view(fabric.world_size, -1)
+    whole, each = {"rng": {"rng": rng_R.cpu()}}, None
     kinds = {"weights": weights, "optimizer": tensors}
     if is_sharded(params):
         parts = {f"{kind}|{n}": x for kind, some in kinds.items() for n, x in some.items()}
@@ -238,12 +231,10 @@ def is_sharded(params: dict) -> bool:
     return any(isinstance(p, DTensor) for p in params.values())
 
 
-def _rng_of_all_ranks(fabric) -> torch.Tensor:
+def _generator(fabric) -> torch.Generator:
+    """What this rank's random numbers come from."""
     cuda = fabric.device.type == "cuda"
-    rng = torch.cuda.get_rng_state(fabric.device) if cuda else torch.get_rng_state()
-    rng_R = torch.zeros(fabric.world_size, len(rng), dtype=torch.uint8, device=fabric.device)
-    rng_R[fabric.global_rank] = rng.to(fabric.device)
-    return all_reduce(rng_R).cpu()
+    return torch.cuda.default_generators[fabric.device.index] if cuda else torch.default_generator
 
 
 def read_state(folder: Path) -> tuple[RunState, dict]:
@@ -260,60 +251,40 @@ def load_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     """All of a checkpoint's weights, or of its optimizer's state, whole."""
     if (folder / f"{kind}.safetensors").exists():
         return load_file(folder / f"{kind}.safetensors")
-    known = {n: x for n, x in shards.shapes(folder).items() if n.startswith(f"{kind}|")}
-    tensors = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in known.items()}
-    shards.load(folder, tensors)
-    return {n.removeprefix(f"{kind}|"): x for n, x in tensors.items()}
-
-
-def _load_shards(folder: Path, params: dict) -> dict[str, torch.Tensor]:
-    """Each rank its own part: weights where they belong. -> the optimizer's state"""
-    tensors = {}
-    for name, (shape, dtype) in shards.shapes(folder).items():
-        kind, *of = name.split("|")
-        if kind == "weights":
-            tensors[name] = params[of[0]].detach()
-        elif kind == "optimizer":
-            p = params[of[0]]
-            like = {"dtype": dtype, "device": p.device}
-            moment = p.shape == shape
-            tensors[name] = torch.zeros_like(p, **like) if moment else torch.zeros(shape, **like)
-    shards.load(folder, tensors)
-    own = {n: x for n, x in tensors.items() if n.startswith("optimizer|")}
-    return {n.removeprefix("optimizer|"): x for n, x in own.items()}
+    return shards.load(folder, kind, lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
 
 
 def load(fabric, folder: Path, policy, optimizer) -> None:
     """Put a checkpoint's weights, optimizer state and random numbers in place."""
     params, (state, numbers) = policy.unique_parameters(), read_state(folder)
+
+    def like_its_weight(key: str, shape, dtype):
+        p = params[key.split("|")[0]]
+        if p.shape == shape:
+            return torch.zeros_like(p, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=p.device)
+
     if state.shards and is_sharded(params):
-        tensors = _load_shards(folder, params)
+        shards.load(folder, "weights", lambda name, *_: params[name].detach())
+        tensors = shards.load(folder, "optimizer", like_its_weight)
     else:
         set_weights(policy, load_tensors(folder, "weights"))
         tensors = load_tensors(folder, "optimizer")
-    fused = optimizer.optimizer.defaults.get("fused")
     for key, x in (tensors | numbers).items():
         name, kind = key.rsplit("|", 1)
-        p = params[name]
-        # an unfused AdamW counts its steps on the CPU
-        whole = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-        if whole and (fused or kind != "step"):
-            x = place(x, p) if x.shape == p.shape else x.to(p.device)
-        optimizer.optimizer.state[p][kind] = x
+        x = place(x, params[name]) if isinstance(x, torch.Tensor) else x
+        optimizer.optimizer.state[params[name]][kind] = x
     rng_R = load_file(folder / "rng.safetensors")["rng"]
     if len(rng_R) == fabric.world_size:
         mine = rng_R[fabric.global_rank].clone()  # a view is read from its storage's start
-        if fabric.device.type == "cuda":
-            torch.cuda.set_rng_state(mine, fabric.device)
-        else:
-            torch.set_rng_state(mine)
+        _generator(fabric).set_state(mine)
 
 
 # ---- a run's folder -----------------------------------------------------------------------------
 
 
 def verify(folder: Path, needs=CHECKPOINT) -> str | None:
-    """None if whole, else what is wrong. Sizes first: most damage is a file cut short."""
+    """None if whole, else what is wrong."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         parts = sum(name.startswith("shard-") for name in manifest)
@@ -324,14 +295,10 @@ def verify(folder: Path, needs=CHECKPOINT) -> str | None:
         for name in needs:
             if name not in manifest:
                 return f"manifest.json names no {name}"
-        known = {n: x if isinstance(x, list) else (None, x) for n, x in manifest.items()}
-        for name, (size, _) in known.items():
-            if size not in (None, (folder / name).stat().st_size):
+        for name, known in manifest.items():
+            if digest(folder / name) not in (known, known[-1]):  # it was [size, hash] once
                 return f"{name} is damaged"
-        for name, (_, expected) in known.items():
-            if digest(folder / name) != expected:
-                return f"{name} is damaged"
-    except (OSError, ValueError, AttributeError, TypeError) as e:
+    except (OSError, ValueError, AttributeError, TypeError, LookupError) as e:
         return f"{type(e).__name__}: {e}"
     return None
 
@@ -396,11 +363,11 @@ class Opened:
         self.own = self.found and self.found.resolve().parent.parent == out.resolve()
 
     def _open(self, cfg: Run) -> tuple[Path, Path | None, list[str]]:
-        found, said = Path(cfg.resume or ""), []
+        found = None
         if cfg.resume not in (None, "auto"):
-            if not found.is_dir():
-                raise BadInput(f"resume: {cfg.resume}: no such checkpoint folder")
-            if fault := verify(found):
+            found = Path(cfg.resume)
+            fault = verify(found) if found.is_dir() else "no such checkpoint folder"
+            if fault:
                 raise BadInput(f"resume: {cfg.resume}: {fault}")
         with given("out_dir", cfg.out_dir):
             out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(self.program)
@@ -410,17 +377,14 @@ class Opened:
                 (out / name).mkdir(exist_ok=True)
         if cfg.resume == "auto":
             found = newest(out)
-        if not cfg.resume and (out / "metrics.csv").exists():
-            raise BadInput(
-                f"out_dir: {out} holds a run already: --resume auto goes on with it, another "
-                "folder starts anew"
-            )
-        if not cfg.resume or not found:
-            said = [f"nothing to resume in {out}: starting"] if cfg.resume else []
-            return out, None, said
-        said, moved = _refuse_another_run(found, cfg, self.program)
-        why = f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""
-        return out, found, [*said, f"resumed from {found}{why}"]
+        if found:
+            return out, found, _refuse_another_run(found, cfg, self.program)
+        if cfg.resume:
+            return out, None, [f"nothing to resume in {out}: starting"]
+        if (out / "metrics.csv").exists():
+            advice = "--resume auto goes on with it, another folder starts anew"
+            raise BadInput(f"out_dir: {out} holds a run already: {advice}")
+        return out, None, []
 
     def begin(self) -> None:
         """From here on the run is this one: what it goes on from is said, its settings are
@@ -456,9 +420,8 @@ def _fresh_folder(program: Path) -> Path:
             return out
 
 
-def _refuse_another_run(found: Path, cfg: Run, program: Path) -> tuple[list[str], list[str]]:
-    """Raise BadInput where this is not the run that `found` belongs to. -> (what to say, changes
-    of the cut)"""
+def _refuse_another_run(found: Path, cfg: Run, program: Path) -> list[str]:
+    """Raise BadInput where this is not the run that `found` belongs to. -> what to say"""
     (state, _), said = read_state(found), []
     if Path(state.program).name != program.name:
         raise BadInput(f"resume: {found}: a run of {state.program}, not of {program}")
@@ -469,7 +432,8 @@ def _refuse_another_run(found: Path, cfg: Run, program: Path) -> tuple[list[str]
     fixed, moved = changes(old, flat(cfg))
     if fixed:
         raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
-    return said, moved
+    why = f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""
+    return [*said, f"resumed from {found}{why}"]
 
 
 def _clear_litter(folder: Path) -> None:
@@ -494,5 +458,4 @@ def refuse_another_identity(old: dict[str, str], new: dict[str, str]) -> None:
     """Raise BadInput where a resume meets another model, tokenizer or data than the run began with."""
     names = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
     if names:
-        lines = (f"resume: {n}: not what this run began with" for n in names)
-        raise BadInput("\n".join(lines))
+        raise BadInput("\n".join(f"resume: {n}: not what this run began with" for n in names))

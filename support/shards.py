@@ -1,6 +1,6 @@
 """Sharded tensors on disk, by torch.distributed.checkpoint in safetensors
 files (its usual ones are pickles): every rank writes and reads its own
-part, and nothing is gathered."""
+part, and nothing is gathered. Names are kind|parameter|moment."""
 
 import warnings
 from pathlib import Path
@@ -17,9 +17,9 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """shard-...safetensors: of each rank a file for the weights and one for
     each of the optimizer's moments, one after the other, so that little is
     held twice. A collective. Raises Failed on all ranks alike."""
-    kinds = {n: "".join(n.split("|")[2:]) for n in tensors}
-    files = sorted(set(kinds.values()))
-    where = {n: files.index(kind) + 1 for n, kind in kinds.items()}
+    moments = {n: "".join(n.split("|")[2:]) for n in tensors}
+    files = sorted(set(moments.values()))
+    where = {n: files.index(m) + 1 for n, m in moments.items()}
     Writer = hf_storage.HuggingFaceStorageWriter
     writer = Writer(str(folder), where, save_distributed=True)
     try:
@@ -30,17 +30,16 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise Failed(f"{folder}: not saved: {why}") from None
 
 
-def load(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Into these tensors, of shards each rank its own, however many ranks
-    wrote them."""
+def load(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
+    """A kind's tensors by name, read into make(name, shape, dtype): of
+    shards each rank its own, however many ranks wrote them."""
+    reader, tensors = hf_storage.HuggingFaceStorageReader(str(folder)), {}
+    for key, m in reader.read_metadata().state_dict_metadata.items():
+        found, name = key.split("|", 1)
+        if found == kind:
+            tensors[name] = make(name, m.size, m.properties.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no rank need wait for another is meant
-        reader = hf_storage.HuggingFaceStorageReader(str(folder))
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-
-
-def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """What lies here, by name."""
-    reader = hf_storage.HuggingFaceStorageReader(str(folder))
-    known = reader.read_metadata().state_dict_metadata
-    return {n: (m.size, m.properties.dtype) for n, m in known.items()}
+        wanted = {f"{kind}|{n}": x for n, x in tensors.items()}
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+    return tensors
