@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 from support.checkpoint import write_atomically, write_json
@@ -24,7 +25,11 @@ from support.optim import Plan
 from support.settings import Run
 
 TABLES = ("metrics.csv", "val.csv")
-SHOWN = ("loss", "kl", "rewards/margins", "tokens/s")
+# what the console shows of a row, and in which form
+STEP = {"loss": "loss {:.4f}", "kl": "kl {:.4f}", "rewards/margins": "margins {:.4f}"}
+STEP |= {"tokens/s": "tokens/s {:,.0f}"}
+VALIDATION = {"loss": "loss {:.4f}", "kl": "kl {:.4f}", "accuracy": "accuracy {:.4f}"}
+VALIDATION |= {"rewards/margins": "margins {:.4f}", "checker_accuracy": "checker {:.4f}"}
 
 
 class Csv:
@@ -61,8 +66,7 @@ class Csv:
         if self.names is None:
             self.names = list(values)
             self._write(self.names)
-        cells = [values.get(n) for n in self.names]
-        self._write("" if x is None else x for x in cells)
+        self._write([values.get(n) for n in self.names])  # None is an empty cell
 
     def sync(self) -> list:
         """To the disk. -> [lines, their hash], which a checkpoint claims."""
@@ -158,6 +162,13 @@ def make_tracker(cfg: Run, out: Path, resumed: bool) -> Tracker:
 # ---- the console --------------------------------------------------------------------------------
 
 
+def in_words(row: dict, forms: dict[str, str]) -> list[str]:
+    """The cells of a row that are not empty."""
+    if row.get("kl/clamped"):  # a bare 0.0000 would read like a bug
+        forms = forms | {"kl": "kl 0 (clamped)"}
+    return [form.format(row[k]) for k, form in forms.items() if row.get(k) is not None]
+
+
 class Progress:
     """A bar on a terminal; elsewhere about twenty lines a run."""
 
@@ -173,24 +184,16 @@ class Progress:
             self.bar = tqdm(**kw)
 
     def step(self, step: int, row: dict | None) -> None:
-        names = [n for n in SHOWN if row and row.get(n) is not None]
-        shown = {n.removeprefix("rewards/"): f"{row[n]:.4f}" for n in names}
-        if "tokens/s" in shown:
-            shown["tokens/s"] = f"{row['tokens/s']:,.0f}"
-        if "kl" in shown and row.get("kl/clamped"):  # a bare 0.0000 would read like a bug
-            shown["kl"] = "0 (clamped)"
+        words = in_words(row or {}, STEP)
         if self.bar is not None:
-            if shown:
-                text = " ".join(f"{k} {v}" for k, v in shown.items())
-                self.bar.set_description_str(f"{text} ", refresh=False)
+            if words:
+                self.bar.set_description_str(" ".join([*words, ""]), refresh=False)
             self.bar.update()
-        elif self.on and shown and (step >= self.next or step == self.total):
+        elif self.on and words and (step >= self.next or step == self.total):
             self.next = step - step % self.every + self.every
             each = (time.monotonic() - self.began) / max(1, step - self.start)
-            left = (self.total - step) * each
-            shown["ETA"] = f"{left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f}"
-            line = "  ".join(f"{k} {v}" for k, v in shown.items())
-            say(f"step {step}/{self.total}  {line}")
+            left = timedelta(seconds=round((self.total - step) * each))
+            say("  ".join([f"step {step}/{self.total}", *words, f"ETA {left}"]))
 
     def say(self, line: str) -> None:
         if self.on:
@@ -235,12 +238,10 @@ class Logger:
         if not self.main:
             return
         self.val.row({"step": step, **row})
-        names = ("loss", "kl", "accuracy", "rewards/margins", "checker_accuracy")
-        shown = [f"{n} {row[n]:.4f}" for n in names if row.get(n) is not None]
+        words = in_words(row, VALIDATION)
         if "accuracy" in row and row["accuracy"] is None:
-            shown.append("accuracy empty (r is 0)" if step == 0 else "accuracy empty")
-        shown = [x.removeprefix("rewards/").replace("checker_accuracy", "checker") for x in shown]
-        line = f"validation at step {step}: {', '.join(shown)}"
+            words += ["accuracy empty (r is 0)" if step == 0 else "accuracy empty"]
+        line = f"validation at step {step}: {', '.join(words)}"
         self.progress.say(line if len(line) <= 80 else line.replace(": ", ":\n  ", 1))
         self.tracker.scalars({f"val/{k}": v for k, v in row.items() if v is not None}, step)
         if samples:
@@ -252,20 +253,16 @@ class Logger:
         """examples-N.csv: a row for each example of a step, largest loss first."""
         if not self.main:
             return
-        decode, rows = batch.tokenizer.decode, []
+        decode, table = batch.tokenizer.decode, Csv(self.out / f"examples-{step}.csv")
         for i in columns["loss"].argsort(descending=True).tolist():
             e = batch.examples[i]
             row = {"where": e.where, "prompt": decode(e.prompt)}
             for k, y in enumerate(e.completions, 1):
                 row |= {f"completion {k}": decode(y), f"tokens {k}": len(y)}
             row |= {"label": e.label, "weight": e.weight, **e.extra}
-            rows.append(row | {name: column[i].item() for name, column in columns.items()})
-        path = self.out / f"examples-{step}.csv"
-        table = Csv(path)
-        for row in rows:
-            table.row(row)
+            table.row(row | {name: column[i].item() for name, column in columns.items()})
         table.file.close()
-        self.progress.say(f"examples of step {step}, largest loss first: {path}")
+        self.progress.say(f"examples of step {step}, largest loss first: {table.path}")
 
     def sync(self) -> dict[str, list]:
         """To the disk, before a checkpoint claims these steps. -> what it claims"""
