@@ -4,27 +4,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generate import generate, text
-from support.checkpoint import write_json
+from support.checkpoint import on_rank_0, write_json
 from support.settings import Run
 
 Checker = Callable[[str, str], bool]  # (prompt, completion) -> whether it is right
 
 
-def checker_of(cfg: Run) -> Checker | None:
-    """The checker that eval.check names. One of your own is given in code: main(checker=...)."""
-    if cfg.eval.check != "demo":
-        return None
-    from demo.check import check
-
-    return check
-
-
 class Evaluator:
-    """Answers held-out prompts. The same weights and settings give the same answers."""
+    """Answers held-out prompts. The same weights and settings give the same answers. The checker is
+    one's own, given in code (main(checker=...)), or the one that eval.check names."""
 
     def __init__(self, fabric, cfg: Run, policy, tokenizer, val, checker: Checker | None):
+        if checker is None and cfg.eval.check == "demo":
+            from demo.check import check as checker
         self.fabric, self.cfg, self.policy, self.tokenizer = fabric, cfg, policy, tokenizer
-        self.checker = checker or checker_of(cfg)
+        self.checker = checker
         self.prompts = list({e.prompt.tobytes(): e.prompt for e in val}.values())  # distinct
         self.last: dict | None = None  # the last verdict
 
@@ -46,10 +40,7 @@ class Evaluator:
 
     def judge(self, answers: list[tuple[str, str]]) -> list[bool]:
         """The checker's word on (prompt, completion) pairs, asked on rank 0 for all ranks."""
-        verdicts = None
-        if self.fabric.global_rank == 0:
-            verdicts = [bool(self.checker(prompt, said)) for prompt, said in answers]
-        return self.fabric.broadcast(verdicts)
+        return on_rank_0(self.fabric, lambda: [bool(self.checker(*x)) for x in answers])
 
     def check(self, name: str, step: int) -> dict | None:
         """The checker's verdict on fresh answers, also written as eval/name.json."""

@@ -53,22 +53,18 @@ def _start_iteration(trainer, i: int, moving_reference: bool) -> str:
         return trainer.fabric.broadcast(weights and fingerprint(weights))
     lora, module = trainer.reference.frozen is None, trainer.policy.module
     if lora and weights:
-        weights = {n: weights[n.replace(".linear.", ".")] for n in _base_names(module)}
-    folder = trainer.out / "iterations" / f"{i}"
+        base = [name for name in module.unique_parameters() if "lora_" not in name]
+        weights = {name: weights[name.replace(".linear.", ".")] for name in base}
 
     def write(tmp):
         save_file(weights, tmp / "weights.safetensors")
 
-    checkpoint.publish(trainer.fabric, write, folder)
+    checkpoint.publish(trainer.fabric, write, trainer.out / "iterations" / f"{i}")
     if lora:
         reset_adapters(module, trainer.cfg.seed + 7919 * i, checkpoint.place)
         trainer.optimizer.optimizer.state.clear()
     trainer.reference_step = trainer.state.step
     return _put_reference(trainer, i)
-
-
-def _base_names(module) -> list[str]:
-    return [name for name in module.unique_parameters() if "lora_" not in name]
 
 
 def _put_reference(trainer, i: int) -> str:
@@ -103,10 +99,7 @@ def answers_file(trainer, i: int):
 
 def read_answers(trainer, i: int) -> list[list[int]]:
     """The token ids of iteration i's answers."""
-    return _ids(answers_file(trainer, i).read_text().split("\n")[1:-1])
-
-
-def _ids(lines: list[str]) -> list[list[int]]:
+    lines = answers_file(trainer, i).read_text().split("\n")[1:-1]
     return [json.loads(line)["ids"] for line in lines]
 
 
@@ -115,7 +108,7 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     what a killed run has written is taken as it stands, if policy, prompts and
     sampling are the same. `args`: a Sampling with a rollout_batch_size."""
     fabric, file, size = trainer.fabric, answers_file(trainer, i), args.rollout_batch_size
-    new = args.max_new_tokens or trainer.cfg.data.max_completion
+    new, folder = args.max_new_tokens or trainer.cfg.data.max_completion, None
     asked = {"policy": trainer.state.started_from, "seed": trainer.cfg.seed}
     asked |= {"prompts": _digest(prompts), "engine": trainer.engine is not None}
     head = json.dumps(asked | asdict(args) | {"max_new_tokens": new})
@@ -123,10 +116,10 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     lines = lines[1:] if lines[:1] == [head] else []
     whole = len(lines) if len(lines) == len(prompts) else len(lines) // size * size
     lines = fabric.broadcast(lines[:whole])
-    if len(lines) < len(prompts) and trainer.state.step > plan.begin:
+    done = [json.loads(line)["ids"] for line in lines]
+    if len(done) < len(prompts) and trainer.state.step > plan.begin:
         before = f"resume from a checkpoint of step {plan.begin} or before"
         raise BadInput(f"resume: {file}: not what this iteration learns from; {before}")
-    done, folder = _ids(lines), None
     if trainer.engine and len(done) < len(prompts):
         folder = _export(trainer)
     while len(done) < len(prompts):
@@ -159,14 +152,15 @@ def _export(trainer):
 
 def _answer(trainer, folder, prompts, args: Sampling, new: int, seed: int) -> list[list[int]]:
     """By our sampler, or by the engine from the exported folder, on rank 0."""
-    fabric, fresh = trainer.fabric, None
+    fabric = trainer.fabric
     if trainer.engine is None:
         return generate(fabric, trainer.policy, prompts, trainer.tokenizer, args, new, seed)
-    if fabric.global_rank == 0:
-        asked = [[int(i) for i in p] for p in prompts]
-        fresh = trainer.engine(folder, asked, args, new, seed)
-        fresh = [[int(i) for i in ids] for ids in fresh]
-    fresh = fabric.broadcast(fresh)
+
+    def work():
+        fresh = trainer.engine(folder, [p.tolist() for p in prompts], args, new, seed)
+        return [[int(i) for i in ids] for ids in fresh]
+
+    fresh = checkpoint.on_rank_0(fabric, work)
     if len(fresh) != len(prompts) or not all(fresh):
         raise BadInput(f"rollout: {len(prompts)} prompts, {sum(map(bool, fresh))} answers")
     return fresh

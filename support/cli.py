@@ -87,24 +87,19 @@ def _read_yaml(path: str, cls) -> list[str]:
 
 def _arguments(argv: list[str], cls) -> tuple[list[str], list[str]]:
     """(--config files, the rest). A bare --flag of a yes/no setting means true."""
-    types, configs, rest, i = flat(cls), [], [], 0
-    while i < len(argv):
-        name, value = argv[i], argv[i + 1] if i + 1 < len(argv) else None
-        if name == "--config" and value is not None:
-            configs.append(value)
-            i += 1
-        elif name.startswith("--config="):
-            configs.append(name.split("=", 1)[1])
-        elif _is_yes_no(types.get(name[2:])) and (value or "-")[0] == "-":
-            rest.append(f"{name}=true")
+    flags = {f"--{n}" for n, k in flat(cls).items() if bool in (k, *typing.get_args(k))}
+    pairs, configs, rest = zip(argv, [*argv[1:], None]), [], []
+    for word, following in pairs:
+        if word == "--config" and following is not None:
+            configs.append(following)
+            next(pairs)
+        elif word.startswith("--config="):
+            configs.append(word.removeprefix("--config="))
+        elif word in flags and (following or "-")[0] == "-":
+            rest.append(f"{word}=true")
         else:
-            rest.append(name)
-        i += 1
+            rest.append(word)
     return configs, rest
-
-
-def _is_yes_no(kind) -> bool:
-    return bool in (kind, *typing.get_args(kind))
 
 
 def parse(cls, argv: list[str] | None, doc: str, demo: str):
