@@ -113,8 +113,7 @@ class Lifecycle(Models):
         self.policy.eval()
         index = self.micro_batches(batch)[0].index
         packed = self.pack(batch, index, borrowed=batch.partners is not None)
-        off = (self.policy(packed) - self.reference(packed)).abs().max().double()
-        off = all_reduce(off).item()
+        off = all_reduce((self.policy(packed) - self.reference(packed)).abs().max().double()).item()
         if off != 0:
             why = "the reference is not the model we start from"
             why = why if math.isfinite(off) else "the weights do not give finite log-probs"
@@ -142,8 +141,8 @@ class Lifecycle(Models):
             self.no_gradient_pass(batch, no_policy, objective)
         self.reference.release()
         computed, known = self.reference.computed, len(self.reference.known)
-        known = f"{known:,} known in {cfg.reference_cache}"
-        say(f"reference: {computed:,} log-probs computed, {known}")
+        where = cfg.reference_cache
+        say(f"reference: {computed:,} log-probs computed, {known:,} known in {where}")
 
     def save(self) -> None:
         """A checkpoint of the step that was just done, and old ones removed."""
@@ -161,9 +160,9 @@ class Lifecycle(Models):
             self.save()
         at = f"step {self.state.step} of {plan.total}"
         say(f"stopped by {self.stop.why} at {at}, saved; go on with")
-        program, settings = self.state.program, str(self.out / "settings.yaml")
-        command = shlex.join(["python", program, "--config", settings, "--resume", "auto"])
-        say(f"  {command}")
+        settings = str(self.out / "settings.yaml")
+        command = ["python", self.state.program, "--config", settings, "--resume", "auto"]
+        say(f"  {shlex.join(command)}")
 
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""

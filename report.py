@@ -18,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from support.settings import flat
 
 try:
     import pandas as pd
@@ -69,12 +70,11 @@ Run = namedtuple("Run", "path seed settings tables samples")
 Groups = dict[str, list[Run]]  # by label
 
 
-def dotted(text: str) -> dict[str, str]:
+def settings_of(text: str) -> dict[str, str]:
     node = yaml.safe_load(text)
     if not isinstance(node, dict):
         raise ValueError("expected settings as `name: value`")
-    row = pd.json_normalize(node).to_dict("records")[0]
-    return {name: repr(row[name]) for name in sorted(row) if name not in BOOKKEEPING}
+    return {name: repr(x) for name, x in sorted(flat(node).items()) if name not in BOOKKEEPING}
 
 
 def rows(text: str) -> pd.DataFrame:
@@ -94,14 +94,12 @@ def answers(text: str) -> tuple[dict, float | None]:
 
 def read_run(folder: str) -> Run:
     path = Path(folder)
-    settings = opened("settings", path / "settings.yaml", dotted)
+    settings = opened("settings", path / "settings.yaml", settings_of)
     settings["finished"] = str((path / "final").exists())  # no mean over both kinds
-    raw = opened("metrics", path / "metrics.csv", rows)
+    raw, file = opened("metrics", path / "metrics.csv", rows), path / "val.csv"
     if raw.empty:
         raise BadInput(f"metrics: {path / 'metrics.csv'}: no rows yet")
-    val = rows("")
-    if (path / "val.csv").exists():
-        val = opened("val", path / "val.csv", rows)
+    val = opened("val", file, rows) if file.exists() else rows("")
     files = {file.stem: file for file in path.glob("eval/*.json")}
     first = files.get("before") or files.get("step-0")
     last = files.get("after") or files.get(f"step-{val.loc[1:].index.max():.0f}")
@@ -159,10 +157,9 @@ def shown(x: float) -> str:
 def spread(runs: list[Run], part: str, column: str) -> pd.DataFrame:
     """By step: the mean, smallest and largest of the runs that have a value
     there."""
-    none = pd.Series(dtype=float)
-    tables = {run.path: run.tables[part] for run in runs}
-    y = pd.DataFrame({k: t.get(column, none) for k, t in tables.items()})
-    error = pd.DataFrame({k: t.get(f"{column}/stderr", none) for k, t in tables.items()})
+    names = [column, f"{column}/stderr"]
+    tables = {run.path: run.tables[part].reindex(columns=names) for run in runs}
+    y, error = (pd.DataFrame({k: t[name] for k, t in tables.items()}) for name in names)
     low = y.sub(error, fill_value=0).min(axis=1)
     high = y.add(error, fill_value=0).max(axis=1)
     band = pd.DataFrame({"mean": y.mean(axis=1), "low": low, "high": high})

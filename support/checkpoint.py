@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support import shards
-from support.cli import dotted, dump
+from support.cli import dump
 from support.devices import say
 from support.errors import BadInput, Failed, given, writing
 from support.settings import Run, changes, flat
@@ -428,7 +428,7 @@ def _refuse_another_run(found: Path, cfg: Run, program: Path) -> list[str]:
     if state.source != digest(program):
         was = f"{program} has changed since {found} was written"
         said = [f"{was}: it goes on with what it is now"]
-    old = dict(dotted(yaml.safe_load((found / "settings.yaml").read_text())))
+    old = flat(yaml.safe_load((found / "settings.yaml").read_text()))
     fixed, moved = changes(old, flat(cfg))
     if fixed:
         raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))

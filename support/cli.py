@@ -32,15 +32,6 @@ def dump(settings) -> str:
     return yaml.dump(dataclasses.asdict(settings), Dumper=_Dumper, sort_keys=False)
 
 
-def dotted(node: dict, prefix=""):
-    """Dotted names of what YAML sets, with their values: groups only where they are none."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _check_names(names, cls, where: str = "") -> None:
     known = flat(cls)
     for name in names:
@@ -80,9 +71,8 @@ def _read_yaml(path: str, cls) -> list[str]:
         raise BadInput(f"{path}:{line}: {getattr(e, 'problem', None) or 'not YAML'}") from None
     if not isinstance(node, dict):
         raise BadInput(f"{path}:1: expected settings as `name: value`")
-    names = [str(name) for name, _ in dotted(node)]
-    _check_names(names, cls, f"{path}: ")
-    return names
+    _check_names(flat(node), cls, f"{path}: ")
+    return list(flat(node))
 
 
 def _arguments(argv: list[str], cls) -> tuple[list[str], list[str]]:

@@ -37,23 +37,20 @@ def say(line: str) -> None:
 def resolve(cfg: Run) -> Run:
     """Devices, accelerator and precision filled in. torchrun and SLURM fix the number of processes;
     a run that ignores it would be several runs, silently."""
-    devices, nodes = cfg.devices, cfg.num_nodes
+    devices, nodes, accelerator = cfg.devices, cfg.num_nodes, cfg.accelerator
     if local := int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
         if devices not in (1, local):
-            raise BadInput(
-                f"devices: {devices}, but the launcher started {local} processes on this node"
-            )
+            started = f"the launcher started {local} processes on this node"
+            raise BadInput(f"devices: {devices}, but {started}")
         devices, nodes = local, max(1, int(os.environ["WORLD_SIZE"]) // local)
-    accelerator = cfg.accelerator
+    n = torch.cuda.device_count()
     if accelerator == "auto":
-        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
-    if accelerator == "gpu" and devices > torch.cuda.device_count():
-        n = torch.cuda.device_count()
+        accelerator = "gpu" if n else "cpu"
+    if accelerator == "gpu" and devices > n:
         raise BadInput(f"devices: {devices}, but this machine has {n} GPUs")
     precision = cfg.precision or ("bf16-mixed" if accelerator == "gpu" else "32-true")
-    return replace(
-        cfg, devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision
-    )
+    kw = dict(devices=devices, num_nodes=nodes, accelerator=accelerator)
+    return replace(cfg, **kw, precision=precision)
 
 
 def shard(module, mesh, narrow: bool):

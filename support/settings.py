@@ -394,15 +394,15 @@ FREE = CUT | {
 
 
 def flat(settings, prefix: str = "") -> dict[str, object]:
-    """Dotted names and values, of a dataclass or (types for values) of a dataclass type."""
-    names, out = [f.name for f in dataclasses.fields(settings)], {}
-    hints = typing.get_type_hints(settings) if isinstance(settings, type) else None
-    for name in names:
-        value = hints[name] if hints else getattr(settings, name)
-        if dataclasses.is_dataclass(value):
+    """Dotted names and values: of settings, of what YAML sets, or (types for values) of a class."""
+    if isinstance(settings, type):
+        settings = typing.get_type_hints(settings)
+    out = {}
+    for name, value in (settings if isinstance(settings, dict) else vars(settings)).items():
+        if isinstance(value, dict) or dataclasses.is_dataclass(value):
             out |= flat(value, f"{prefix}{name}.")
         else:
-            out[prefix + name] = value
+            out[f"{prefix}{name}"] = value
     return out
 
 

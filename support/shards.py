@@ -35,7 +35,7 @@ def load(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
     shards each rank its own, however many ranks wrote them."""
     reader, tensors = hf_storage.HuggingFaceStorageReader(str(folder)), {}
     for key, m in reader.read_metadata().state_dict_metadata.items():
-        found, name = key.split("|", 1)
+        found, _, name = key.partition("|")
         if found == kind:
             tensors[name] = make(name, m.size, m.properties.dtype)
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 import resource
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 
 BF16_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "4090": 165e12}
 
@@ -60,11 +61,8 @@ def peak_flops(device, precision: str) -> float:
     """The data sheet's peak of a known GPU, without sparsity; 0 for everything else."""
     if device.type != "cuda":
         return 0.0
-    name = torch.cuda.get_device_name(device)
-    known = (peak for words, peak in BF16_PEAKS.items() if words in name)
-    if "bf16" in precision and (peak := next(known, None)):
-        return peak  # Fabric's table asks for more of a name than a driver gives
-    from lightning.fabric.utilities.throughput import get_available_flops
-
-    dtype = torch.bfloat16 if "bf16" in precision else torch.float32
-    return get_available_flops(device, dtype) or 0.0
+    if "bf16" not in precision:
+        return get_available_flops(device, torch.float32) or 0.0
+    # Fabric's table asks for more of a name than a driver gives
+    known = (x for words, x in BF16_PEAKS.items() if words in torch.cuda.get_device_name(device))
+    return next(known, None) or get_available_flops(device, torch.bfloat16) or 0.0
