@@ -11,8 +11,8 @@ Checker = Callable[[str, str], bool]  # (prompt, completion) -> whether it is ri
 
 
 class Evaluator:
-    """Answers held-out prompts. The same weights and settings give the same answers. The checker is
-    one's own, given in code (main(checker=...)), or the one that eval.check names."""
+    """Answers held-out prompts. The same weights and settings give the same
+    answers. `checker`: one's own, by code; else the one that eval.check names."""
 
     def __init__(self, fabric, cfg: Run, policy, tokenizer, val, checker: Checker | None):
         if checker is None and cfg.eval.check == "demo":

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import time
 import warnings
 from dataclasses import replace
@@ -21,6 +20,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
 
 from support.errors import LAUNCHED, BadInput, rank
 from support.settings import Run
@@ -29,8 +29,7 @@ from support.settings import Run
 def say(line: str) -> None:
     """On the first process only, before and after launching; above a progress bar that is there."""
     if rank() == 0:
-        tqdm = sys.modules.get("tqdm")
-        with tqdm.tqdm.external_write_mode() if tqdm else contextlib.nullcontext():
+        with tqdm.external_write_mode():
             print(line, flush=True)
 
 

@@ -18,6 +18,8 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
+from tqdm import tqdm
+
 from support.checkpoint import write_atomically, write_json
 from support.devices import say
 from support.errors import BadInput, rank, shown, writing
@@ -177,8 +179,6 @@ class Progress:
         self.every, self.began = max(1, round(total / 20)), time.monotonic()
         self.next = 0  # lines come each log_interval, so maybe later than at a multiple of `every`
         if on and sys.stderr.isatty():
-            from tqdm import tqdm
-
             line = "{n}/{total} {desc}ETA {remaining} {bar}"  # the bar takes what width is left
             kw = dict(total=total, initial=start, dynamic_ncols=True, bar_format=line)
             self.bar = tqdm(**kw)
