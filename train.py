@@ -135,7 +135,8 @@ class Trainer(Lifecycle):
         no_grad = self.no_gradient_pass(batch, policy, self.objective)
         columns: dict[str, torch.Tensor] = {}
         for i, micro in enumerate(micros):
-            with self.fabric.no_backward_sync(self.policy, enabled=i < len(micros) - 1):
+            more = i < len(micros) - 1 and self.cfg.strategy != "fsdp"  # that keeps gradients whole
+            with self.fabric.no_backward_sync(self.policy, enabled=more):
                 forward = first or self.forward(batch, micro)
                 loss_B = self.loss(self.objective, batch, micro, forward, no_grad, columns)
                 # DDP and FSDP2 average gradients over ranks
