@@ -253,6 +253,7 @@ class _PackedGPT:
             attn.scale = attn.mscale**2 / math.sqrt(width)
             attn.cap = config.attention_logit_softcapping
             attn.forward = functools.partial(_attend, attn)
+        self.lm_head.logp = functools.partial(_logp, self)  # of the head: shards gather before it
         self._scale(**config.hf_config.get("scales", {}))
 
     def _scale(self, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1):
@@ -277,7 +278,7 @@ class _PackedGPT:
         position_M = attention.queries(x.position_N)
         h_MC = self.hidden(token_M[None], position_M[None], attention)[0]
         # the head never runs on a position that predicts nothing
-        logp_T = self.logp(attention.all_tokens("h", h_MC, 0)[x.source_T], x.target_T)
+        logp_T = self.lm_head.logp(attention.all_tokens("h", h_MC, 0)[x.source_T], x.target_T)
         B, K = x.length_BK.shape
         # per example K completions and, last, the prompt itself (empty unless data.score_prompt)
         logp_S = logp_T.new_zeros(B * (K + 1)).index_add(0, x.segment_T, logp_T)
@@ -326,21 +327,28 @@ class _PackedGPT:
         logits_TV, cap = self.lm_head(h_TC), self.config.final_logit_softcapping
         return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
 
-    def logp(self, h_TC, target_T):
-        """Log-probs of the targets (T,)."""
-        linear, device = getattr(self.lm_head, "linear", self.lm_head), h_TC.device.type
-        chunks = Chunks.of(device, self.config.padded_vocab_size)
-        if linear.bias is None and not getattr(self.lm_head, "r", 0):
-            autocast = torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if autocast else h_TC.dtype
-            cap = self.config.final_logit_softcapping
-            return Head.apply(h_TC.to(dtype), linear.weight, target_T, cap, chunks)
+    @property
+    def plain_head(self) -> bool:
+        """One matrix: no bias, no adapters."""
+        linear = getattr(self.lm_head, "linear", self.lm_head)
+        return linear.bias is None and not getattr(self.lm_head, "r", 0)
 
-        def chunk(h_TC, target_T):  # a bias or adapters: by autograd, all recomputed
-            return logp_of(self.head(h_TC), target_T)[0]
 
-        parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
-        return torch.cat([checkpoint(chunk, *p, use_reentrant=False) for p in parts])
+def _logp(model: _PackedGPT, h_TC, target_T):
+    """Log-probs of the targets (T,)."""
+    head, device, cap = model.lm_head, h_TC.device.type, model.config.final_logit_softcapping
+    chunks = Chunks.of(device, model.config.padded_vocab_size)
+    if model.plain_head:
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else h_TC.dtype
+        weight = getattr(head, "linear", head).weight
+        return Head.apply(h_TC.to(dtype), weight, target_T, cap, chunks)
+
+    def chunk(h_TC, target_T):  # by autograd, all recomputed
+        return logp_of(model.head(h_TC), target_T)[0]
+
+    parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
+    return torch.cat([checkpoint(chunk, *p, use_reentrant=False) for p in parts])
 
 
 def _attend(attn, x, cos, sin, attention: PackedAttention | KVCache, *_):

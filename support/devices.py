@@ -19,7 +19,12 @@ from dataclasses import replace
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from tqdm import tqdm
 
 from support.errors import LAUNCHED, BadInput, rank
@@ -53,9 +58,9 @@ def resolve(cfg: Run) -> Run:
 
 
 def shard(module, mesh, narrow: bool):
-    """FSDP2, of a module on the meta device: each block by itself, then what is left (embedding,
-    last norm, head). `narrow`: linear layers are gathered in bfloat16, as autocast would cast
-    them; norms and adapters stay float32."""
+    """FSDP2, of a module on the meta device: each block, an untied embedding and head by
+    themselves, then what is left. `narrow`: linear layers are gathered in bfloat16, as autocast
+    would cast them; norms, embedding and adapters stay float32."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # none is changed
     mesh, frozen = mesh["data_parallel"], not any(p.requires_grad for p in module.parameters())
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -64,6 +69,10 @@ def shard(module, mesh, narrow: bool):
             linears = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
             fully_shard(linears, mesh=mesh, mp_policy=policy)
         fully_shard(block, mesh=mesh)
+    if not module.tied and module.plain_head:
+        fully_shard(module.transformer.wte, mesh=mesh)
+        fully_shard(module.lm_head, mesh=mesh, **(dict(mp_policy=policy) if narrow else {}))
+        register_fsdp_forward_method(module.lm_head, "logp")
     # a root stays whole for its backward, which a frozen one has not
     fully_shard(module, mesh=mesh, reshard_after_forward=frozen or None)
     rope, tied = (module.cos, module.sin), module.tied

@@ -32,7 +32,7 @@ class Estimate:
     work."""
 
     def __init__(self, cfg: Run, make, tied: bool, reference: bool, chunks):
-        self.cfg, self.chunks, self.lora = cfg, chunks, cfg.lora.rank > 0
+        self.cfg, self.chunks, self.tied, self.lora = cfg, chunks, tied, cfg.lora.rank > 0
         self.cuda = 0 if cfg.accelerator == "cpu" else 1e9
         default = "bf16-mixed" if self.cuda else "32-true"
         self.precision = cfg.precision or default
@@ -43,24 +43,24 @@ class Estimate:
         fabric = Fabric(accelerator="cpu", devices=1, precision=plain)
         with FakeTensorMode(), fabric.init_module():
             model = make(cfg.lora)
-            self.count(model, tied)
+            self.count(model)
             few, many = (self.block_bytes(model, n) for n in (512, 1024))
         # a token's; and, however many there are, a block's weights cast to bf16
         self.kept, self.casts = (many - few) / 512, 2 * few - many
         self.limits = with_limits(cfg.data, self.config.block_size)
         self.longest = self.limits.max_prompt + self.limits.max_completion
 
-    def count(self, model, tied: bool) -> None:
+    def count(self, model) -> None:
         self.config, sizes = model.config, {True: 0, False: 0}
         for name, p in model.named_parameters():
             p.requires_grad_("lora_" in name or not self.lora)
             sizes["lora_" in name] += p.numel()
         self.embedding = model.transformer.wte.weight.numel()
-        self.adapters, self.total = sizes[True], sizes[False] - tied * self.embedding
+        self.adapters, self.total = sizes[True], sizes[False] - self.tied * self.embedding
         self.trained = self.adapters or self.total
         blocks = model.transformer.h.modules()
         self.matrices = sum(m.weight.numel() for m in blocks if isinstance(m, nn.Linear))
-        self.narrow = self.matrices + (not tied) * self.embedding
+        self.narrow = self.matrices + (not self.tied) * self.embedding
         self.rope = (model.cos.numel() + model.sin.numel()) * self.held
 
     def block_bytes(self, model, n: int) -> int:
@@ -95,8 +95,9 @@ class Estimate:
             "gradients": self.trained * self.wide,
             "optimizer": 2 * self.trained * (1 + 4 / 256 if eight else self.wide),
         }
-        if sharded:  # two blocks, and all that is in none; and their gradients
+        if sharded:  # two blocks, embedding or head, what is in none; and their gradients
             parts = {name: x / n for name, x in parts.items()}
+            outside -= 0 if self.tied else self.embedding
             learns = (block + outside) * self.wide * (not self.lora)
             parts["gathered"] = 2 * block * self.used + outside * self.held + learns
         elif n > 1:

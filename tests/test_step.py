@@ -11,8 +11,9 @@ from unittest import mock
 import conftest
 import pytest
 import torch
+import transformers
 from conftest import PARITY, assert_same, ranks, train
-from models import gpt2_from_hf
+from models import GQA, gpt2_from_hf, made
 from safetensors.torch import load_file, save_file
 
 import kto
@@ -124,12 +125,17 @@ def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, rat
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
-def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(tiny, ratings, tmp_path):
+@pytest.mark.parametrize("head", ["tied", "its own"])
+def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(head, tiny, ratings, tmp_path):
     """Linear layers are gathered in bfloat16, where ddp casts them at each use."""
-    rows = {}
+    folder, rows = tiny, {}
+    if head == "its own":
+        folder = shutil.copytree(PARITY / "tokenizer", tmp_path / "model")
+        made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), folder)
     for strategy in ("ddp", "fsdp"):
         argv = (f"--strategy={strategy}", "--precision=bf16-mixed", "--micro_batch_size=2", *COMMON)
-        run, *_ = ranks(2, lambda rank: train(tiny, ratings, tmp_path / strategy, *argv))
+        argv = (*argv, "--data.max_completion=30", "--data.max_prompt=34")
+        run, *_ = ranks(2, lambda rank: train(folder, ratings, tmp_path / strategy, *argv))
         rows[strategy] = run["rows"]
     ddp, fsdp = (rows[strategy][0] for strategy in rows)
     for name in ("loss", "kl", "logps/chosen", "rewards/mean"):
