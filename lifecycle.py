@@ -189,7 +189,7 @@ class Lifecycle(Models):
         # it may be in another folder's run
         best = checkpoint.step_folder(self.out / "checkpoints", step or 0)
         if step not in (None, self.state.step) and best.is_dir() and self._same_base(best):
-            checkpoint.set_weights(self.policy, checkpoint.load_tensors(best, "weights"))
+            checkpoint.set_weights(self.policy, checkpoint.stored(best, "weights"))
             scores["best"] = self.score(self.examples["test"])
         for name, row in scores.items():
             shown = ", ".join(f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row)

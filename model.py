@@ -26,7 +26,8 @@ from support.errors import BadInput
 from support.families import rope_tables
 from support.lora import adapter_arguments, create_adapters
 from support.settings import Lora
-from support.weights import fill, must_fit, read_source
+from support.tensors import Lazy
+from support.weights import fill, must_fit, read_source, weights
 
 TILE_TOKENS = 128  # tokens of examples that share a tile of attention
 
@@ -389,6 +390,16 @@ def make(arguments: dict, lora: Lora | None, names: dict | None) -> nn.Module:
     adapters = adapter_arguments(lora, names)
     Model, Config = (LoraGPT, litgpt.lora.Config) if adapters else (GPT, litgpt.Config)
     return Model(Config(**arguments, **adapters))
+
+
+def stored(folder: Path, dtype: torch.dtype) -> Lazy:
+    """A folder's weights by our names, adapters merged, each read when it is asked for. Raises
+    BadInput."""
+    source = arguments, _, names = read_source(folder)
+    with must_fit(folder), torch.device("meta"):
+        model = make(arguments, None, names)
+    with must_fit(folder):
+        return weights(model, folder, source, dtype)
 
 
 def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -24,6 +24,7 @@ from support.lora import export_adapter, merge_adapters
 from support.optim import make_optimizer
 from support.quantize import quantize_base
 from support.records import local
+from support.tensors import Lazy, over, renamed
 from support.tokenizer import Tokenizer
 from support.weights import export, fetch, layers
 from support.weights import fingerprint as weights_fingerprint
@@ -45,8 +46,7 @@ def export_checkpoint(path: Path, out: Path, dtype: str) -> None:
         notes = _notes(settings, checkpoint.read_state(path)[0], path.parent.parent)
         own = dtype_of(yaml.safe_load(settings)["precision"])
         wide = torch.promote_types(own, wide)
-    weights = model.load(folder, dtype=wide).unique_parameters()
-    export({n: p.detach() for n, p in weights.items()}, folder, out, dtype, notes)
+    export(model.stored(folder, wide), folder, out, dtype, notes)
 
 
 def _notes(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]:
@@ -145,34 +145,38 @@ class Models:
 
     # ---- out ----------------------------------------------------------------------------------------
 
-    def merged(self) -> dict[str, torch.Tensor]:
-        """The policy's weights by their plain names, adapters merged; on rank 0
-        only. A collective."""
-        weights = self.weights()
-        return merge_adapters(weights, self.policy.module) if weights else {}
+    def merged(self) -> Lazy:
+        """The policy's weights by their plain names, adapters merged."""
+        return merge_adapters(self.weights(), self.policy.module)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The policy's weights, adapters apart; on rank 0 only. A collective."""
+    def weights(self) -> Lazy:
+        """The policy's weights, adapters apart. Each is gathered when it is asked for:
+        of a sharded policy a collective."""
         params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
         kept = {n: p for n, p in params.items() if p.requires_grad or not quantized}
-        weights = checkpoint.gather_whole(self.fabric, kept)
-        if weights and quantized:  # rounded numbers never leave
-            weights |= self._source_weights([n for n in params if "lora_" not in n])
+        weights = Lazy(kept, lambda name: checkpoint.full(kept[name]))
+        if quantized:  # rounded numbers never leave
+            weights = over(weights, self._source_weights([n for n in params if "lora_" not in n]))
         return weights
 
-    def _source_weights(self, names: list[str]) -> dict[str, torch.Tensor]:
+    def _source_weights(self, names: list[str]) -> Lazy:
         """What a quantised base was made from, read again."""
-        plain = model.load(self.folder, None, dtype_of(self.cfg.precision)).unique_parameters()
-        weights = {name: plain[name.replace(".linear.", ".")] for name in names}
+        stored = model.stored(self.folder, dtype_of(self.cfg.precision))
+        weights = renamed(stored, {name: name.replace(".linear.", ".") for name in names})
         if weights_fingerprint(weights) != self.state.identity["model weights"]:
             raise Failed(f"{self.folder}: not the weights that this run began with: put them back")
         return weights
 
+    def publish(self, write, out: Path) -> None:
+        """write(a new folder, later `out`) on rank 0; where the policy's weights are
+        gathered, on all."""
+        sharded = self.cfg.strategy == "fsdp"
+        checkpoint.publish(self.fabric, *((None, out, write) if sharded else (write, out)))
+
     def _export(self) -> None:
         """`final`, with LoRA `final_adapter` in PEFT's format, and `best`."""
         cfg, fabric, state = self.cfg, self.fabric, self.state
-        module, source = self.policy.module, self.folder
-        weights = self.weights()
+        module, source, weights = self.policy.module, self.folder, self.weights()
 
         def final(tmp):
             notes = _notes(dump(cfg), state, self.out)
@@ -185,16 +189,16 @@ class Models:
         def best(tmp):
             export_checkpoint(kept, tmp, cfg.export_dtype)
 
-        checkpoint.publish(fabric, final, self.out / "final")
+        self.publish(final, self.out / "final")
         if cfg.lora.rank:  # PEFT needs a folder of the base; SPIN folds earlier adapters in
-            base = {n: x for n, x in weights.items() if "lora_" not in n}
+            base = renamed(weights, {n: n for n in weights if "lora_" not in n})
             moved = (
                 state.iteration > 1 and weights_fingerprint(base) != state.identity["model weights"]
             )
             if fabric.broadcast(bool(moved or layers(source))):
                 say("no final_adapter: its base is not the model's own folder")
             else:
-                checkpoint.publish(fabric, adapter, self.out / "final_adapter")
+                self.publish(adapter, self.out / "final_adapter")
         kept = checkpoint.step_folder(self.out / "checkpoints", state.best_step or 0)
         if fabric.broadcast(kept.is_dir()):
             checkpoint.publish(fabric, best, self.out / "best")

@@ -17,13 +17,13 @@ import json
 from dataclasses import asdict
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from generate import generate, text
-from support import checkpoint
+from support import checkpoint, tensors
 from support.errors import BadInput
 from support.lora import reset_adapters
 from support.settings import Sampling
+from support.tensors import renamed
 from support.weights import export, fingerprint
 
 
@@ -50,16 +50,13 @@ def _start_iteration(trainer, i: int, moving_reference: bool) -> str:
     that becomes the reference, and begin anew, with their optimizer state."""
     weights = trainer.merged()
     if not moving_reference:
-        return trainer.fabric.broadcast(weights and fingerprint(weights))
+        return fingerprint(weights)
     lora, module = trainer.reference.frozen is None, trainer.policy.module
-    if lora and weights:
-        base = [name for name in module.unique_parameters() if "lora_" not in name]
-        weights = {name: weights[name.replace(".linear.", ".")] for name in base}
-
-    def write(tmp):
-        save_file(weights, tmp / "weights.safetensors")
-
-    checkpoint.publish(trainer.fabric, write, trainer.out / "iterations" / f"{i}")
+    if lora:
+        base = (name for name in module.unique_parameters() if "lora_" not in name)
+        weights = renamed(weights, {name: name.replace(".linear.", ".") for name in base})
+    folder = trainer.out / "iterations" / f"{i}"
+    trainer.publish(lambda tmp: tensors.write(tmp, weights, "weights"), folder)
     if lora:
         reset_adapters(module, trainer.cfg.seed + 7919 * i, checkpoint.place)
         trainer.optimizer.optimizer.state.clear()
@@ -74,7 +71,7 @@ def _put_reference(trainer, i: int) -> str:
         raise BadInput(f"resume: {file}: missing: give --out_dir, the run's own folder")
     if fault := checkpoint.verify(file.parent, [file.name]):
         raise BadInput(f"resume: {file.parent}: {fault}")
-    state = load_file(file)
+    state = tensors.read(file)
     checkpoint.set_weights(trainer.reference.frozen or trainer.policy, state)
     return fingerprint(state)
 
@@ -146,7 +143,7 @@ def _digest(prompts: list) -> str:
 def _export(trainer):
     """The policy as it is, as a Hugging Face folder. A collective."""
     folder, weights = trainer.out / "iterations" / "policy", trainer.merged()
-    checkpoint.publish(trainer.fabric, lambda tmp: export(weights, trainer.folder, tmp), folder)
+    trainer.publish(lambda tmp: export(weights, trainer.folder, tmp), folder)
     return folder
 
 

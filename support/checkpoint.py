@@ -15,6 +15,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support import shards
@@ -30,6 +31,8 @@ from support.cli import dump
 from support.devices import say
 from support.errors import BadInput, Failed, given, writing
 from support.settings import Run, changes, flat
+from support.tensors import Lazy, read
+from support.tensors import write as store
 
 # what a folder of each kind must hold, and its manifest must name
 SHARDED = ("weights.safetensors", "optimizer.safetensors")  # under fsdp: shard-*.safetensors
@@ -91,19 +94,13 @@ def place(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def gather_whole(fabric, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gathered from their shards one by one, and copied to the CPU on rank 0 only: a node's ranks
-    share its memory. A collective."""
-    whole = {}
-    for name, x in tensors.items():
-        x = x.full_tensor() if isinstance(x, DTensor) else x
-        if fabric.global_rank == 0:
-            whole[name] = x.detach().to("cpu", copy=True)
-    return whole
+def full(x: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, on the CPU. A collective where it is sharded."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
 
 
 @torch.no_grad()
-def set_weights(module, state: dict[str, torch.Tensor] | None) -> None:
+def set_weights(module, state: Mapping[str, torch.Tensor] | None) -> None:
     """Weights by name, those of rank 0; others may give None. A collective where it is sharded."""
     for name, p in module.unique_parameters().items():
         if state is None:
@@ -158,7 +155,7 @@ def on_rank_0(fabric, work):
 
 
 def publish(fabric, write, out: Path, each=None) -> None:
-    """Rank 0 calls write(folder) on a folder beside `out`, hashes it, and moves it there; before,
+    """Rank 0 calls write(folder), if given, on a folder beside `out`, hashes it, and moves it there; before,
     every rank calls each(folder). Fails on all ranks alike."""
     tmp, old = (out.with_name(f".{out.name}.{kind}") for kind in ("tmp", "old"))
 
@@ -171,7 +168,8 @@ def publish(fabric, write, out: Path, each=None) -> None:
     def finish():
         try:
             with writing(out, SafetensorError):  # safetensors has its own error for a full disk
-                write(tmp)
+                if write:
+                    write(tmp)
                 manifest = {p.name: digest(p) for p in sorted(tmp.iterdir())}
                 (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
                 for p in [*tmp.iterdir(), tmp]:
@@ -187,7 +185,8 @@ def publish(fabric, write, out: Path, each=None) -> None:
 
     on_rank_0(fabric, begin)
     if each:
-        each(tmp)
+        with writing(out, SafetensorError):
+            each(tmp)
     on_rank_0(fabric, finish)
 
 
@@ -208,18 +207,17 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
     tensors = {key: x for key, x in states.items() if isinstance(x, torch.Tensor)}
     numbers = {key: x for key, x in states.items() if key not in tensors}
     rng_R = fabric.all_gather(_generator(fabric).get_state()).view(fabric.world_size, -1)
-    whole, each = {"rng": {"rng": rng_R.cpu()}}, None
+    whole, each = {"rng": {"rng": rng_R}}, None
     kinds = {"weights": weights, "optimizer": tensors}
     if is_sharded(params):
         parts = {f"{kind}|{n}": x for kind, some in kinds.items() for n, x in some.items()}
         each = partial(shards.save, tensors=parts)
     else:
-        whole |= {kind: gather_whole(fabric, some) for kind, some in kinds.items()}
+        whole |= kinds
 
     def write(folder: Path):
         for name, some in whole.items():
-            some = {k: x.contiguous() for k, x in some.items()}
-            save_file(some, folder / f"{name}.safetensors")
+            store(folder, Lazy(some, some.get), name)
         state.shards = len(list(folder.glob("shard-*")))
         (folder / "state.json").write_text(json.dumps({"run": asdict(state), "optimizer": numbers}))
         (folder / "settings.yaml").write_text(dump(cfg))
@@ -247,29 +245,26 @@ def read_state(folder: Path) -> tuple[RunState, dict]:
         raise BadInput(f"resume: {folder}: written by another version of this program") from None
 
 
-def load_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """All of a checkpoint's weights, or of its optimizer's state, whole."""
-    if (folder / f"{kind}.safetensors").exists():
-        return load_file(folder / f"{kind}.safetensors")
-    return shards.load(folder, kind, lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
+def stored(folder: Path, kind: str) -> Lazy:
+    """A checkpoint's weights, or its optimizer's state, whole."""
+    file = folder / f"{kind}.safetensors"
+    return read(file) if file.exists() else shards.read(folder, kind)
 
 
 def load(fabric, folder: Path, policy, optimizer) -> None:
     """Put a checkpoint's weights, optimizer state and random numbers in place."""
     params, (state, numbers) = policy.unique_parameters(), read_state(folder)
 
-    def like_its_weight(key: str, shape, dtype):
-        p = params[key.split("|")[0]]
-        if p.shape == shape:
-            return torch.zeros_like(p, dtype=dtype)
-        return torch.zeros(shape, dtype=dtype, device=p.device)
+    def like_its_weight(key: str, x):
+        p = params[key.split("|")[0]]  # a moment is sharded as its weight is
+        return torch.zeros_like(p if p.shape == x.shape else x, dtype=x.dtype, device=p.device)
 
     if state.shards and is_sharded(params):
         shards.load(folder, "weights", lambda name, *_: params[name].detach())
         tensors = shards.load(folder, "optimizer", like_its_weight)
     else:
-        set_weights(policy, load_tensors(folder, "weights"))
-        tensors = load_tensors(folder, "optimizer")
+        set_weights(policy, stored(folder, "weights"))
+        tensors = dict(stored(folder, "optimizer"))
     for key, x in (tensors | numbers).items():
         name, kind = key.rsplit("|", 1)
         x = place(x, params[name]) if isinstance(x, torch.Tensor) else x

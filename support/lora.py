@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from support.errors import BadInput
+from support.errors import BadInput, rank
 from support.families import layout, must, read_config
 from support.settings import Lora
+from support.tensors import Lazy, renamed
 
 GROUPS = {"attn.q": "query", "attn.k": "key", "attn.v": "value", "attn.proj": "projection"}
 GROUPS |= {f"mlp.{x}": "mlp" for x in ("fc", "fc_1", "fc_2", "proj")} | {"lm_head": "head"}
@@ -91,24 +93,29 @@ def reset_adapters(model: nn.Module, seed: int, place) -> None:
             m.lora_B.zero_()
 
 
-def plain_names(state: dict) -> dict:
+def plain_names(state: Mapping) -> Lazy:
     """Weights without adapters, by the names that they have in a model without."""
-    return {n.replace(".linear.", "."): x for n, x in state.items() if "lora_" not in n}
+    return renamed(state, {n.replace(".linear.", "."): n for n in state if "lora_" not in n})
 
 
-def merge_adapters(state: dict, model: nn.Module) -> dict:
+def merge_adapters(state: Mapping, model: nn.Module) -> Lazy:
     """Full weights by their plain names: each adapter added to its base matrix. `state`, the
     model's weights by name, may be gathered from shards."""
-    out = plain_names(state)
-    for (name, first, end), (a, b, scale) in _blocks(state, model).items():
-        w = out[name]
-        delta = torch.zeros_like(w, dtype=a.dtype)
-        delta[first:end] = b @ a * scale
-        out[name] = (w + delta).to(w.dtype)
-    return out
+    plain, blocks = plain_names(state), _blocks(state, model)
+
+    def merged(name):
+        w = plain[name]
+        for (of, first, end), (a, b, scale) in blocks.items():
+            if of == name:
+                delta = torch.zeros_like(w, dtype=a.dtype)
+                delta[first:end] = b @ a * scale
+                w = (w + delta).to(w.dtype)
+        return w
+
+    return Lazy(plain.like, merged)
 
 
-def _blocks(state: dict, model: nn.Module) -> dict:
+def _blocks(state: Mapping, model: nn.Module) -> dict:
     """{(name of a plain weight, first row, end): (A, B, scale)} of the adapters, q, k, v apart."""
     out = {}
     for name, m in model.named_modules():
@@ -161,13 +168,13 @@ def read_adapter(folder: Path):
 
 
 def export_adapter(
-    state: dict, out: Path, model: nn.Module, source: Path, base: str, lora: Lora
+    state: Mapping, out: Path, model: nn.Module, source: Path, base: str, lora: Lora
 ) -> None:
     """Write the adapters in PEFT's format. A fused matrix has one adapter there: ours side by side,
     of a rank and an alpha of its own."""
     (_, config, names), blocks = read_config(source), _blocks(state, model)
     vision, tensors, ranks = config["model_type"] == "gemma3", {}, {}
-    for name, pieces in layout(model.config, names, plain_names(state)).items():
+    for name, pieces in layout(model.config, names, plain_names(state).like).items():
         own = {k: x for n, at, _ in pieces for k, x in blocks.items() if _holds(k, n, at)}
         if not own:
             continue
@@ -193,6 +200,8 @@ def export_adapter(
         rank_pattern=fused, alpha_pattern={k: scale * n**root for k, n in fused.items()},
         fan_in_fan_out=config["model_type"] == "gpt2", inference_mode=True,
     )  # fmt: skip
+    if rank():
+        return
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

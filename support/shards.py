@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
 
 from support.errors import Failed
+from support.tensors import Lazy
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -30,16 +31,48 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise Failed(f"{folder}: not saved: {why}") from None
 
 
-def load(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
-    """A kind's tensors by name, read into make(name, shape, dtype): of
-    shards each rank its own, however many ranks wrote them."""
-    reader, tensors = hf_storage.HuggingFaceStorageReader(str(folder)), {}
-    for key, m in reader.read_metadata().state_dict_metadata.items():
-        found, _, name = key.partition("|")
-        if found == kind:
-            tensors[name] = make(name, m.size, m.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no rank need wait for another is meant
+class _Reader(hf_storage.HuggingFaceStorageReader):
+    """Reads the headers of all files, which say what lies where, once."""
+
+    known = None
+
+    def read_metadata(self):
+        self.known = self.known or super().read_metadata()
+        return self.known
+
+    def like(self, kind: str) -> dict[str, torch.Tensor]:
+        """A kind's tensors by name, on the meta device."""
+        out = {}
+        for key, m in self.read_metadata().state_dict_metadata.items():
+            found, _, name = key.partition("|")
+            if found == kind:
+                out[name] = torch.empty(m.size, dtype=m.properties.dtype, device="meta")
+        return out
+
+    def fill(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
         wanted = {f"{kind}|{n}": x for n, x in tensors.items()}
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no rank need wait for another is meant
+            dcp.load(wanted, storage_reader=self, no_dist=True)
+
+
+def load(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
+    """A kind's tensors by name, read into make(name, one like it): of
+    shards each rank its own, however many ranks wrote them."""
+    reader = _Reader(str(folder))
+    tensors = {name: make(name, x) for name, x in reader.like(kind).items()}
+    reader.fill(kind, tensors)
     return tensors
+
+
+def read(folder: Path, kind: str) -> Lazy:
+    """The same, whole, each when it is asked for."""
+    reader = _Reader(str(folder))
+    like = reader.like(kind)
+
+    def get(name):
+        x = torch.empty_like(like[name], device="cpu")
+        reader.fill(kind, {name: x})
+        return x
+
+    return Lazy(like, get)

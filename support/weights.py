@@ -7,24 +7,25 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import litgpt.lora
 import torch
 import yaml
-from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
-from support.checkpoint import load_tensors, verify
-from support.errors import BadInput, given
+from support import tensors
+from support.checkpoint import stored as stored_checkpoint
+from support.checkpoint import verify
+from support.errors import BadInput, given, rank
 from support.families import bounded, layout, read_config, read_object
 from support.lora import adapter_arguments, merge_adapters, plain_names, read_adapter
 from support.records import local
 from support.settings import Lora
+from support.tensors import DTYPES, FLOATS, Lazy, likes, over
 
 MAX_SHARD = 5 * 10**9  # bytes of a file
-DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 # of a tokenizer; and what belongs to a model besides
 TOKENS = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
 BESIDES = re.compile("generation_config|(pre)?processor")
@@ -120,11 +121,11 @@ def must_fit(folder: Path):
 
 
 def stored(folder: Path):
-    """(name, slice of the file) of all tensors in a Hugging Face folder."""
+    """(name, slice, file) of all tensors in a Hugging Face folder."""
     for file in _files(folder):
         try:
             with safe_open(file, "pt") as f:
-                yield from ((name, f.get_slice(name)) for name in f.keys())
+                yield from ((name, f.get_slice(name), file) for name in f.keys())
         except (SafetensorError, OSError) as e:
             raise BadInput(f"{file}: {e}") from None
 
@@ -153,28 +154,30 @@ def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
 def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: torch.dtype) -> None:
     """Put weights into a model on the meta device, adapters excepted. Raises KeyError,
     BadInput."""
-    arguments, config, names = source
-    shapes = plain_names(dict(model.named_parameters()))
-    if tied := config["tie_word_embeddings"]:
-        del shapes["lm_head.weight"]
-        if getattr(model.lm_head, "r", 0):
-            raise BadInput("lora.targets: head: this model's head is tied to its embedding")
-    where = layout(model.config, names, shapes) if names else {}
-    if names:
-        state = _from_hf(folder, where, shapes, dtype)
-    else:
-        state = _from_litgpt(folder, dtype)
-    for layer in layers(folder):
-        if not (layer / "adapter_config.json").exists():
-            state = _with_checkpoint(state, layer, arguments, names)
-            continue
-        for name, x in read_adapter(layer):
-            _refuse((), {canonical(name)} - where.keys())
-            _put(state, where[canonical(name)], x, add=True)
-    _refuse(shapes.keys() - state.keys(), state.keys() - shapes.keys() - {"lm_head.weight"})
-    model.load_state_dict(state, strict=False, assign=True)
+    if (tied := source[1]["tie_word_embeddings"]) and getattr(model.lm_head, "r", 0):
+        raise BadInput("lora.targets: head: this model's head is tied to its embedding")
+    state = weights(model, folder, source, dtype)
+    model.load_state_dict(dict(state), strict=False, assign=True)
     if tied:
         model.tie()
+
+
+def weights(model, folder: Path, source: tuple[dict, dict, dict | None], dtype) -> Lazy:
+    """A folder's weights, adapters merged, by the plain names and in the shapes of a model on the
+    meta device. Raises KeyError, BadInput."""
+    arguments, config, names = source
+    like = {n: x.to(dtype) for n, x in plain_names(dict(model.named_parameters())).items()}
+    if config["tie_word_embeddings"]:
+        del like["lm_head.weight"]
+    where = layout(model.config, names, like) if names else {}
+    state = _from_hf(folder, where, like) if names else _from_litgpt(folder, like)
+    for layer in layers(folder):
+        if (layer / "adapter_config.json").exists():
+            state = _with_adapter(state, layer, where)
+        else:
+            state = _with_checkpoint(state, layer, arguments, names)
+    _refuse(like.keys() - state.keys(), state.keys() - like.keys() - {"lm_head.weight"})
+    return Lazy(like, lambda name: state[name].to(dtype))
 
 
 def _refuse(missing, unknown) -> None:
@@ -182,86 +185,134 @@ def _refuse(missing, unknown) -> None:
         raise KeyError(f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
 
 
-def _from_litgpt(folder: Path, dtype: torch.dtype) -> dict:
+def _from_litgpt(folder: Path, like: dict) -> Lazy:
     try:
         state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
     except Exception as e:  # a damaged file fails in a dozen ways
         raise BadInput(f"{folder}/lit_model.pth: {str(e).splitlines()[0]}") from None
-    # copies: one tensor of the file's own would keep all of it in memory
     state = state.get("model", state)
-    return {n: x.to(dtype, copy=True) for n, x in state.items()}
+    # copies: one tensor of the file's own would keep all of it in memory
+    return Lazy(state, lambda name: state[name].to(like[name].dtype, copy=True))
 
 
-def _from_hf(folder: Path, where: dict, shapes: dict, dtype: torch.dtype) -> dict:
-    """Tensor by tensor, with the names and shapes that an export will write."""
+def _from_hf(folder: Path, where: dict, like: dict) -> Lazy:
+    """With the names and shapes that an export will write."""
     if not _files(folder):
         why = "no *.safetensors here, nor lit_model.pth with model_config.yaml"
         raise BadInput(f"{folder}: {why}")
-    found = {canonical(n) for n, _ in stored(folder)}
-    unknown = {n for n in found - where.keys() if not ASIDE.fullmatch(n)}
-    _refuse(where.keys() - found, unknown)
-    state = {n: torch.empty(x.shape, dtype=dtype) for n, x in shapes.items()}
-    for name, x in stored(folder):
+    found, parts = {}, {n: {} for n in like}
+    for name, x, file in stored(folder):
+        found[canonical(name)] = file, name
         if pieces := where.get(canonical(name)):
-            if x.get_dtype() not in DTYPES:
+            if x.get_dtype() not in FLOATS:
                 raise KeyError(f"{name}: of type {x.get_dtype()}")
-            _put(state, pieces, x[:].T if is_transposed(name) else x[:])
-    return state
+            shape = x.get_shape()[::-1] if is_transposed(name) else x.get_shape()
+            for ours, own in _places(pieces, shape, like).items():
+                parts[ours][file, name] = own
+    unknown = {n for n in found.keys() - where.keys() if not ASIDE.fullmatch(n)}
+    _refuse(where.keys() - found.keys(), unknown)
+
+    def read(ours):
+        out = torch.empty_like(like[ours], device="cpu")
+        for (file, name), places in parts[ours].items():
+            with safe_open(file, "pt") as f:
+                x = f.get_slice(name)
+                x = x[:].T if is_transposed(name) else x
+                for a, b, at in places:
+                    out[a:b] = x[at : at + b - a]
+        return out
+
+    return Lazy(like, read)
 
 
-def _put(state: dict, pieces: list, x: torch.Tensor, add: bool = False) -> None:
-    """A tensor of Hugging Face's, in our orientation, into its places."""
-    sizes = [b - a for _, a, b in pieces]
-    width = state[pieces[0][0]].shape[1:]
-    expected = (sum(sizes), *width)
-    if x.shape != expected:
-        raise KeyError(f"size mismatch for {pieces[0][0]}: {tuple(x.shape)}, not {expected}")
-    for (n, a, b), part in zip(pieces, x.split(sizes)):
-        state[n][a:b] = state[n][a:b] + part if add else part
+def _places(pieces: list, shape, like: dict) -> dict[str, list[tuple[int, int, int]]]:
+    """Where the rows of a tensor of Hugging Face's go: {our name: [(from row, to row, its row)]}"""
+    out, at = {}, 0
+    for ours, a, b in pieces:
+        out.setdefault(ours, []).append((a, b, at))
+        at += b - a
+    expected = (at, *like[pieces[0][0]].shape[1:])
+    if tuple(shape) != expected:
+        raise KeyError(f"size mismatch for {pieces[0][0]}: {tuple(shape)}, not {expected}")
+    return out
 
 
-def _with_checkpoint(state: dict, folder: Path, arguments: dict, names: dict | None) -> dict:
+def _with_adapter(state: Lazy, folder: Path, where: dict) -> Lazy:
+    """A PEFT folder's adapters added."""
+    deltas, parts = {}, {}
+    for name, x in read_adapter(folder):
+        name = canonical(name)
+        _refuse((), {name} - where.keys())
+        deltas[name] = x
+        for ours, places in _places(where[name], x.shape, state.like).items():
+            parts.setdefault(ours, {})[name] = places
+
+    def added(ours):
+        w = state[ours]
+        for name, places in parts.get(ours, {}).items():
+            for a, b, at in places:
+                w[a:b] += deltas[name][at : at + b - a]
+        return w
+
+    return Lazy(state.like, added)
+
+
+def _with_checkpoint(state: Lazy, folder: Path, arguments: dict, names: dict | None) -> Lazy:
     """What a run has trained, its adapters merged."""
-    saved, dtype = load_tensors(folder, "weights"), next(iter(state.values())).dtype
+    saved = stored_checkpoint(folder, "weights")
     if not any("lora_" in n for n in saved):
-        return {n: x.to(dtype) for n, x in (state | saved).items()}
+        return over(state, saved)
     run = json.loads((folder / "state.json").read_text())["run"]
     iteration = folder.parent.parent / "iterations" / str(run["iteration"])
     base = iteration / "weights.safetensors"
     if base.exists():  # SPIN's adapters belong on another base in each iteration
-        state = {n: x.to(dtype) for n, x in plain_names(load_file(base)).items()}
+        first, like = plain_names(tensors.read(base)), state.like
+        state = Lazy(like, lambda name: first[name].to(like[name].dtype))
     settings = yaml.safe_load((folder / "settings.yaml").read_text())
     lora = Lora(**settings["lora"])
     with torch.device("meta"):
         adapters = adapter_arguments(lora, names)
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**arguments, **adapters))
-    return merge_adapters(state | saved, gpt)
+    return merge_adapters(over(state, saved), gpt)
 
 
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def export(state: dict, source: Path, out: Path, dtype="source", notes=()) -> None:
+def export(state: Mapping, source: Path, out: Path, dtype="source", notes=()) -> None:
     """Write plain weights (see merge_adapters) as a Hugging Face folder, with config
-    and tokenizer files of `source`, in its dtypes or in float32. `notes`: more files,
+    and tokenizer files of `source`, in its dtypes or in float32, one by one. `notes`: more files,
     (name, text)."""
     arguments, config, names = read_config(source)
-    known = {canonical(n): (n, DTYPES.get(x.get_dtype())) for n, x in stored(source)}
-    weights = {}
-    for theirs, pieces in layout(litgpt.Config(**arguments), names, state).items():
-        x = torch.cat([state[n][a:b] for n, a, b in pieces])
+    known = {canonical(n): (n, DTYPES.get(x.get_dtype())) for n, x, _ in stored(source)}
+    like, where = {}, {}
+    for theirs, pieces in layout(litgpt.Config(**arguments), names, likes(state)).items():
+        x = likes(state)[pieces[0][0]]
         name, kind = known.get(theirs, (theirs, x.dtype))
-        if dtype == "float32":
+        if x.dtype == torch.float64:  # which only a run in 64-true has
+            kind = x.dtype
+        elif dtype == "float32":
             kind = torch.float32
-        if x.dtype != torch.float64:  # which only a run in 64-true has
-            x = x.to(kind)
-        weights[name] = x.T if is_transposed(name) else x
-    kind = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    weights |= {n: x[:] for n, x in stored(source) if OTHERS.fullmatch(n)}
-    out.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(weights, out, max_shard_size=MAX_SHARD)
-    for file in out.glob("*.safetensors"):
-        file.chmod(0o644)  # safetensors creates it for its owner only
+        shape = (sum(b - a for _, a, b in pieces), *x.shape[1:])
+        shape = shape[::-1] if is_transposed(name) else shape
+        like[name], where[name] = torch.empty(shape, dtype=kind, device="meta"), pieces
+    kind = str(next(iter(like.values())).dtype).removeprefix("torch.")
+
+    others = {n: tensors.read(file) for n, _, file in stored(source) if OTHERS.fullmatch(n)}
+    like |= {n: file.like[n] for n, file in others.items()}
+
+    def converted(name):
+        if name in others:
+            return others[name][name]
+        own = {n: state[n] for n, _, _ in where[name]}
+        x = torch.cat([own[n][a:b] for n, a, b in where[name]])
+        return (x.T if is_transposed(name) else x).to(like[name].dtype)
+
+    if not rank():
+        out.mkdir(parents=True, exist_ok=True)
+    tensors.write(out, Lazy(like, converted), most=MAX_SHARD)
+    if rank():
+        return
     config |= dict(dtype=kind, torch_dtype=kind)
     config["tie_word_embeddings"] = "lm_head.weight" not in state
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -280,10 +331,11 @@ def copy_files(source: Path, out: Path) -> None:
                 shutil.copyfile(file, out / file.name)
 
 
-def fingerprint(state: dict) -> str:
+def fingerprint(state: Mapping) -> str:
     """A hash of weights, names and shapes."""
     h = hashlib.sha256()
-    for name, x in sorted(state.items()):
+    for name in sorted(state):
+        x = state[name]
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return h.hexdigest()

@@ -1,0 +1,98 @@
+"""Tensors by name, one at a time: read when they are asked for, written as they come. A model need
+not fit in memory to be converted."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+
+from support.errors import rank
+
+DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+FLOATS = frozenset(DTYPES)
+DTYPES |= dict(I64=torch.int64, I32=torch.int32, I16=torch.int16, I8=torch.int8, U8=torch.uint8)
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Lazy(Mapping):
+    """`like`: tensors of the same shapes and dtypes, maybe on the meta device. `make(name)` is
+    called at each access; of a sharded model it is a collective."""
+
+    def __init__(self, like: dict[str, torch.Tensor], make: Callable[[str], torch.Tensor]):
+        self.like, self.make = like, make
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.like:
+            raise KeyError(name)
+        return self.make(name)
+
+    def __iter__(self):
+        return iter(self.like)
+
+    def __len__(self):
+        return len(self.like)
+
+
+def likes(tensors: Mapping) -> dict[str, torch.Tensor]:
+    """Their shapes and dtypes by name; nothing is read for it."""
+    return getattr(tensors, "like", tensors)
+
+
+def renamed(tensors: Mapping, names: dict[str, str]) -> Lazy:
+    """By other names: {new: old}."""
+    like = likes(tensors)
+    return Lazy({new: like[old] for new, old in names.items()}, lambda new: tensors[names[new]])
+
+
+def over(tensors: Lazy, more: Lazy) -> Lazy:
+    """Both; where a name is in both, the second's."""
+    return Lazy(tensors.like | more.like, lambda n: (more if n in more else tensors)[n])
+
+
+def read(file: Path) -> Lazy:
+    """The tensors of a safetensors file."""
+
+    def get(name):
+        with safe_open(file, "pt") as f:
+            return f.get_tensor(name).clone()  # a view would keep the whole file in memory
+
+    with safe_open(file, "pt") as f:
+        slices = {name: f.get_slice(name) for name in f.keys()}
+        meta = {n: (x.get_shape(), DTYPES[x.get_dtype()]) for n, x in slices.items()}
+    like = {n: torch.empty(shape, dtype=kind, device="meta") for n, (shape, kind) in meta.items()}
+    return Lazy(like, get)
+
+
+def write(folder: Path, tensors: Lazy, name: str = "model", most: int = 2**62) -> None:
+    """NAME.safetensors, or as many files of at most `most` bytes as it takes and their index. Rank 0
+    writes; others only ask for the tensors, as it does. (save_file wants all at once.)"""
+    # wide ones first, as safetensors has them: all stay aligned
+    like = dict(sorted(tensors.like.items(), key=lambda x: -x[1].element_size()))
+    pattern = f"{name}{{suffix}}.safetensors"
+    split = split_torch_state_dict_into_shards(like, filename_pattern=pattern, max_shard_size=most)
+    for file, names in split.filename_to_tensors.items():
+        if rank():
+            for name in names:
+                tensors[name]
+            continue
+        write_file(folder / file, {n: like[n] for n in names}, map(tensors.get, names))
+    if split.is_sharded and not rank():
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_file(file: Path, like: dict[str, torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, x in like.items():
+        end = at + x.numel() * x.element_size()
+        cell = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, end]}
+        header[name], at = cell, end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with open(file, "wb") as f:
+        f.write(len(head).to_bytes(8, "little") + head)
+        for x in tensors:
+            f.write(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
