@@ -41,7 +41,7 @@ class Lifecycle(Models):
         self.objective, self.validation = objective, validation or objective
         self.engine, both = rollout, (objective, self.validation)
         self.needs_reference = any(o.runs_reference for o in both)
-        self.folder = fetch(cfg.model)
+        self.folder = fetch(cfg.model, weights=not cfg.estimate)
         arguments, config, names = read_config(self.folder)  # what cannot be exported is refused
         if cfg.estimate:
             make = partial(model.make, arguments, names=names)

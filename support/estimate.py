@@ -131,22 +131,24 @@ class Estimate:
         matrix = self.embedding * (summed + used * (used < self.held))  # its gradient, its cast
         return chunk + matrix + (saved + scored * C * 3) * used
 
-    def sampling(self) -> float:
-        """Keys, values, probabilities of answers sampled at once."""
+    def sampling(self, fixed: float) -> float:
+        """Keys, values, probabilities of answers sampled at once, beside `fixed` bytes."""
         c, most = self.config, 0
         slot = 2 * c.n_query_groups * c.head_size * c.n_layer * self.used
+        free = max(0, self.cfg.estimate_gb * 1e9 - fixed) / 2 if self.cuda else 8e9
         for s in (x for x in vars(self.cfg).values() if isinstance(x, Sampling)):
             new = s.max_new_tokens or self.limits.max_completion
-            row = slot * (self.limits.max_prompt + new) + 24 * c.padded_vocab_size
+            row = slot * (self.limits.max_prompt + new)
             few = getattr(s, "check", "") == "none"
-            most = max(most, row * (s.samples if few else s.batch_size))
+            room = s.cache_gb * 1e9 if s.cache_gb else free
+            rows = min(s.samples if few else s.batch_size, max(1, room // row))
+            most = max(most, rows * (row + 24 * c.padded_vocab_size))
         return most
 
     def needs(self, tokens: float, again: bool, n: int, sharded: bool) -> float:
         parts = self.fixed(n, sharded)
-        between = self.sampling() - parts["gradients"]
-        step = self.step(tokens, again, sharded)
-        return sum(parts.values()) + max(step, between)
+        fixed, step = sum(parts.values()), self.step(tokens, again, sharded)
+        return fixed + max(step, self.sampling(fixed) - parts["gradients"])
 
     def table(self) -> str:
         cfg, room = self.cfg, self.cfg.estimate_gb * 1e9
@@ -154,7 +156,8 @@ class Estimate:
         asked, cut = asked or DEFAULT_TOKENS, (cfg.devices * cfg.num_nodes, cfg.strategy == "fsdp")
         about = f"{cut[0]} x {cfg.strategy}, {self.precision}, {self.total:,} weights"
         lines = [f"an estimate: {about}; GB a device"]
-        parts = self.fixed(*cut) | {"sampling, between steps": self.sampling()}
+        parts = self.fixed(*cut)
+        parts["sampling, between steps"] = self.sampling(sum(parts.values()))
         lines += [f"  {name:<26}{x / 1e9:>8.2f}" for name, x in parts.items() if x]
         head = f"{'activations':>36}    total"
         lines += [f"{head}     checkpointing    total"]

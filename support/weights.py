@@ -38,10 +38,10 @@ ASIDE = re.compile(rf"{ASIDE}|{OTHERS.pattern}")
 # ---- where a model lies --------------------------------------------------------------------------
 
 
-def fetch(source: str, what: str = "model") -> Path:
+def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
     """The folder of a local path, of a run of ours (its `final`) or of a Hugging Face
     id. A checkpoint's or PEFT's is made of links: its base, and itself on top. `what`:
-    the setting."""
+    the setting. `weights` False: a download leaves them out."""
     folder = local(source)
     here = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
     if "settings.yaml" in here and not here & {"config.json", "state.json"}:
@@ -49,31 +49,31 @@ def fetch(source: str, what: str = "model") -> Path:
             why = "a run without a `final` folder: resume it, or name one of its checkpoints"
             raise BadInput(f"{what}: {source}: {why}")
         folder = folder / "final"
-    folder = folder if folder.is_dir() else _download(source, folder, what)
+    folder = folder if folder.is_dir() else _download(source, folder, what, weights)
     if (folder / "state.json").exists():
         if fault := verify(folder):
             raise BadInput(f"{what}: {folder}: {fault}")
         settings = yaml.safe_load((folder / "settings.yaml").read_text())
-        return _on_top(fetch(settings["model"], what), folder)
+        return _on_top(fetch(settings["model"], what, weights), folder)
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())
         base = config.get("base_model_name_or_path") or "(adapter_config.json names no base)"
-        return _on_top(fetch(base, what), folder)
+        return _on_top(fetch(base, what, weights), folder)
     several = "model.safetensors.index.json"
-    weights = several if (folder / several).exists() else "model.safetensors"
+    needed = several if (folder / several).exists() else "model.safetensors"
     known = (folder / "manifest.json").exists()
-    if known and (fault := verify(folder, ("config.json", weights))):
+    if known and (fault := verify(folder, ("config.json", needed))):
         advice = "if you changed it yourself, delete manifest.json"
         raise BadInput(f"{what}: {folder}: {fault}; {advice}")
     return folder
 
 
-def _download(source: str, folder: Path, what: str) -> Path:
+def _download(source: str, folder: Path, what: str, weights: bool) -> Path:
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", source):
         raise BadInput(f"{what}: {source}: no such folder")
     from huggingface_hub import snapshot_download
 
-    files = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    files = ["*.json", "*.jinja", "tokenizer.model"] + ["*.safetensors"] * weights
     rest = ["consolidated*", "*/*"]
     try:
         return Path(snapshot_download(source, allow_patterns=files, ignore_patterns=rest))

@@ -18,7 +18,7 @@ from kto import Settings
 from support.errors import BadInput
 from support.estimate import BASE, Estimate
 from support.families import read_config
-from support.settings import Data, Lora, Optim
+from support.settings import Data, Eval, Lora, Optim
 
 ROOT = Path(model.__file__).parent
 
@@ -70,6 +70,15 @@ def test_what_is_said_to_fit_fits_and_more_does_not(tmp_path, monkeypatch):
         most = int(line.split(" fit ")[0].split()[-1].replace(",", ""))
         assert most > 0
         assert e.needs(most, again, 1, False) <= 0.5e9 < e.needs(most + 256, again, 1, False)
+
+
+def test_sampling_takes_no_more_than_its_cache_is_given(tmp_path):
+    HF["llama"].save_pretrained(tmp_path)
+    full = estimate(tmp_path, eval=Eval(check="demo", batch_size=8)).sampling(0)
+    few = estimate(tmp_path, eval=Eval(check="demo", batch_size=8, cache_gb=1e-9)).sampling(0)
+    assert few == full / 8, "one row at least"
+    argv = dict(accelerator="gpu", estimate_gb=1)
+    assert estimate(tmp_path, **argv).sampling(0) > estimate(tmp_path, **argv).sampling(1e9)
 
 
 def test_devices_precision_and_optimizer_change_the_bytes_that_they_should(tmp_path):

@@ -263,6 +263,9 @@ def test_a_download_takes_what_is_needed_and_no_more(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert fetch("mistralai/a") == Path("/somewhere") and got == files
+    got.clear()
+    fetch("mistralai/a", weights=False)
+    assert got == files[:-1], "an estimate needs none"
 
 
 # ---- what is refused -----------------------------------------------------------------------------
