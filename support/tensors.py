@@ -2,7 +2,7 @@
 not fit in memory to be converted."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -78,15 +78,15 @@ def write(folder: Path, tensors: Lazy, name: str = "model", most: int = 2**62) -
             for name in names:
                 tensors[name]
             continue
-        write_file(folder / file, {n: like[n] for n in names}, map(tensors.get, names))
+        write_file(folder / file, Lazy({n: like[n] for n in names}, tensors.get))
     if split.is_sharded and not rank():
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_file(file: Path, like: dict[str, torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+def write_file(file: Path, tensors: Lazy) -> None:
     header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, x in like.items():
+    for name, x in tensors.like.items():
         end = at + x.numel() * x.element_size()
         cell = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, end]}
         header[name], at = cell, end
@@ -94,5 +94,9 @@ def write_file(file: Path, like: dict[str, torch.Tensor], tensors: Iterable[torc
     head += b" " * (-len(head) % 8)
     with open(file, "wb") as f:
         f.write(len(head).to_bytes(8, "little") + head)
-        for x in tensors:
-            f.write(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        for name in tensors:
+            f.write(_bytes(tensors[name]))
+
+
+def _bytes(x: torch.Tensor):
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -304,7 +304,7 @@ def export(state: Mapping, source: Path, out: Path, dtype="source", notes=()) ->
     def converted(name):
         if name in others:
             return others[name][name]
-        own = {n: state[n] for n, _, _ in where[name]}
+        own = {n: state[n] for n in {n for n, _, _ in where[name]}}
         x = torch.cat([own[n][a:b] for n, a, b in where[name]])
         return (x.T if is_transposed(name) else x).to(like[name].dtype)
 

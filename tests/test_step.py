@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, assert_same, ranks, train
+from lightning.fabric import Fabric
 from models import GQA, gpt2_from_hf, made
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 import kto
 import model
@@ -141,6 +143,27 @@ def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(head, tiny,
     for name in ("loss", "kl", "logps/chosen", "rewards/mean"):
         assert ddp[name] == fsdp[name], name
     assert abs(ddp["grad_norm"] / fsdp["grad_norm"] - 1) < 1e-6
+
+
+def test_sharded_gradients_are_never_whole_between_micro_batches(tiny, ratings, tmp_path):
+    """FSDP2 would keep them so without a sum over ranks: 4 bytes a weight on every device."""
+
+    def work(rank):
+        fit, backward, seen = Trainer.fit, Fabric.backward, []
+
+        def spied(fabric, loss):
+            backward(fabric, loss)
+            params = seen[0].policy.parameters()
+            assert all(isinstance(p.grad, DTensor) for p in params)
+            seen.append(fabric)
+
+        with mock.patch.object(Trainer, "fit", lambda t: seen.append(t) or fit(t)):
+            with mock.patch.object(Fabric, "backward", spied):
+                argv = ("--strategy=fsdp", "--micro_batch_size=2", *COMMON, "--max_steps=1")
+                train(tiny, ratings, tmp_path / "run", *argv)
+        return len(seen) - 1
+
+    assert ranks(2, work) == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import huggingface_hub
@@ -18,6 +19,7 @@ import model
 from data import pack
 from support.lora import merge_adapters
 from support.settings import Lora
+from support.tensors import Lazy
 from support.weights import export, fetch, fingerprint
 
 
@@ -266,6 +268,22 @@ def test_a_download_takes_what_is_needed_and_no_more(monkeypatch):
     got.clear()
     fetch("mistralai/a", weights=False)
     assert got == files[:-1], "an estimate needs none"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_export_holds_one_tensor_at_a_time(name, tmp_path):
+    made(HF[name], tmp_path / "in")
+    stored, alive = model.stored(tmp_path / "in", torch.float32), []
+
+    def make(name):
+        assert not any(held() is not None for held in alive)
+        x = stored[name]
+        alive.append(weakref.ref(x))
+        return x
+
+    export(Lazy(stored.like, make), tmp_path / "in", tmp_path / "out")
+    one, two = (load_file(tmp_path / x / "model.safetensors") for x in ("in", "out"))
+    assert one.keys() == two.keys() and all(torch.equal(x, two[n]) for n, x in one.items())
 
 
 # ---- what is refused -----------------------------------------------------------------------------
