@@ -98,7 +98,7 @@ def gather_whole(fabric, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     for name, x in tensors.items():
         x = x.full_tensor() if isinstance(x, DTensor) else x
         if fabric.global_rank == 0:
-            whole[name] = x.detach().to("cpu", copy=True)
+            whole[name] = x.detach().to("cpu", copy=True).contiguous()
     return whole
 
 
@@ -200,13 +200,11 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
     params = policy.unique_parameters()
     names = {id(p): name for name, p in params.items()}
     weights = {name: p.detach() for name, p in params.items() if p.requires_grad}
-    states = {
-        f"{names[id(p)]}|{key}": x
-        for p, state_of_p in optimizer.optimizer.state.items()
-        for key, x in state_of_p.items()
-    }
-    tensors = {key: x for key, x in states.items() if isinstance(x, torch.Tensor)}
-    numbers = {key: x for key, x in states.items() if key not in tensors}
+    tensors, numbers = {}, {}
+    for p, states in optimizer.optimizer.state.items():
+        for key, x in states.items():
+            kind = tensors if isinstance(x, torch.Tensor) else numbers
+            kind[f"{names[id(p)]}|{key}"] = x
     rng_R = fabric.all_gather(_generator(fabric).get_state()).view(fabric.world_size, -1)
     whole, each = {"rng": {"rng": rng_R.cpu()}}, None
     kinds = {"weights": weights, "optimizer": tensors}
@@ -218,7 +216,6 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
 
     def write(folder: Path):
         for name, some in whole.items():
-            some = {k: x.contiguous() for k, x in some.items()}
             save_file(some, folder / f"{name}.safetensors")
         state.shards = len(list(folder.glob("shard-*")))
         (folder / "state.json").write_text(json.dumps({"run": asdict(state), "optimizer": numbers}))

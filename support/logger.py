@@ -166,8 +166,6 @@ def make_tracker(cfg: Run, out: Path, resumed: bool) -> Tracker:
 
 def in_words(row: dict, forms: dict[str, str]) -> list[str]:
     """The cells of a row that are not empty."""
-    if row.get("kl/clamped"):  # a bare 0.0000 would read like a bug
-        forms = forms | {"kl": "kl 0 (clamped)"}
     return [form.format(row[k]) for k, form in forms.items() if row.get(k) is not None]
 
 
@@ -184,7 +182,10 @@ class Progress:
             self.bar = tqdm(**kw)
 
     def step(self, step: int, row: dict | None) -> None:
-        words = in_words(row or {}, STEP)
+        row = row or {}
+        # a bare 0.0000 would read like a bug
+        clamped = {"kl": "kl 0 (clamped)"} if row.get("kl/clamped") else {}
+        words = in_words(row, STEP | clamped)
         if self.bar is not None:
             if words:
                 self.bar.set_description_str(" ".join([*words, ""]), refresh=False)
