@@ -7,7 +7,6 @@ import contextlib
 import csv
 import errno
 import hashlib
-import io
 import math
 import os
 import re
@@ -39,12 +38,11 @@ class Csv:
 
     def __init__(self, path: Path, kept: bytes = b""):
         self.path, self.names = path, None
-        self.rows, self.hash = kept.count(b"\n"), hashlib.sha256(kept)
         if kept:
             self.names = next(csv.reader(kept.decode().split("\n")[:1]))
             write_atomically(path, kept)
         with writing(path):
-            self.file = open(path, "ab" if kept else "wb")
+            self.file = open(path, "a" if kept else "w", encoding="utf-8", newline="")
 
     @contextlib.contextmanager
     def _writing(self):
@@ -54,27 +52,23 @@ class Csv:
                 raise FileNotFoundError(errno.ENOENT, "another file stands there now")
             yield
 
-    def _write(self, values) -> None:
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerow(values)
-        line = out.getvalue().encode()
-        with self._writing():
-            self.file.write(line)
-            self.file.flush()
-        self.hash.update(line)
-        self.rows += 1
-
     def row(self, values: dict) -> None:
-        if self.names is None:
-            self.names = list(values)
-            self._write(self.names)
-        self._write([values.get(n) for n in self.names])  # None is an empty cell
+        """The first one's names are the columns. None, or no value, is an empty cell."""
+        with self._writing():
+            names = self.names or list(values)
+            table = csv.DictWriter(self.file, names, "", "ignore", lineterminator="\n")
+            if self.names is None:
+                table.writeheader()
+            self.names = names
+            table.writerow(values)
+            self.file.flush()
 
     def sync(self) -> list:
         """To the disk. -> [lines, their hash], which a checkpoint claims."""
         with self._writing():
             os.fsync(self.file.fileno())
-        return [self.rows, self.hash.hexdigest()]
+            lines = self.path.read_bytes()
+        return [lines.count(b"\n"), hashlib.sha256(lines).hexdigest()]
 
 
 def claimed(path: Path, claim: list | None, found: Path) -> bytes:
