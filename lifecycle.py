@@ -86,7 +86,7 @@ class Lifecycle(Models):
     def _begin(self) -> list[bytes] | None:
         """What could refuse the run comes first, and only then is anything written,
         or an old state put in place. -> the rows that a resume goes on from"""
-        old, found, kept = self.opened.old, self.opened.found, None
+        old, found = self.opened.old, self.opened.found
         if old:
             checkpoint.refuse_another_identity(old.identity, self.state.identity)
         claims = old.rows if self.opened.own else {}
@@ -94,10 +94,10 @@ class Lifecycle(Models):
         def work():
             kept = [claimed(self.out / n, claims.get(n), found) for n in TABLES]
             copy_files(self.folder, self.out / ".final.tmp")  # it will be exportable
+            self.opened.begin()
             return kept
 
         kept = checkpoint.on_rank_0(self.fabric, work)
-        self.opened.begin()
         if not old:
             return None
         checkpoint.load(self.fabric, found, self.policy, self.optimizer)
