@@ -87,12 +87,11 @@ def claimed(path: Path, claim: list | None, found: Path) -> bytes:
             if some is not lines:
                 say(f"{path}: lines that stand twice or are no rows are left out")
             return kept
-    here = ", ".join(re.findall(r"^(\d+),", b"".join(rows).decode(errors="replace"), re.M))
-    raise BadInput(
-        f"resume: {path}: not the {n - 1} rows that {found.name} was saved with (here are steps "
-        f"{shown(here, 200) or 'none'}); put the file back, or go on elsewhere: --resume {found} "
-        "--out_dir <a new folder>"
-    )
+    here = re.findall(r"^(\d+),", b"".join(rows).decode(errors="replace"), re.M)
+    here = shown(", ".join(here), 200) or "none"
+    saved = f"not the {n - 1} rows that {found.name} was saved with (here are steps {here})"
+    advice = f"put the file back, or go on elsewhere: --resume {found} --out_dir <a new folder>"
+    raise BadInput(f"resume: {path}: {saved}; {advice}")
 
 
 # ---- trackers -----------------------------------------------------------------------------------
