@@ -308,6 +308,17 @@ def test_a_checkpoint_whose_manifest_names_too_little_is_not_used(name, finished
     assert checkpoint.verify(folder) == f"manifest.json names no {name}"
 
 
+@row("R9")
+def test_a_manifest_that_has_sizes_beside_its_hashes_is_still_read(finished, tmp_path):
+    folder = shutil.copytree(finished / "checkpoints" / "step-00000006", tmp_path / "step-6")
+    hashes = json.loads((folder / "manifest.json").read_text())
+    old = {name: [(folder / name).stat().st_size, x] for name, x in hashes.items()}
+    (folder / "manifest.json").write_text(json.dumps(old))
+    assert checkpoint.verify(folder) is None
+    flip(folder / "weights.safetensors")
+    assert checkpoint.verify(folder) == "weights.safetensors is damaged"
+
+
 # ---- R10: a full disk ----------------------------------------------------------------------------
 
 
