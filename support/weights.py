@@ -88,6 +88,14 @@ def layers(folder: Path) -> list[Path]:
     return [link.resolve() for link in sorted(folder.glob("on-top-*"))]
 
 
+def adapters_below(folder: Path) -> tuple[str, list]:
+    """The base's name and the adapters (see read_adapter) of a folder that was made of PEFT's."""
+    below = layers(folder)
+    base = json.loads((below[0] / "adapter_config.json").read_text())["base_model_name_or_path"]
+    found = [(canonical(name), *rest) for layer in below for name, *rest in read_adapter(layer)]
+    return base, found
+
+
 def _on_top(base: Path, folder: Path) -> Path:
     view = Path(tempfile.mkdtemp(prefix="model-"))
     atexit.register(shutil.rmtree, view, ignore_errors=True)
@@ -168,9 +176,9 @@ def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: tor
         if not (layer / "adapter_config.json").exists():
             state = _with_checkpoint(state, layer, arguments, names)
             continue
-        for name, x in read_adapter(layer):
+        for name, b, a, scale in read_adapter(layer):
             _refuse((), {canonical(name)} - where.keys())
-            _put(state, where[canonical(name)], x, add=True)
+            _put(state, where[canonical(name)], b @ a * scale, add=True)
     _refuse(shapes.keys() - state.keys(), state.keys() - shapes.keys() - {"lm_head.weight"})
     model.load_state_dict(state, strict=False, assign=True)
     if tied:
