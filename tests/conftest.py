@@ -1,8 +1,11 @@
 """What the tests share: a tiny model folder, and real ranks by fork."""
 
+import atexit
+import functools
 import gc
 import io
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -16,12 +19,16 @@ from unittest import mock
 if "gpu" not in sys.argv:  # -m gpu: all other tests are of the CPU, and fork
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import docstring_parser  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # for what the tests start: two cores with two threads each would wait in turns
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# half of reading settings is reading the sentences under their fields again, the same each time
+docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
+ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
 
 
@@ -65,6 +72,23 @@ def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     for source in (PARITY / "policy", PARITY / "tokenizer"):
         shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A clone as a user has it, by links; of the demo's data the first few records."""
+    folder = tmp_path_factory.mktemp("clone")
+    names = ("support", "config", "examples")
+    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in names)]:
+        (folder / path.name).symlink_to(path)
+    (folder / "demo").mkdir()
+    for path in (ROOT / "demo").iterdir():
+        if path.suffix == ".jsonl":
+            few = path.read_text().splitlines(keepends=True)[: 40 if "val" in path.name else 400]
+            (folder / "demo" / path.name).write_text("".join(few))
+        else:
+            (folder / "demo" / path.name).symlink_to(path)
     return folder
 
 
@@ -149,20 +173,26 @@ class Started:
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
+            atexit._clear()  # the parent's hooks; the run's own are run below
             try:
                 os.environ |= env
                 self._redirect(stdout, env.pop("PYTHONIOENCODING", "utf-8"))
                 if first:
                     first()
-                module = import_module(program)
-                sys.argv = [module.__file__, *map(str, argv)]
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, errors._at_once)
-                errors.run_cli(module.main)
+                if program.endswith(".py"):  # as typed
+                    sys.argv = [program, *map(str, argv)]
+                    runpy.run_path(program, run_name="__main__")
+                else:
+                    module = import_module(program)
+                    sys.argv = [module.__file__, *map(str, argv)]
+                    errors.run_cli(module.main)
                 code = 0
             except SystemExit as e:
                 code = e.code or 0
             finally:
+                atexit._run_exitfuncs()
                 sys.stdout.flush()
                 os._exit(code if isinstance(code, int) else 1)
 
