@@ -5,8 +5,8 @@
     python kto.py --config config/gpt2.yaml      # GPT-2 on rated data
     python kto.py --help                         # every setting
 
-To try an idea, copy this file and change kto_loss: cp kto.py mine.py; python
-mine.py
+To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it
+(python mine.py).
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is
 Trainer.fit in train.py, and so is z over micro-batches and ranks; what else an

@@ -33,9 +33,8 @@ from support.weights import copy_files, fetch
 
 
 class Lifecycle(Models):
-    """`validation`: the objective of val.csv (default: the same). `checker`: a
-    function (prompt, completion) -> bool. `rollout`: an engine that answers prompts
-    (see rollout.py)."""
+    """`validation`: the objective of val.csv (default: the same). `checker`: a function (prompt,
+    completion) -> bool. `rollout`: an engine that answers prompts (see rollout.py)."""
 
     def __init__(self, cfg: Run, objective, validation=None, checker=None, rollout=None):
         self.objective, self.validation = objective, validation or objective
@@ -87,7 +86,7 @@ class Lifecycle(Models):
     def _begin(self) -> list[bytes] | None:
         """What could refuse the run comes first, and only then is anything written,
         or an old state put in place. -> the rows that a resume goes on from"""
-        old, found, kept = self.opened.old, self.opened.found, None
+        old, found = self.opened.old, self.opened.found
         if old:
             checkpoint.refuse_another_identity(old.identity, self.state.identity)
         claims = old.rows if self.opened.own else {}
@@ -95,10 +94,10 @@ class Lifecycle(Models):
         def work():
             kept = [claimed(self.out / n, claims.get(n), found) for n in TABLES]
             copy_files(self.folder, self.out / ".final.tmp")  # it will be exportable
+            self.opened.begin()
             return kept
 
         kept = checkpoint.on_rank_0(self.fabric, work)
-        self.opened.begin()
         if not old:
             return None
         checkpoint.load(self.fabric, found, self.policy, self.optimizer)
@@ -108,8 +107,7 @@ class Lifecycle(Models):
 
     @torch.no_grad()
     def check_start(self, batch) -> None:
-        """The reference is the model we start from: on the same packed batch r is
-        exactly 0."""
+        """The reference is the model we start from: on the same packed batch r is exactly 0."""
         self.policy.eval()
         index = self.micro_batches(batch)[0].index
         packed = self.pack(batch, index, borrowed=batch.partners is not None)
@@ -122,8 +120,7 @@ class Lifecycle(Models):
         say(f"step {self.state.step}: policy and reference agree to the bit")
 
     def precompute(self, examples, plan: Plan) -> None:
-        """All reference log-probs that the run will need, so that the reference can
-        be released."""
+        """All reference log-probs that the run will need, so that the reference can be released."""
 
         def no_policy(packed):
             return torch.zeros(packed.length_BK.shape, device=self.fabric.device)
@@ -182,8 +179,7 @@ class Lifecycle(Models):
         return not self.cfg.lora.rank or state.iteration == self.state.iteration
 
     def _score_test(self) -> None:
-        """With the final weights and, where they are others and still there, the
-        best ones."""
+        """With the final weights and, where they are others and still there, the best ones."""
         scores = {"final": self.score(self.examples["test"])}
         step = self.state.best_step
         # it may be in another folder's run

@@ -26,7 +26,7 @@ from support.quantize import quantize_base
 from support.records import local
 from support.tensors import Lazy, over, renamed
 from support.tokenizer import Tokenizer
-from support.weights import export, fetch, layers
+from support.weights import adapters_below, export, fetch, layers
 from support.weights import fingerprint as weights_fingerprint
 
 
@@ -183,8 +183,10 @@ class Models:
             export(merge_adapters(weights, module), source, tmp, cfg.export_dtype, notes)
 
         def adapter(tmp):
-            base = str(source.resolve()) if local(cfg.model).exists() else cfg.model
-            export_adapter(weights, tmp, module, source, base, cfg.lora)
+            base, below = adapters_below(source) if layers(source) else (cfg.model, [])
+            folder = fetch(base) if below else source
+            base = str(folder.resolve()) if local(base).exists() else base
+            export_adapter(weights, tmp, module, source, base, cfg.lora, below)
 
         def best(tmp):
             export_checkpoint(kept, tmp, cfg.export_dtype)
@@ -195,7 +197,8 @@ class Models:
             moved = (
                 state.iteration > 1 and weights_fingerprint(base) != state.identity["model weights"]
             )
-            if fabric.broadcast(bool(moved or layers(source))):
+            ours = any((x / "state.json").exists() for x in layers(source))
+            if fabric.broadcast(bool(moved or ours)):
                 say("no final_adapter: its base is not the model's own folder")
             else:
                 self.publish(adapter, self.out / "final_adapter")

@@ -76,20 +76,6 @@ def _put_reference(trainer, i: int) -> str:
     return fingerprint(state)
 
 
-@contextlib.contextmanager
-def interruptible(trainer, plan):
-    """A signal ends the answering at its next decode step: whole batches are on disk."""
-
-    def ask(*_):
-        if trainer.stop.agree(trainer.fabric.device):
-            trainer.save_and_say_how_to_go_on(plan)
-            raise SystemExit(trainer.stop.signal and 128 + trainer.stop.signal)
-
-    hook = trainer.policy.module.register_forward_pre_hook(ask)
-    yield
-    hook.remove()
-
-
 def answers_file(trainer, i: int):
     return trainer.out / "iterations" / f"answers-{i}.jsonl"
 
@@ -119,10 +105,16 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
         raise BadInput(f"resume: {file}: not what this iteration learns from; {before}")
     if trainer.engine and len(done) < len(prompts):
         folder = _export(trainer)
+
+    def stop_if_asked(*_):  # before a decode step: whole batches are on disk
+        if trainer.stop.agree(fabric.device):
+            trainer.save_and_say_how_to_go_on(plan)
+            raise SystemExit(trainer.stop.signal and 128 + trainer.stop.signal)
+
     while len(done) < len(prompts):
         some = prompts[len(done) : len(done) + size]
         seed = (trainer.cfg.seed * 1009 + i) * 1000003 + len(done)
-        with interruptible(trainer, plan):
+        with trainer.policy.module.register_forward_pre_hook(stop_if_asked):
             fresh = _answer(trainer, folder, some, args, new, seed)
         done += fresh
         if fabric.global_rank == 0:

@@ -54,8 +54,8 @@ class Objective:
 
     def loss(self, logps, ref_logps, batch: MicroBatch, z):
         """Log-probs (B, K) of policy and reference in nats, the step's baseline z
-        -> loss (B,), {column: (B,)}. Columns, with the loss among them, reach
-        `metrics`."""
+        -> loss (B,), of each example, not their mean; and {column: (B,)}. Columns,
+        with the loss among them, reach `metrics`. Validation calls it too."""
         raise NotImplementedError
 
     def metrics(self, columns: dict, kl: KL) -> dict:
@@ -69,18 +69,19 @@ class Objective:
         return r / lengths if self.average_logps else r
 
     def baseline(self, kl_n):
-        """z of a step, from the log-ratios (n,) of its mismatched pairs: the mean,
-        then the clamp."""
+        """z of a step, a number or tensor, from the log-ratios (n,) of its mismatched
+        pairs: the mean, then the clamp. n may be 0. Validation and precomputing call
+        it too: it must not update what the objective remembers."""
         return (kl_n.sum() / max(1, len(kl_n))).clamp(min=0)
 
     def after_step(self, columns: dict, kl: KL) -> None:
-        """Called once a training step with the columns of all G examples, equal on
-        all ranks: the place to update what the objective remembers. Validation
-        never gets here."""
+        """Called once a training step with the columns of all G examples, on the
+        device, equal on all ranks: the place to update what the objective remembers.
+        Validation never gets here."""
 
     def state_dict(self) -> dict:
-        """What it remembers, {attribute: number, text or list}. Saved with every
-        checkpoint."""
+        """What it remembers, {attribute: number, text or list}, tensors by .item() or
+        .tolist(). Saved with every checkpoint; what is left out starts anew."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:

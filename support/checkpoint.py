@@ -4,7 +4,6 @@ out of the temporary directory and can leave half of it under the final name.) O
 rank writes its part of weights and optimizer (see shards.py)."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import inspect
@@ -199,13 +198,11 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
     params = policy.unique_parameters()
     names = {id(p): name for name, p in params.items()}
     weights = {name: p.detach() for name, p in params.items() if p.requires_grad}
-    states = {
-        f"{names[id(p)]}|{key}": x
-        for p, state_of_p in optimizer.optimizer.state.items()
-        for key, x in state_of_p.items()
-    }
-    tensors = {key: x for key, x in states.items() if isinstance(x, torch.Tensor)}
-    numbers = {key: x for key, x in states.items() if key not in tensors}
+    tensors, numbers = {}, {}
+    for p, states in optimizer.optimizer.state.items():
+        for key, x in states.items():
+            kind = tensors if isinstance(x, torch.Tensor) else numbers
+            kind[f"{names[id(p)]}|{key}"] = x
     rng_R = fabric.all_gather(_generator(fabric).get_state()).view(fabric.world_size, -1)
     whole, each = {"rng": {"rng": rng_R}}, None
     kinds = {"weights": weights, "optimizer": tensors}
@@ -333,11 +330,11 @@ def take_lock(out: Path) -> int:
     fd = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        holder = os.read(fd, 200).decode() or "another process"
+        os.close(fd)
+        raise BadInput(f"out_dir: {out}: in use by {holder}") from None
     except OSError as e:
-        if e.errno in (errno.EACCES, errno.EAGAIN):
-            holder = os.read(fd, 200).decode() or "another process"
-            os.close(fd)
-            raise BadInput(f"out_dir: {out}: in use by {holder}") from None
         say(f"{out}: no locks on this file system ({e.strerror}): a second run is not kept out")
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(fd, 0)
@@ -350,14 +347,14 @@ class Opened:
     Refuses to mix two runs."""
 
     def __init__(self, fabric, cfg: Run, program: Path):
-        self.fabric, self.program, self.lock = fabric, program, None
-        out, self.found, self.said = on_rank_0(fabric, lambda: self._open(cfg))
+        self.lock = None
+        out, self.found, self.said = on_rank_0(fabric, lambda: self._open(cfg, program))
         self.cfg = replace(cfg, out_dir=str(out))  # settings.yaml finds its own run
         self.out, self.old = out, read_state(self.found)[0] if self.found else None
         # else it is a branch of the run there
         self.own = self.found and self.found.resolve().parent.parent == out.resolve()
 
-    def _open(self, cfg: Run) -> tuple[Path, Path | None, list[str]]:
+    def _open(self, cfg: Run, program: Path) -> tuple[Path, Path | None, list[str]]:
         found = None
         if cfg.resume not in (None, "auto"):
             found = Path(cfg.resume)
@@ -365,7 +362,7 @@ class Opened:
             if fault:
                 raise BadInput(f"resume: {cfg.resume}: {fault}")
         with given("out_dir", cfg.out_dir):
-            out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(self.program)
+            out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(program)
             out.mkdir(parents=True, exist_ok=True)
             self.lock = take_lock(out)
             for name in ("checkpoints", "eval"):
@@ -373,7 +370,7 @@ class Opened:
         if cfg.resume == "auto":
             found = newest(out)
         if found:
-            return out, found, _refuse_another_run(found, cfg, self.program)
+            return out, found, _refuse_another_run(found, cfg, program)
         if cfg.resume:
             return out, None, [f"nothing to resume in {out}: starting"]
         if (out / "metrics.csv").exists():
@@ -382,21 +379,17 @@ class Opened:
         return out, None, []
 
     def begin(self) -> None:
-        """From here on the run is this one: what it goes on from is said, its settings are
-        written, an earlier life's litter and newer checkpoints of a branch that it leaves are put
-        away."""
-
-        def work():
-            with writing(self.out):
-                for name in ("", "checkpoints", "eval", "iterations"):
-                    _clear_litter(self.out / name)
-                if self.own:
-                    _put_newer_aside(self.found.parent, self.old.step)
-            write_atomically(self.out / "settings.yaml", dump(self.cfg))
-            for line in (*self.said, f"run folder: {self.out}"):
-                say(line)
-
-        on_rank_0(self.fabric, work)
+        """On rank 0. From here on the run is this one: what it goes on from is said, its settings
+        are written, an earlier life's litter and newer checkpoints of a branch that it leaves are
+        put away."""
+        with writing(self.out):
+            for name in ("", "checkpoints", "eval", "iterations"):
+                _clear_litter(self.out / name)
+            if self.own:
+                _put_newer_aside(self.found.parent, self.old.step)
+        write_atomically(self.out / "settings.yaml", dump(self.cfg))
+        for line in (*self.said, f"run folder: {self.out}"):
+            say(line)
 
     def close(self) -> None:
         if self.lock is not None:

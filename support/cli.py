@@ -75,8 +75,9 @@ def _read_yaml(path: str, cls) -> list[str]:
     return list(flat(node))
 
 
-def _arguments(argv: list[str], cls) -> tuple[list[str], list[str]]:
-    """(--config files, the rest). A bare --flag of a yes/no setting means true."""
+def _arguments(argv: list[str], cls) -> tuple[list[str], list[str], list[str]]:
+    """(--config files, the rest, the settings that it names). A bare --flag of a yes/no setting
+    means true."""
     flags = {f"--{n}" for n, k in flat(cls).items() if bool in (k, *typing.get_args(k))}
     pairs, configs, rest = zip(argv, [*argv[1:], None]), [], []
     for word, following in pairs:
@@ -89,7 +90,10 @@ def _arguments(argv: list[str], cls) -> tuple[list[str], list[str]]:
             rest.append(f"{word}=true")
         else:
             rest.append(word)
-    return configs, rest
+    names = [a[2:].split("=", 1)[0].removesuffix("+") for a in rest if a.startswith("--")]
+    names = [name for name in names if name not in ("config", "print_config", "help")]
+    _check_names(names, cls)
+    return configs, rest, names
 
 
 def parse(cls, argv: list[str] | None, doc: str, demo: str):
@@ -100,15 +104,13 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     which must name data.train; naming data.train alone keeps the demo's model, but neither its
     validation data nor its checker.
     """
-    configs, rest = _arguments(sys.argv[1:] if argv is None else argv, cls)
-    names = _names(rest)
-    _check_names([n for n in names if n not in ("config", "print_config", "help")], cls)
+    configs, rest, names = _arguments(sys.argv[1:] if argv is None else argv, cls)
     merged = {name for c in configs for name in _read_yaml(c, cls)}
-    asks = {"-h", "--help"} & set(rest) or "print_config" in names
-    if not asks and (configs or "model" in names):
-        if "data.train" not in names and "data.train" not in merged:
+    asks = {"-h", "--help", "--print_config"} & {word.split("=")[0] for word in rest}
+    if configs or "model" in names:
+        if not asks and "data.train" not in merged.union(names):
             raise BadInput("data.train: required: the records to learn from")
-    if not configs and "model" not in names:
+    else:
         configs = [str(ROOT / "config" / demo)]
         if "data.train" in names:
             rest = ["--data.val=null", "--eval.check=none", *rest]
@@ -123,14 +125,9 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     return settings
 
 
-def _names(rest: list[str]) -> list[str]:
-    return [a[2:].split("=", 1)[0].removesuffix("+") for a in rest if a.startswith("--")]
-
-
 def command(cls, doc: str, argv: list[str]):
     """The settings of a command that is no run. Raises BadInput."""
-    configs, rest = _arguments(argv, cls)
-    _check_names([n for n in _names(rest) if n != "help"], cls)
+    configs, rest, _ = _arguments(argv, cls)
     return _parse(cls, configs, rest, doc)
 
 

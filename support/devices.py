@@ -86,8 +86,8 @@ def shard(module, mesh, narrow: bool):
 def make_strategy(name: str, n: int, narrow: bool):
     if name == "ddp" or name == "auto" and n > 1:
         names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-        new = "forward_sync_buffers" in names  # renamed in torch 2.13
-        sync = "forward_sync_buffers" if new else "broadcast_buffers"
+        new = "forward_sync_buffers"  # since torch 2.13
+        sync = new if new in names else "broadcast_buffers"
         return DDPStrategy(**{sync: False})  # buffers are constant
     if name == "fsdp":  # without sizes Fabric would make all of a node tensor parallel
         return ModelParallelStrategy(functools.partial(shard, narrow=narrow), n, 1)
@@ -104,14 +104,11 @@ def launch(cfg: Run) -> Fabric:
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # banners
     n = cfg.devices * cfg.num_nodes
-    fabric = Fabric(
-        accelerator=cfg.accelerator,
-        strategy=make_strategy(cfg.strategy, n, cfg.precision == "bf16-mixed"),
-        devices=cfg.devices,
-        num_nodes=cfg.num_nodes,
-        # bf16-true: the base is loaded in bf16, adapters stay in float32
-        precision="bf16-mixed" if cfg.precision == "bf16-true" else cfg.precision,
-    )
+    strategy = make_strategy(cfg.strategy, n, cfg.precision == "bf16-mixed")
+    # bf16-true: the base is loaded in bf16, adapters stay in float32
+    precision = cfg.precision.replace("bf16-true", "bf16-mixed")
+    kw = dict(accelerator=cfg.accelerator, devices=cfg.devices, num_nodes=cfg.num_nodes)
+    fabric = Fabric(**kw, strategy=strategy, precision=precision)
     LAUNCHED.append(fabric)
     fabric.launch()
     launched = int(os.environ.get("WORLD_SIZE", n))

@@ -1,11 +1,11 @@
 """A source's records to examples of token ids: cut to the limits, split, described in a table."""
 
 import dataclasses
-import gc
 import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +35,80 @@ class Example(NamedTuple):
         return self.prompt.tobytes(), self.completions[0].tobytes()
 
 
+class Examples(Sequence):
+    """Examples as columns: a million of them as objects would take seconds and a gigabyte.
+
+    `rows`: where an example's ids begin in `tokens`, its numbers, where its texts are. A part or
+    another order of them is other rows, with the same rest."""
+
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray, places: list[str], extra: list[dict]):
+        self.tokens, self.rows, self.places, self.extra = tokens, rows, places, extra
+        self.n_ids = rows["start"].shape[1]  # of the prompt, and of K completions
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> "Examples":
+        if isinstance(examples, cls):
+            return examples
+        ids = [(e.prompt, *e.completions) for e in examples]
+        n, places = (max(map(len, ids), default=1),), {}
+        columns = [("start", "i8", n), ("length", "i4", n), ("label", "?"), ("weight", "f8")]
+        columns += [("rewards", "f8", (2,)), ("place", "i8"), ("line", "i8"), ("extra", "i8")]
+        rows = np.zeros(len(ids), columns)
+        if not ids:
+            return cls(np.zeros(0, np.int32), rows, [], [])
+        rows["length"] = [[len(x) for x in row] for row in ids]
+        rows["start"] = rows["length"].cumsum().reshape(-1, *n) - rows["length"]
+        rows["label"] = [e.label for e in examples]
+        rows["weight"] = [e.weight for e in examples]
+        rows["rewards"] = [e.rewards for e in examples]  # None becomes nan
+        place = [e.where.rstrip("0123456789") for e in examples]  # a file's differ in their number
+        rows["place"] = [places.setdefault(x, len(places)) for x in place]
+        rows["line"] = [int(e.where[len(x) :] or -1) for x, e in zip(place, examples)]
+        extra = [e.extra for e in examples]
+        rows["extra"] = np.arange(len(ids)) if any(extra) else 0
+        tokens = np.concatenate([x for row in ids for x in row])
+        return cls(tokens, rows, list(places), extra if any(extra) else [{}])
+
+    @classmethod
+    def joined(cls, parts: list["Examples"]) -> "Examples":
+        parts = [part for part in parts if len(part)] or [cls.of([])]
+        if len(parts) == 1:
+            return parts[0]
+        rows, places, extra, n_tokens = [], [], [], 0
+        for part in parts:
+            rows.append(part.rows.copy())
+            rows[-1]["start"] += n_tokens
+            rows[-1]["place"] += len(places)
+            rows[-1]["extra"] += len(extra)
+            places += part.places
+            extra += part.extra
+            n_tokens += len(part.tokens)
+        return cls(np.concatenate([p.tokens for p in parts]), np.concatenate(rows), places, extra)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        """An Example, or those of a slice or of a list of numbers."""
+        if not isinstance(i, int):
+            return Examples(self.tokens, self.rows[i], self.places, self.extra)
+        start, length, label, weight, rewards, place, line, extra = self.rows[i].tolist()
+        prompt, *completions = (self.tokens[a : a + n] for a, n in zip(start, length))
+        rewards = tuple(None if math.isnan(r) else r for r in rewards.tolist())
+        where = self.places[place] + (str(line) if line >= 0 else "")
+        return Example(prompt, tuple(completions), label, rewards, where, weight, self.extra[extra])
+
+    def ids(self, k: int) -> Iterator[bytes]:
+        """Of each prompt (0) or completion."""
+        start, blob = self.rows["start"][:, k] * 4, self.tokens.tobytes()
+        ends = start + self.rows["length"][:, k] * 4
+        return (blob[a:b] for a, b in zip(start.tolist(), ends.tolist()))
+
+
 class Loaded(NamedTuple):
     """A source's examples, counts of what was cut, and the record fields that nothing reads."""
 
-    examples: list[Example]
+    examples: Examples
     cuts: Counter
     ignored: tuple[str, ...]
 
@@ -54,60 +124,45 @@ def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
         mix.append(([], weight))
         for file in files:
             one = _load(file, tokenizer, kind, limits)
-            mix[-1][0].extend(one.examples)
+            mix[-1][0].append(one.examples)
             cuts.update(one.cuts)
             ignored |= dict.fromkeys(one.ignored)
     # weights are shares of the longest mix that repeats nothing, taken evenly over each source
+    mix = [(Examples.joined(found), weight) for found, weight in mix]
     shortest = min(len(found) / (weight or 1) for found, weight in mix)
-    examples = []
+    parts = []
     for found, weight in mix:
         n = round(weight * shortest) if weight else len(found)
-        examples += found if n == len(found) else [found[i * len(found) // n] for i in range(n)]
+        parts.append(found if n == len(found) else found[np.arange(n) * len(found) // n])
+    examples = Examples.joined(parts)
     if kind == "prompts":
-        first: dict[bytes, Example] = {}
-        for e in examples:
-            first.setdefault(e.prompt.tobytes(), e)
-        examples = list(first.values())
+        first: dict[bytes, int] = {}
+        for i, prompt in enumerate(examples.ids(0)):
+            first.setdefault(prompt, i)
+        examples = examples[list(first.values())]
     return Loaded(examples, cuts, tuple(ignored))
 
 
 def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, from the cache if it is there."""
     file = cache.file_for(source, tokenizer, kind, limits)
-    if file and (arrays := cache.read(file)):
-        return _from_arrays(source, **arrays)
-    loaded = _tokenised(source, tokenizer, kind, limits)
+    if file and (kept := cache.read(file)):
+        places, *texts, cuts, ignored = json.loads(kept["text"].tobytes())
+        places = [source + place for place in places]
+        return Loaded(
+            Examples(kept["tokens"], kept["rows"], places, *texts), Counter(cuts), tuple(ignored)
+        )
+    e, *rest = loaded = _tokenised(source, tokenizer, kind, limits)
     if file:
-        cache.write(file, _to_arrays(source, loaded))
+        text = json.dumps([[x[len(source) :] for x in e.places], e.extra, *rest]).encode()
+        text = np.frombuffer(text, np.uint8)
+        cache.write(file, dict(tokens=e.tokens, rows=e.rows, text=text))
     return loaded
-
-
-def _to_arrays(source: str, loaded: Loaded) -> dict[str, np.ndarray]:
-    label, rewards, where, *rest = zip(*(e[2:] for e in loaded.examples))
-    columns = label, rewards, [x[len(source) :] for x in where], *rest
-    ids = [(e.prompt, *e.completions) for e in loaded.examples]
-    return dict(
-        tokens=np.concatenate([x for row in ids for x in row]),
-        lengths=np.array([[len(x) for x in row] for row in ids]),
-        text=np.frombuffer(json.dumps([columns, *loaded[1:]]).encode(), np.uint8),
-    )
-
-
-def _from_arrays(source: str, tokens, lengths, text) -> Loaded:
-    ends = lengths.cumsum()
-    bounds = zip((ends - lengths.ravel()).tolist(), ends.tolist())
-    parts = zip(*[(tokens[a:b] for a, b in bounds)] * lengths.shape[1])  # views of one array
-    columns, cuts, ignored = json.loads(text.tobytes())
-    examples = [
-        Example(row[0], row[1:], label, tuple(rewards), source + where, *rest)
-        for row, label, rewards, where, *rest in zip(parts, *columns)
-    ]
-    return Loaded(examples, Counter(cuts), tuple(ignored))
 
 
 def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, some records at a time: texts take more room than token ids."""
-    faults, waiting, made, ignored = [], [], Loaded([], Counter(), ()), {}
+    faults, waiting, made, cuts, ignored = [], [], [], Counter(), {}
     names, extra, every = columns(limits), limits.extra_fields, limits.score_turns == "all"
     for where, raw in read(source, extra, names):
         try:
@@ -121,14 +176,14 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
             continue
         ignored |= dict.fromkeys(record.ignored)
         if len(waiting) >= ENCODE_TEXTS and not faults:
-            _encode(waiting, tokenizer, kind, limits, made)
+            made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
             waiting = []
     if faults:
         raise BadInput("\n".join(faults))
-    _encode(waiting, tokenizer, kind, limits, made)
-    if not made.examples:
+    made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
+    if not (examples := Examples.joined(made)):
         raise BadInput(f"{source}: no records")
-    return made._replace(ignored=tuple(ignored))
+    return Loaded(examples, cuts, tuple(ignored))
 
 
 def columns(limits: Data) -> dict[str, str]:
@@ -150,16 +205,16 @@ def _turns(record: Record) -> list[Record]:
     return [*(record._replace(**x) for x in cut), record]
 
 
-def _encode(rows: list[tuple], tokenizer: Tokenizer, kind: str, limits: Data, made: Loaded):
-    """(where, record, prompt, completions, chat) as examples at the end of `made`."""
-    encoded = tokenizer.encode_all([(prompt, texts) for _, _, prompt, texts, _ in rows])
+def _encoded(rows: list[tuple], tokenizer: Tokenizer, kind: str, limits: Data, cuts) -> Examples:
+    """Of (where, record, prompt, completions, chat)."""
+    encoded, made = tokenizer.encode_all([row[2:4] for row in rows]), []
     for (where, record, _, _, chat), (prompt, completions) in zip(rows, encoded):
         # a template writes what it wants of BOS and EOS
         prompt = prompt if chat else tokenizer.prompt(prompt)
-        prompt = _cut_prompt(prompt, tokenizer.bos, limits.max_prompt, made.cuts)
+        prompt = _cut_prompt(prompt, tokenizer.bos, limits.max_prompt, cuts)
         end = [] if chat else [tokenizer.eos]
         completions = tuple(
-            _cut_completion([*ids, *end], limits.max_completion, made.cuts) for ids in completions
+            _cut_completion([*ids, *end], limits.max_completion, cuts) for ids in completions
         )
         if not len(prompt) or not all(map(len, completions)):  # a normaliser may leave nothing
             what = "completion" if len(prompt) else "prompt"
@@ -167,11 +222,10 @@ def _encode(rows: list[tuple], tokenizer: Tokenizer, kind: str, limits: Data, ma
         rest = (record.rewards, where, record.weight, record.extra)
         if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
             rest = ((None, None), *rest[1:])
-            two = [Example(prompt, (c,), i == 0, *rest) for i, c in enumerate(completions)]
-            made.examples.extend(two)
+            made += [Example(prompt, (c,), i == 0, *rest) for i, c in enumerate(completions)]
         else:
-            good = record.label is not False
-            made.examples.append(Example(prompt, completions, good, *rest))
+            made.append(Example(prompt, completions, record.label is not False, *rest))
+    return Examples.of(made)
 
 
 def _rendered(record: Record, tokenizer: Tokenizer, limits: Data) -> tuple[str, list[str], bool]:
@@ -209,7 +263,7 @@ def _cut_completion(ids: list[int], longest: int, cuts: Counter) -> np.ndarray:
     return np.array(ids[:longest], dtype=np.int32)
 
 
-def split(examples: list[Example], parts: str) -> list[list[Example]]:
+def split(examples: Sequence[Example], parts: str) -> list[Examples]:
     """Into train, val, test by a hash of the prompt: order and other prompts do not matter, and
     ratings of one prompt stay together."""
     try:
@@ -219,42 +273,44 @@ def split(examples: list[Example], parts: str) -> list[list[Example]]:
     possible = len(sizes) in (2, 3) and min(sizes) >= 0 and sizes[0] > 0
     if not possible or not math.isfinite(sum(sizes)):
         raise BadInput(f"data.split: expected two or three parts like 980,10,10; got {parts}")
-    edges, out = np.cumsum(sizes) / sum(sizes), [[], [], []]
-    for e in examples:
-        digest = hashlib.sha256(e.prompt.tobytes()).digest()
-        u = int.from_bytes(digest[:8], "big") / 2**64
-        out[int(np.searchsorted(edges, u, side="right"))].append(e)
-    return out
+    examples, edges = Examples.of(examples), np.cumsum(sizes) / sum(sizes)
+    digests = (hashlib.sha256(x).digest()[:8] for x in examples.ids(0))
+    u = [int.from_bytes(digest, "big") / 2**64 for digest in digests]
+    part = np.searchsorted(edges, u, side="right")
+    return [examples[part == i] for i in range(3)]
 
 
-def _numbered(arrays) -> np.ndarray:
+def _numbered(keys: Iterator[bytes]) -> np.ndarray:
     """Equal ones have equal numbers."""
     seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(x.tobytes(), len(seen)) for x in arrays])
+    return np.array([seen.setdefault(key, len(seen)) for key in keys])
 
 
-def table(name: str, examples: list[Example], cuts: Counter, ignored: tuple = ()) -> str:
+def _distinct(x: np.ndarray) -> int:
+    return 1 + np.count_nonzero(np.diff(np.sort(x)))
+
+
+def table(name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple = ()) -> str:
     """What is about to be learned from, for a person to read before it starts."""
-    n, k = len(examples), len(examples[0].completions)
+    examples = Examples.of(examples)
+    n, k, length = len(examples), examples.n_ids - 1, examples.rows["length"]
     if k == 0:
-        return f"{name}: {n:,} prompts, longest {max(len(e.prompt) for e in examples)} tokens"
-    good = sum(e.label for e in examples)
-    prompt = _numbered(e.prompt for e in examples)
+        return f"{name}: {n:,} prompts, longest {length.max()} tokens"
+    label = examples.rows["label"]
+    good = int(label.sum())
+    prompt, first, *second = (_numbered(examples.ids(i)) for i in range(k + 1))
     n_prompts = prompt.max() + 1
     lines = [f"{name}: {n:,} {'pairs' if k == 2 else 'examples'} of {n_prompts:,} prompts"]
     if k == 1:
         lines[0] += f", {good:,} desirable, {n - good:,} undesirable"
-    prompts = [len(e.prompt) for e in examples]
-    completions = [len(c) for e in examples for c in e.completions]
-    for what, lengths in (("prompt", prompts), ("completion", completions)):
+    for what, lengths in (("prompt", length[:, 0]), ("completion", length[:, 1:])):
         median, high, most = np.percentile(lengths, [50, 95, 100]).astype(int)
         lines.append(f"  {what} tokens: median {median}, 95% below {high}, longest {most}")
-    first, *more = (_numbered(e.completions[i] for e in examples) for i in range(k))
-    pair = np.unique(prompt * n + first, return_inverse=True)[1]
-    rated = pair * 2 + [e.label for e in examples]
-    distinct, ratings = (set(x.tolist()) for x in (sum(more) + rated * n, rated))
-    contradictions = len(ratings) - len({r // 2 for r in ratings})
-    counts = {"duplicates": n - len(distinct), "contradictions": contradictions, **cuts}
+    answered = prompt * n + first
+    for other in second:
+        answered = np.unique(answered, return_inverse=True)[1] * n + other
+    said, rated = _distinct(answered), _distinct(answered * 2 + label)
+    counts = {"duplicates": n - rated, "contradictions": rated - said, **cuts}
     lines.append("  " + ", ".join(f"{v:,} {what}" for what, v in counts.items()))
     if ignored:
         lines.append(f"  fields that nothing reads: {', '.join(ignored)} (see data.extra)")
@@ -283,15 +339,11 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict
     """{"train", "val", "test": examples}, with a table of what each holds. `val_kind` is that of
     val and test; `d` has its limits filled in."""
     parts, loaded = {"train": [], "val": [], "test": []}, {}
-    gc.disable()  # millions of small objects without a cycle: looking for one is a third of the time
-    try:
-        for name in parts:
-            if source := getattr(d, name):
-                asked = kind if name == "train" else val_kind
-                loaded[name] = load(source, tokenizer, asked, d)
-                parts[name] = loaded[name].examples
-    finally:
-        gc.enable()
+    for name in parts:
+        if source := getattr(d, name):
+            asked = kind if name == "train" else val_kind
+            loaded[name] = load(source, tokenizer, asked, d)
+            parts[name] = loaded[name].examples
     if d.split:
         if d.val or d.test:
             raise BadInput(
@@ -302,17 +354,19 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict
         if examples:
             one = loaded.get(name) or Loaded([], Counter(), ())
             say(table(name, examples, one.cuts, one.ignored))
-    return parts
+    # a whole one of val or test is one batch, which asks often for its examples
+    return {name: x if name == "train" else list(x) for name, x in parts.items()}
 
 
-def fingerprint(parts: dict[str, list[Example]]) -> str:
+def fingerprint(parts: dict[str, Sequence[Example]]) -> str:
     """A hash of all examples as token ids, labels, weights and rewards, in their order."""
     h = hashlib.sha256()
-    for name, examples in parts.items():
-        for at in range(0, len(examples), 65536):
-            some = examples[at : at + 65536]
-            ids = [x for e in some for x in (e.prompt, *e.completions)]
-            rest = [(e.label, e.weight, e.rewards, e.extra) for e in some]
-            h.update(f"{name} {[len(x) for x in ids]} {rest}".encode())
-            h.update(np.concatenate(ids).tobytes())
+    for name, some in parts.items():
+        e = Examples.of(some)
+        extra = [e.extra[i] for i in e.rows["extra"]] if any(e.extra) else ""
+        h.update(f"{name} {len(e)} {extra}".encode())
+        for column in ("length", "label", "weight", "rewards"):
+            h.update(e.rows[column].tobytes())
+        for k in range(e.n_ids):
+            h.update(b"".join(e.ids(k)))
     return h.hexdigest()

@@ -7,7 +7,6 @@ import contextlib
 import csv
 import errno
 import hashlib
-import io
 import math
 import os
 import re
@@ -39,12 +38,11 @@ class Csv:
 
     def __init__(self, path: Path, kept: bytes = b""):
         self.path, self.names = path, None
-        self.rows, self.hash = kept.count(b"\n"), hashlib.sha256(kept)
         if kept:
             self.names = next(csv.reader(kept.decode().split("\n")[:1]))
             write_atomically(path, kept)
         with writing(path):
-            self.file = open(path, "ab" if kept else "wb")
+            self.file = open(path, "a" if kept else "w", encoding="utf-8", newline="")
 
     @contextlib.contextmanager
     def _writing(self):
@@ -54,27 +52,23 @@ class Csv:
                 raise FileNotFoundError(errno.ENOENT, "another file stands there now")
             yield
 
-    def _write(self, values) -> None:
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerow(values)
-        line = out.getvalue().encode()
-        with self._writing():
-            self.file.write(line)
-            self.file.flush()
-        self.hash.update(line)
-        self.rows += 1
-
     def row(self, values: dict) -> None:
-        if self.names is None:
-            self.names = list(values)
-            self._write(self.names)
-        self._write([values.get(n) for n in self.names])  # None is an empty cell
+        """The first one's names are the columns. None, or no value, is an empty cell."""
+        with self._writing():
+            names = self.names or list(values)
+            table = csv.DictWriter(self.file, names, "", "ignore", lineterminator="\n")
+            if self.names is None:
+                table.writeheader()
+            self.names = names
+            table.writerow(values)
+            self.file.flush()
 
     def sync(self) -> list:
         """To the disk. -> [lines, their hash], which a checkpoint claims."""
         with self._writing():
             os.fsync(self.file.fileno())
-        return [self.rows, self.hash.hexdigest()]
+            lines = self.path.read_bytes()
+        return [lines.count(b"\n"), hashlib.sha256(lines).hexdigest()]
 
 
 def claimed(path: Path, claim: list | None, found: Path) -> bytes:
@@ -93,12 +87,11 @@ def claimed(path: Path, claim: list | None, found: Path) -> bytes:
             if some is not lines:
                 say(f"{path}: lines that stand twice or are no rows are left out")
             return kept
-    here = ", ".join(re.findall(r"^(\d+),", b"".join(rows).decode(errors="replace"), re.M))
-    raise BadInput(
-        f"resume: {path}: not the {n - 1} rows that {found.name} was saved with (here are steps "
-        f"{shown(here, 200) or 'none'}); put the file back, or go on elsewhere: --resume {found} "
-        "--out_dir <a new folder>"
-    )
+    here = re.findall(r"^(\d+),", b"".join(rows).decode(errors="replace"), re.M)
+    here = shown(", ".join(here), 200) or "none"
+    saved = f"not the {n - 1} rows that {found.name} was saved with (here are steps {here})"
+    advice = f"put the file back, or go on elsewhere: --resume {found} --out_dir <a new folder>"
+    raise BadInput(f"resume: {path}: {saved}; {advice}")
 
 
 # ---- trackers -----------------------------------------------------------------------------------
@@ -166,8 +159,6 @@ def make_tracker(cfg: Run, out: Path, resumed: bool) -> Tracker:
 
 def in_words(row: dict, forms: dict[str, str]) -> list[str]:
     """The cells of a row that are not empty."""
-    if row.get("kl/clamped"):  # a bare 0.0000 would read like a bug
-        forms = forms | {"kl": "kl 0 (clamped)"}
     return [form.format(row[k]) for k, form in forms.items() if row.get(k) is not None]
 
 
@@ -184,7 +175,10 @@ class Progress:
             self.bar = tqdm(**kw)
 
     def step(self, step: int, row: dict | None) -> None:
-        words = in_words(row or {}, STEP)
+        row = row or {}
+        # a bare 0.0000 would read like a bug
+        clamped = {"kl": "kl 0 (clamped)"} if row.get("kl/clamped") else {}
+        words = in_words(row, STEP | clamped)
         if self.bar is not None:
             if words:
                 self.bar.set_description_str(" ".join([*words, ""]), refresh=False)

@@ -139,7 +139,7 @@ VARIANT = re.compile("use_(?!rslora)|.*_config$|layer_replication|alora_|modules
 
 
 def read_adapter(folder: Path):
-    """(name of a weight, what is added to it, rows x columns) of a PEFT folder. Raises BadInput."""
+    """(name of a weight, B, A, scale) of a PEFT folder: B A scale is added. Raises BadInput."""
     try:
         c = json.loads((folder / "adapter_config.json").read_text())
         start = c.get("init_lora_weights")  # other starts change the base
@@ -159,7 +159,7 @@ def read_adapter(folder: Path):
             )]  # fmt: skip
             scale = alphas[-1] / (math.sqrt(len(a)) if c.get("use_rslora") else len(a))
             b = tensors[key.replace("lora_A", "lora_B")]
-            yield f"{name}.weight", b.float() @ a.float() * scale
+            yield f"{name}.weight", b.float(), a.float(), scale
     except BadInput as e:
         fault = str(e).removeprefix("config.json: ")
         raise BadInput(f"{folder}/adapter_config.json: {fault}") from None
@@ -168,12 +168,14 @@ def read_adapter(folder: Path):
 
 
 def export_adapter(
-    state: Mapping, out: Path, model: nn.Module, source: Path, base: str, lora: Lora
+    state: Mapping, out: Path, model: nn.Module, source: Path, base: str, lora: Lora, below=()
 ) -> None:
     """Write the adapters in PEFT's format. A fused matrix has one adapter there: ours side by side,
-    of a rank and an alpha of its own."""
+    of a rank and an alpha of its own; so have those that the run started from, `below` (see
+    read_adapter), and ours: their scales go into B."""
     (_, config, names), blocks = read_config(source), _blocks(state, model)
-    vision, tensors, ranks = config["model_type"] == "gemma3", {}, {}
+    scale, root = next(iter(blocks.values()))[2], 0.5 if lora.rslora else 1
+    pairs = {}
     for name, pieces in layout(model.config, names, plain_names(state).like).items():
         own = {k: x for n, at, _ in pieces for k, x in blocks.items() if _holds(k, n, at)}
         if not own:
@@ -185,18 +187,29 @@ def export_adapter(
             ]
             for n, at, end in pieces
         ]
+        b = torch.cat([torch.cat(row, dim=1) for row in rows])
+        pairs[name] = torch.cat([a for a, _, _ in own.values()]), b * (scale if below else 1)
+    for name, b, a, factor in below:
+        mine = pairs.get(name, (a[:0], b[:, :0]))
+        pairs[name] = torch.cat([a, mine[0]]), torch.cat([b * factor, mine[1]], dim=1)
+    if below:
+        most = max(len(a) for a, _ in pairs.values())
+        scale, root, lora = 1, 1, Lora(rank=most, alpha=most, dropout=lora.dropout)
+    vision, tensors, ranks = config["model_type"] == "gemma3", {}, {}
+    for name, (a, b) in pairs.items():
         module = name.removesuffix(".weight")
         path = module.replace("model.", "model.language_model.", 1) if vision else module
-        key, a = f"base_model.model.{path}.lora_", torch.cat([a for a, _, _ in own.values()])
-        b = torch.cat([torch.cat(row, dim=1) for row in rows])
-        tensors |= {f"{key}A.weight": a, f"{key}B.weight": b}
-        ranks[".".join(module.split(".")[-2:])] = len(a)
-    scale, root = next(iter(blocks.values()))[2], 0.5 if lora.rslora else 1
+        key = f"base_model.model.{path}.lora_"
+        tensors |= {f"{key}A.weight": a, f"{key}B.weight": b.contiguous()}
+        # those below may be in some layers only
+        ranks[path if below else ".".join(module.split(".")[-2:])] = len(a)
     fused, targets = {k: n for k, n in ranks.items() if n != lora.rank}, sorted(ranks)
+    if vision and not below:
+        targets = rf".*language_model.*({'|'.join(targets)})"
     config = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora.rank,
         lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.rslora, bias="none",
-        target_modules=rf".*language_model.*({'|'.join(targets)})" if vision else targets,
+        target_modules=targets,
         rank_pattern=fused, alpha_pattern={k: scale * n**root for k, n in fused.items()},
         fan_in_fan_out=config["model_type"] == "gpt2", inference_mode=True,
     )  # fmt: skip

@@ -67,8 +67,7 @@ def iteration_plans(cfg: Run, sizes: list[int]) -> list[Plan]:
 
 def make_optimizer(o: Optim, module):
     """AdamW. Weight decay skips biases, norms (one dimension) and embeddings."""
-    embeddings = [m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)]
-    skipped = {id(w) for w in embeddings}
+    skipped = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
     decayed, plain = [], []
     for p in module.parameters():
         if p.requires_grad:

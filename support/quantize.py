@@ -43,7 +43,6 @@ def _autocast(_linear, inputs):
 
 
 def _always_as_in_training(linear) -> None:
-    """On a CPU an evaluation computes otherwise: int8 rounds its inputs too, so
-    that a reference's log-probs would not be the policy's; nf4 repacks its weights
-    for good, without a gradient."""
+    """On a CPU an evaluation computes otherwise: int8 rounds its inputs too, so that a reference's
+    log-probs would not be the policy's; nf4 repacks its weights for good, without a gradient."""
     linear.train = lambda mode=True: linear

@@ -86,7 +86,9 @@ def _form(fields: dict, kind: str) -> Record:
         record = record._replace(prompt=turns, scored=scored)
     if tools and all(isinstance(x, str) for x in (record.prompt, *record.completions)):
         raise Fault("tools: no messages here that a chat template would render them with")
-    return record._replace(tools=tools, template_kwargs=more)
+    if tools or more:
+        record = record._replace(tools=tools, template_kwargs=more)
+    return record
 
 
 def _completed(fields: dict, kind: str) -> Record:
@@ -212,8 +214,9 @@ def _turns(prompt) -> list[dict]:
 def _for_template(fields: dict, field: str, kind: type):
     """A list or an object, or a text that holds it: a table's columns have one type."""
     value = fields.pop(field, None) or None
-    with contextlib.suppress(ValueError):
-        value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
     if value is not None and not isinstance(value, kind):
         raise Fault(f"{field}: expected a {kind.__name__}, got {short(value)}")
     return value
@@ -359,6 +362,9 @@ def _unique(items) -> dict:
     return found
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # json.loads would make one per line
+
+
 def _json_array(source: str, blob: bytes) -> list:
     try:
         return json.loads(blob, object_pairs_hook=_unique)
@@ -373,7 +379,7 @@ def _json_lines(source: str, file) -> Iterator[tuple[str, object]]:
             continue
         try:
             text = line.removesuffix(b"\n").decode("utf-8-sig")
-            record = json.loads(text, object_pairs_hook=_unique)
+            record = DECODER.decode(text)
         except Fault as e:
             record = e
         except UnicodeDecodeError as e:

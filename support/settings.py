@@ -150,7 +150,6 @@ class Sampling:
 
     def validate(self, group: str) -> None:
         refuse_out_of_range({f"{group}.{k}": v for k, v in flat(self).items()})
-        refuse_unless(self.top_p <= 1, f"{group}.top_p: expected at most 1, got {self.top_p}")
         refuse_unless("" not in self.stop, f"{group}.stop: a stop text is not empty")
 
 
@@ -280,6 +279,7 @@ class Run:
         fsdp, validated = self.strategy == "fsdp", self.data.val or self.data.split
         both = self.micro_batch_size and self.micro_batch_tokens
         base, double = self.lora.base, self.precision == "64-true"
+        lost = self.resume == "auto" and not self.out_dir
         targets = f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got none"
         for wrong, message in (
             (o.min_lr > o.lr, f"optim.min_lr: {o.min_lr} is above optim.lr, {o.lr}"),
@@ -291,10 +291,7 @@ class Run:
             (self.precision == "bf16-true" and not self.lora.rank, NO_BF16),
             (double and fsdp, f"precision: 64-true {two} ddp"),
             (o.name == "adamw8bit" and fsdp, f"optim.name: adamw8bit {two} adamw, or ddp"),
-            (
-                self.resume == "auto" and not self.out_dir,
-                "resume: auto needs --out_dir, the run's own",
-            ),
+            (lost, "resume: auto needs --out_dir, the run's own"),
             (self.max_time is not None and not self.seconds(), "max_time: expected more than 0"),
             (self.keep_best and not validated, "keep_best: needs data.val or data.split"),
         ):
@@ -357,6 +354,7 @@ RANGES = (
     ("at least 0", lambda x: x >= 0, "rank dropout lr min_lr warmup constant weight_decay beta1 "
      "beta2 clip seed temperature top_k min_new_tokens prompts samples preference_loss_weight "
      "sft_loss_weight"),
+    ("at most 1", lambda x: x <= 1, "top_p"),
 )  # fmt: skip
 TOP = {"dropout": 1, "beta1": 1, "beta2": 1, "seed": 2**32, "rank": 2**13, "alpha": 2**31}
 TOP |= {"max_new_tokens": 2**24, "devices": 2**16, "num_nodes": 2**16}
@@ -380,17 +378,13 @@ SECTIONS = (
 )  # fmt: skip
 
 # How a step is cut: a resume may change it, and is then equal to rounding only
-CUT = {
-    "accelerator", "devices", "num_nodes", "strategy", "micro_batch_size", "micro_batch_tokens",
-    "no_grad_tokens", "reference_cache",
-}  # fmt: skip
+CUT = """accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens no_grad_tokens
+reference_cache"""
 # What else a resume may change; anything beyond would make it another run
-FREE = CUT | {
-    "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last", "logger",
-    "estimate", "estimate_gb", "project", "progress", "max_time", "stop_at", "examples_at", "debug",
-    "eval.samples", "eval.batch_size", "eval.check_interval", "eval.cache_gb", "data.cache",
-    "activation_checkpointing", "export_dtype",
-}  # fmt: skip
+FREE = """resume out_dir log_interval val_interval save_interval keep_last logger project progress
+max_time stop_at examples_at debug estimate estimate_gb export_dtype data.cache eval.samples
+eval.batch_size eval.check_interval eval.cache_gb activation_checkpointing"""
+CUT, FREE = set(CUT.split()), set(f"{CUT} {FREE}".split())
 
 
 def flat(settings, prefix: str = "") -> dict[str, object]:

@@ -89,6 +89,14 @@ def layers(folder: Path) -> list[Path]:
     return [link.resolve() for link in sorted(folder.glob("on-top-*"))]
 
 
+def adapters_below(folder: Path) -> tuple[str, list]:
+    """The base's name and the adapters (see read_adapter) of a folder that was made of PEFT's."""
+    below = layers(folder)
+    base = json.loads((below[0] / "adapter_config.json").read_text())["base_model_name_or_path"]
+    found = [(canonical(name), *rest) for layer in below for name, *rest in read_adapter(layer)]
+    return base, found
+
+
 def _on_top(base: Path, folder: Path) -> Path:
     view = Path(tempfile.mkdtemp(prefix="model-"))
     atexit.register(shutil.rmtree, view, ignore_errors=True)
@@ -240,11 +248,11 @@ def _places(pieces: list, shape, like: dict) -> dict[str, list[tuple[int, int, i
 def _with_adapter(state: Lazy, folder: Path, where: dict) -> Lazy:
     """A PEFT folder's adapters added."""
     deltas, parts = {}, {}
-    for name, x in read_adapter(folder):
+    for name, b, a, scale in read_adapter(folder):
         name = canonical(name)
         _refuse((), {name} - where.keys())
-        deltas[name] = x
-        for ours, places in _places(where[name], x.shape, state.like).items():
+        deltas[name] = b @ a * scale
+        for ours, places in _places(where[name], deltas[name].shape, state.like).items():
             parts.setdefault(ours, {})[name] = places
 
     def added(ours):

@@ -1,26 +1,42 @@
 """What the tests share: a tiny model folder, and real ranks by fork."""
 
+import atexit
+import functools
+import gc
 import io
 import os
+import runpy
 import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
 if "gpu" not in sys.argv:  # -m gpu: all other tests are of the CPU, and fork
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import docstring_parser  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # for what the tests start: two cores with two threads each would wait in turns
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# half of reading settings is reading the sentences under their fields again, the same each time
+docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
+ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
+
+
+def pytest_collection_finish(session):
+    """What is imported lives as long as the process: a collection, which each run ends with, need
+    not look through it, nor copy its pages in a forked child."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_itemcollected(item):
@@ -56,6 +72,23 @@ def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     for source in (PARITY / "policy", PARITY / "tokenizer"):
         shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A clone as a user has it, by links; of the demo's data the first few records."""
+    folder = tmp_path_factory.mktemp("clone")
+    names = ("support", "config", "examples")
+    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in names)]:
+        (folder / path.name).symlink_to(path)
+    (folder / "demo").mkdir()
+    for path in (ROOT / "demo").iterdir():
+        if path.suffix == ".jsonl":
+            few = path.read_text().splitlines(keepends=True)[: 40 if "val" in path.name else 400]
+            (folder / "demo" / path.name).write_text("".join(few))
+        else:
+            (folder / "demo" / path.name).symlink_to(path)
     return folder
 
 
@@ -125,11 +158,73 @@ def pairs() -> Path:
 
 def start(program: str, argv: list[str]) -> None:
     """A program's main in this process, as if it had been started."""
-    from importlib import import_module
-
     module = import_module(program)
     with mock.patch.object(sys, "argv", [module.__file__, *argv]):
         module.main(argv)
+
+
+class Started:
+    """A program in a process of its own (forked: its imports are done), or one of several ranks."""
+
+    def __init__(self, folder: Path, program: str, argv, stdout=None, first=None, **env):
+        from support import errors
+
+        self.files = [folder / f"{name}-{env.get('RANK', 0)}" for name in ("stdout", "stderr")]
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            atexit._clear()  # the parent's hooks; the run's own are run below
+            try:
+                os.environ |= env
+                self._redirect(stdout, env.pop("PYTHONIOENCODING", "utf-8"))
+                if first:
+                    first()
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, errors._at_once)
+                if program.endswith(".py"):  # as typed
+                    sys.argv = [program, *map(str, argv)]
+                    runpy.run_path(program, run_name="__main__")
+                else:
+                    module = import_module(program)
+                    sys.argv = [module.__file__, *map(str, argv)]
+                    errors.run_cli(module.main)
+                code = 0
+            except SystemExit as e:
+                code = e.code or 0
+            finally:
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                os._exit(code if isinstance(code, int) else 1)
+
+    def _redirect(self, stdout, encoding):
+        for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):
+            own = stdout is None or fd == 2
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) if own else stdout, fd)
+            stream = io.TextIOWrapper(open(fd, "wb", closefd=False), encoding)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+    def ended(self, within: float = 60) -> tuple[int, str, str]:
+        """-> exit code (negative: by that signal), stdout, stderr"""
+        deadline = time.monotonic() + within
+        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"still alive after {within} s")
+            time.sleep(0.01)
+        texts = [p.read_text(errors="replace") if p.exists() else "" for p in self.files]
+        return os.waitstatus_to_exitcode(done[1]), *texts
+
+    def signal(self, number) -> None:
+        os.kill(self.pid, number)
+
+
+def until(condition, within: float = 60) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def train(tiny, data, out: Path, *argv: str, program: str = "kto") -> dict:
@@ -167,6 +262,9 @@ def assert_same(a: dict, b: dict):
 def killed(n: int, out: Path, name: str, lines: int, work) -> None:
     """work(rank) on n forked ranks, killed with SIGKILL as soon as the file `name` of the run `out`
     has so many lines. On a busy machine we may look too late, when it has ended: then once more."""
+    before = out.with_name(f"{out.name}-before")
+    if out.exists():
+        shutil.copytree(out, before)
     for _ in range(5):
         parent = os.fork()
         if parent == 0:
@@ -186,6 +284,16 @@ def killed(n: int, out: Path, name: str, lines: int, work) -> None:
             os.killpg(parent, signal.SIGKILL)
             os.waitpid(parent, 0)
         if not (out / "final").exists():
+            shutil.rmtree(before, ignore_errors=True)
             return
         shutil.rmtree(out)
+        if before.exists():
+            shutil.copytree(before, out)
     raise AssertionError("killed too late, five times")
+
+
+def killed_and_resumed(n: int, out: Path, moments, work) -> dict:
+    """work(rank, "--resume=auto"), killed at each (file, lines) and gone on with. -> rank 0's."""
+    for name, lines in moments:
+        killed(n, out, name, lines, lambda rank: work(rank, "--resume=auto"))
+    return ranks(n, lambda rank: work(rank, "--resume=auto"))[0]

@@ -13,7 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import PARITY, assert_same, killed, numbers, ranks, train
+from conftest import (
+    PARITY,
+    Started,
+    assert_same,
+    killed_and_resumed,
+    numbers,
+    ranks,
+    train,
+    until,
+)  # fmt: skip
 from models import gpt2_from_hf
 from safetensors.torch import load_file
 
@@ -25,38 +34,30 @@ from support.errors import BadInput, Failed, run_cli
 from support.settings import Run
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
-       "--micro_batch_size=2", "--precision=32-true")  # fmt: skip
+       "--micro_batch_size=4", "--precision=32-true")  # fmt: skip
 ROOT = Path(kto.__file__).parent
 VAL = f"--data.val={PARITY}/kto_data.jsonl"
 
 
-MODES = {
-    "full": (),
-    "lora": ("--lora.rank=4",),
-    "lora with dropout": ("--lora.rank=4", "--lora.dropout=0.3"),
-}
+FULL, LORA = (), ("--lora.rank=4", "--lora.dropout=0.3")
+KILLED = [(1, "auto", FULL), (2, "ddp", FULL), (2, "fsdp", FULL), (1, "auto", LORA),
+          pytest.param(2, "ddp", LORA, marks=pytest.mark.slow), (2, "fsdp", LORA)]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mode,n,strategy",
-    [
-        pytest.param(mode, n, strategy, marks=[pytest.mark.slow] * (strategy == "ddp" and i > 0))
-        for i, mode in enumerate(MODES)
-        for n, strategy in ((1, "auto"), (2, "ddp"), (2, "fsdp"))
-    ],
-)
+@pytest.mark.parametrize("n,strategy,mode", KILLED)
 def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(
-    mode, n, strategy, tiny, ratings, tmp_path
+    n, strategy, mode, tiny, ratings, tmp_path
 ):
-    argv = (f"--strategy={strategy}", VAL, "--val_interval=3", *RUN, *MODES[mode])
+    argv = (f"--strategy={strategy}", VAL, "--val_interval=3", *RUN, "--max_steps=7", *mode)
     whole, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "whole", *argv))
-    for i, lines in enumerate((2, 6)):  # before the first checkpoint, and after some
-        out = tmp_path / str(i)
-        killed(n, out, "metrics.csv", lines, lambda rank: train(tiny, ratings, out, *argv))
-        resumed, *_ = ranks(n, lambda rank: train(tiny, ratings, out, "--resume=auto", *argv))
-        assert_same(resumed, whole)
-        assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
-    if mode == "lora with dropout":
+    out = tmp_path / "run"
+    moments = [("metrics.csv", 2), ("metrics.csv", 6)]  # before the first checkpoint, after some
+    resumed = killed_and_resumed(
+        n, out, moments, lambda rank, *more: train(tiny, ratings, out, *argv, *more)
+    )
+    assert_same(resumed, whole)
+    assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
+    if mode == LORA and n == 1:
         out, argv = tmp_path / "other", (*argv, "--seed=2")
         other, *_ = ranks(n, lambda rank: train(tiny, ratings, out, *argv))
         proves = "else dropout draws nothing and its state proves nothing"
@@ -66,14 +67,13 @@ def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(
 def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tiny, ratings, tmp_path):
     out = tmp_path / "run"
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={out}", *RUN]
-    argv = [sys.executable, ROOT / "kto.py", *argv, "--max_steps=4000", "--epochs=9999"]
-    process, rows = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True), out / "metrics.csv"
-    while not rows.exists() or rows.read_text().count("\n") < 4:
-        time.sleep(0.01)
-    process.terminate()
-    said, _ = process.communicate(timeout=60)
+    argv += ["--max_steps=4000", "--epochs=9999", "--progress=false"]
+    child, rows = Started(tmp_path, "kto", argv), out / "metrics.csv"
+    until(lambda: rows.exists() and rows.read_text().count("\n") > 3)
+    child.signal(signal.SIGTERM)
+    code, said, stderr = child.ended()
     steps = rows.read_text().count("\n") - 1
-    assert process.returncode == 128 + signal.SIGTERM
+    assert code == 128 + signal.SIGTERM, stderr
     assert f"stopped by SIGTERM at step {steps} of 4000" in said
     assert f"kto.py --config {out}/settings.yaml --resume auto" in said
     assert max(checkpoint.steps(out / "checkpoints")) == steps
@@ -98,11 +98,20 @@ def test_the_time_limit_stops_the_run_like_a_signal_and_the_rest_follows(
     assert_same(train(tiny, ratings, tmp_path / "run", *RUN, "--resume=auto"), whole)
 
 
+@pytest.fixture(scope="module")
+def finished(tiny, ratings, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return train(tiny, ratings, out, *RUN, "--keep_last=9"), out
+
+
 @pytest.fixture
-def done(tiny, ratings, tmp_path):
-    """A finished run to spoil."""
-    run = train(tiny, ratings, tmp_path / "run", *RUN, "--keep_last=9")
-    return tmp_path / "run", run
+def done(finished):
+    """A finished run to spoil, in the folder in which it ran."""
+    run, out = finished
+    kept = shutil.copytree(out, out.with_name("kept"))
+    yield out, run
+    shutil.rmtree(out)
+    kept.rename(out)
 
 
 FILES = ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
@@ -194,28 +203,40 @@ def test_a_program_that_has_changed_is_said_once_and_goes_on(
     assert_same(runs[-1], train(tiny, ratings, tmp_path / "whole", *RUN))
 
 
-@pytest.fixture
-def own(tiny, ratings, tmp_path):
-    """A function that goes on with a finished run, whose model, data and template we may change."""
-    shutil.copytree(tiny, tmp_path / "model")
-    shutil.copy(ratings, tmp_path / "data.jsonl")
-    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+@pytest.fixture(scope="module")
+def ended(tiny, ratings, tmp_path_factory):
+    """A finished run, whose model, data and template are its own."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copytree(tiny, folder / "model")
+    shutil.copy(ratings, folder / "data.jsonl")
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
 
     def go(resume="auto"):
         argv = (*RUN, "--max_steps=2", "--save_interval=1", f"--resume={resume}",
-                f"--data.chat_template={tmp_path / 'chat.jinja'}")  # fmt: skip
-        return train(tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "run", *argv)
+                f"--data.chat_template={folder / 'chat.jinja'}")  # fmt: skip
+        return train(folder / "model", folder / "data.jsonl", folder / "run", *argv)
 
     go()
-    return go
+    return folder, go
+
+
+@pytest.fixture
+def own(ended):
+    """A folder with a run, and a function that goes on with it: what is changed there is put back."""
+    folder, go = ended
+    kept = shutil.copytree(folder, folder.with_name("kept"))
+    yield folder, go
+    shutil.rmtree(folder)
+    kept.rename(folder)
 
 
 @pytest.mark.survive("R3")
-def test_a_resume_refuses_a_model_whose_weights_have_changed(own, tmp_path):
-    own()
-    shutil.copy(PARITY / "ref" / "model.safetensors", tmp_path / "model")
+def test_a_resume_refuses_a_model_whose_weights_have_changed(own):
+    folder, go = own
+    go()
+    shutil.copy(PARITY / "ref" / "model.safetensors", folder / "model")
     with pytest.raises(BadInput, match="model weights: not what this run began with"):
-        own()
+        go()
 
 
 DATA = "data (token ids and labels)"
@@ -238,28 +259,25 @@ def refusal(go) -> int:
 
 @pytest.mark.survive("R3")
 @pytest.mark.parametrize("n,change", [*((1, change) for change in CHANGES), (2, "a label")])
-def test_a_resume_refuses_in_one_line_what_has_changed_under_the_same_path(
-    n, change, own, tmp_path, capfd
-):
-    name, file, new = CHANGES[change]
-    (tmp_path / file).write_text(new((tmp_path / file).read_text()))
+def test_a_resume_refuses_in_one_line_what_has_changed_under_the_same_path(n, change, own, capfd):
+    (name, file, new), (folder, go) = CHANGES[change], own
+    (folder / file).write_text(new((folder / file).read_text()))
     capfd.readouterr()
-    codes = [refusal(own)] if n == 1 else ranks(n, lambda rank: refusal(own))
+    codes = [refusal(go)] if n == 1 else ranks(n, lambda rank: refusal(go))
     line = f"error: resume: {name}: not what this run began with"
     assert codes == [2] * n
     assert [said.removeprefix("rank 1: ") for said in capfd.readouterr().err.splitlines()] == [line]
 
 
 @pytest.mark.survive("R3")
-def test_a_resume_that_is_refused_changes_nothing_and_does_not_say_that_it_resumes(
-    own, tmp_path, capsys
-):
-    (tmp_path / "chat.jinja").write_text("")
-    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+def test_a_resume_that_is_refused_changes_nothing_and_does_not_say_that_it_resumes(own, capsys):
+    folder, go = own
+    (folder / "chat.jinja").write_text("")
+    run, checkpoints = folder / "run", folder / "run" / "checkpoints"
     files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     capsys.readouterr()
     with pytest.raises(BadInput, match="data.chat_template: not what this run began with"):
-        own(checkpoints / "step-00000001")
+        go(checkpoints / "step-00000001")
     assert list(checkpoint.steps(checkpoints)) == [1, 2], "none was put aside"
     assert files == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     said = capsys.readouterr().out

@@ -10,18 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import assert_same, killed, numbers, ranks, train
+from conftest import ROOT, Started, assert_same, killed, numbers, ranks, train, until
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))
 LINES = {"bco": 45, "ema_z": 30, "simpo": 45, "hinge": 35, "my_checker": 5, "reverse_digits": 15}
-COMMON = ("--batch_size=6", "--max_steps=8", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
+COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
           "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
 
 
@@ -39,7 +37,7 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
     whole = train(tiny, data, tmp_path / "whole", *argv, program=program)
     assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
     out = tmp_path / "run"
-    killed(1, out, "metrics.csv", 6, lambda rank: train(tiny, data, out, *argv, program=program))
+    killed(1, out, "metrics.csv", 4, lambda rank: train(tiny, data, out, *argv, program=program))
     assert_same(train(tiny, data, out, *argv, "--resume=auto", program=program), whole)
     for strategy in ("ddp", "fsdp"):
         two = (f"--strategy={strategy}", *argv)
@@ -68,12 +66,12 @@ def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratin
         program="bco",
     )
     ranks(2, lambda rank: train(tiny, ratings, tmp_path / "c", *argv, program="bco") and None)
-    a, b, c = (state(tmp_path / name, 8) for name in "abc")
-    assert a == b and a["count"] == 8 * 6 == c["count"]
+    a, b, c = (state(tmp_path / name, 6) for name in "abc")
+    assert a == b and a["count"] == 6 * 6 == c["count"]
     assert a["delta"] == pytest.approx(c["delta"], abs=1e-6) and abs(a["delta"]) > 1e-4
     with open(tmp_path / "a" / "metrics.csv") as f:
         rewards = [float(row["reward"]) for row in csv.DictReader(f)]
-    assert a["delta"] == pytest.approx(sum(rewards) / 8, abs=1e-9), "the mean of all rewards so far"
+    assert a["delta"] == pytest.approx(sum(rewards) / 6, abs=1e-9), "the mean of all rewards so far"
 
 
 def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_path, monkeypatch):
@@ -88,24 +86,16 @@ def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_p
     assert len(loads) == 1
 
 
-@pytest.fixture
-def clone(tmp_path) -> Path:
-    """A clone as a user has it, by links."""
-    folder = tmp_path / "clone"
+def run(clone: Path, folder: Path, command: str) -> Started:
+    """The command as typed in the clone."""
+
+    def first():
+        os.chdir(clone)
+        sys.path.insert(0, str(clone))
+
     folder.mkdir()
-    for path in [
-        *ROOT.glob("*.py"),
-        *(ROOT / name for name in ("support", "config", "demo", "examples")),
-    ]:
-        (folder / path.name).symlink_to(path)
-    return folder
-
-
-def run(clone: Path, command: str, **kw):
-    argv = [sys.executable, *shlex.split(command)[1:]]
-    return subprocess.Popen(
-        argv, cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kw
-    )
+    program, *argv = shlex.split(command)[1:]
+    return Started(folder, program, argv, first=first)
 
 
 def rows(out: Path) -> list[str]:
@@ -118,45 +108,42 @@ def rows(out: Path) -> list[str]:
 
 
 def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(
-    clone,
+    clone, tmp_path
 ):
     text = (ROOT / "kto.py").read_text()
     old = "(1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z)))"
     assert text.count(old) == 1
     new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z))"
     (clone / "mine.py").write_text(text.replace(old, new))
-    base = "python mine.py --max_steps 30 --eval.prompts 4 --eval.samples 0 --save_interval 5"
-    whole = run(clone, f"{base} --out_dir out/whole")
-    said, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, said
-    process, out = run(clone, f"{base} --out_dir out/run"), clone / "out" / "run"
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.csv").exists() or (out / "metrics.csv").read_text().count("\n") < 6:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
+    base = "python mine.py --batch_size 8 --max_steps 30 --eval.prompts 4 --eval.samples 0"
+    base += " --save_interval 5"
+    code, _, stderr = run(clone, tmp_path / "a", f"{base} --out_dir out/whole").ended()
+    assert code == 0, stderr
+    out = clone / "out" / "run"
+    _, *typed = shlex.split(f"{base} --out_dir out/run")
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen([sys.executable, *typed], cwd=clone, **pipes)  # a real one
+    metrics = out / "metrics.csv"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 5)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
     (command,) = re.findall(r"^  (python .*)$", said, re.M)
-    assert command.startswith("python mine.py "), (
-        "not kto.py: it would swap the loss in the middle of a run"
-    )
-    resumed = run(clone, command)
-    said, _ = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0 and "exported to" in said, said
+    assert command.startswith("python mine.py "), "kto.py would swap the loss in mid-run"
+    code, said, stderr = run(clone, tmp_path / "b", command).ended()
+    assert code == 0 and "exported to" in said, stderr
     assert rows(out) == rows(clone / "out" / "whole")
     assert float(rows(out)[0]["loss"]) == pytest.approx(0.693147, abs=1e-5)
-    other = run(clone, command.replace("mine.py", "kto.py"))
-    said, _ = other.communicate(timeout=120)
-    assert other.returncode == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
+    code, _, said = run(clone, tmp_path / "c", command.replace("mine.py", "kto.py")).ended()
+    assert code == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
 
 
-def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone):
-    shutil.copy(EXAMPLES / "my_checker.py", clone / "mine.py")
-    command = "python mine.py --max_steps 4 --eval.prompts 30 --eval.check_interval 2 --val_interval 1 --out_dir out/c"
-    process = run(clone, command, env=os.environ | {"OMP_NUM_THREADS": "2"})
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "held-out accuracy by the checker" in said, said
+def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone, tmp_path):
+    shutil.copy(EXAMPLES / "my_checker.py", clone / "checked.py")
+    command = "python checked.py --max_steps 4 --eval.prompts 30 --eval.check_interval 2"
+    command += " --val_interval 1 --out_dir out/c"
+    code, said, stderr = run(clone, tmp_path / "a", command).ended()
+    assert code == 0 and "held-out accuracy by the checker" in said, stderr
     with open(clone / "out" / "c" / "val.csv") as f:
         shares = [row["checker_accuracy"] for row in csv.DictReader(f)]
     assert [bool(x) for x in shares] == [True, False, True, False, True], "at 0, 2 and the end"

@@ -6,16 +6,15 @@ import math
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import Started
 from tokens import EOS, ids_of, plain
 
 import evaluate
@@ -274,35 +273,38 @@ def test_the_end_of_a_run_closes_what_it_writes_to(tmp_path, monkeypatch):
 
 TINY = "--batch_size=4 --epochs=2 --max_steps=3 --val_interval=null --save_interval=null"
 TINY += " --eval.samples=2 --eval.max_new_tokens=3 --examples_at=2 --optim.lr=1e-3"
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 SPIN = "--spin.max_iterations=1 --spin.max_new_tokens=3"
 
 
 @pytest.fixture(scope="module")
 def tracked(tiny, ratings, pairs, tmp_path_factory):
-    """(program, logger) -> (its folder, exit code, stdout, stderr) of a run, two at a time."""
+    """(program, logger) -> (its folder, exit code, stdout, stderr) of a run."""
     root = tmp_path_factory.mktemp("tracked")
     records = [json.loads(line) for line in pairs.read_text().splitlines()]
     demos = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in records]
     (root / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
     sources = {"kto": ratings, "dpo": pairs, "spin": root / "demos.jsonl"}
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    env |= {"WANDB_MODE": "offline", "HOME": str(root), "WANDB_SILENT": "true"}
 
     def run(program, logger):
         out = root / f"{program}-{logger}"
-        command = [sys.executable, ROOT / f"{program}.py", "--model", tiny, "--out_dir", out]
-        command += ["--data.train", sources[program], "--data.val", sources[program]]
-        command += [
-            f"--logger={logger}",
-            *TINY.split(),
-            *(SPIN.split() if program == "spin" else ()),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-        return out, done.returncode, done.stdout, done.stderr
+        (folder := root / f"said-{out.name}").mkdir()
+        argv = ["--model", tiny, "--out_dir", out, f"--logger={logger}", *TINY.split()]
+        argv += ["--data.train", sources[program], "--data.val", sources[program]]
+        argv += SPIN.split() if program == "spin" else []
+        return out, *Started(
+            folder, program, argv, first=without_wandb, **OFFLINE, HOME=str(root)
+        ).ended()
 
     asked = [(program, logger) for logger in ("tensorboard", "wandb") for program in sources]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(asked, pool.map(lambda x: run(*x), asked)))
+    return {x: run(*x) for x in asked}
+
+
+def without_wandb():
+    """No setting of the machine's, nor a warning for what wandb leaves."""
+    for name in [k for k in os.environ if k.startswith("WANDB_") and k not in OFFLINE]:
+        del os.environ[name]
+    warnings.simplefilter("ignore")
 
 
 def events(out: Path) -> dict[tuple[str, int], float | str]:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import PARITY, assert_same, killed, ranks, result
+from conftest import PARITY, assert_same, killed_and_resumed, ranks, result
 
 import online
 import rollout
@@ -110,14 +110,13 @@ def test_killed_while_answering_or_learning_and_resumed_it_is_the_same_run(
 ):
     argv = (f"--strategy={strategy}", *more)
     whole, *_ = ranks(n, lambda rank: go(tiny, prompts, tmp_path / "whole", *argv))
-    for i, (file, lines) in enumerate((("iterations/answers-2.jsonl", 5), ("metrics.csv", 5))):
-        out = tmp_path / str(i)
-        killed(n, out, file, lines, lambda rank: go(tiny, prompts, out, *argv))  # noqa: B023
-        resumed, *_ = ranks(n, lambda rank: go(tiny, prompts, out, "--resume=auto", *argv))  # noqa: B023
-        assert_same(resumed, whole)
-        assert [answers(out, t) for t in (1, 2, 3)] == [
-            answers(tmp_path / "whole", t) for t in (1, 2, 3)
-        ]
+    out, moments = tmp_path / "run", [("iterations/answers-2.jsonl", 5), ("metrics.csv", 6)]
+    resumed = killed_and_resumed(
+        n, out, moments, lambda rank, *more: go(tiny, prompts, out, *argv, *more)
+    )
+    assert_same(resumed, whole)
+    for i in (1, 2, 3):
+        assert answers(out, i) == answers(tmp_path / "whole", i)
 
 
 @pytest.mark.parametrize("moves", [True, False])

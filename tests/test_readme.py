@@ -15,13 +15,12 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import ranks
+from conftest import ROOT, ranks
 from models import GQA, made
 
 import kto
 from support.cli import parse
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     shlex.split(line.split("#")[0])
@@ -30,15 +29,6 @@ COMMANDS = [
     if re.search(r"\w\.py\b", line)
 ]
 TRAINING = ("kto.py", "dpo.py", "spin.py", "online.py")
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Path:
-    """A clone by links, in which all commands run one after the other."""
-    folder = tmp_path_factory.mktemp("clone")
-    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("support", "config", "demo"))]:
-        (folder / path.name).symlink_to(path)
-    return folder
 
 
 def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
@@ -65,30 +55,30 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
     return [*[str(ratings) if a == "ratings.jsonl" else a for a in keep], *small]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_command_of_the_readme_runs(
-    command, clone, tiny, ratings, monkeypatch, torch_state, capsys
+def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
+    clone, tiny, ratings, monkeypatch, torch_state, capsys
 ):
     monkeypatch.chdir(clone)
-    at = [c.endswith(".py") for c in command].index(True)
-    program, argv = command[at], command[at + 1 :]
-    if program in TRAINING and not {"--help", "--print_config"} & set(argv):
-        argv = few_steps(argv, tiny, ratings)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    if program == "sweep.py":
-        argv += ["--max_steps", "1", "--eval.prompts", "2", "--eval.samples", "0"]
-        argv = [a.replace("1,2", "1") for a in argv]
-    monkeypatch.setattr(sys, "argv", [program, *argv])
-    main = import_module(program.removesuffix(".py")).main
-    try:
-        main()
-    except SystemExit as e:
-        assert not e.code
-    said = capsys.readouterr().out
-    expected = {"report.py": "report.html", "sweep.py": "report.html", "generate.py": ""}
-    expected |= {"--help": "--kto.beta", "--print_config": "  beta: ", "--estimate": "GB"}
-    keys = [x for x in (program, *argv) if x in expected]
-    assert (expected[keys[-1]] if keys else "exported to") in said
+    for command in COMMANDS:
+        at = [c.endswith(".py") for c in command].index(True)
+        program, argv = command[at], command[at + 1 :]
+        if program in TRAINING and not {"--help", "--print_config"} & set(argv):
+            argv = few_steps(argv, tiny, ratings)
+        if program == "sweep.py":
+            argv += ["--max_steps", "1", "--eval.prompts", "2", "--eval.samples", "0"]
+            argv = [a.replace("1,2", "1").replace("0.1,0.3", "0.3") for a in argv]
+        monkeypatch.setattr(sys, "argv", [program, *argv])
+        main = import_module(program.removesuffix(".py")).main
+        try:
+            main()
+        except SystemExit as e:
+            assert not e.code, command
+        said = capsys.readouterr().out
+        expected = {"report.py": "report.html", "sweep.py": "report.html", "generate.py": ""}
+        expected |= {"--help": "--kto.beta", "--print_config": "  beta: ", "--estimate": "GB"}
+        keys = [x for x in (program, *argv) if x in expected]
+        assert (expected[keys[-1]] if keys else "exported to") in said, command
 
 
 @pytest.fixture(scope="module")

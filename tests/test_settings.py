@@ -2,21 +2,17 @@
 
 import ast
 import dataclasses
-import functools
 import importlib
 import inspect
 import math
-import os
 import re
-import subprocess
-import sys
 import textwrap
 import typing
 from pathlib import Path
 
-import docstring_parser
 import pytest
 import yaml
+from conftest import Started
 
 import kto
 from support import cli, settings
@@ -38,15 +34,6 @@ def refused(*argv) -> str:
         parse(*argv)
     assert str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 250
     return str(e.value)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def faster():
-    """Half of a parse is reading the sentences under the fields again, the same each time."""
-    cached = functools.cache(docstring_parser.parse_from_object)
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(docstring_parser, "parse_from_object", cached)
-        yield
 
 
 @pytest.fixture
@@ -555,15 +542,9 @@ def test_a_launchers_number_of_processes_is_taken_or_contradicted(monkeypatch):
         resolve(parse("--devices=3"))
 
 
-def test_the_program_itself_exits_as_a_shell_expects():
-    def start(*argv):
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([sys.executable, ROOT / "kto.py", *argv], **pipes, env=env)
-
-    manual, mistake = start("--help"), start("--kto.bta", "3")  # at the same time
-    out, err = manual.communicate(timeout=60)
-    assert (manual.returncode, err) == (0, "") and "--kto.beta" in out
-    out, err = mistake.communicate(timeout=60)
-    assert (mistake.returncode, out) == (2, "")
+def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
+    code, out, err = Started(tmp_path, "kto", ["--help"]).ended()
+    assert (code, err) == (0, "") and "--kto.beta" in out
+    code, out, err = Started(tmp_path, "kto", ["--kto.bta", "3"]).ended()
+    assert (code, out) == (2, "")
     assert err == "error: kto.bta: no such setting; did you mean kto.beta?\n"

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, killed, ranks, train
+from conftest import PARITY, assert_same, killed_and_resumed, ranks, train
 from safetensors.torch import load_file
 
 import model
@@ -130,14 +130,11 @@ def test_a_run_killed_while_answering_or_learning_and_resumed_is_the_same_run(
         return go(tiny, demos, out, *argv)
 
     whole, *_ = ranks(n, lambda rank: run(tmp_path / "whole"))
-    moments = [("iterations/answers-1.jsonl", 4), ("iterations/answers-2.jsonl", 4)]
-    for i, (file, lines) in enumerate([*moments, ("metrics.csv", 8)]):
-        out = tmp_path / str(i)
-        killed(n, out, file, lines, lambda rank: run(out))
-        resumed, *_ = ranks(n, lambda rank: run(out, "--resume=auto"))
-        assert_same(resumed, whole)
-        for name in (f"iterations/answers-{j}.jsonl" for j in (1, 2, 3)):
-            assert (out / name).read_text() == (tmp_path / "whole" / name).read_text()
+    names, out = [f"iterations/answers-{i}.jsonl" for i in (1, 2, 3)], tmp_path / "run"
+    moments = [(names[0], 4), (names[1], 4), ("metrics.csv", 8)]
+    assert_same(killed_and_resumed(n, out, moments, lambda rank, *more: run(out, *more)), whole)
+    for name in names:
+        assert (out / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
 def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(

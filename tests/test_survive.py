@@ -7,7 +7,6 @@ what is found too late, R15 tracebacks, R16 templates and limits, R17 records, R
 R19 two processes.
 """
 
-import io
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PARITY, assert_same, numbers, result, start, train
+from conftest import PARITY, Started, assert_same, numbers, result, start, train, until
 from safetensors.torch import load_file
 
 import kto
@@ -39,62 +38,6 @@ LONG = (*RUN, "--max_steps=4000", "--epochs=9999")
 
 def row(name: str):
     return pytest.mark.survive(name)
-
-
-class Started:
-    """A program in a process of its own (forked: its imports are done), or one of several ranks."""
-
-    def __init__(self, folder: Path, program: str, argv, stdout=None, first=None, **env):
-        self.files = [folder / f"{name}-{env.get('RANK', 0)}" for name in ("stdout", "stderr")]
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 99
-            try:
-                os.environ |= env
-                self._redirect(stdout, env.pop("PYTHONIOENCODING", "utf-8"))
-                if first:
-                    first()
-                module = import_module(program)
-                sys.argv = [module.__file__, *map(str, argv)]
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, errors._at_once)
-                run_cli(module.main)
-                code = 0
-            except SystemExit as e:
-                code = e.code or 0
-            finally:
-                sys.stdout.flush()
-                os._exit(code if isinstance(code, int) else 1)
-
-    def _redirect(self, stdout, encoding):
-        for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):
-            own = stdout is None or fd == 2
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) if own else stdout, fd)
-            stream = io.TextIOWrapper(open(fd, "wb", closefd=False), encoding)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-
-    def ended(self, within: float = 60) -> tuple[int, str, str]:
-        """-> exit code (negative: by that signal), stdout, stderr"""
-        deadline = time.monotonic() + within
-        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                raise AssertionError(f"still alive after {within} s")
-            time.sleep(0.01)
-        texts = [p.read_text(errors="replace") if p.exists() else "" for p in self.files]
-        return os.waitstatus_to_exitcode(done[1]), *texts
-
-    def signal(self, number) -> None:
-        os.kill(self.pid, number)
-
-
-def until(condition, within: float = 60) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def lines(path: Path) -> int:
@@ -306,6 +249,17 @@ def test_a_checkpoint_whose_manifest_names_too_little_is_not_used(name, finished
     del manifest[name]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.verify(folder) == f"manifest.json names no {name}"
+
+
+@row("R9")
+def test_a_manifest_that_has_sizes_beside_its_hashes_is_still_read(finished, tmp_path):
+    folder = shutil.copytree(finished / "checkpoints" / "step-00000006", tmp_path / "step-6")
+    hashes = json.loads((folder / "manifest.json").read_text())
+    old = {name: [(folder / name).stat().st_size, x] for name, x in hashes.items()}
+    (folder / "manifest.json").write_text(json.dumps(old))
+    assert checkpoint.verify(folder) is None
+    flip(folder / "weights.safetensors")
+    assert checkpoint.verify(folder) == "weights.safetensors is damaged"
 
 
 # ---- R10: a full disk ----------------------------------------------------------------------------

@@ -82,7 +82,7 @@ LEGACY, LATER = {"legacy": True}, {"legacy": False}
 # name: form, chat template, special tokens, BOS, EOS, tokenizer_config.json
 REAL = {
     "llama-2": ("prepend", "llama2", (), "<s>", "</s>", LATER),
-    "mistral-v0.1": ("prepend", "mistral", (), "<s>", "</s>", LEGACY),
+    "mistral-v0.2": ("prepend", "mistral", (), "<s>", "</s>", LEGACY),
     "mistral-v0.3": ("first", "mistral3", INST, "<s>", "</s>", LATER),
     "zephyr": ("prepend", "zephyr", (), "<s>", "</s>", LEGACY),
     "tinyllama": ("prepend", "zephyr", (), "<s>", "</s>", LATER),
