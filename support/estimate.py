@@ -32,7 +32,8 @@ class Estimate:
     work."""
 
     def __init__(self, cfg: Run, make, tied: bool, reference: bool, chunks):
-        self.cfg, self.chunks, self.tied, self.lora = cfg, chunks, tied, cfg.lora.rank > 0
+        self.cfg, self.chunks, self.tied = cfg, chunks, tied
+        self.lora = cfg.lora.rank > 0
         self.cuda = 0 if cfg.accelerator == "cpu" else 1e9
         default = "bf16-mixed" if self.cuda else "32-true"
         self.precision = cfg.precision or default
@@ -147,8 +148,10 @@ class Estimate:
 
     def needs(self, tokens: float, again: bool, n: int, sharded: bool) -> float:
         parts = self.fixed(n, sharded)
-        fixed, step = sum(parts.values()), self.step(tokens, again, sharded)
-        return fixed + max(step, self.sampling(fixed) - parts["gradients"])
+        fixed = sum(parts.values())
+        step = self.step(tokens, again, sharded)
+        between = self.sampling(fixed) - parts["gradients"]
+        return fixed + max(step, between)
 
     def table(self) -> str:
         cfg, room = self.cfg, self.cfg.estimate_gb * 1e9
@@ -157,7 +160,8 @@ class Estimate:
         about = f"{cut[0]} x {cfg.strategy}, {self.precision}, {self.total:,} weights"
         lines = [f"an estimate: {about}; GB a device"]
         parts = self.fixed(*cut)
-        parts["sampling, between steps"] = self.sampling(sum(parts.values()))
+        sampling = self.sampling(sum(parts.values()))
+        parts["sampling, between steps"] = sampling
         lines += [f"  {name:<26}{x / 1e9:>8.2f}" for name, x in parts.items() if x]
         head = f"{'activations':>36}    total"
         lines += [f"{head}     checkpointing    total"]
