@@ -134,7 +134,7 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     asked = []
 
     class LLM:
-        def __init__(self, folder: str):
+        def __init__(self, folder: str, gpu_memory_utilization: float):
             self.policy = transformers.AutoModelForCausalLM.from_pretrained(folder)
 
         def generate(self, prompts, params):
