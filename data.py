@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from support.errors import BadInput
 from support.examples import Example
 from support.tokenizer import Tokenizer
 
@@ -94,6 +95,8 @@ class MicroBatch(NamedTuple):
 
     def extra(self, name: str):
         """A field that data.extra names: (B,) numbers, or a list of B texts."""
+        if not all(name in e.extra for e in self.examples):
+            raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
         values = [e.extra[name] for e in self.examples]
         if any(isinstance(v, str) for v in values):
             return values

@@ -103,7 +103,7 @@ class KTO(Objective):
         return row | {
             "kl": z if self.kl_pairs else None,
             "kl/stderr": (kl.logratio.std() / math.sqrt(n)).item() if n > 1 else None,
-            "kl/clamped": float(kl.logratio.mean() < 0) if n else None,
+            "kl/clamped": float(z == 0 and kl.logratio.mean() < 0) if n else None,
             "kl/pairs": n if self.kl_pairs else None,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,

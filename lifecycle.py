@@ -38,6 +38,8 @@ class Lifecycle(Models):
 
     def __init__(self, cfg: Run, objective, validation=None, checker=None, rollout=None):
         self.objective, self.validation = objective, validation or objective
+        with given("state_dict", type(objective).__name__, TypeError):
+            json.dumps(objective.state_dict())  # now, not at the first checkpoint
         self.engine, both = rollout, (objective, self.validation)
         self.needs_reference = any(o.runs_reference for o in both)
         self.folder = fetch(cfg.model, weights=not cfg.estimate)

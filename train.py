@@ -181,6 +181,7 @@ class Trainer(Lifecycle):
         grad_norm, z, self.stop.agreed = all_reduce(numbers, "max").tolist()
         if math.isfinite(grad_norm) and math.isfinite(z):
             return grad_norm
+        self.logger.examples(self.state.step + 1, batch, columns)
         bad = (~columns["loss"].isfinite()).nonzero()[:, 0].tolist()
         names = ", ".join(batch.examples[i].where for i in bad[:8])
         raise Failed(
@@ -282,6 +283,9 @@ class Trainer(Lifecycle):
         view = batch.micro_batch(micro.index, packed.length_BK)
         loss_B, values = objective.loss(logps, ref_logps, view, no_grad.kl.z)
         for name, value_B in {"loss": loss_B, **values}.items():
+            if value_B.shape != logps.shape[:1]:  # a mean here would scale the gradient, silently
+                shape, B = tuple(value_B.shape), len(logps)
+                raise Failed(f"loss: {name}: one number an example, shape ({B},), not {shape}")
             value_B = value_B.detach().double()
             column_G = columns.setdefault(name, value_B.new_zeros(len(batch.examples)))
             if not micro.filler:

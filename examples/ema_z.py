@@ -13,7 +13,8 @@ class EMA(KTO):
         return max(0.0, self.average)
 
     def after_step(self, columns, kl):
-        self.average += 0.1 * (kl.logratio.mean().item() - self.average)
+        if len(kl.logratio):  # a step of one prompt alone has no mismatched pairs
+            self.average += 0.1 * (kl.logratio.mean().item() - self.average)
 
     def state_dict(self):
         return {"average": self.average}

@@ -110,6 +110,8 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     if configs or "model" in names:
         if not asks and "data.train" not in merged.union(names):
             raise BadInput("data.train: required: the records to learn from")
+        if not (asks or configs or rank()):
+            print(f"your model: defaults, not config/{demo} (--print_config shows them)")
     else:
         configs = [str(ROOT / "config" / demo)]
         if "data.train" in names:

@@ -10,11 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, Started, assert_same, killed, numbers, ranks, train, until
+
+import kto
+from support.cli import parse
+from support.errors import BadInput, Failed
+from train import Trainer
 
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))
@@ -150,3 +157,55 @@ def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_cs
     verdict = json.loads((clone / "out" / "c" / "eval" / "after.json").read_text())
     right = sum(len(a["completion"].split()) < 4 for a in verdict["answers"])
     assert float(shares[-1]) == right / 30
+
+
+class Changed(kto.KTO):
+    """KTO with a method of another's."""
+
+    def __init__(self, args, **methods):
+        super().__init__(args)
+        vars(self).update({name: partial(method, self) for name, method in methods.items()})
+
+
+@pytest.mark.parametrize(
+    "methods,fault",
+    [
+        (
+            {"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0].mean(), {})},
+            r"loss: loss: one number an example, shape \(6,\), not \(\)",
+        ),
+        (
+            {"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {"kl": a[3]})},
+            r"loss: kl: one number an example, shape \(6,\), not \(\)",
+        ),
+        (
+            {"loss": lambda o, lp, ref, batch, z: (lp[:, 0] * batch.extra("age"), {})},
+            "data.extra: age: the loss asks for it: --data.extra age",
+        ),
+        (
+            {"state_dict": lambda o: {"z": torch.zeros(3)}},
+            "state_dict: Changed: Object of type Tensor is not JSON serializable",
+        ),
+    ],
+)
+def test_what_an_objective_does_wrong_is_said_by_name(methods, fault, tiny, ratings, tmp_path):
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path}"]
+    cfg = parse(kto.Settings, [*argv, "--batch_size=6", "--max_steps=2"], "", demo="demo.yaml")
+    with pytest.raises((BadInput, Failed), match=fault):
+        with Trainer(cfg, Changed(cfg.kto, **methods)) as trainer:
+            trainer.fit()
+
+
+def test_a_step_that_is_not_finite_writes_its_examples(tiny, ratings, tmp_path):
+    def loss(objective, *given):
+        loss_B, columns = kto.KTO.loss(objective, *given)
+        return loss_B / given[2].label, columns  # 0 / 0 or a / 0 for a thumb down
+
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path}"]
+    cfg = parse(kto.Settings, [*argv, "--batch_size=6", "--max_steps=2"], "", demo="demo.yaml")
+    with pytest.raises(Failed, match=r"step 1: not finite .*ratings.jsonl:\d+.*untouched"):
+        with Trainer(cfg, Changed(cfg.kto, loss=loss)) as trainer:
+            trainer.fit()
+    with open(tmp_path / "examples-1.csv") as f:
+        table = list(csv.DictReader(f))
+    assert len(table) == 6 and {x["loss"] for x in table if x["label"] == "False"} <= {"inf", "nan"}

@@ -133,7 +133,9 @@ def test_leaving_out_the_demos_validation_and_checker_is_said(capsys, monkeypatc
     for argv in (["--data.train", "t"], ["--seed=3", "--data.train=t"]):
         parse(*argv)
         assert capsys.readouterr().out == said
-    for argv in ([], OWN, ["--seed=3"], ["--config", DEMO, "--data.train=t"]):
+    parse(*OWN)
+    assert capsys.readouterr().out.startswith("your model: defaults, not config/demo.yaml")
+    for argv in ([], ["--seed=3"], ["--config", DEMO, "--data.train=t"]):
         parse(*argv)
         assert capsys.readouterr().out == "", "nothing was left out"
     monkeypatch.setenv("RANK", "1")
