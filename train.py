@@ -96,8 +96,8 @@ class NoGrad(NamedTuple):
 
 
 class Trainer(Lifecycle):
-    """Owns settings, policy, reference, optimizer, objective, logger and state of a
-    run."""
+    """Owns a run: cfg, fabric, objective, validation (the objective of val.csv), state,
+    logger and evaluator (see lifecycle.py), policy, reference, optimizer (policy.py)."""
 
     def fit(self, examples=None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end (default: data.train, as the settings
@@ -114,7 +114,7 @@ class Trainer(Lifecycle):
             self.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step, last = self.state.step, self.state.step == plan.end
-            is_best = (last or due(step, plan.val)) and self.evaluate(plan)
+            is_best = self.evaluate(plan) if last or due(step, plan.val) else False
             if last or is_best or due(step, plan.save):
                 self.save()
             if self.stop_requested() and step < plan.total:
@@ -133,8 +133,7 @@ class Trainer(Lifecycle):
             packed, cache = self.pack(batch, micros[0].index), model.PromptCache()
             first = packed, self.policy(packed, cache)
             policy = partial(self.policy, prompt_cache=cache)
-        no_grad = self.no_gradient_pass(batch, policy, self.objective)
-        columns: dict[str, torch.Tensor] = {}
+        columns, no_grad = {}, self.no_gradient_pass(batch, policy, self.objective)
         for i, micro in enumerate(micros):
             more = i < len(micros) - 1 and self.cfg.strategy != "fsdp"  # that keeps gradients whole
             with self.fabric.no_backward_sync(self.policy, enabled=more):
