@@ -13,6 +13,10 @@ from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 
 
+# before torch is imported: a rank whose peer has ended would print a C++ stack beside our one line
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 class BadInput(ValueError):
     """What was given is wrong. Its text is the whole message: a line a fault, `file:line: field: reason`."""
 

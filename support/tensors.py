@@ -29,6 +29,9 @@ class Lazy(Mapping):
             raise KeyError(name)
         return self.make(name)
 
+    def __contains__(self, name) -> bool:  # Mapping's would make it
+        return name in self.like
+
     def __iter__(self):
         return iter(self.like)
 

@@ -20,6 +20,8 @@ if "gpu" not in sys.argv:  # -m gpu: all other tests are of the CPU, and fork
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import docstring_parser  # noqa: E402
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as programs set it before they import torch
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
