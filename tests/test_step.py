@@ -129,6 +129,7 @@ def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(tiny, ratin
     rows = {}
     for strategy in ("ddp", "fsdp"):
         argv = (f"--strategy={strategy}", "--precision=bf16-mixed", "--micro_batch_size=2", *COMMON)
+        argv += ("--max_steps=1",)
         run, *_ = ranks(2, lambda rank: train(tiny, ratings, tmp_path / strategy, *argv))
         rows[strategy] = run["rows"]
     ddp, fsdp = (rows[strategy][0] for strategy in rows)
