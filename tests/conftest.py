@@ -32,13 +32,6 @@ ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
 
 
-def pytest_collection_finish(session):
-    """What is imported lives as long as the process: a collection, which each run ends with, need
-    not look through it, nor copy its pages in a forked child."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_itemcollected(item):
     for mark in item.iter_markers("survive"):
         item.user_properties.append(("row", mark.args[0]))
@@ -64,6 +57,14 @@ def pytest_terminal_summary(terminalreporter, config):
                 rows[row].append(outcome == "passed")
     for row, passed in rows.items():
         terminalreporter.write_line(f"{row:<4} {sum(passed)}/{len(passed)}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What is imported lives as long as the process: a collection, which a run ends with, need not
+    look through it, nor copy its pages in a forked child."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
