@@ -4,6 +4,7 @@ import atexit
 import functools
 import gc
 import io
+import json
 import os
 import runpy
 import shutil
@@ -93,13 +94,12 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def torch_state():
-    """Put back what a run changes in this process."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def default_dtype():
+    """Put back what a run in float64 changes in this process."""
+    dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)
 
 
 def ranks(n: int, work):
@@ -155,6 +155,16 @@ def ratings(tmp_path_factory) -> Path:
 def pairs() -> Path:
     """8 pairs."""
     return PARITY / "dpo_data.jsonl"
+
+
+@pytest.fixture(scope="session")
+def demos(tmp_path_factory) -> Path:
+    """8 demonstrations."""
+    records = map(json.loads, (PARITY / "kto_data.jsonl").read_text().splitlines())
+    records = [{k: r[k] for k in ("prompt", "completion")} for r in records]
+    file = tmp_path_factory.mktemp("demos") / "demos.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return file
 
 
 def start(program: str, argv: list[str]) -> None:

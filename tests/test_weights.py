@@ -21,11 +21,6 @@ from support.settings import Lora
 from support.weights import export, fetch, fingerprint
 
 
-@pytest.fixture(autouse=True)
-def one_thread(torch_state):
-    torch.set_num_threads(1)  # on a busy machine two threads wait for each other
-
-
 def check_against_transformers(folder: Path, hf: nn.Module, tmp: Path, n=40) -> nn.Module:
     """Equal logits when loaded from `folder`; equal again in both libraries once exported."""
     ids = torch.randint(hf.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1))
