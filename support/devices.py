@@ -154,8 +154,8 @@ def gathered(policy, device):
 def leave(fabric: Fabric) -> None:
     """End the processes in step. Tearing gloo down with a live model behind it aborts now and then
     (pytorch 190489)."""
-    gc.collect()
     if torch.distributed.is_initialized():
+        gc.collect()
         fabric.barrier()
         torch.distributed.destroy_process_group()
 

@@ -12,7 +12,6 @@ import traceback
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 
-
 # before torch is imported: a rank whose peer has ended would print a C++ stack beside our one line
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

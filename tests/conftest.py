@@ -4,6 +4,7 @@ import atexit
 import functools
 import gc
 import io
+import json
 import os
 import runpy
 import shutil
@@ -19,9 +20,9 @@ from unittest import mock
 if "gpu" not in sys.argv:  # -m gpu: all other tests are of the CPU, and fork
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import docstring_parser  # noqa: E402
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as programs set it before they import torch
 
+import docstring_parser  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -32,13 +33,6 @@ torch.set_num_threads(1)
 docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
 ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
-
-
-def pytest_collection_finish(session):
-    """What is imported lives as long as the process: a collection, which each run ends with, need
-    not look through it, nor copy its pages in a forked child."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_itemcollected(item):
@@ -68,6 +62,14 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{row:<4} {sum(passed)}/{len(passed)}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What is imported lives as long as the process: a collection, which a run ends with, need not
+    look through it, nor copy its pages in a forked child."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A Hugging Face folder: GPT-2, 2 layers x 32, vocabulary 512, context 128, EOS 0, no BOS."""
@@ -94,13 +96,12 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def torch_state():
-    """Put back what a run changes in this process."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def default_dtype():
+    """Put back what a run in float64 changes in this process."""
+    dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)
 
 
 def ranks(n: int, work):
@@ -156,6 +157,16 @@ def ratings(tmp_path_factory) -> Path:
 def pairs() -> Path:
     """8 pairs."""
     return PARITY / "dpo_data.jsonl"
+
+
+@pytest.fixture(scope="session")
+def demos(tmp_path_factory) -> Path:
+    """8 demonstrations."""
+    records = map(json.loads, (PARITY / "kto_data.jsonl").read_text().splitlines())
+    records = [{k: r[k] for k in ("prompt", "completion")} for r in records]
+    file = tmp_path_factory.mktemp("demos") / "demos.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return file
 
 
 def start(program: str, argv: list[str]) -> None:

@@ -371,7 +371,7 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tmp_path, monkeypatch,
     assert data.pack, "and data.py is what others import"
 
 
-def test_spins_answers_end_at_every_end_that_the_model_names(tiny, tmp_path, torch_state):
+def test_spins_answers_end_at_every_end_that_the_model_names(tiny, tmp_path):
     ends = [0, *range(60, 400)]
     folder, demos = tmp_path / "model", tmp_path / "demos.jsonl"
     shutil.copytree(tiny, folder)

@@ -96,7 +96,7 @@ def test_the_kl_forms_stay_finite_where_a_sigmoid_rounds_to_one(name):
 EXAMPLES = [pair([9], [0], [1, 1], (0.9, 0.2)), pair([9, 8], [2] * 3, [3] * 4)]
 
 
-def test_margins_rewards_and_the_sft_term_by_hand(torch_state):
+def test_margins_rewards_and_the_sft_term_by_hand():
     torch.set_default_dtype(torch.float64)
     args = dpo.DPOSettings(beta=0.2, sft_loss_weight=0.3, preference_loss_weight=0.6)
     columns, row = score(args, Table(POLICY), Table(REF), EXAMPLES)
@@ -116,7 +116,7 @@ def test_margins_rewards_and_the_sft_term_by_hand(torch_state):
     assert row["logps/rejected"] == pytest.approx((-5 - 2) / 2)
 
 
-def test_a_records_weight_multiplies_its_preference_loss_but_not_the_sft_term(torch_state):
+def test_a_records_weight_multiplies_its_preference_loss_but_not_the_sft_term():
     torch.set_default_dtype(torch.float64)
     args = dpo.DPOSettings(beta=0.2, sft_loss_weight=0.3, preference_loss_weight=0.6)
     weighted = [e._replace(weight=w) for e, w in zip(EXAMPLES, (2.5, 0.0))]
@@ -128,7 +128,7 @@ def test_a_records_weight_multiplies_its_preference_loss_but_not_the_sft_term(to
     assert columns["loss"].tolist() == pytest.approx(total)
 
 
-def test_average_logps_divides_each_completion_by_its_own_length(torch_state):
+def test_average_logps_divides_each_completion_by_its_own_length():
     torch.set_default_dtype(torch.float64)
     args = dpo.DPOSettings(average_logps=True)
     columns, row = score(args, Table(POLICY), Table(REF), EXAMPLES)
@@ -139,7 +139,7 @@ def test_average_logps_divides_each_completion_by_its_own_length(torch_state):
     assert row["sft_loss"] == pytest.approx((1.0 + 9.0) / 2)
 
 
-def test_a_records_rewards_win_over_the_defaults(torch_state):
+def test_a_records_rewards_win_over_the_defaults():
     torch.set_default_dtype(torch.float64)
     rewards = dict(gt_reward_scale=2.0, chosen_reward=0.8, rejected_reward=-0.1)
     args = dpo.DPOSettings(loss="rpo_sq", beta=0.2, **rewards)
@@ -151,7 +151,7 @@ def test_a_records_rewards_win_over_the_defaults(torch_state):
 
 
 @pytest.mark.parametrize("loss", dpo.LOSSES)
-def test_the_known_value_at_the_start_is_what_equal_models_give(loss, torch_state):
+def test_the_known_value_at_the_start_is_what_equal_models_give(loss):
     torch.set_default_dtype(torch.float64)
     args = dpo.DPOSettings(loss=loss, beta=0.5, gt_reward_scale=2.0)
     _, row = score(args, Table(POLICY), Table(POLICY), EXAMPLES)
@@ -185,9 +185,7 @@ def test_the_cut_is_free_here_too(precision, tiny, pairs, tmp_path):
         assert_equal(run(n, name, *argv), whole, base, double)
 
 
-def test_a_pair_of_weight_2_beside_one_of_weight_0_is_that_pair_twice(
-    tiny, pairs, tmp_path, torch_state
-):
+def test_a_pair_of_weight_2_beside_one_of_weight_0_is_that_pair_twice(tiny, pairs, tmp_path):
     records = [json.loads(line) for line in pairs.read_text().splitlines()]
     weighted = [{**records[0], "weight": 2}, {**records[1], "weight": 0.0}, *records[2:]]
     twice = [records[0], records[0], *records[2:]]
@@ -208,7 +206,7 @@ def test_a_pair_of_weight_2_beside_one_of_weight_0_is_that_pair_twice(
 
 
 def test_it_resumes_bit_for_bit_and_validates_and_takes_another_reference(
-    tiny, pairs, tmp_path, monkeypatch, torch_state
+    tiny, pairs, tmp_path, monkeypatch
 ):
     argv = ("--batch_size=3", "--max_steps=5", "--epochs=9", "--optim.lr=1e-3", "--lora.rank=2",
             f"--data.val={pairs}", f"--reference={tiny}", "--precision=32-true")  # fmt: skip

@@ -27,11 +27,6 @@ LORA = (
 IDS = list(range(3, 40))
 
 
-@pytest.fixture(autouse=True)
-def one_thread(torch_state):
-    torch.set_num_threads(1)
-
-
 def hugging(folder: Path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     found, info = load(folder, output_loading_info=True)

@@ -99,11 +99,6 @@ STEP = ("--batch_size=4", "--max_steps=1", "--optim.lr=1e-2", "--val_interval=nu
 STEP += ("--save_interval=null", "--data.max_prompt=24", "--data.max_completion=24")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(torch_state):
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> Path:
     """Four ratings."""

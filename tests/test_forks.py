@@ -16,7 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Started, assert_same, killed, numbers, ranks, train, until
+from conftest import (
+    ROOT,
+    Started,
+    assert_same,
+    killed,
+    numbers,
+    ranks,
+    result,
+    train,
+    until,
+)  # fmt: skip
 
 import kto
 from support.cli import parse
@@ -105,15 +115,6 @@ def run(clone: Path, folder: Path, command: str) -> Started:
     return Started(folder, program, argv, first=first)
 
 
-def rows(out: Path) -> list[str]:
-    clocks = r"(tokens/s|seconds|memory_gb|tflops/s|mfu)"
-    with open(out / "metrics.csv") as f:
-        return [
-            {k: v for k, v in row.items() if not re.fullmatch(clocks, k)}
-            for row in csv.DictReader(f)
-        ]
-
-
 def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(
     clone, tmp_path
 ):
@@ -139,8 +140,9 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert command.startswith("python mine.py "), "kto.py would swap the loss in mid-run"
     code, said, stderr = run(clone, tmp_path / "b", command).ended()
     assert code == 0 and "exported to" in said, stderr
-    assert rows(out) == rows(clone / "out" / "whole")
-    assert float(rows(out)[0]["loss"]) == pytest.approx(0.693147, abs=1e-5)
+    found = result(out)
+    assert_same(found, result(clone / "out" / "whole"))
+    assert found["rows"][0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     code, _, said = run(clone, tmp_path / "c", command.replace("mine.py", "kto.py")).ended()
     assert code == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
 

@@ -29,11 +29,6 @@ SHAPES = {"gpt2": None, "llama": LLAMA, "window": LLAMA | dict(sliding_window_si
 SHAPES["one window"] = SHAPES["window"] | dict(sliding_window_indices=[1, 0])
 
 
-@pytest.fixture(autouse=True)
-def one_thread(torch_state):
-    torch.set_num_threads(1)  # on a busy machine, two wait for each other most of the time
-
-
 def policy_of(shape, tiny, dtype=torch.float32):
     if SHAPES[shape] is None:
         return model.load(tiny, dtype=dtype).eval()

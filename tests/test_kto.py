@@ -150,7 +150,7 @@ def tables(labels=(True, False, True, True), **kw):
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
 
 
-def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp(torch_state):
+def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
     assert batch.partners == [1, 2, 3, 0]
@@ -165,7 +165,7 @@ def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp(torch_state):
     assert (no_grad.kl.z.item(), row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
 
 
-def test_an_example_without_partner_leaves_the_mean_and_is_counted(torch_state):
+def test_an_example_without_partner_leaves_the_mean_and_is_counted():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
     some, none = (dataclasses.replace(batch, partners=p) for p in ([2, -1, 3, -1], [-1] * 4))
@@ -175,7 +175,7 @@ def test_an_example_without_partner_leaves_the_mean_and_is_counted(torch_state):
     assert no_grad.kl.z.item() == 0 and row["kl/pairs"] == 0
 
 
-def test_average_logps_divides_r_and_z_by_the_scored_tokens(torch_state):
+def test_average_logps_divides_r_and_z_by_the_scored_tokens():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables(average_logps=True)
     no_grad, columns, _ = score(objective, Table(POLICY), Table(REF), batch)
@@ -185,9 +185,7 @@ def test_average_logps_divides_r_and_z_by_the_scored_tokens(torch_state):
 
 @pytest.mark.parametrize("average", [None, False, True])
 @pytest.mark.parametrize("sft_average", [None, False, True])
-def test_the_sft_term_is_a_mean_over_the_desirable_without_class_weights(
-    average, sft_average, torch_state
-):
+def test_the_sft_term_is_a_mean_over_the_desirable_without_class_weights(average, sft_average):
     torch.set_default_dtype(torch.float64)
     average = bool(average)
     kw = dict(average_logps=average, sft_average_logps=sft_average, sft_loss_weight=0.7)
@@ -201,9 +199,7 @@ def test_the_sft_term_is_a_mean_over_the_desirable_without_class_weights(
     assert columns["sft_loss"][1] == 0, "an undesirable completion is no demonstration"
 
 
-def test_a_records_weight_multiplies_its_preference_loss_but_neither_z_nor_the_sft_term(
-    torch_state,
-):
+def test_a_records_weight_multiplies_its_preference_loss_but_neither_z_nor_the_sft_term():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables(preference_loss_weight=0.3, sft_loss_weight=0.7)
     weights = [2.0, 0.25, 0.0, 3.0]
@@ -244,7 +240,7 @@ def test_weights_of_records_by_class_train_and_validate_as_the_class_weights(
     assert len(val) == 1
 
 
-def test_the_sft_term_is_zero_when_nothing_is_desirable(torch_state):
+def test_the_sft_term_is_zero_when_nothing_is_desirable():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables([False] * 4, sft_loss_weight=1.0)
     _, _, row = score(objective, Table(POLICY), Table(REF), batch)
@@ -252,7 +248,7 @@ def test_the_sft_term_is_zero_when_nothing_is_desirable(torch_state):
     assert row["rewards/chosen"] is None and row["auc"] is None
 
 
-def test_z_and_the_reference_get_no_gradient(torch_state):
+def test_z_and_the_reference_get_no_gradient():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
     policy, reference = Table(POLICY), Table(REF)
@@ -265,7 +261,7 @@ def test_z_and_the_reference_get_no_gradient(torch_state):
         assert policy.values.grad[i].item() == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_the_metrics_are_those_of_the_field(torch_state):
+def test_the_metrics_are_those_of_the_field():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables()
     _, _, row = score(objective, Table(POLICY), Table(REF), batch)
@@ -288,7 +284,7 @@ def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one()
     assert auc(low, high) == pytest.approx(1.5 / 6)
 
 
-def test_one_class_only_is_right_and_finite(torch_state):
+def test_one_class_only_is_right_and_finite():
     torch.set_default_dtype(torch.float64)
     for label in (True, False):
         objective, batch = tables([label] * 4)
@@ -299,7 +295,7 @@ def test_one_class_only_is_right_and_finite(torch_state):
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
-def test_where_policy_and_reference_agree_the_loss_is_half_the_mean_weight(loss, torch_state):
+def test_where_policy_and_reference_agree_the_loss_is_half_the_mean_weight(loss):
     torch.set_default_dtype(torch.float64)
     objective, batch = tables(loss=loss, desirable_weight=1.5, undesirable_weight=0.5)
     no_grad, _, row = score(objective, Table(POLICY), Table(POLICY), batch)

@@ -278,13 +278,10 @@ SPIN = "--spin.max_iterations=1 --spin.max_new_tokens=3"
 
 
 @pytest.fixture(scope="module")
-def tracked(tiny, ratings, pairs, tmp_path_factory):
+def tracked(tiny, ratings, pairs, demos, tmp_path_factory):
     """(program, logger) -> (its folder, exit code, stdout, stderr) of a run."""
     root = tmp_path_factory.mktemp("tracked")
-    records = [json.loads(line) for line in pairs.read_text().splitlines()]
-    demos = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in records]
-    (root / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
-    sources = {"kto": ratings, "dpo": pairs, "spin": root / "demos.jsonl"}
+    sources = {"kto": ratings, "dpo": pairs, "spin": demos}
 
     def run(program, logger):
         out = root / f"{program}-{logger}"

@@ -13,11 +13,6 @@ from support.settings import Lora
 from support.weights import export
 
 
-@pytest.fixture(autouse=True)
-def one_thread(torch_state):
-    torch.set_num_threads(1)  # on a busy machine two threads wait for each other
-
-
 @pytest.fixture
 def folders(tiny, tmp_path):
     made(HF["llama"], tmp_path / "llama")

@@ -18,12 +18,6 @@ import model
 from data import pack
 from support.settings import Lora
 
-
-@pytest.fixture(autouse=True)
-def one_thread(torch_state):
-    torch.set_num_threads(1)  # on a busy machine two threads wait for each other
-
-
 # ---- packed, against a plain forward of each (prompt, completion) --------------------------------
 
 LLAMA = dict(block_size=32, n_layer=2, n_embd=24, n_head=4, intermediate_size=40)

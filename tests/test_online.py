@@ -108,7 +108,7 @@ CASES = [(1, "auto", FIRST), (1, "auto", LORA), (2, "fsdp", ()),
 def test_killed_while_answering_or_learning_and_resumed_it_is_the_same_run(
     n, strategy, more, tiny, prompts, tmp_path
 ):
-    argv = (f"--strategy={strategy}", *more)
+    argv = (f"--strategy={strategy}", "--batch_size=3", *more)  # three steps an iteration
     whole, *_ = ranks(n, lambda rank: go(tiny, prompts, tmp_path / "whole", *argv))
     out, moments = tmp_path / "run", [("iterations/answers-2.jsonl", 5), ("metrics.csv", 6)]
     resumed = killed_and_resumed(

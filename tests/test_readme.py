@@ -56,7 +56,7 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
 
 
 def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
-    clone, tiny, ratings, monkeypatch, torch_state, capsys
+    clone, tiny, ratings, monkeypatch, capsys
 ):
     monkeypatch.chdir(clone)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -96,7 +96,7 @@ def llama(tiny, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_config_trains_three_steps(
-    config, tiny, llama, ratings, pairs, tmp_path, monkeypatch, torch_state
+    config, tiny, llama, ratings, pairs, tmp_path, monkeypatch
 ):
     kinds = {"dpo": pairs, "spin": ratings.parent / "demos.jsonl", "online": ratings}
     program = next((name for name in kinds if name in config.name), "kto")

@@ -19,8 +19,6 @@ from support.optim import make_plan
 from support.weights import export
 from train import Trainer
 
-pytestmark = pytest.mark.usefixtures("torch_state")  # 64-true changes torch's default
-
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
           "--precision=64-true", "--save_interval=null", "--micro_batch_size=3")  # fmt: skip
 SINGLE = [a if "64-true" not in a else "--precision=32-true" for a in COMMON]

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, killed_and_resumed, ranks, train
+from conftest import assert_same, killed_and_resumed, ranks, train
+from models import same_weights
 from safetensors.torch import load_file
 
 import model
@@ -28,16 +29,6 @@ RUN = ("--batch_size=4", "--epochs=2", "--optim.lr=1e-3", "--spin.max_iterations
        "--precision=32-true", "--keep_last=99")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def demos(tmp_path_factory):
-    """8 demonstrations."""
-    file = tmp_path_factory.mktemp("demos") / "demos.jsonl"
-    records = map(json.loads, (PARITY / "kto_data.jsonl").read_text().splitlines())
-    records = [{k: r[k] for k in ("prompt", "completion")} for r in records]
-    file.write_text("".join(json.dumps(r) + "\n" for r in records))
-    return file
-
-
 def go(tiny, demos, out, *argv):
     return train(tiny, demos, out, *RUN, *argv, program="spin")
 
@@ -48,10 +39,6 @@ def weights(out, name):
 
 def weights_at(out, step: int):
     return weights(out, f"checkpoints/step-{step:08d}")
-
-
-def equal(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(x, b[n]) for n, x in a.items())
 
 
 def data_of(policy) -> dict:
@@ -71,9 +58,9 @@ def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
     assert [row["step"] for row in rows] == list(range(1, 13))
     epochs = [row["epoch"] for row in rows[:5]]
     assert epochs == [0.5, 1.0, 1.5, 2.0, 0.5], "epochs count in each iteration"
-    assert equal(weights(tmp_path, "iterations/1"), data_of(model.load(tiny)))
+    assert same_weights(weights(tmp_path, "iterations/1"), data_of(model.load(tiny)))
     for i, step in ((2, 4), (3, 8)):
-        assert equal(weights(tmp_path, f"iterations/{i}"), weights_at(tmp_path, step))
+        assert same_weights(weights(tmp_path, f"iterations/{i}"), weights_at(tmp_path, step))
         assert abs(rows[step]["rewards/margins"]) < 1e-5 < rows[step - 1]["rewards/margins"]
     said = capsys.readouterr().out
     assert said.count("policy and reference agree to the bit") == 3, "checked in every iteration"
@@ -83,12 +70,12 @@ def test_lora_merges_its_adapters_and_begins_anew(tiny, demos, tmp_path, capsys)
     rows = go(tiny, demos, tmp_path, "--lora.rank=2", "--optim.lr=1e-2")["rows"]
     bases = [weights(tmp_path, f"iterations/{i}") for i in (1, 2, 3)]
     policy = model.load(tiny, Lora(rank=2))
-    assert equal(bases[0], {n: x for n, x in data_of(policy).items() if "lora_" not in n})
+    assert same_weights(bases[0], {n: x for n, x in data_of(policy).items() if "lora_" not in n})
     for i, step in ((1, 4), (2, 8)):  # base and adapters as at the iteration's end
         checkpoint.set_weights(policy, weights_at(tmp_path, step) | bases[i - 1])
         plain = merge_adapters(data_of(policy), policy)
         assert all(torch.equal(x, plain[n.replace(".linear.", ".")]) for n, x in bases[i].items())
-        assert not equal(bases[i], bases[i - 1])
+        assert not same_weights(bases[i], bases[i - 1])
         assert abs(rows[step]["rewards/margins"]) < 1e-5
     state = load_file(tmp_path / "checkpoints" / "step-00000006" / "optimizer.safetensors")
     steps = {int(x) for n, x in state.items() if n.endswith("|step")}

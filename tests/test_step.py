@@ -98,9 +98,7 @@ def test_the_run_that_all_others_are_compared_with_sees_the_clamp_act_and_not_ac
 
 @pytest.mark.parametrize("precision", ["64-true", "32-true"])
 @pytest.mark.parametrize("name", CUTS)
-def test_a_cut_on_one_device_changes_nothing(
-    name, precision, whole, tiny, ratings, tmp_path, torch_state
-):
+def test_a_cut_on_one_device_changes_nothing(name, precision, whole, tiny, ratings, tmp_path):
     argv = (f"--precision={precision}", *COMMON, *CUTS[name])
     run = train(tiny, ratings, tmp_path / "run", *argv)
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
@@ -136,7 +134,7 @@ def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(head, tiny,
         made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), folder)
     for strategy in ("ddp", "fsdp"):
         argv = (f"--strategy={strategy}", "--precision=bf16-mixed", "--micro_batch_size=2", *COMMON)
-        argv = (*argv, "--data.max_completion=30", "--data.max_prompt=34")
+        argv += ("--max_steps=1", "--data.max_completion=30", "--data.max_prompt=34")
         run, *_ = ranks(2, lambda rank: train(folder, ratings, tmp_path / strategy, *argv))
         rows[strategy] = run["rows"]
     ddp, fsdp = (rows[strategy][0] for strategy in rows)
@@ -176,7 +174,7 @@ def test_sharded_gradients_are_never_whole_between_micro_batches(tiny, ratings, 
     ],
 )
 def test_a_run_goes_on_at_another_number_of_processes(
-    save, goes_on, whole, tiny, ratings, tmp_path, torch_state
+    save, goes_on, whole, tiny, ratings, tmp_path
 ):
     argv = ("--precision=32-true", "--micro_batch_size=7", *COMMON)
     for (n, strategy), more in ((save, "--stop_at=4"), (goes_on, "--resume=auto")):
@@ -351,7 +349,7 @@ def test_one_class_only_trains_on_two_processes(loss, tiny, ratings, tmp_path):
 
 
 def test_the_start_check_holds_for_copy_and_lora_in_every_precision_and_strategy(
-    tiny, ratings, tmp_path, capfd, torch_state
+    tiny, ratings, tmp_path, capfd
 ):
     argv = ("--batch_size=6", "--max_steps=1", "--save_interval=null")
     modes = [("32-true",), ("bf16-mixed",), ("32-true", "--lora.rank=4", "--lora.dropout=0.1"),
@@ -394,7 +392,7 @@ def other(tiny, tmp_path):
 
 
 def test_another_reference_is_loaded_beside_the_policy_also_with_lora(
-    tiny, other, ratings, tmp_path, torch_state
+    tiny, other, ratings, tmp_path
 ):
     argv = ("--batch_size=6", "--max_steps=1", "--save_interval=null", f"--reference={other}",
             "--optim.lr=0")  # fmt: skip
@@ -449,7 +447,7 @@ def test_stop_at_stops_saved_and_the_command_that_it_prints_makes_it_the_same_ru
 
 
 def test_examples_at_writes_a_steps_examples_with_the_largest_loss_first(
-    tiny, ratings, tmp_path, drawn, torch_state
+    tiny, ratings, tmp_path, drawn
 ):
     def table(name):
         with open(tmp_path / name / "examples-2.csv") as f:

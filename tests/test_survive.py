@@ -348,12 +348,9 @@ def test_ctrl_c_while_the_model_is_read_is_one_line(begin):
 
 @row("R11")
 def test_ctrl_c_while_spin_answers_stops_at_the_next_token_and_a_resume_is_the_same_run(
-    begin, pairs, tmp_path
+    begin, demos, tmp_path
 ):
-    records = [json.loads(line) for line in pairs.read_text().splitlines()]
-    demos = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in records]
-    (tmp_path / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
-    argv = [f"--data.train={tmp_path / 'demos.jsonl'}", "--spin.max_iterations=2", "--epochs=1"]
+    argv = [f"--data.train={demos}", "--spin.max_iterations=2", "--epochs=1"]
     argv += ["--batch_size=4", "--spin.max_new_tokens=20", "--spin.rollout_batch_size=2"]
     reached = os.pipe()
 
@@ -658,14 +655,11 @@ def test_not_a_number_is_not_called_the_references_doing(tiny, ratings, tmp_path
 
 
 @row("R18")
-def test_each_iteration_of_spin_draws_its_own_random_numbers(tiny, pairs, tmp_path):
+def test_each_iteration_of_spin_draws_its_own_random_numbers(tiny, demos, tmp_path):
     """At a learning rate of 0 the policy never moves: only the draws can differ."""
-    records = [json.loads(line) for line in pairs.read_text().splitlines()]
-    demos = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in records]
-    (tmp_path / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
     argv = ["--batch_size=8", "--optim.lr=0", "--precision=32-true", "--spin.max_iterations=2"]
     argv += ["--spin.max_new_tokens=8"]
-    train(tiny, tmp_path / "demos.jsonl", tmp_path / "run", *argv, program="spin")
+    train(tiny, demos, tmp_path / "run", *argv, program="spin")
     folder = tmp_path / "run" / "iterations"
     one, two = ((folder / f"answers-{i}.jsonl").read_text().splitlines()[1:] for i in (1, 2))
     assert len(one) == len(two) == 8
