@@ -73,7 +73,8 @@ def write(folder: Path, tensors: Lazy, name: str = "model", most: int = 2**62) -
     """NAME.safetensors, or as many files of at most `most` bytes as it takes and their index. Rank 0
     writes; others only ask for the tensors, as it does. (save_file wants all at once.)"""
     # wide ones first, as safetensors has them: all stay aligned
-    like = dict(sorted(tensors.like.items(), key=lambda x: -x[1].element_size()))
+    sizes = sorted(tensors.like.items(), key=lambda x: -x[1].element_size())
+    like = {n: torch.empty(x.shape, dtype=x.dtype, device="meta") for n, x in sizes}
     pattern = f"{name}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(like, filename_pattern=pattern, max_shard_size=most)
     for file, names in split.filename_to_tensors.items():

@@ -27,7 +27,7 @@ from models import gpt2_from_hf
 from safetensors.torch import load_file
 
 import kto
-from support import checkpoint
+from support import checkpoint, tensors
 from support.cli import parse
 from support.devices import Stop
 from support.errors import BadInput, Failed, run_cli
@@ -371,14 +371,14 @@ def test_a_signal_that_comes_after_the_ranks_have_agreed_is_not_lost(ranks, monk
 def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(
     code, tiny, ratings, tmp_path, monkeypatch
 ):
-    out, real = tmp_path / "run", checkpoint.save_file
+    out, real = tmp_path / "run", tensors.write_file
 
-    def full(state, path, **kw):
+    def full(path, state):
         if "step-00000004" in str(path) and "optimizer" in str(path):
             raise OSError(code, os.strerror(code))
-        return real(state, path, **kw)
+        return real(path, state)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(tensors, "write_file", full)
     with pytest.raises(Failed, match=f"step-00000004: not saved: {os.strerror(code)}"):
         train(tiny, ratings, out, *RUN)
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
