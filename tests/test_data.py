@@ -97,7 +97,7 @@ BAD = [  # a line of a file, what it is refused with
     (rb'{"prompt": "p", "completion": "\udc00 c", "label": 1}', "record: .*surrogate"),
     (rb'{"a\nb": 1, "a\nb": 2}', "a b: given 2 times"),
     ('{"prompt": ["one\u2028two"]'.encode() + REST, "prompt.0.: expected a message"),
-    (b"[" * 5000 + b"]" * 5000, "json: .*recursion"),
+    (b"[" * 10**5 + b"]" * 10**5, "json: .*recursion"),
     (b'{"prompt": ' + b"1" * 5000 + REST, "json: .*digits"),
     (b'{"prompt": "p", "completion": "c"', "json: .*delimiter: column 34"),
     (b'{"prompt": "p", "completion": "half a li', "json: Unterminated string.*column"),
