@@ -136,9 +136,12 @@ class Estimate:
         slot = 2 * c.n_query_groups * c.head_size * c.n_layer * self.used
         for s in (x for x in vars(self.cfg).values() if isinstance(x, Sampling)):
             new = s.max_new_tokens or self.limits.max_completion
-            row = slot * (self.limits.max_prompt + new) + 24 * c.padded_vocab_size
+            cached = slot * (self.limits.max_prompt + new)
             few = getattr(s, "check", "") == "none"
-            most = max(most, row * (s.samples if few else s.batch_size))
+            rows = s.samples if few else s.batch_size
+            if s.cache_gb:
+                rows = min(rows, max(1, 1e9 * s.cache_gb // cached))
+            most = max(most, rows * (cached + 24 * c.padded_vocab_size))
         return most
 
     def needs(self, tokens: float, again: bool, n: int, sharded: bool) -> float:
