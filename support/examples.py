@@ -38,11 +38,12 @@ class Example(NamedTuple):
 class Examples(Sequence):
     """Examples as columns: a million of them as objects would take seconds and a gigabyte.
 
-    `rows`: where an example's ids begin in `tokens`, its numbers, where its texts are. A part or
-    another order of them is other rows, with the same rest."""
+    `rows`: where an example's ids begin in `tokens`, its numbers, and which of `texts` (its place
+    but for the number, its extra fields) it has. A part of them is other rows, with the same rest.
+    """
 
-    def __init__(self, tokens: np.ndarray, rows: np.ndarray, places: list[str], extra: list[dict]):
-        self.tokens, self.rows, self.places, self.extra = tokens, rows, places, extra
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray, texts: list):
+        self.tokens, self.rows, self.texts = tokens, rows, texts
         self.n_ids = rows["start"].shape[1]  # of the prompt, and of K completions
 
     @classmethod
@@ -50,53 +51,49 @@ class Examples(Sequence):
         if isinstance(examples, cls):
             return examples
         ids = [(e.prompt, *e.completions) for e in examples]
-        n, places = (max(map(len, ids), default=1),), {}
+        n, texts = (max(map(len, ids), default=1),), {}
         columns = [("start", "i8", n), ("length", "i4", n), ("label", "?"), ("weight", "f8")]
-        columns += [("rewards", "f8", (2,)), ("place", "i8"), ("line", "i8"), ("extra", "i8")]
+        columns += [("rewards", "f8", (2,)), ("text", "i8"), ("line", "i8")]
         rows = np.zeros(len(ids), columns)
         if not ids:
-            return cls(np.zeros(0, np.int32), rows, [], [])
+            return cls(np.zeros(0, np.int32), rows, [])
         rows["length"] = [[len(x) for x in row] for row in ids]
         rows["start"] = rows["length"].cumsum().reshape(-1, *n) - rows["length"]
-        rows["label"] = [e.label for e in examples]
-        rows["weight"] = [e.weight for e in examples]
-        rows["rewards"] = [e.rewards for e in examples]  # None becomes nan
-        place = [e.where.rstrip("0123456789") for e in examples]  # a file's differ in their number
-        rows["place"] = [places.setdefault(x, len(places)) for x in place]
+        for name in ("label", "weight", "rewards"):  # None becomes nan
+            rows[name] = [getattr(e, name) for e in examples]
+        place = [e.where.rstrip("0123456789") for e in examples]
+        own = ((x, *e.extra.items()) for x, e in zip(place, examples))
+        rows["text"] = [texts.setdefault(text, len(texts)) for text in own]
         rows["line"] = [int(e.where[len(x) :] or -1) for x, e in zip(place, examples)]
-        extra = [e.extra for e in examples]
-        rows["extra"] = np.arange(len(ids)) if any(extra) else 0
-        tokens = np.concatenate([x for row in ids for x in row])
-        return cls(tokens, rows, list(places), extra if any(extra) else [{}])
+        return cls(np.concatenate([x for row in ids for x in row]), rows, list(texts))
 
     @classmethod
     def joined(cls, parts: list["Examples"]) -> "Examples":
         parts = [part for part in parts if len(part)] or [cls.of([])]
         if len(parts) == 1:
             return parts[0]
-        rows, places, extra, n_tokens = [], [], [], 0
+        rows, texts, n_tokens = [], [], 0
         for part in parts:
             rows.append(part.rows.copy())
             rows[-1]["start"] += n_tokens
-            rows[-1]["place"] += len(places)
-            rows[-1]["extra"] += len(extra)
-            places += part.places
-            extra += part.extra
+            rows[-1]["text"] += len(texts)
+            texts += part.texts
             n_tokens += len(part.tokens)
-        return cls(np.concatenate([p.tokens for p in parts]), np.concatenate(rows), places, extra)
+        return cls(np.concatenate([p.tokens for p in parts]), np.concatenate(rows), texts)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i):
         """An Example, or those of a slice or of a list of numbers."""
-        if not isinstance(i, int):
-            return Examples(self.tokens, self.rows[i], self.places, self.extra)
-        start, length, label, weight, rewards, place, line, extra = self.rows[i].tolist()
+        if isinstance(i, slice) or np.ndim(i):
+            return Examples(self.tokens, self.rows[i], self.texts)
+        start, length, label, weight, rewards, text, line = self.rows[i].tolist()
         prompt, *completions = (self.tokens[a : a + n] for a, n in zip(start, length))
         rewards = tuple(None if math.isnan(r) else r for r in rewards.tolist())
-        where = self.places[place] + (str(line) if line >= 0 else "")
-        return Example(prompt, tuple(completions), label, rewards, where, weight, self.extra[extra])
+        place, *extra = self.texts[text]
+        where = place + (str(line) if line >= 0 else "")
+        return Example(prompt, tuple(completions), label, rewards, where, weight, dict(extra))
 
     def ids(self, k: int) -> Iterator[bytes]:
         """Of each prompt (0) or completion."""
@@ -136,10 +133,7 @@ def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
         parts.append(found if n == len(found) else found[np.arange(n) * len(found) // n])
     examples = Examples.joined(parts)
     if kind == "prompts":
-        first: dict[bytes, int] = {}
-        for i, prompt in enumerate(examples.ids(0)):
-            first.setdefault(prompt, i)
-        examples = examples[list(first.values())]
+        examples = examples[np.unique(_numbered(examples.ids(0)), return_index=True)[1]]
     return Loaded(examples, cuts, tuple(ignored))
 
 
@@ -147,15 +141,14 @@ def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, from the cache if it is there."""
     file = cache.file_for(source, tokenizer, kind, limits)
     if file and (kept := cache.read(file)):
-        places, *texts, cuts, ignored = json.loads(kept["text"].tobytes())
-        places = [source + place for place in places]
-        return Loaded(
-            Examples(kept["tokens"], kept["rows"], places, *texts), Counter(cuts), tuple(ignored)
-        )
+        texts, cuts, ignored = json.loads(kept["text"].tobytes())
+        texts = [(source + place, *extra) for place, *extra in texts]
+        examples = Examples(kept["tokens"], kept["rows"], texts)
+        return Loaded(examples, Counter(cuts), tuple(ignored))
     e, *rest = loaded = _tokenised(source, tokenizer, kind, limits)
     if file:
-        text = json.dumps([[x[len(source) :] for x in e.places], e.extra, *rest]).encode()
-        text = np.frombuffer(text, np.uint8)
+        texts = [(place[len(source) :], *extra) for place, *extra in e.texts]
+        text = np.frombuffer(json.dumps([texts, *rest]).encode(), np.uint8)
         cache.write(file, dict(tokens=e.tokens, rows=e.rows, text=text))
     return loaded
 
@@ -363,7 +356,9 @@ def fingerprint(parts: dict[str, Sequence[Example]]) -> str:
     h = hashlib.sha256()
     for name, some in parts.items():
         e = Examples.of(some)
-        extra = [e.extra[i] for i in e.rows["extra"]] if any(e.extra) else ""
+        extra = (
+            [dict(e.texts[i][1:]) for i in e.rows["text"]] if any(x[1:] for x in e.texts) else ""
+        )
         h.update(f"{name} {len(e)} {extra}".encode())
         for column in ("length", "label", "weight", "rewards"):
             h.update(e.rows[column].tobytes())
