@@ -96,29 +96,28 @@ def _completed(fields: dict, kind: str) -> Record:
         prompt = _prompt(fields)
         fields.clear()
         return Record(prompt, [], None)
-    paired, rated = (any(name in fields for name in names) for names in (PAIR, RATING))
+    paired, rated = _has(fields, PAIR), _has(fields, RATING)
     if paired and rated:
         raise Fault("record: both a rating and a pair: which one is meant?")
-    if kind == "demonstrations":
-        if rated:
-            value, field = _take(fields, *RATING)
-            if not _label(value, field):
-                raise Fault(f"{field}: undesirable: this completion is not to be imitated")
-        return _demonstration(fields)
-    if paired:
+    shown, label = kind == "demonstrations", None
+    if paired and not shown:
         return _pair(fields)
     if kind == "paired":
         hint = ", this is a rated record (see kto.py)" if rated else ""
         raise Fault(f"chosen: missing: pairs are needed here{hint}")
-    return _rated(fields)
-
-
-def _rated(fields: dict) -> Record:
-    label = _label(*_take(fields, *RATING))
-    if not _has(fields, PROMPT) and _has(fields, DIALOGUE):
-        return _conversation(fields)._replace(label=label)
-    answer = _take(fields, *ANSWER)
-    return _single(_prompt(fields), *answer)._replace(label=label)
+    if rated or not shown:
+        value, field = _take(fields, *RATING)
+        label = _label(value, field)
+    if shown and label is False:
+        raise Fault(f"{field}: undesirable: this completion is not to be imitated")
+    if _has(fields, DIALOGUE) and (shown or not _has(fields, PROMPT)):
+        record = _conversation(fields)
+    elif shown and "input" in fields and not _has(fields, PROMPT):
+        prompt = _text(*_take(fields, "input"))
+        record = Record(prompt, [_text(*_take(fields, "output"))], None)
+    else:
+        record = _single(_prompt(fields), *_take(fields, *ANSWER))
+    return record if shown else record._replace(label=label)
 
 
 def _pair(fields: dict) -> Record:
@@ -140,15 +139,6 @@ def _pair(fields: dict) -> Record:
         why = "more than one turn after the prompt, and not the same ones as in chosen"
         raise Fault(f"{pair[1][1]}: {why}")
     return good._replace(completions=good.completions + bad.completions, rewards=rewards)
-
-
-def _demonstration(fields: dict) -> Record:
-    if _has(fields, DIALOGUE):
-        return _conversation(fields)
-    if "input" in fields and not _has(fields, PROMPT):
-        prompt = _text(*_take(fields, "input"))
-        return Record(prompt, [_text(*_take(fields, "output"))], None)
-    return _single(_prompt(fields), *_take(fields, *ANSWER))
 
 
 def _conversation(fields: dict) -> Record:
