@@ -78,7 +78,7 @@ def _form(fields: dict, kind: str) -> Record:
     more = _for_template(fields, "chat_template_kwargs", dict) or {}
     record = _completed(fields, kind)
     if system:
-        turns = _turns(record.prompt)
+        turns = as_turns(record.prompt)
         if turns[0]["role"] == "system":
             raise Fault("system: given beside a system message: which one is meant?")
         scored = None if record.scored is None else record.scored + 1
@@ -160,7 +160,7 @@ def _conversation(fields: dict) -> Record:
 def _single(prompt, value, field: str) -> Record:
     """A prompt and its completion, which may repeat the prompt or hold several turns, as tool use
     does: the last one is the completion, those before it go to the prompt."""
-    turns, before = _dialogue(value, field), _turns(prompt)
+    turns, before = _dialogue(value, field), as_turns(prompt)
     if isinstance(turns, str):
         return Record(prompt, [turns], None)
     if len(turns) > len(before) and turns[: len(before)] == before:
@@ -197,7 +197,7 @@ def _prompt(fields: dict) -> str | list[dict]:
     return _dialogue(*_take(fields, *PROMPT))
 
 
-def _turns(prompt) -> list[dict]:
+def as_turns(prompt) -> list[dict]:
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
