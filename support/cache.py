@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from support.checkpoint import digest
 from support.records import local
 
 LARGE = 2**24  # bytes of a file: below, tokenising it again takes seconds
@@ -19,15 +20,11 @@ def file_for(source: str, tokenizer, kind: str, limits) -> Path | None:
     path = local(source)
     if not limits.cache or not path.is_file() or path.stat().st_size < LARGE:
         return None
-    h = hashlib.sha256()
-    for part in (path, *CODE):
-        with open(part, "rb") as f:
-            while block := f.read(2**22):
-                h.update(block)
     names = ("max_prompt", "max_completion", "extra", "columns", "score_turns", "date")
-    asked = [kind, path.suffixes, *(getattr(limits, name) for name in names)]
-    h.update(repr([asked, tokenizer.identity()]).encode())
-    return Path(limits.cache).expanduser() / f"{h.hexdigest()}.npz"
+    asked = [kind, path.suffixes, *map(digest, (path, *CODE)), tokenizer.identity()]
+    asked += [getattr(limits, name) for name in names]
+    key = hashlib.sha256(repr(asked).encode()).hexdigest()
+    return Path(limits.cache).expanduser() / f"{key}.npz"
 
 
 def read(file: Path) -> dict[str, np.ndarray] | None:

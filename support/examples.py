@@ -51,12 +51,10 @@ class Examples(Sequence):
         if isinstance(examples, cls):
             return examples
         ids = [(e.prompt, *e.completions) for e in examples]
-        n, texts = (max(map(len, ids), default=1),), {}
+        n, texts = (len(ids[0]),), {}
         columns = [("start", "i8", n), ("length", "i4", n), ("label", "?"), ("weight", "f8")]
         columns += [("rewards", "f8", (2,)), ("text", "i8"), ("line", "i8")]
         rows = np.zeros(len(ids), columns)
-        if not ids:
-            return cls(np.zeros(0, np.int32), rows, [])
         rows["length"] = [[len(x) for x in row] for row in ids]
         rows["start"] = rows["length"].cumsum().reshape(-1, *n) - rows["length"]
         for name in ("label", "weight", "rewards"):  # None becomes nan
@@ -69,7 +67,6 @@ class Examples(Sequence):
 
     @classmethod
     def joined(cls, parts: list["Examples"]) -> "Examples":
-        parts = [part for part in parts if len(part)] or [cls.of([])]
         if len(parts) == 1:
             return parts[0]
         rows, texts, n_tokens = [], [], 0
@@ -142,7 +139,7 @@ def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     file = cache.file_for(source, tokenizer, kind, limits)
     if file and (kept := cache.read(file)):
         texts, cuts, ignored = json.loads(kept["text"].tobytes())
-        texts = [(source + place, *extra) for place, *extra in texts]
+        texts = [(source + place, *map(tuple, extra)) for place, *extra in texts]
         examples = Examples(kept["tokens"], kept["rows"], texts)
         return Loaded(examples, Counter(cuts), tuple(ignored))
     e, *rest = loaded = _tokenised(source, tokenizer, kind, limits)
@@ -173,10 +170,11 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
             waiting = []
     if faults:
         raise BadInput("\n".join(faults))
-    made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
-    if not (examples := Examples.joined(made)):
+    if waiting:
+        made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
+    if not made:
         raise BadInput(f"{source}: no records")
-    return Loaded(examples, cuts, tuple(ignored))
+    return Loaded(Examples.joined(made), cuts, tuple(ignored))
 
 
 def columns(limits: Data) -> dict[str, str]:
@@ -279,10 +277,6 @@ def _numbered(keys: Iterator[bytes]) -> np.ndarray:
     return np.array([seen.setdefault(key, len(seen)) for key in keys])
 
 
-def _distinct(x: np.ndarray) -> int:
-    return 1 + np.count_nonzero(np.diff(np.sort(x)))
-
-
 def table(name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple = ()) -> str:
     """What is about to be learned from, for a person to read before it starts."""
     examples = Examples.of(examples)
@@ -302,7 +296,8 @@ def table(name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple 
     answered = prompt * n + first
     for other in second:
         answered = np.unique(answered, return_inverse=True)[1] * n + other
-    said, rated = _distinct(answered), _distinct(answered * 2 + label)
+    both = np.sort(answered), np.sort(answered * 2 + label)
+    said, rated = (1 + np.count_nonzero(np.diff(x)) for x in both)
     counts = {"duplicates": n - rated, "contradictions": rated - said, **cuts}
     lines.append("  " + ", ".join(f"{v:,} {what}" for what, v in counts.items()))
     if ignored:
@@ -354,11 +349,8 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict
 def fingerprint(parts: dict[str, Sequence[Example]]) -> str:
     """A hash of all examples as token ids, labels, weights and rewards, in their order."""
     h = hashlib.sha256()
-    for name, some in parts.items():
-        e = Examples.of(some)
-        extra = (
-            [dict(e.texts[i][1:]) for i in e.rows["text"]] if any(x[1:] for x in e.texts) else ""
-        )
+    for name, e in ((name, Examples.of(some)) for name, some in parts.items() if some):
+        extra = [e.texts[i][1:] for i in e.rows["text"].tolist()]
         h.update(f"{name} {len(e)} {extra}".encode())
         for column in ("length", "label", "weight", "rewards"):
             h.update(e.rows[column].tobytes())

@@ -16,9 +16,9 @@ from support.tokenizer import Tokenizer, model_file
 KINDS = ("paired", "rated", "demonstrations", "prompts")
 
 
-def histogram(lengths: list[int], width: int, bins: int = 8) -> list[str]:
+def histogram(lengths: np.ndarray, width: int, bins: int = 8) -> list[str]:
     """Lines of `from to | bar | count`, bins of equal width."""
-    low, high = min(lengths), max(lengths)
+    low, high = lengths.min(), lengths.max()
     edges = low + np.arange(bins + 1) * -(-(high + 1 - low) // bins)
     counts, _ = np.histogram(lengths, edges)
     bars = ["#" * -(-n * max(8, width - 30) // max(counts)) for n in counts]
@@ -75,8 +75,10 @@ def main() -> None:
     d, tokenizer = with_limits(d, context), Tokenizer(folder, d.chat_template, d.date)
     loaded, width = load(d.train, tokenizer, _kind(d), d), shutil.get_terminal_size().columns
     print(table(d.train, *loaded))
-    print("prompt tokens", *histogram([len(e.prompt) for e in loaded.examples], width), sep="\n")
-    if lengths := [len(c) for e in loaded.examples for c in e.completions]:
-        print("completion tokens", *histogram(lengths, width), sep="\n")
+    for what, lengths in zip(
+        ("prompt", "completion"), np.split(loaded.examples.rows["length"], [1], 1)
+    ):
+        if lengths.size:
+            print(f"{what} tokens", *histogram(lengths, width), sep="\n")
     print("an example by tokens, those after > scored")
     print(*marked(loaded.examples[0], tokenizer, d.score_prompt, width), sep="\n")

@@ -78,7 +78,7 @@ def _form(fields: dict, kind: str) -> Record:
     more = _for_template(fields, "chat_template_kwargs", dict) or {}
     record = _completed(fields, kind)
     if system:
-        turns = _turns(record.prompt)
+        turns = as_turns(record.prompt)
         if turns[0]["role"] == "system":
             raise Fault("system: given beside a system message: which one is meant?")
         scored = None if record.scored is None else record.scored + 1
@@ -96,29 +96,28 @@ def _completed(fields: dict, kind: str) -> Record:
         prompt = _prompt(fields)
         fields.clear()
         return Record(prompt, [], None)
-    paired, rated = (any(name in fields for name in names) for names in (PAIR, RATING))
+    paired, rated = _has(fields, PAIR), _has(fields, RATING)
     if paired and rated:
         raise Fault("record: both a rating and a pair: which one is meant?")
-    if kind == "demonstrations":
-        if rated:
-            value, field = _take(fields, *RATING)
-            if not _label(value, field):
-                raise Fault(f"{field}: undesirable: this completion is not to be imitated")
-        return _demonstration(fields)
-    if paired:
+    shown, label = kind == "demonstrations", None
+    if paired and not shown:
         return _pair(fields)
     if kind == "paired":
         hint = ", this is a rated record (see kto.py)" if rated else ""
         raise Fault(f"chosen: missing: pairs are needed here{hint}")
-    return _rated(fields)
-
-
-def _rated(fields: dict) -> Record:
-    label = _label(*_take(fields, *RATING))
-    if not _has(fields, PROMPT) and _has(fields, DIALOGUE):
-        return _conversation(fields)._replace(label=label)
-    answer = _take(fields, *ANSWER)
-    return _single(_prompt(fields), *answer)._replace(label=label)
+    if rated or not shown:
+        value, field = _take(fields, *RATING)
+        label = _label(value, field)
+    if shown and label is False:
+        raise Fault(f"{field}: undesirable: this completion is not to be imitated")
+    if _has(fields, DIALOGUE) and (shown or not _has(fields, PROMPT)):
+        record = _conversation(fields)
+    elif shown and "input" in fields and not _has(fields, PROMPT):
+        prompt = _text(*_take(fields, "input"))
+        record = Record(prompt, [_text(*_take(fields, "output"))], None)
+    else:
+        record = _single(_prompt(fields), *_take(fields, *ANSWER))
+    return record if shown else record._replace(label=label)
 
 
 def _pair(fields: dict) -> Record:
@@ -142,15 +141,6 @@ def _pair(fields: dict) -> Record:
     return good._replace(completions=good.completions + bad.completions, rewards=rewards)
 
 
-def _demonstration(fields: dict) -> Record:
-    if _has(fields, DIALOGUE):
-        return _conversation(fields)
-    if "input" in fields and not _has(fields, PROMPT):
-        prompt = _text(*_take(fields, "input"))
-        return Record(prompt, [_text(*_take(fields, "output"))], None)
-    return _single(_prompt(fields), *_take(fields, *ANSWER))
-
-
 def _conversation(fields: dict) -> Record:
     value, field = _take(fields, *DIALOGUE)
     turns = _dialogue(value, field)
@@ -170,7 +160,7 @@ def _conversation(fields: dict) -> Record:
 def _single(prompt, value, field: str) -> Record:
     """A prompt and its completion, which may repeat the prompt or hold several turns, as tool use
     does: the last one is the completion, those before it go to the prompt."""
-    turns, before = _dialogue(value, field), _turns(prompt)
+    turns, before = _dialogue(value, field), as_turns(prompt)
     if isinstance(turns, str):
         return Record(prompt, [turns], None)
     if len(turns) > len(before) and turns[: len(before)] == before:
@@ -207,7 +197,7 @@ def _prompt(fields: dict) -> str | list[dict]:
     return _dialogue(*_take(fields, *PROMPT))
 
 
-def _turns(prompt) -> list[dict]:
+def as_turns(prompt) -> list[dict]:
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 

@@ -15,7 +15,8 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from support.errors import BadInput, given, opened
-from support.records import Fault, Record, short
+from support.families import read_object
+from support.records import Fault, Record, as_turns, short
 
 ENCODE_TEXTS = 4096  # at a time
 RENDER_SECONDS, RENDER_CHARACTERS = 10.0, 10**8  # of a record, at most, in a chat template
@@ -27,10 +28,7 @@ PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
 def model_file(folder: Path, name: str) -> dict:
     """What a JSON file of a model's folder holds; nothing if it is not there. Raises BadInput."""
     file = folder / name
-    found = opened(None, file, json.loads) if file.exists() else {}
-    if not isinstance(found, dict):
-        raise BadInput(f"{file}: expected an object, got {short(found)}")
-    return found
+    return read_object(file, json.loads) if file.exists() else {}
 
 
 def _model_ids(folder: Path, name: str) -> list[int]:
@@ -143,8 +141,6 @@ class Tokenizer:
         self.source = text
         if text is None:
             return None
-        if not isinstance(text, str):
-            raise BadInput(f"{folder}: chat_template: expected a text, got {short(text)}")
 
         def refuse(message):
             raise jinja2.TemplateError(message)
@@ -174,9 +170,7 @@ class Tokenizer:
         if self.template is None:
             why = "messages, but the tokenizer has no chat template: give data.chat_template"
             raise Fault(f"prompt: {why}")
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        bot = {"role": "assistant"}
+        prompt, bot = as_turns(prompt), {"role": "assistant"}
         answers = [a if isinstance(a, dict) else {**bot, "content": a} for a in answers]
         more = dict(tools=record.tools, documents=None, **record.template_kwargs)
         given = [x for m in [*prompt, *answers] for x in m.get("tool_calls") or ()]

@@ -9,7 +9,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -153,11 +152,9 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     vllm.LLM, vllm.SamplingParams = LLM, lambda **kw: SimpleNamespace(**kw)
     argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=4", "--online.max_iterations=1",
             "--online.max_new_tokens=4", f"--out_dir={tmp_path / 'run'}", "--progress=false"]  # fmt: skip
-    with (
-        mock.patch.dict(sys.modules, vllm=vllm),
-        mock.patch.object(sys, "argv", ["online.py", *argv]),
-    ):
-        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    monkeypatch.setitem(sys.modules, "vllm", vllm)  # patch.dict would forget what this imports
+    monkeypatch.setattr(sys, "argv", ["online.py", *argv])
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert asked and asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()
 
 
