@@ -344,6 +344,9 @@ def test_weights_are_shares_of_the_longest_mix_that_repeats_nothing(tmp_path):
     assert [e.where for e in both] == [f"{a}:{i}" for i in range(1, 61)] + [
         f"{b}:{i}" for i in range(1, 21)
     ]
+    assert [ids(e)[0] for e in both[58:62]] == [
+        ids_of(plain(), x) for x in ("a58", "a59", "b0", "b1")
+    ]
     mixed = read(f"{a}:0.6,{b}:0.4", plain())
     lines = [int(e.where.split(":")[1]) for e in mixed]
     assert lines == [1 + 2 * i for i in range(30)] + [*range(1, 21)], "evenly over the longer one"
