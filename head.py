@@ -56,7 +56,7 @@ class Head(torch.autograd.Function):
         w_VC = w_VC.to(h_TC.dtype)
         ctx.save_for_backward(h_TC, w_VC, target_T)
         ctx.cap, ctx.chunks, ctx.grads, logp = cap, chunks, [], []
-        ctx.sum_dtype = wide if chunks.gpu else w_VC.dtype
+        ctx.sum_dtype = torch.promote_types(wide, torch.float32) if chunks.gpu else w_VC.dtype
         for i, (h, target) in enumerate(zip(h_TC.split(chunks.size), target_T.split(chunks.size))):
             save = chunks.saved is not None and (frozen or i < chunks.saved)
             logp_T, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)

@@ -169,9 +169,11 @@ class Models:
 
     def publish(self, write, out: Path) -> None:
         """write(a new folder, later `out`) on rank 0; where the policy's weights are
-        gathered, on all."""
-        sharded = self.cfg.strategy == "fsdp"
-        checkpoint.publish(self.fabric, *((None, out, write) if sharded else (write, out)))
+        gathered, write(None) on the others."""
+        if self.cfg.strategy != "fsdp":
+            return checkpoint.publish(self.fabric, write, out)
+        first = self.fabric.global_rank == 0
+        checkpoint.publish(self.fabric, None, out, lambda tmp: write(tmp if first else None))
 
     def _export(self) -> None:
         """`final`, with LoRA `final_adapter` in PEFT's format, and `best`."""

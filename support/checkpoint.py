@@ -154,8 +154,9 @@ def on_rank_0(fabric, work):
 
 
 def publish(fabric, write, out: Path, each=None) -> None:
-    """Rank 0 calls write(folder), if given, on a folder beside `out`, hashes it, and moves it there; before,
-    every rank calls each(folder). Fails on all ranks alike."""
+    """Rank 0 calls write(folder), if given, on a folder beside `out`, hashes it, and moves it there;
+    before, every rank calls each(folder). Fails on all ranks alike, if not in a collective."""
+    failed = None
     tmp, old = (out.with_name(f".{out.name}.{kind}") for kind in ("tmp", "old"))
 
     def begin():
@@ -167,6 +168,8 @@ def publish(fabric, write, out: Path, each=None) -> None:
     def finish():
         try:
             with writing(out, SafetensorError):  # safetensors has its own error for a full disk
+                if failed:
+                    raise failed
                 if write:
                     write(tmp)
                 manifest = {p.name: digest(p) for p in sorted(tmp.iterdir())}
@@ -184,8 +187,11 @@ def publish(fabric, write, out: Path, each=None) -> None:
 
     on_rank_0(fabric, begin)
     if each:
-        with writing(out, SafetensorError):
-            each(tmp)
+        try:
+            with writing(out, SafetensorError):
+                each(tmp)
+        except Failed as e:  # maybe on this rank alone
+            failed = e
     on_rank_0(fabric, finish)
 
 
@@ -214,7 +220,7 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
 
     def write(folder: Path):
         for name, some in whole.items():
-            store(folder, Lazy(some, some.get), name)
+            store(folder, Lazy(some, some.__getitem__), name)
         state.shards = len(list(folder.glob("shard-*")))
         (folder / "state.json").write_text(json.dumps({"run": asdict(state), "optimizer": numbers}))
         (folder / "settings.yaml").write_text(dump(cfg))

@@ -32,7 +32,8 @@ debug = False  # the setting, once it is read: exceptions then reach pdb as they
 def rank() -> int:
     """This process's place among all, before launching too. 0 where it is alone."""
     env = os.environ
-    first = env.get("RANK") or env.get("SLURM_PROCID") or env.get("LOCAL_RANK") or 0
+    # in a shell that SLURM gave, SLURM_PROCID is 0 in all that Fabric launches
+    first = env.get("RANK") or env.get("LOCAL_RANK") or env.get("SLURM_PROCID") or 0
     return int(first) or int(env.get("NODE_RANK") or 0)
 
 

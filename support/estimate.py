@@ -57,6 +57,7 @@ class Estimate:
             p.requires_grad_("lora_" in name or not self.lora)
             sizes["lora_" in name] += p.numel()
         self.embedding = model.transformer.wte.weight.numel()
+        self.apart = model.plain_head and not self.tied
         self.adapters, self.total = sizes[True], sizes[False] - self.tied * self.embedding
         self.trained = self.adapters or self.total
         blocks = model.transformer.h.modules()
@@ -98,7 +99,7 @@ class Estimate:
         }
         if sharded:  # two blocks, embedding or head, what is in none; and their gradients
             parts = {name: x / n for name, x in parts.items()}
-            outside -= 0 if self.tied else self.embedding
+            outside -= self.embedding * self.apart
             learns = (block + outside) * self.wide * (not self.lora)
             parts["gathered"] = 2 * block * self.used + outside * self.held + learns
         elif n > 1:

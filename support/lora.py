@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from support.errors import BadInput, rank
+from support.errors import BadInput
 from support.families import layout, must, read_config
 from support.settings import Lora
 from support.tensors import Lazy, renamed
@@ -101,15 +101,16 @@ def plain_names(state: Mapping) -> Lazy:
 def merge_adapters(state: Mapping, model: nn.Module) -> Lazy:
     """Full weights by their plain names: each adapter added to its base matrix. `state`, the
     model's weights by name, may be gathered from shards."""
-    plain, blocks = plain_names(state), _blocks(state, model)
+    plain, blocks = plain_names(state), {}
+    for (name, *rows), adapter in _blocks(state, model).items():
+        blocks.setdefault(name, []).append((*rows, *adapter))
 
     def merged(name):
         w = plain[name]
-        for (of, first, end), (a, b, scale) in blocks.items():
-            if of == name:
-                delta = torch.zeros_like(w, dtype=a.dtype)
-                delta[first:end] = b @ a * scale
-                w = (w + delta).to(w.dtype)
+        for first, end, a, b, scale in blocks.get(name, ()):
+            delta = torch.zeros_like(w, dtype=a.dtype)
+            delta[first:end] = b @ a * scale
+            w = (w + delta).to(w.dtype)
         return w
 
     return Lazy(plain.like, merged)
@@ -168,7 +169,13 @@ def read_adapter(folder: Path):
 
 
 def export_adapter(
-    state: Mapping, out: Path, model: nn.Module, source: Path, base: str, lora: Lora, below=()
+    state: Mapping,
+    out: Path | None,
+    model: nn.Module,
+    source: Path,
+    base: str,
+    lora: Lora,
+    below=(),
 ) -> None:
     """Write the adapters in PEFT's format. A fused matrix has one adapter there: ours side by side,
     of a rank and an alpha of its own; so have those that the run started from, `below` (see
@@ -213,7 +220,7 @@ def export_adapter(
         rank_pattern=fused, alpha_pattern={k: scale * n**root for k, n in fused.items()},
         fan_in_fan_out=config["model_type"] == "gpt2", inference_mode=True,
     )  # fmt: skip
-    if rank():
+    if out is None:
         return
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

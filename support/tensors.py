@@ -9,8 +9,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 
-from support.errors import rank
-
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 FLOATS = frozenset(DTYPES)
 DTYPES |= dict(I64=torch.int64, I32=torch.int32, I16=torch.int16, I8=torch.int8, U8=torch.uint8)
@@ -69,23 +67,32 @@ def read(file: Path) -> Lazy:
     return Lazy(like, get)
 
 
-def write(folder: Path, tensors: Lazy, name: str = "model", most: int = 2**62) -> None:
-    """NAME.safetensors, or as many files of at most `most` bytes as it takes and their index. Rank 0
-    writes; others only ask for the tensors, as it does. (save_file wants all at once.)"""
+def write(folder: Path | None, tensors: Lazy, name: str = "model", most: int = 2**62) -> None:
+    """NAME.safetensors, or as many files of at most `most` bytes as it takes and their index, one
+    tensor at a time (save_file wants all at once). Without a folder they are only asked for, as the
+    rank that writes does; it does so to the end, whatever fails."""
     # wide ones first, as safetensors has them: all stay aligned
     sizes = sorted(tensors.like.items(), key=lambda x: -x[1].element_size())
     like = {n: torch.empty(x.shape, dtype=x.dtype, device="meta") for n, x in sizes}
     pattern = f"{name}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(like, filename_pattern=pattern, max_shard_size=most)
-    for file, names in split.filename_to_tensors.items():
-        if rank():
-            for name in names:
-                tensors[name]
-            continue
-        write_file(folder / file, Lazy({n: like[n] for n in names}, tensors.get))
-    if split.is_sharded and not rank():
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    files = split.filename_to_tensors
+    rest = iter([name for names in files.values() for name in names])
+
+    def take(name):
+        next(rest)
+        return tensors[name]
+
+    try:
+        for file, names in files.items() if folder else ():
+            write_file(folder / file, Lazy({n: like[n] for n in names}, take))
+        if folder and split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2) + "\n"
+            (folder / f"{name}.safetensors.index.json").write_text(text)
+    finally:
+        for missed in rest:
+            tensors[missed]
 
 
 def write_file(file: Path, tensors: Lazy) -> None:

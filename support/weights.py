@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from support import tensors
 from support.checkpoint import stored as stored_checkpoint
 from support.checkpoint import verify
-from support.errors import BadInput, given, rank
+from support.errors import BadInput, given
 from support.families import bounded, layout, read_config, read_object
 from support.lora import adapter_arguments, merge_adapters, plain_names, read_adapter
 from support.records import local
@@ -49,7 +49,9 @@ def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
             why = "a run without a `final` folder: resume it, or name one of its checkpoints"
             raise BadInput(f"{what}: {source}: {why}")
         folder = folder / "final"
-    folder = folder if folder.is_dir() else _download(source, folder, what, weights)
+    downloaded = not folder.is_dir()
+    if downloaded:
+        folder = _download(source, folder, what, weights)
     if (folder / "state.json").exists():
         if fault := verify(folder):
             raise BadInput(f"{what}: {folder}: {fault}")
@@ -61,8 +63,8 @@ def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
         return _on_top(fetch(base, what, weights), folder)
     several = "model.safetensors.index.json"
     needed = several if (folder / several).exists() else "model.safetensors"
-    known = (folder / "manifest.json").exists()
-    if known and (fault := verify(folder, ("config.json", needed))):
+    known = (folder / "manifest.json").exists()  # of a download some files are left out
+    if known and not downloaded and (fault := verify(folder, ("config.json", needed))):
         advice = "if you changed it yourself, delete manifest.json"
         raise BadInput(f"{what}: {folder}: {fault}; {advice}")
     return folder
@@ -247,19 +249,20 @@ def _places(pieces: list, shape, like: dict) -> dict[str, list[tuple[int, int, i
 
 def _with_adapter(state: Lazy, folder: Path, where: dict) -> Lazy:
     """A PEFT folder's adapters added."""
-    deltas, parts = {}, {}
+    parts = {}
     for name, b, a, scale in read_adapter(folder):
         name = canonical(name)
         _refuse((), {name} - where.keys())
-        deltas[name] = b @ a * scale
-        for ours, places in _places(where[name], deltas[name].shape, state.like).items():
-            parts.setdefault(ours, {})[name] = places
+        shape = len(b), a.shape[1]
+        for ours, places in _places(where[name], shape, state.like).items():
+            parts.setdefault(ours, []).append((b, a, scale, places))
 
     def added(ours):
         w = state[ours]
-        for name, places in parts.get(ours, {}).items():
-            for a, b, at in places:
-                w[a:b] += deltas[name][at : at + b - a]
+        for b, a, scale, places in parts.get(ours, ()):
+            delta = b @ a * scale
+            for first, end, at in places:
+                w[first:end] += delta[at : at + end - first]
         return w
 
     return Lazy(state.like, added)
@@ -287,7 +290,7 @@ def _with_checkpoint(state: Lazy, folder: Path, arguments: dict, names: dict | N
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def export(state: Mapping, source: Path, out: Path, dtype="source", notes=()) -> None:
+def export(state: Mapping, source: Path, out: Path | None, dtype="source", notes=()) -> None:
     """Write plain weights (see merge_adapters) as a Hugging Face folder, with config
     and tokenizer files of `source`, in its dtypes or in float32, one by one. `notes`: more files,
     (name, text)."""
@@ -306,20 +309,21 @@ def export(state: Mapping, source: Path, out: Path, dtype="source", notes=()) ->
         like[name], where[name] = torch.empty(shape, dtype=kind, device="meta"), pieces
     kind = str(next(iter(like.values())).dtype).removeprefix("torch.")
 
-    others = {n: tensors.read(file) for n, _, file in stored(source) if OTHERS.fullmatch(n)}
-    like |= {n: file.like[n] for n, file in others.items()}
+    others = {n: file for n, _, file in stored(source) if OTHERS.fullmatch(n)}
+    files = {file: tensors.read(file) for file in set(others.values())}
+    like |= {n: files[file].like[n] for n, file in others.items()}
 
     def converted(name):
         if name in others:
-            return others[name][name]
-        own = {n: state[n] for n in {n for n, _, _ in where[name]}}
+            return files[others[name]][name]
+        own = {n: state[n] for n in dict.fromkeys(n for n, _, _ in where[name])}  # ranks agree
         x = torch.cat([own[n][a:b] for n, a, b in where[name]])
         return (x.T if is_transposed(name) else x).to(like[name].dtype)
 
-    if not rank():
+    if out:
         out.mkdir(parents=True, exist_ok=True)
     tensors.write(out, Lazy(like, converted), most=MAX_SHARD)
-    if rank():
+    if out is None:
         return
     config |= dict(dtype=kind, torch_dtype=kind)
     config["tie_word_embeddings"] = "lm_head.weight" not in state

@@ -388,6 +388,29 @@ def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(
     assert_same(train(tiny, ratings, out, *RUN, "--resume=auto"), whole)
 
 
+@pytest.mark.survive("R10")
+def test_a_full_disk_at_the_end_of_a_sharded_run_ends_all_ranks_and_leaves_no_half(
+    tiny, ratings, tmp_path
+):
+    """Rank 0 alone writes `final`, from what all gather."""
+    out, real = tmp_path / "run", tensors.write_file
+
+    def full(path, state):
+        if ".final" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, state)
+
+    def work(rank):
+        with mock.patch.object(tensors, "write_file", full):
+            with pytest.raises(Failed, match="final: not saved: No space left"):
+                train(tiny, ratings, out, *RUN, "--strategy=fsdp")
+
+    ranks(2, work)
+    assert not list(out.glob(".final*")) and not (out / "final").exists()
+    ranks(2, lambda rank: train(tiny, ratings, out, *RUN, "--strategy=fsdp", "--resume=auto") and 0)
+    assert checkpoint.verify(out / "final", ["model.safetensors"]) is None
+
+
 @pytest.mark.survive("R19")
 def test_an_error_on_one_rank_ends_all_ranks(tiny, ratings, tmp_path):
     """The second process fails in its third step; the first waits in a collective, not for ever."""

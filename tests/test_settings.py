@@ -15,7 +15,7 @@ import yaml
 from conftest import Started
 
 import kto
-from support import cli, settings
+from support import cli, errors, settings
 from support.devices import resolve
 from support.errors import BadInput
 
@@ -550,3 +550,22 @@ def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
     code, out, err = Started(tmp_path, "kto", ["--kto.bta", "3"]).ended()
     assert (code, out) == (2, "")
     assert err == "error: kto.bta: no such setting; did you mean kto.beta?\n"
+
+
+@pytest.mark.parametrize(
+    "env,place",
+    [
+        ({}, 0),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, 3),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, 1),
+        ({"SLURM_PROCID": "2"}, 2),
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, 1),
+    ],
+)
+def test_a_process_knows_its_place_under_every_launcher(env, place, monkeypatch):
+    """In a shell that SLURM gave, SLURM_PROCID is 0 in every process that Fabric launches."""
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert errors.rank() == place

@@ -4,6 +4,7 @@ import json
 import shutil
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import litgpt
@@ -17,6 +18,7 @@ from torch import nn
 
 import model
 from data import pack
+from support import tensors
 from support.lora import merge_adapters
 from support.settings import Lora
 from support.tensors import Lazy
@@ -271,6 +273,36 @@ def test_an_export_holds_one_tensor_at_a_time(name, tmp_path):
     export(Lazy(stored.like, make), tmp_path / "in", tmp_path / "out")
     one, two = (load_file(tmp_path / x / "model.safetensors") for x in ("in", "out"))
     assert one.keys() == two.keys() and all(torch.equal(x, two[n]) for n, x in one.items())
+
+
+def test_an_export_asks_for_weights_in_one_order_in_every_process(tmp_path):
+    """Each may be a gathering of all ranks. Phi-3 has two of ours in one; a set of names would differ
+    from process to process."""
+    config = transformers.Phi3Config(**GQA | dict(num_hidden_layers=9, pad_token_id=0))
+    made(config, tmp_path / "in")
+    stored, asked = model.stored(tmp_path / "in", torch.float32), []
+    spied = Lazy(stored.like, lambda name: asked.append(name) or stored[name])
+    export(spied, tmp_path / "in", tmp_path / "out")
+    mlp = [name for name in asked if ".mlp.fc_" in name]
+    assert mlp == [f"transformer.h.{i}.mlp.fc_{j}.weight" for i in range(9) for j in (1, 2)]
+    again = len(asked)
+    export(spied, tmp_path / "in", None)
+    assert asked[again:] == asked[:again], "and so does a rank that does not write"
+
+
+def test_a_failed_write_asks_for_the_rest_too(tmp_path, monkeypatch):
+    """Other ranks gather them and would wait for ever."""
+    asked, like = [], {f"w{i}": torch.zeros(3) for i in range(5)}
+
+    def make(name):
+        asked.append(name)
+        if name == "w2":
+            monkeypatch.setattr(tensors, "_bytes", mock.Mock(side_effect=OSError(28, "full")))
+        return like[name]
+
+    with pytest.raises(OSError):
+        tensors.write(tmp_path, Lazy(like, make))
+    assert asked == list(like)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
