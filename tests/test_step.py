@@ -125,8 +125,10 @@ def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, rat
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
-@pytest.mark.parametrize("head", ["tied", "its own"])
-def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(head, tiny, ratings, tmp_path):
+@pytest.mark.parametrize("head,n", [("tied", 2), ("its own", 4)])
+def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(
+    head, n, tiny, ratings, tmp_path
+):
     """Linear layers are gathered in bfloat16, where ddp casts them at each use."""
     folder, rows = tiny, {}
     if head == "its own":
@@ -135,7 +137,7 @@ def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(head, tiny,
     for strategy in ("ddp", "fsdp"):
         argv = (f"--strategy={strategy}", "--precision=bf16-mixed", "--micro_batch_size=2", *COMMON)
         argv += ("--max_steps=1", "--data.max_completion=30", "--data.max_prompt=34")
-        run, *_ = ranks(2, lambda rank: train(folder, ratings, tmp_path / strategy, *argv))
+        run, *_ = ranks(n, lambda rank: train(folder, ratings, tmp_path / strategy, *argv))
         rows[strategy] = run["rows"]
     ddp, fsdp = (rows[strategy][0] for strategy in rows)
     for name in ("loss", "kl", "logps/chosen", "rewards/mean"):
