@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support import shards
 from support.cli import dump
-from support.devices import say
+from support.devices import all_reduce, say
 from support.errors import BadInput, Failed, given, writing
 from support.settings import Run, changes, flat
 from support.tensors import Lazy, read
@@ -209,8 +209,10 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
         for key, x in states.items():
             kind = tensors if isinstance(x, torch.Tensor) else numbers
             kind[f"{names[id(p)]}|{key}"] = x
-    rng_R = fabric.all_gather(_generator(fabric).get_state()).view(fabric.world_size, -1)
-    whole, each = {"rng": {"rng": rng_R}}, None
+    rng = _generator(fabric).get_state().to(fabric.device)
+    rng_R = rng.new_zeros(fabric.world_size, len(rng))
+    rng_R[fabric.global_rank] = rng
+    whole, each = {"rng": {"rng": all_reduce(rng_R)}}, None
     kinds = {"weights": weights, "optimizer": tensors}
     if is_sharded(params):
         parts = {f"{kind}|{n}": x for kind, some in kinds.items() for n, x in some.items()}

@@ -411,6 +411,17 @@ def test_a_full_disk_at_the_end_of_a_sharded_run_ends_all_ranks_and_leaves_no_ha
     assert checkpoint.verify(out / "final", ["model.safetensors"]) is None
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_say_nothing_but_their_own_lines(strategy, tiny, ratings, tmp_path):
+    """No library's warning stands between them."""
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN]
+    argv += ["--devices=2", f"--strategy={strategy}", "--max_steps=2"]
+    argv = [sys.executable, ROOT / "kto.py", *argv]
+    process = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "exported to" in process.stdout and "Warning" not in process.stdout
+
+
 @pytest.mark.survive("R19")
 def test_an_error_on_one_rank_ends_all_ranks(tiny, ratings, tmp_path):
     """The second process fails in its third step; the first waits in a collective, not for ever."""
