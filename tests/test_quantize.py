@@ -97,7 +97,8 @@ def test_in_bf16_the_start_is_exact_too_and_training_goes_on(
 
 @pytest.mark.parametrize("base", BASES)
 def test_two_ranks_are_one_process_to_rounding(base, llama, ratings, tmp_path):
-    argv = (*RUN, "--max_steps=3", f"--lora.base={base}")
+    # at 1e-2 AdamW's first steps made 3e-5 of a loss out of a product's rounding, once in fifty runs
+    argv = (*RUN, "--max_steps=3", f"--lora.base={base}", "--optim.lr=1e-3")
     one = train(llama, ratings, tmp_path / "one", *argv)
     two, *_ = ranks(2, lambda rank: train(llama, ratings, tmp_path / "two", *argv))
     for a, b in zip(one["rows"], two["rows"]):
