@@ -313,10 +313,16 @@ def export(state: Mapping, source: Path, out: Path | None, dtype="source", notes
     files = {file: tensors.read(file) for file in set(others.values())}
     like |= {n: files[file].like[n] for n, file in others.items()}
 
+    own = {}  # q, k and v, one after the other, are parts of one of ours
+
     def converted(name):
         if name in others:
             return files[others[name]][name]
-        own = {n: state[n] for n in dict.fromkeys(n for n, _, _ in where[name])}  # ranks agree
+        needed = dict.fromkeys(n for n, _, _ in where[name])  # in one order on all ranks
+        for n in own.keys() - needed.keys():
+            del own[n]
+        for n in needed:
+            own[n] = own[n] if n in own else state[n]
         x = torch.cat([own[n][a:b] for n, a, b in where[name]])
         return (x.T if is_transposed(name) else x).to(like[name].dtype)
 
