@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there; a resumed run is the same run, bit for bit."""
 
+import contextlib
 import errno
 import json
 import os
@@ -104,14 +105,21 @@ def finished(tiny, ratings, tmp_path_factory):
     return train(tiny, ratings, out, *RUN, "--keep_last=9"), out
 
 
+@contextlib.contextmanager
+def put_back(folder):
+    """What is changed in it meanwhile."""
+    kept = shutil.copytree(folder, folder.with_name("kept"))
+    yield
+    shutil.rmtree(folder)
+    kept.rename(folder)
+
+
 @pytest.fixture
 def done(finished):
     """A finished run to spoil, in the folder in which it ran."""
     run, out = finished
-    kept = shutil.copytree(out, out.with_name("kept"))
-    yield out, run
-    shutil.rmtree(out)
-    kept.rename(out)
+    with put_back(out):
+        yield out, run
 
 
 FILES = ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
@@ -224,10 +232,8 @@ def ended(tiny, ratings, tmp_path_factory):
 def own(ended):
     """A folder with a run, and a function that goes on with it: what is changed there is put back."""
     folder, go = ended
-    kept = shutil.copytree(folder, folder.with_name("kept"))
-    yield folder, go
-    shutil.rmtree(folder)
-    kept.rename(folder)
+    with put_back(folder):
+        yield folder, go
 
 
 @pytest.mark.survive("R3")
