@@ -149,11 +149,14 @@ def test_a_folder_that_vanishes_ends_the_run_with_its_name(how, begin, tmp_path)
     out = tmp_path / "run"
     child = begin("--max_steps=4000", "--epochs=9999")
     until(lambda: lines(out / "metrics.csv") > 4)
+    if how == "another in its place":
+        (tmp_path / "another").mkdir()
+        shutil.copy(out / "metrics.csv", tmp_path / "another")
     out.rename(tmp_path / "elsewhere")
-    if how == "deleted":
+    if how == "another in its place":
+        (tmp_path / "another").rename(out)  # at once: the run makes its checkpoints in what is there
+    elif how == "deleted":
         shutil.rmtree(tmp_path / "elsewhere")
-    elif how != "renamed":
-        shutil.copytree(tmp_path / "elsewhere", out)
     code, _, stderr = child.ended()
     (line,) = errors_of(stderr)
     assert code == 1 and line.startswith(f"error: {out}/"), stderr
