@@ -38,8 +38,11 @@ class Lifecycle(Models):
 
     def __init__(self, cfg: Run, objective, validation=None, checker=None, rollout=None):
         self.objective, self.validation = objective, validation or objective
-        with given("state_dict", type(objective).__name__, TypeError):
-            json.dumps(objective.state_dict())  # now, not at the first checkpoint
+        kind = type(objective)
+        with given("state_dict", kind.__name__, TypeError):
+            memory = json.dumps(objective.state_dict())  # now, not at the first checkpoint
+        if memory == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
+            say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
         self.engine, both = rollout, (objective, self.validation)
         self.needs_reference = any(o.runs_reference for o in both)
         self.folder = fetch(cfg.model, weights=not cfg.estimate)
@@ -57,7 +60,7 @@ class Lifecycle(Models):
         if objective.records != "prompts":  # too few are refused before any work
             make_plan(cfg, len(self.examples["train"]))
         self.fabric = launch(cfg)
-        program = checkpoint.program_file(type(objective))
+        program = checkpoint.program_file(kind)
         self.opened = checkpoint.Opened(self.fabric, cfg, program)
         self.cfg, self.out = self.opened.cfg, self.opened.out
         self.state = RunState(program=str(program), source=checkpoint.digest(program))

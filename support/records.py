@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from support.errors import BadInput
+from support.errors import BadInput, shown
 
 LABELS = {"chosen": True, "rejected": False, "desirable": True, "undesirable": False}
 KNOWN = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -180,9 +180,11 @@ def _single(prompt, value, field: str) -> Record:
 def _take(fields: dict, *names: str) -> tuple[object, str]:
     """Take out the one field that has one of these names. -> its value and its name."""
     found = [name for name in names if name in fields]
-    if len(found) != 1:
-        both = f"{' and '.join(found)}: give one, not both"
-        raise Fault(both if found else f"{names[0]}: missing")
+    if len(found) > 1:
+        raise Fault(f"{' and '.join(found)}: give one, not both")
+    if not found:
+        name, have = " or ".join(names), shown(", ".join(fields) or "nothing else")
+        raise Fault(f"{names[0]}: missing: expected {name}; there is {have} (see data.columns)")
     return fields.pop(found[0]), found[0]
 
 

@@ -198,6 +198,24 @@ def test_what_an_objective_does_wrong_is_said_by_name(methods, fault, tiny, rati
             trainer.fit()
 
 
+def test_memory_that_no_checkpoint_saves_is_said_at_the_start(tiny, ratings, tmp_path, capsys):
+    class Forgets(kto.KTO):
+        def after_step(self, columns, kl):
+            self.z = kl.z.item()
+
+    class Remembers(Forgets):
+        def state_dict(self):
+            return {"z": 0.0}
+
+    line = "Forgets: after_step without a state_dict: a resume forgets what it kept"
+    for kind, said in ((Forgets, True), (Remembers, False), (kto.KTO, False)):
+        out = f"--out_dir={tmp_path / kind.__name__}"
+        argv = [f"--model={tiny}", f"--data.train={ratings}", out, "--batch_size=6"]
+        cfg = parse(kto.Settings, argv, "", demo="demo.yaml")
+        with Trainer(cfg, kind(cfg.kto)):
+            assert (line in capsys.readouterr().out.splitlines()) == said
+
+
 def test_a_step_that_is_not_finite_writes_its_examples(tiny, ratings, tmp_path):
     def loss(objective, *given):
         loss_B, columns = kto.KTO.loss(objective, *given)

@@ -219,6 +219,7 @@ REFUSED = [
     ("rated", "text", "record", "object"),
     ("rated", None, "record", "object"),
     ("rated", {"prompt": "p", "completion": "c"}, "label", "missing"),
+    ("rated", {"prompt": "p", "liked": 1}, "label", "there is prompt, liked (see data.columns)"),
     ("rated", {"completion": "c", "label": True}, "prompt", "missing"),
     ("rated", {"prompt": "p", "label": True}, "completion", "missing"),
     ("rated", rated(preference="chosen"), "label and preference", "not both"),

@@ -154,7 +154,9 @@ def test_a_folder_that_vanishes_ends_the_run_with_its_name(how, begin, tmp_path)
         shutil.copy(out / "metrics.csv", tmp_path / "another")
     out.rename(tmp_path / "elsewhere")
     if how == "another in its place":
-        (tmp_path / "another").rename(out)  # at once: the run makes its checkpoints in what is there
+        (tmp_path / "another").rename(
+            out
+        )  # at once: the run makes its checkpoints in what is there
     elif how == "deleted":
         shutil.rmtree(tmp_path / "elsewhere")
     code, _, stderr = child.ended()
