@@ -175,10 +175,11 @@ def test_a_completion_never_sees_its_sibling(shape, tiny, exact_norms):
 # ---- the path of a GPU ---------------------------------------------------------------------------
 
 
-def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=True):
+def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=None):
     """torch's varlen_attn as documented: each segment by itself, causal from the lower right."""
     assert cu_q.dtype == cu_k.dtype == torch.int32 and min(max_q, max_k) >= 2
-    assert enable_gqa == (k.shape[1] < q.shape[1])
+    grouped = k.shape[1] < q.shape[1]
+    assert enable_gqa == (grouped if "enable_gqa" in model.VARLEN else None)
     outs, (left, right) = [], window_size
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
@@ -193,10 +194,11 @@ def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=
     return torch.cat(outs)
 
 
-@pytest.fixture
-def on_segments(monkeypatch):
+@pytest.fixture(params=[("scale", "enable_gqa"), ("scale",)], ids=["torch 2.12", "torch 2.11"])
+def on_segments(request, monkeypatch):
     """A switch: from then on attention takes the path of a GPU, with the stand-in."""
     calls = []
+    monkeypatch.setattr(model, "VARLEN", request.param)
 
     def counted(*args, **options):
         calls.append(args)
