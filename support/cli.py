@@ -186,7 +186,8 @@ def _add_sections(parser) -> None:
 
 def _kind(name: str, cls) -> str:
     kind = flat(cls)[name]
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("None", "null")
+    # to Python 3.10 list[str] is a type too
+    return str(kind).replace("None", "null") if typing.get_args(kind) else kind.__name__
 
 
 def _one_line(message: str, cls) -> str:

@@ -23,6 +23,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     where = {n: files.index(m) + 1 for n, m in moments.items()}
     Writer = hf_storage.HuggingFaceStorageWriter
     writer = Writer(str(folder), where, save_distributed=True)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # what torch 2.10 itself calls
     try:
         dcp.save(tensors, storage_writer=writer)
     except CheckpointException as e:

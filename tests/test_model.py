@@ -257,6 +257,7 @@ def test_completions_of_one_token_add_no_query_and_are_scored_on_their_prompt(
 
 def test_flash_attention_is_chosen_where_torch_has_a_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(model, "VARLEN", ("scale", "window_size"))
 
     def fits(dtype=torch.bfloat16, D=64, cap=None, device="cuda"):
         q = mock.Mock(dtype=dtype, shape=(1, 4, 9, D), device=torch.device(device))
@@ -272,6 +273,10 @@ def test_flash_attention_is_chosen_where_torch_has_a_kernel(monkeypatch):
     ]
     assert not any(fits(**other) for other in others)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not fits()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fits()
+    monkeypatch.setattr(model, "VARLEN", ())  # torch 2.10
     assert not fits()
 
 

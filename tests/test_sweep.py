@@ -243,7 +243,7 @@ def test_folders_are_safe_and_no_two_runs_share_one(place):
     sweep.main(["kto.py", "--seed", "1,2", "--data", quoted, "--name", "../x y"])
     (out,) = Path("out").iterdir()
     assert out.name == "sweep-..%2Fx%20y"
-    folders = [path for path in out.glob("*/") if path.name != "report-svg"]
+    folders = [path for path in out.iterdir() if path.is_dir() and path.name != "report-svg"]
     assert len(folders) == 2 * len(paths)
     assert sum(len(list(path.glob("final"))) for path in folders) == 2 * len(paths)
     assert {path.name for path in place.iterdir()} == {"kto.py", "out"}
