@@ -275,6 +275,40 @@ def test_an_export_holds_one_tensor_at_a_time(name, tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(x, two[n]) for n, x in one.items())
 
 
+def test_a_tensor_is_read_alone_and_of_two_sources_the_second_counts(tmp_path):
+    save_file({"a": torch.ones(3), "b": torch.zeros(1000)}, tmp_path / "x.safetensors")
+    read = tensors.read(tmp_path / "x.safetensors")
+    x = read["b"]
+    with open(tmp_path / "x.safetensors", "r+b") as file:
+        file.seek(-4000, 2)
+        file.write(bytes([255]) * 4000)
+    assert not x.any(), "a copy: nothing of the file is kept"
+    assert read.get("c") is None and "c" not in read
+    newer = Lazy({"a": torch.ones(3).bfloat16()}, lambda name: torch.full((3,), 2.0).bfloat16())
+    both = tensors.over(read, newer)
+    assert both.like["a"].dtype == both["a"].dtype == torch.bfloat16 and both["a"][0] == 2
+    assert list(both) == ["a", "b"] and both["b"].shape == (1000,)
+
+
+def test_what_is_written_is_aligned_whatever_comes_first(tmp_path):
+    some = {
+        "flags": torch.ones(3, dtype=torch.uint8),
+        "w": torch.ones(2),
+        "h": torch.ones(1).half(),
+    }
+    tensors.write(tmp_path, Lazy(some, some.__getitem__))
+    file = tmp_path / "model.safetensors"
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + size])
+    assert size % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
+    assert {name: x["data_offsets"][0] for name, x in header.items()} == {
+        "w": 0,
+        "h": 8,
+        "flags": 10,
+    }
+    assert all(torch.equal(x, some[name]) for name, x in load_file(file).items())
+
+
 def test_an_export_asks_for_weights_in_one_order_in_every_process(tmp_path):
     """Each may be a gathering of all ranks. Phi-3 has two of ours in one; a set of names would differ
     from process to process."""
