@@ -184,7 +184,8 @@ def test_a_run_goes_on_at_another_number_of_processes(
         run, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "run", *given))
         *_, last = checkpoint.steps(tmp_path / "run" / "checkpoints").values()
         parts = len(list(last.glob("shard-*.safetensors")))
-        assert (parts > 0) == (strategy == "fsdp"), "every rank writes its own"
+        # every rank its own of the weights and of both moments; the step is shared out
+        assert 3 * n < parts <= 4 * n if strategy == "fsdp" else parts == 0
         assert parts == 0 or not (last / "weights.safetensors").exists()
     assert_equal(run, whole("32-true"), start(tiny), False)
 
