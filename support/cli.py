@@ -113,11 +113,14 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
         if not (asks or configs or rank()):
             print(f"your model: defaults, not config/{demo} (--print_config shows them)")
     else:
-        configs = [str(ROOT / "config" / demo)]
+        known = flat(cls)  # a fork may lack what the demo sets of another algorithm
+        here = flat(yaml.safe_load((ROOT / "config" / demo).read_text())).items()
+        here = [f"--{name}={value}" for name, value in here if name in known]
         if "data.train" in names:
-            rest = ["--data.val=null", "--eval.check=none", *rest]
+            here += ["--data.val=null", "--eval.check=none"]
             if not asks and rank() == 0:
                 print("your data.train: the demo's validation data and checker are left out")
+        rest = [*here, *rest]
     settings = _parse(cls, configs, rest, doc)
     for name, value in flat(settings).items():  # jsonargparse lets null pass for every type
         if value is None and type(None) not in typing.get_args(flat(cls)[name]):

@@ -147,6 +147,16 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert code == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
 
 
+@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge"])
+def test_an_example_runs_on_the_demo_by_the_command_in_its_first_line(program, clone, tmp_path):
+    first, *_ = (EXAMPLES / f"{program}.py").read_text().splitlines()
+    copied, command = re.search(r"(cp .*) && (python .*)\"\"\"$", first).groups()
+    subprocess.run(shlex.split(copied), cwd=clone, check=True)
+    few = " --batch_size 8 --max_steps 2 --eval.prompts 4"
+    code, said, stderr = run(clone, tmp_path / "a", command + few).ended()
+    assert code == 0 and "held-out accuracy by the checker" in said, stderr
+
+
 def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone, tmp_path):
     shutil.copy(EXAMPLES / "my_checker.py", clone / "checked.py")
     command = "python checked.py --max_steps 4 --eval.prompts 30 --eval.check_interval 2"
