@@ -119,6 +119,8 @@ def mismatched(examples: list[Example]) -> list[int]:
     """
     keys = [e.keys for e in examples]
     n, partners = len(keys), []
+    if 1 in (len(set(column)) for column in zip(*keys)):  # else each would look at all others
+        return [-1] * n
     for i, (prompt, completion) in enumerate(keys):
         others = ((i + d) % n for d in range(1, n))
         fit = (j for j in others if keys[j][0] != prompt and keys[j][1] != completion)

@@ -20,7 +20,7 @@ from reference import CachedReference
 from support import checkpoint
 from support.checkpoint import RunState
 from support.devices import Stop, all_reduce, launch, leave, resolve, say
-from support.errors import Failed, given
+from support.errors import BadInput, Failed, given
 from support.estimate import Estimate
 from support.examples import splits, with_limits
 from support.families import read_config
@@ -57,6 +57,8 @@ class Lifecycle(Models):
         kinds = objective.records, self.validation.records
         with given("data", cfg.data.train):
             self.examples = splits(cfg.data, self.tokenizer, *kinds, say)
+        if cfg.keep_best and not self.examples["val"]:
+            raise BadInput("keep_best: data.val: no examples")
         if objective.records != "prompts":  # too few are refused before any work
             make_plan(cfg, len(self.examples["train"]))
         self.fabric = launch(cfg)
@@ -93,7 +95,8 @@ class Lifecycle(Models):
         or an old state put in place. -> the rows that a resume goes on from"""
         old, found = self.opened.old, self.opened.found
         if old:
-            checkpoint.refuse_another_identity(old.identity, self.state.identity)
+            new = old.identity | self.state.identity  # an algorithm compares itself what it adds
+            checkpoint.refuse_another_identity(old.identity, new)
         claims = old.rows if self.opened.own else {}
 
         def work():

@@ -17,7 +17,7 @@ import numpy as np
 from data import next_of
 from generate import text
 from kto import KTO, KTOSettings
-from rollout import answers, iterations
+from rollout import ROUNDS, answers, iterations
 from support.checkpoint import refuse_another_identity
 from support.cli import parse
 from support.devices import say
@@ -73,6 +73,8 @@ class Settings(Run):
         refuse_unless(not other, "reference: goes with online.reference first only")
         folds = self.lora.base and self.online.reference == "last"
         refuse_unless(not folds, "lora.base: goes with online.reference first only")
+        first = self.precision != "bf16-true" or self.online.reference == "first"
+        refuse_unless(first, f"{ROUNDS}, or online.reference first")
 
 
 class OnlineKTO(KTO):

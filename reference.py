@@ -49,14 +49,17 @@ class CachedReference:
         self.computed, self.saved_at = 0, time.monotonic()
         with given("reference_cache", folder, Exception):
             folder.mkdir(parents=True, exist_ok=True)
-            for file in sorted(folder.glob(f"{self.of}-*.safetensors")):
-                blob = file.read_bytes()
-                if file.name != self._name(blob):
-                    why = "damaged: delete it, what it held is computed again"
-                    raise BadInput(f"reference_cache: {file}: {why}")
-                state = load(blob)
-                keys = map(bytes, state["key"].numpy())
-                self.known |= zip(keys, state["logp"].tolist())
+            self._read()
+
+    def _read(self) -> None:
+        for file in sorted(self.folder.glob(f"{self.of}-*.safetensors")):
+            blob = file.read_bytes()
+            if file.name != self._name(blob):
+                why = "damaged: delete it, what it held is computed again"
+                raise BadInput(f"reference_cache: {file}: {why}")
+            state = load(blob)
+            keys = map(bytes, state["key"].numpy())
+            self.known |= zip(keys, state["logp"].tolist())
 
     def _name(self, blob: bytes) -> str:
         return f"{self.of}-{hashlib.sha256(blob).hexdigest()[:16]}.safetensors"
@@ -98,4 +101,6 @@ class CachedReference:
     def release(self) -> None:
         """All that the run needs is known: keep it, and free the reference."""
         self.save()
+        self.fabric.barrier()
+        self._read()  # what ranks computed twice: the value that a resume will find
         self.reference = None

@@ -20,11 +20,15 @@ import torch
 
 from generate import generate, text
 from support import checkpoint, tensors
+from support.devices import say
 from support.errors import BadInput
 from support.lora import reset_adapters
 from support.settings import Sampling
 from support.tensors import renamed
 from support.weights import export, fingerprint
+
+ROUNDS = """precision: bf16-true: the base, which takes the adapters in, would round them away; use \
+bf16-mixed"""
 
 
 def iterations(trainer, plans, moving_reference: bool):
@@ -37,11 +41,11 @@ def iterations(trainer, plans, moving_reference: bool):
         if plan.end <= state.step:
             continue
         if i > state.iteration:
-            was, state.iteration = state.started_from, i
+            was, state.iteration, state.moved = state.started_from, i, moving_reference
             state.started_from = _start_iteration(trainer, i, moving_reference)
             moved = state.started_from != was
-            same = "the policy has not moved: this iteration would repeat the last one"
-            assert moved or not trainer.cfg.optim.lr, same
+            if not moved and trainer.cfg.optim.lr:
+                say(f"iteration {i}: the last one has not moved the policy")
         yield i, plan
 
 
@@ -101,8 +105,9 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     lines = fabric.broadcast(lines[:whole])
     done = [json.loads(line)["ids"] for line in lines]
     if len(done) < len(prompts) and trainer.state.step > plan.begin:
-        before = f"resume from a checkpoint of step {plan.begin} or before"
-        raise BadInput(f"resume: {file}: not what this iteration learns from; {before}")
+        advice = f"resume from a checkpoint of step {plan.begin} or before"
+        advice = advice if plan.begin else "go on in the run's own folder"
+        raise BadInput(f"resume: {file}: not what this iteration learns from; {advice}")
     if trainer.engine and len(done) < len(prompts):
         folder = _export(trainer)
 

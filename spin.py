@@ -18,7 +18,7 @@ import numpy as np
 from data import epoch_order
 from dpo import DPO, DPOSettings
 from generate import text
-from rollout import answers, iterations, offloaded, read_answers
+from rollout import ROUNDS, answers, iterations, offloaded, read_answers
 from support.cli import parse
 from support.devices import say
 from support.examples import Example
@@ -78,6 +78,7 @@ class Settings(Run):
         )
         folds = "lora.base: SPIN adds the adapters to the base, which a quantised one does not take"
         refuse_unless(not self.lora.base, folds)
+        refuse_unless(self.precision != "bf16-true", ROUNDS)
         refuse_unless(
             not self.spin.offload or self.strategy != "fsdp",
             "spin.offload: does not work with strategy fsdp, which shards the state already",

@@ -114,7 +114,8 @@ class Trainer(Lifecycle):
             self.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step, last = self.state.step, self.state.step == plan.end
-            is_best = self.evaluate(plan) if last or due(step, plan.val) else False
+            evaluated = last or due(step, plan.val) or due(step, plan.check)
+            is_best = evaluated and self.evaluate(plan)
             if last or is_best or due(step, plan.save):
                 self.save()
             if self.stop_requested() and step < plan.total:
@@ -326,8 +327,7 @@ class Trainer(Lifecycle):
             return False
         row = self.score(val)
         if self.evaluator.checker:
-            interval = steps_of(cfg.eval.check_interval, plan.per_epoch)
-            asked = step in (0, plan.end) or due(step, interval)
+            asked = step in (0, plan.end) or due(step, plan.check)
             row["checker_accuracy"] = self.evaluator.accuracy(step) if asked else None
         is_best = self.state.is_best(row, cfg.keep_best)
         own_start = self.validation.needs_reference and not cfg.reference

@@ -47,6 +47,7 @@ class RunState:
     identity: dict[str, str] = field(default_factory=dict)  # hashes of model, tokenizer, data, ...
     step: int = 0  # optimizer steps done
     iteration: int = 0  # of SPIN and online KTO
+    moved: bool = False  # the reference is the policy as it was when the iteration began
     started_from: str = ""  # fingerprint of the policy when the iteration began
     best_step: int | None = None  # by keep_best
     best_value: float | None = None
@@ -318,6 +319,11 @@ def newest(out: Path) -> Path | None:
     return None
 
 
+def belongs(found: Path, out: Path) -> bool:
+    """Whether a checkpoint is of the run in this folder."""
+    return found.resolve().parent.parent == out.resolve()
+
+
 def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
@@ -360,7 +366,7 @@ class Opened:
         self.cfg = replace(cfg, out_dir=str(out))  # settings.yaml finds its own run
         self.out, self.old = out, read_state(self.found)[0] if self.found else None
         # else it is a branch of the run there
-        self.own = self.found and self.found.resolve().parent.parent == out.resolve()
+        self.own = self.found and belongs(self.found, out)
 
     def _open(self, cfg: Run, program: Path) -> tuple[Path, Path | None, list[str]]:
         found = None
@@ -377,13 +383,17 @@ class Opened:
                 (out / name).mkdir(exist_ok=True)
         if cfg.resume == "auto":
             found = newest(out)
-        if found:
-            return out, found, _refuse_another_run(found, cfg, program)
-        if cfg.resume:
-            return out, None, [f"nothing to resume in {out}: starting"]
-        if (out / "metrics.csv").exists():
+        holds = (rows := out / "metrics.csv").exists() and rows.stat().st_size
+        if holds and (not cfg.resume or found and not belongs(found, out)):
             advice = "--resume auto goes on with it, another folder starts anew"
             raise BadInput(f"out_dir: {out} holds a run already: {advice}")
+        if found:
+            return out, found, _refuse_another_run(found, cfg, program)
+        if cfg.resume and steps(out / "checkpoints"):
+            advice = "move it away, or give another --out_dir"
+            raise BadInput(f"resume: {out}: none of its checkpoints is whole: {advice}")
+        if cfg.resume:
+            return out, None, [f"nothing to resume in {out}: starting"]
         return out, None, []
 
     def begin(self) -> None:

@@ -51,7 +51,7 @@ def resolve(cfg: Run) -> Run:
     if accelerator == "auto":
         accelerator = "gpu" if n else "cpu"
     if accelerator == "gpu" and devices > n:
-        raise BadInput(f"devices: {devices}, but this machine has {n} GPUs")
+        raise BadInput(f"accelerator: gpu, devices: {devices}, but this machine has {n} GPUs")
     precision = cfg.precision or ("bf16-mixed" if accelerator == "gpu" else "32-true")
     kw = dict(devices=devices, num_nodes=nodes, accelerator=accelerator)
     return replace(cfg, **kw, precision=precision)

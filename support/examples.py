@@ -100,11 +100,13 @@ class Examples(Sequence):
 
 
 class Loaded(NamedTuple):
-    """A source's examples, counts of what was cut, and the record fields that nothing reads."""
+    """A source's examples, counts of what was cut, the record fields that nothing reads, and those
+    that data.columns names."""
 
     examples: Examples
     cuts: Counter
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
 
 
 def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
@@ -113,7 +115,7 @@ def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
-    mix, cuts, ignored = [], Counter(), {}
+    mix, cuts, ignored, renamed = [], Counter(), {}, {}
     for files, weight in sources(source):
         mix.append(([], weight))
         for file in files:
@@ -121,6 +123,7 @@ def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
             mix[-1][0].append(one.examples)
             cuts.update(one.cuts)
             ignored |= dict.fromkeys(one.ignored)
+            renamed |= dict.fromkeys(one.renamed)
     # weights are shares of the longest mix that repeats nothing, taken evenly over each source
     mix = [(Examples.joined(found), weight) for found, weight in mix]
     shortest = min(len(found) / (weight or 1) for found, weight in mix)
@@ -131,17 +134,22 @@ def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     examples = Examples.joined(parts)
     if kind == "prompts":
         examples = examples[np.unique(_numbered(examples.ids(0)), return_index=True)[1]]
-    return Loaded(examples, cuts, tuple(ignored))
+    kinds = {}
+    for name, value in (field for _, *extra in examples.texts for field in extra):
+        if kinds.setdefault(name, type(value)) is not type(value):
+            both = "a number in some records, a text in others"
+            raise BadInput(f"data.extra: {name}: {both}")
+    return Loaded(examples, cuts, tuple(ignored), tuple(renamed))
 
 
 def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, from the cache if it is there."""
     file = cache.file_for(source, tokenizer, kind, limits)
     if file and (kept := cache.read(file)):
-        texts, cuts, ignored = json.loads(kept["text"].tobytes())
+        texts, cuts, *fields = json.loads(kept["text"].tobytes())
         texts = [(source + place, *map(tuple, extra)) for place, *extra in texts]
         examples = Examples(kept["tokens"], kept["rows"], texts)
-        return Loaded(examples, Counter(cuts), tuple(ignored))
+        return Loaded(examples, Counter(cuts), *map(tuple, fields))
     e, *rest = loaded = _tokenised(source, tokenizer, kind, limits)
     if file:
         texts = [(place[len(source) :], *extra) for place, *extra in e.texts]
@@ -152,7 +160,7 @@ def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
 
 def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, some records at a time: texts take more room than token ids."""
-    faults, waiting, made, cuts, ignored = [], [], [], Counter(), {}
+    faults, waiting, made, cuts, ignored, renamed = [], [], [], Counter(), {}, {}
     names, extra, every = columns(limits), limits.extra_fields, limits.score_turns == "all"
     for where, raw in read(source, extra, names):
         try:
@@ -165,6 +173,7 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
                 break
             continue
         ignored |= dict.fromkeys(record.ignored)
+        renamed |= {name: None for name in names if name in raw}
         if len(waiting) >= ENCODE_TEXTS and not faults:
             made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
             waiting = []
@@ -174,7 +183,7 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
         made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
     if not made:
         raise BadInput(f"{source}: no records")
-    return Loaded(Examples.joined(made), cuts, tuple(ignored))
+    return Loaded(Examples.joined(made), cuts, tuple(ignored), tuple(renamed))
 
 
 def columns(limits: Data) -> dict[str, str]:
@@ -318,8 +327,8 @@ def with_limits(d: Data, context: int) -> Data:
     longest = d.max_prompt or max(1, min(1024, context // 2, context - (d.max_completion or 1)))
     answer = d.max_completion or min(1024, context - longest)
     if longest + answer > context or answer < 1:
-        both = f"max_prompt {longest} + max_completion {answer}"
-        raise BadInput(f"data: {both} exceed the context of {context}")
+        both = f"{longest} + data.max_completion {d.max_completion or 'at least 1'}"
+        raise BadInput(f"data.max_prompt {both} exceed the context of {context}")
     return dataclasses.replace(d, max_prompt=longest, max_completion=answer)
 
 
@@ -332,6 +341,9 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict
             asked = kind if name == "train" else val_kind
             loaded[name] = load(source, tokenizer, asked, d)
             parts[name] = loaded[name].examples
+    met = {name for one in loaded.values() for name in one.renamed}
+    for name in columns(d).keys() - met:
+        raise BadInput(f"data.columns: {name}: no record has such a field")
     if d.split:
         if d.val or d.test:
             raise BadInput(
@@ -340,7 +352,7 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict
         parts = dict(zip(parts, split(parts["train"], d.split)))
     for name, examples in parts.items():
         if examples:
-            one = loaded.get(name) or Loaded([], Counter(), ())
+            one = loaded.get(name) or Loaded([], Counter())
             say(table(name, examples, one.cuts, one.ignored))
     # a whole one of val or test is one batch, which asks often for its examples
     return {name: x if name == "train" else list(x) for name, x in parts.items()}

@@ -16,6 +16,7 @@ class Plan(NamedTuple):
     total: int  # of the whole run: what the learning rate's schedule spans
     val: int | None
     save: int | None
+    check: int | None = None
     begin: int = 0  # an iteration's steps are begin + 1 to end; KTO and DPO have one iteration
     end: int = 0
 
@@ -50,8 +51,8 @@ def make_plan(cfg: Run, n: int) -> Plan:
     if cfg.limit_train:
         per_epoch = min(per_epoch, steps_of(cfg.limit_train, per_epoch))
     total = min(cfg.epochs * per_epoch, cfg.max_steps or math.inf)
-    val, save = (steps_of(x, per_epoch) for x in (cfg.val_interval, cfg.save_interval))
-    return Plan(per_epoch, total, val, save, 0, total)
+    intervals = cfg.val_interval, cfg.save_interval, cfg.eval.check_interval
+    return Plan(per_epoch, total, *(steps_of(x, per_epoch) for x in intervals), 0, total)
 
 
 def iteration_plans(cfg: Run, sizes: list[int]) -> list[Plan]:

@@ -74,7 +74,7 @@ def main() -> None:
     context = config.get("max_position_embeddings") or config.get("n_positions") or 8192
     d, tokenizer = with_limits(d, context), Tokenizer(folder, d.chat_template, d.date)
     loaded, width = load(d.train, tokenizer, _kind(d), d), shutil.get_terminal_size().columns
-    print(table(d.train, *loaded))
+    print(table(d.train, *loaded[:3]))
     for what, lengths in zip(
         ("prompt", "completion"), np.split(loaded.examples.rows["length"], [1], 1)
     ):

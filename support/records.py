@@ -428,7 +428,8 @@ def _table(source: str, path: Path):
     # a suffix alone makes no file: there are ids like org/set-2.5
     file = path.is_file() or path.suffix in SUFFIXES or source.startswith((".", "/"))
     if not folder.is_dir() and (file or name.count("/") > 1 or len(rest) > 2):
-        raise BadInput(f"{source}: no such .jsonl, .json, .csv, .tsv or .parquet file")
+        kinds = ".jsonl, .json, .csv, .tsv or .parquet file"
+        raise BadInput(f"{source}: {'not a' if path.is_file() else 'no such'} {kinds}")
     import datasets  # slow to import
 
     try:

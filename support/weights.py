@@ -56,7 +56,12 @@ def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
         if fault := verify(folder):
             raise BadInput(f"{what}: {folder}: {fault}")
         settings = yaml.safe_load((folder / "settings.yaml").read_text())
-        return _on_top(fetch(settings["model"], what, weights), folder)
+        view = _on_top(fetch(settings["model"], what, weights), folder)
+        if file := settings["data"]["chat_template"]:  # the run's own wins over the model's
+            (view / "chat_template.jinja").unlink(missing_ok=True)
+            with given(what, file):
+                shutil.copyfile(file, view / "chat_template.jinja")
+        return view
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())
         base = config.get("base_model_name_or_path") or "(adapter_config.json names no base)"
@@ -276,6 +281,8 @@ def _with_checkpoint(state: Lazy, folder: Path, arguments: dict, names: dict | N
     run = json.loads((folder / "state.json").read_text())["run"]
     iteration = folder.parent.parent / "iterations" / str(run["iteration"])
     base = iteration / "weights.safetensors"
+    if run.get("moved") and run["iteration"] > 1 and not base.exists():
+        raise BadInput(f"{folder}: {base}: missing: its adapters belong on it")
     if base.exists():  # SPIN's adapters belong on another base in each iteration
         first, like = plain_names(tensors.read(base)), state.like
         state = Lazy(like, lambda name: first[name].to(like[name].dtype))

@@ -428,6 +428,36 @@ def test_two_processes_say_nothing_but_their_own_lines(strategy, tiny, ratings, 
     assert "exported to" in process.stdout and "Warning" not in process.stdout
 
 
+@pytest.mark.survive("R3")
+def test_a_run_is_written_over_neither_by_a_branch_nor_by_one_that_lost_its_checkpoints(
+    tiny, ratings, tmp_path, capsys
+):
+    for name in "ab":
+        train(tiny, ratings, tmp_path / name, *RUN, f"--seed={ord(name)}", "--keep_last=1")
+    rows = (tmp_path / "b" / "metrics.csv").read_bytes()
+    (last,) = (tmp_path / "a" / "checkpoints").iterdir()
+    with pytest.raises(BadInput, match="out_dir: .*b holds a run already: --resume auto goes on"):
+        train(tiny, ratings, tmp_path / "b", *RUN, "--seed=97", f"--resume={last}")
+    (last,) = (tmp_path / "b" / "checkpoints").iterdir()
+    weights = bytearray((last / "weights.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (last / "weights.safetensors").write_bytes(weights)
+    with pytest.raises(BadInput, match="resume: .*b: none of its checkpoints is whole"):
+        train(tiny, ratings, tmp_path / "b", *RUN, "--seed=98", "--resume=auto")
+    assert (tmp_path / "b" / "metrics.csv").read_bytes() == rows and last.is_dir()
+
+
+@pytest.mark.survive("R3")
+def test_a_refused_run_leaves_its_folder_to_the_corrected_one(tiny, ratings, tmp_path):
+    argv = (*RUN, VAL, "--val_interval=2")
+    with pytest.raises(BadInput, match="keep_best: nope: not in val.csv"):
+        train(tiny, ratings, tmp_path / "run", *argv, "--keep_best=nope")
+    train(tiny, ratings, tmp_path / "run", *argv, "--keep_best=kl")
+    nothing = (*RUN, "--data.split=100,0", "--keep_best=kl")
+    with pytest.raises(BadInput, match="keep_best: data.val: no examples"):
+        train(tiny, ratings, tmp_path / "split", *nothing)
+
+
 @pytest.mark.survive("R19")
 def test_an_error_on_one_rank_ends_all_ranks(tiny, ratings, tmp_path):
     """The second process fails in its third step; the first waits in a collective, not for ever."""

@@ -241,12 +241,12 @@ def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_
     assert len(tokens) == 6 and len(set(tokens)) == 6
     records = rated(text, text), rated(text[:7], text[:5]), rated("a", "a")
     source = write(tmp_path / "d.jsonl", *records)
-    (long, fits, short), cuts, _ = load(source, plain(), "rated", 4, 4)
+    (long, fits, short), cuts, *_ = load(source, plain(), "rated", 4, 4)
     assert ids(long) == [tokens[-4:], tokens[:4]]
     assert ids(fits) == [tokens[:4], [*tokens[:3], EOS]]
     assert ids(short) == [[66], [66, EOS]]
     assert cuts == {"prompts cut": 1, "completions cut": 1}
-    (e, *_), cuts, _ = load(source, plain(), "rated", 6, 6)
+    (e, *_), cuts, *_ = load(source, plain(), "rated", 6, 6)
     assert ids(e)[1] == tokens and cuts["completions cut"] == 1, "its EOS alone is over the limit"
     assert not sum(load(source, plain(), "rated", 6, 7).cuts.values())
 
@@ -259,7 +259,7 @@ def test_a_prompt_never_depends_on_its_completion(tmp_path):
 
 def test_both_completions_of_a_pair_are_cut_alike(tmp_path):
     pair = {"prompt": "p", "chosen": "abcdef", "rejected": "ghijkl"}
-    (e,), cuts, _ = load(write(tmp_path / "d.jsonl", pair), plain(), "paired", 9, 3)
+    (e,), cuts, *_ = load(write(tmp_path / "d.jsonl", pair), plain(), "paired", 9, 3)
     assert ids(e)[1:] == [[66, 67, 68], [72, 73, 74]] and cuts["completions cut"] == 2
 
 
@@ -372,10 +372,41 @@ def kept(monkeypatch, tmp_path, large=1):
     return calls, lambda source, *a, **kw: load(source, *a, cache=str(tmp_path / "cache"), **kw)
 
 
+def test_a_column_that_no_record_has_is_refused_and_of_a_mix_one_source_is_enough(tmp_path):
+    theirs = [{"question": "a", "completion": c, "label": 1, "good": 0} for c in "xy"]
+    theirs = write(tmp_path / "theirs.jsonl", *theirs)
+    ours = write(tmp_path / "ours.jsonl", rated("b", "x"), rated("b", "y"))
+
+    def found(train, columns):
+        limits = Data(train, max_prompt=9, max_completion=9, columns=columns)
+        return splits(limits, plain(), "rated", "rated", lambda line: None)["train"]
+
+    assert len(found(f"{ours},{theirs}", "prompt=question")) == 4
+    for wrong, name in (("label=godd", "godd"), ("prompt=question,weight=quality", "quality")):
+        with pytest.raises(BadInput, match=f"^data.columns: {name}: no record has such a field$"):
+            found(f"{ours},{theirs}" if "question" in wrong else str(ours), wrong)
+
+
+def test_an_extra_field_is_a_number_everywhere_or_a_text_everywhere(tmp_path):
+    source, text = tmp_path / "d.csv", "prompt,completion,label,age\na,x,1,7\nb,y,0,"
+    source.write_text(text)
+    with pytest.raises(BadInput, match="^data.extra: age: a number in some records, a text in oth"):
+        load(source, plain(), extra="age")
+    source.write_text(text + "8")
+    assert [e.extra["age"] for e in load(source, plain(), extra="age").examples] == [7, 8]
+
+
+def test_examples_that_all_share_a_prompt_have_no_pairs_and_that_is_seen_at_once():
+    e = Example(np.array([1]), (np.array([2]),), True)
+    many = [e._replace(completions=(np.array([i]),)) for i in range(30_000)]
+    assert data.mismatched(many) == [-1] * 30_000
+    assert data.mismatched([e, e._replace(prompt=np.array([5]))]) == [-1, -1]
+
+
 KEPT = {
-    "rated": [rated("a", "x", 0, note=1.5), rated("abcdef", "y", weight=2, note="n", other=1)],
+    "rated": [rated("a", "x", 0, note=1.5), rated("abcdef", "y", weight=2, note=3, other=1)],
     "paired": [
-        {"prompt": "a", "chosen": "x", "rejected": "y", "chosen_reward": 1, "note": ""},
+        {"prompt": "a", "chosen": "x", "rejected": "y", "chosen_reward": 1, "note": 1},
         {"prompt": "b", "chosen": "xy", "rejected": "z", "note": 2},
     ],
     "demonstrations": [{"prompt": "a", "completion": "x", "note": 1}],
@@ -487,7 +518,7 @@ def test_parts_that_cannot_be_meant_are_refused(parts):
 
 
 def table_of(tmp_path, *records, kind="rated", **limits) -> str:
-    return table("train", *load(write(tmp_path / "d.jsonl", *records), plain(), kind, **limits))
+    return table("train", *load(write(tmp_path / "d.jsonl", *records), plain(), kind, **limits)[:3])
 
 
 def test_the_table_counts_what_was_read(tmp_path):

@@ -136,6 +136,22 @@ def test_spins_adapters_are_put_on_their_own_iteration_s_base(llama, tmp_path):
     ours, final = (load_file(tmp_path / x / "model.safetensors") for x in ("out", "run/final"))
     assert same_weights(ours, final)
     assert not (tmp_path / "run" / "final_adapter").exists(), "its base is no folder"
+    shutil.copytree(last, tmp_path / "sent" / last.name)  # alone
+    alone = str(tmp_path / "sent" / last.name)
+    refused("iterations/2/weights.*: missing: its adapters", start, "export", [alone, "--out", "x"])
+
+
+def test_a_checkpoint_answers_through_the_template_that_its_run_was_given(llama, ratings, tmp_path):
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    argv = (*STEPS, f"--data.chat_template={template}")
+    train(llama, ratings, tmp_path / "run", *argv)
+    step = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert (fetch(step) / "chat_template.jinja").read_text() == template.read_text()
+    start("export", [step, "--out", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == template.read_text()
+    template.unlink()
+    refused("^model: .*mine.jinja: No such file", fetch, step)
 
 
 # ---- adapters ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The objective: its loss by hand and against another implementation's numbers; its metrics."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -314,3 +315,14 @@ def test_the_check_at_start_refuses_another_reference(tiny):
             continue
         with pytest.raises(Failed, match="not the model we start from"):
             trainer.check_start(batch)
+
+
+def test_a_checker_is_asked_at_its_own_interval_between_validations_too(tiny, ratings, tmp_path):
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
+    argv += [f"--out_dir={tmp_path}", "--batch_size=6", "--max_steps=7", "--epochs=9"]
+    argv += ["--val_interval=3", "--eval.check_interval=2", "--eval.samples=0", "--progress=false"]
+    kto.main(argv, checker=lambda prompt, completion: True)
+    with open(tmp_path / "val.csv") as f:
+        rows = {int(row["step"]): row["checker_accuracy"] for row in csv.DictReader(f)}
+    assert list(rows) == [0, 2, 3, 4, 6, 7]
+    assert [step for step, share in rows.items() if share == "1.0"] == [0, 2, 4, 6, 7]

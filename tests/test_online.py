@@ -163,6 +163,31 @@ def test_offline_ratings_join_each_iteration(tiny, prompts, ratings, tmp_path, m
     )
 
 
+def test_with_offline_ratings_a_stopped_run_goes_on_and_others_are_refused(
+    tiny, prompts, ratings, tmp_path
+):
+    own = tmp_path / "ratings.jsonl"
+    own.write_bytes(ratings.read_bytes())
+    argv = (f"--online.ratings={own}", "--online.ratings_per_iteration=3")
+    whole = go(tiny, prompts, tmp_path / "whole", *argv)
+    go(tiny, prompts, tmp_path / "run", *argv, "--stop_at=4")
+    assert_same(go(tiny, prompts, tmp_path / "run", *argv, "--resume=auto"), whole)
+    go(tiny, prompts, tmp_path / "other", *argv, "--stop_at=4")
+    own.write_text("".join(own.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(BadInput, match="online.ratings: not what this run began with"):
+        go(tiny, prompts, tmp_path / "other", *argv, "--resume=auto")
+
+
+def test_an_iteration_that_moved_nothing_is_said_and_the_next_one_begins(
+    tiny, prompts, tmp_path, capsys
+):
+    argv = ("--kto.undesirable_weight=0", "--online.max_iterations=2")
+    go(tiny, prompts, tmp_path, *argv, checker=lambda prompt, completion: False)
+    said = capsys.readouterr().out
+    assert said.count("iteration 2: the last one has not moved the policy") == 1
+    assert "exported to" in said
+
+
 def test_held_out_prompts_are_answered_and_checked(tiny, prompts, tmp_path):
     go(
         tiny,

@@ -496,7 +496,7 @@ def test_a_missing_file_is_one_line(tmp_path, name):
 def test_a_file_of_a_kind_that_is_not_read_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("data.txt").write_text("x")
-    assert refusals("data.txt") == ["data.txt: no such .jsonl, .json, .csv, .tsv or .parquet file"]
+    assert refusals("data.txt") == ["data.txt: not a .jsonl, .json, .csv, .tsv or .parquet file"]
 
 
 def test_a_json_array_is_a_file_of_records(tmp_path):

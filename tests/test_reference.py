@@ -140,6 +140,23 @@ def test_a_resume_reads_what_the_run_read(tiny, ratings, tmp_path):
 
 
 @pytest.mark.survive("R4")
+def test_two_processes_with_a_cache_go_on_as_they_would_have(tiny, pairs, tmp_path):
+    """In a later epoch a rank meets what the other one has computed, with other rounding."""
+    argv = ("--batch_size=4", "--epochs=3", "--optim.lr=1e-2", "--save_interval=2", "--devices=2",
+            "--precision=32-true", "--keep_last=9")  # fmt: skip
+
+    def go(name, cache, *more):
+        out, given = tmp_path / name, (*argv, f"--reference_cache={tmp_path / cache}", *more)
+        return ranks(2, lambda rank: train(tiny, pairs, out, *given, program="dpo"))[0]
+
+    whole = go("whole", "cold")
+    assert_same(go("warm", "cold"), whole)
+    steps = len(whole["rows"])
+    go("run", "other", f"--stop_at={steps - 2}")
+    assert_same(go("run", "other", "--resume=auto"), whole)
+
+
+@pytest.mark.survive("R4")
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_a_damaged_cache_is_refused_with_the_way_out(damage, tiny, ratings, tmp_path):
     argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")

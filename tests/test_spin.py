@@ -212,6 +212,7 @@ def test_offloading_changes_nothing(tiny, demos, tmp_path):
 
 
 REFUSED = [(["--reference=x"], "own last self"), (["--spin.beta=[0.1]"], "3 of them"),
+           (["--precision=bf16-true", "--lora.rank=2"], "would round them away"),
            (["--spin.offload=true", "--strategy=fsdp"], "fsdp"), (["--spin.mix=2"], "mix"),
            (["--spin.beta=0"], "more than 0")]  # fmt: skip
 
