@@ -339,7 +339,6 @@ def export(state: Mapping, source: Path, out: Path | None, dtype="source", notes
     if out is None:
         return
     config |= dict(dtype=kind, torch_dtype=kind)
-    config["tie_word_embeddings"] = "lm_head.weight" not in state
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copy_files(source, out)
     for name, text in notes:

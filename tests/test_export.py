@@ -138,7 +138,12 @@ def test_spins_adapters_are_put_on_their_own_iteration_s_base(llama, tmp_path):
     assert not (tmp_path / "run" / "final_adapter").exists(), "its base is no folder"
     shutil.copytree(last, tmp_path / "sent" / last.name)  # alone
     alone = str(tmp_path / "sent" / last.name)
-    refused("iterations/2/weights.*: missing: its adapters", start, "export", [alone, "--out", "x"])
+    refused(
+        "iterations/2/weights.*: missing: its adapters",
+        start,
+        "export",
+        [alone, "--out", str(tmp_path / "x")],
+    )
 
 
 def test_a_checkpoint_answers_through_the_template_that_its_run_was_given(llama, ratings, tmp_path):

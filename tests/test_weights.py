@@ -186,6 +186,8 @@ def test_an_export_brings_the_tokenizer_along_and_the_source_s_dtype_or_float32(
         assert load(out).dtype == then
         assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {then}
         assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    export(model.load(narrow, dtype=torch.float64).unique_parameters(), narrow, out)
+    assert load(out, dtype="auto").dtype == torch.float64, "a run in 64-true loses nothing"
 
 
 def test_a_fingerprint_is_of_every_weight_shape_and_name_and_of_no_order(tiny):
@@ -387,6 +389,9 @@ BROKEN = {
     FIT + "AssertionError": lambda f: edited(f, n_head=5),
     FIT + ".*missing .*ln_f.bias": unfit(lambda w: w.pop("transformer.ln_f.bias")),
     FIT + ".*score.weight": unfit(lambda w: w.update({"score.weight": torch.zeros(2, 32)})),
+    FIT + ".*ln_f.weight: of type I8": unfit(
+        lambda w: w.update({"transformer.ln_f.weight": w["transformer.ln_f.weight"].to(torch.int8)})
+    ),
     FIT + ".*unknown .*score": unfit(lambda w: w.update(score=torch.zeros(2))),
 }
 
