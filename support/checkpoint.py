@@ -372,7 +372,8 @@ class Opened:
         found = None
         if cfg.resume not in (None, "auto"):
             found = Path(cfg.resume)
-            fault = verify(found) if found.is_dir() else "no such checkpoint folder"
+            here = (found / "manifest.json").is_file()
+            fault = verify(found) if here else "no such checkpoint folder"
             if fault:
                 raise BadInput(f"resume: {cfg.resume}: {fault}")
         with given("out_dir", cfg.out_dir):

@@ -15,6 +15,11 @@ from support.errors import BadInput, opened, rank, shown
 from support.settings import SECTIONS, Run, flat
 
 RENAMED = {"look_tokens": "no_grad_tokens"}
+# as TRL's users write them
+ELSEWHERE = dict(learning_rate="optim.lr", num_train_epochs="epochs", output_dir="out_dir",
+                 per_device_train_batch_size="micro_batch_size", warmup_ratio="optim.warmup",
+                 model_name_or_path="model", lora_r="lora.rank",
+                 gradient_checkpointing="activation_checkpointing")  # fmt: skip
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,6 +49,7 @@ def _check_names(names, cls, where: str = "") -> None:
         if inside:
             raise BadInput(f"{where}{name}: a group: expected a setting in it, such as {inside[0]}")
         near = [k for k in known if k.endswith("." + name)]
+        near = near or [x for x in (ELSEWHERE.get(name),) if x in known]
         near = near or difflib.get_close_matches(name, known, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise BadInput(f"{where}{name}: no such setting{hint}")
@@ -110,6 +116,9 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     if configs or "model" in names:
         if not asks and "data.train" not in merged.union(names):
             raise BadInput("data.train: required: the records to learn from")
+        stays = "data.train" in names and "data.val" in merged.difference(names)
+        if stays and not (asks or rank()):
+            print("your data.train: data.val stays what the configuration names")
         if not (asks or configs or rank()):
             print(f"your model: defaults, not config/{demo} (--print_config shows them)")
     else:

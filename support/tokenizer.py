@@ -85,7 +85,7 @@ class Tokenizer:
                 lit = Sentencepiece(folder)
                 self.processor = lit.processor
         except Exception as e:  # the tokenizers package raises bare Exception
-            why = f"no usable tokenizer.json or tokenizer.model ({str(e) or type(e).__name__})"
+            why = f"no usable tokenizer.json or tokenizer.model{f' ({e})' if str(e) else ''}"
             raise BadInput(f"{folder}: {why}") from None
         # litgpt's rule for BOS also reads the folder's name: a copy elsewhere would give other ids
         llama = self.config.get("tokenizer_class") == "LlamaTokenizer"

@@ -135,7 +135,9 @@ def test_leaving_out_the_demos_validation_and_checker_is_said(capsys, monkeypatc
         assert capsys.readouterr().out == said
     parse(*OWN)
     assert capsys.readouterr().out.startswith("your model: defaults, not config/demo.yaml")
-    for argv in ([], ["--seed=3"], ["--config", DEMO, "--data.train=t"]):
+    parse("--config", DEMO, "--data.train=t")
+    assert capsys.readouterr().out.endswith("data.val stays what the configuration names\n")
+    for argv in ([], ["--seed=3"], ["--config", DEMO, "--data.train=t", "--data.val=null"]):
         parse(*argv)
         assert capsys.readouterr().out == "", "nothing was left out"
     monkeypatch.setenv("RANK", "1")
@@ -181,6 +183,7 @@ def test_an_int_is_steps_and_a_float_a_fraction_and_they_stay_so(config):
         ("beta1", "optim.beta1"),
         ("top_p", "eval.top_p"),
         ("learning.rate", None),
+        *cli.ELSEWHERE.items(),  # as TRL's users write them
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(config, wrong, near):

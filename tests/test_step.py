@@ -187,6 +187,13 @@ def test_a_run_goes_on_at_another_number_of_processes(
         # every rank its own of the weights and of both moments; the step is shared out
         assert 3 * n < parts <= 4 * n if strategy == "fsdp" else parts == 0
         assert parts == 0 or not (last / "weights.safetensors").exists()
+        if parts:
+            whole_file = (last / "manifest.json").read_text()
+            named = json.loads(whole_file)
+            del named[next(name for name in named if name.startswith("shard-"))]
+            (last / "manifest.json").write_text(json.dumps(named))
+            assert checkpoint.verify(last) == "manifest.json names not all shards"
+            (last / "manifest.json").write_text(whole_file)
     assert_equal(run, whole("32-true"), start(tiny), False)
 
 
