@@ -57,7 +57,7 @@ ABOUT = """train: end of the running mean over 4% of the rows; val: last validat
 ±: 95% interval of the mean over n runs, by Student's t"""
 LEGEND = """Lines: running means; light: the rows; dots: validation. Bands: smallest to largest
 of a group's runs, for kl (that is z) with its standard error. Ticks above kl: steps where z
-was clamped to 0. Dotted: the second column."""
+was clamped to 0. Dotted: rewards/rejected."""
 CSS = """:root { color-scheme: light dark }
 body { font: 15px/1.4 system-ui; max-width: 1500px; margin: auto; padding: 0 14px }
 nav { position: sticky; top: 0; background: canvas; max-height: 25vh; overflow: auto }
@@ -218,6 +218,11 @@ def write(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
         html += [f"<h2>Samples of {escape(label)}</h2><div>", runs[0].samples.to_html(), "</div>"]
     if len(differ):
         html += ["<h2>Settings that differ</h2><div>", differ.to_html(), "</div>"]
+    else:
+        seeds = " ".join(f"{run.seed}" for run in runs)
+        table = pd.Series({"seed": seeds} | runs[0].settings)
+        html += ["<h2>Settings</h2><details>"]
+        html += [table.to_frame().to_html(header=False), "</details>"]
     html += ["<h2>Other columns</h2><section>", *(svgs[name] for name in others)]
     out.write_text("\n".join(html), encoding="utf-8")
     print(f"{out}, {folder}/*.svg")
@@ -225,9 +230,12 @@ def write(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
 
 def main(argv: list[str] | None = None, skip: bool = False) -> None:
     """`skip`: a folder that cannot be read is left out, in one line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("folders", nargs="+", help="run folders")
-    parser.add_argument("--out", type=Path, default=Path("report.html"))
+    about = "the page; plots go beside it (%(default)s, report-svg/)"
+    page = Path("report.html")
+    parser.add_argument("--out", type=Path, default=page, help=about)
     args = parser.parse_args(argv)
     runs = []
     for folder in dict.fromkeys(str(Path(folder)) for folder in args.folders):

@@ -2,10 +2,12 @@
 
     python sweep.py kto.py --seed 1,2,3 --kto.beta 0.1,0.3 --optim.lr 1e-3
 
-Runs go to out/sweep-kto (or --name). The same command again does what is left.
+Values by commas make a grid of runs in out/sweep-kto (or --name), and a report
+at the end. The same again skips finished runs and resumes killed ones.
 """
 
 from support.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
+import re
 import shlex
 import sys
 import time
@@ -41,30 +43,47 @@ def parse(argv: list[str]) -> dict[str, list[str]]:
     return {name: grid[name] for name in grid if grid[name]}
 
 
+def skipped(told: str, log: str, folder: Path) -> str:
+    """-> why a run need not start, if so"""
+    if (folder / "final").exists():
+        last = re.findall(r"^\$ .* --resume=auto$", log, re.M)[-1:]
+        words = shlex.split(" ".join([*last, "before,", told, "now"]))
+        differ = " ".join(x for x in words if words.count(x) == 1)
+        other = f" with other settings ({differ}): use another --name"
+        return "skipped, finished" + other * (told not in log)
+    stop = re.search(r" --stop_at=(\d+) ", told)
+    there = stop and (folder / f"checkpoints/step-{stop[1]:0>8}").exists()
+    return "skipped, stopped by stop_at" if there else ""
+
+
 def run(command: list[str], folder: Path) -> str:
     """-> how it went. Ctrl-C goes to the run, which saves and ends."""
     began, told, stops = time.monotonic(), f"$ {shlex.join(command)}\n", []
     with open(f"{folder}.log", "a+", errors="replace") as log:
-        if (folder / "final").exists():
-            log.seek(0)
-            return "skipped, finished" + ("" if told in log else " with other settings")
+        if why := skipped(told, log.seek(0) or log.read(), folder):
+            return why
         start = log.write(told) and log.tell()
         child = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
         for number in (SIGINT, SIGTERM, SIGHUP):
             signal(number, lambda *_: stops.append(child.send_signal(SIGINT)))
         code, took = child.wait(), f"{time.monotonic() - began:.0f} s"
-        if stops or (code == 0 and (folder / "final").exists()):
-            return f"{'stopped' if stops else 'finished'} after {took}"
-        log.seek(start)
-        errors = [f"\n  {line.strip()}" for line in log if line.startswith("error: ")]
-        return f"failed after {took}, code {code}, see {log.name}" + "".join(errors[-3:])
+        said = log.seek(start) and log.read()
+    own = re.search(r"^stopped by \w+", said, re.M)
+    if stops or (code == 0 and (own or (folder / "final").exists())):
+        return f"{'stopped' if stops else own[0] if own else 'finished'} after {took}"
+    errors = re.findall(r"^error: (.*)", said, re.M)[-3:]
+    if code == 2:
+        raise BadInput("\n".join(errors) or f"see {log.name}")
+    return "\n  error: ".join([f"failed after {took}, code {code}, see {log.name}", *errors])
 
 
 def main(argv: list[str] | None = None) -> None:
     program, *rest = (sys.argv[1:] if argv is None else argv) or ["program"]
+    if {"-h", "--help"} & {program, *rest}:
+        return print(__doc__.strip())
     if not program.endswith(".py") or not Path(program).is_file():
         raise BadInput(f"sweep: {program}: expected the path of a .py file")
-    grid, failed = parse(rest), []
+    grid, failed, tables = parse(rest), [], []
     out = Path("out", "sweep-" + quote(",".join(grid.pop("--name", [Path(program).stem])), ""))
     out.mkdir(parents=True, exist_ok=True)
     combos = [dict(zip(grid, combo)) for combo in product(*grid.values())]
@@ -76,13 +95,13 @@ def main(argv: list[str] | None = None) -> None:
         command = [sys.executable, "-u", program, *map("=".join, combo.items())]
         print(f"{k}/{len(combos)}  {name}", end="  ", flush=True)
         print(how := run([*command, f"--out_dir={out / name}", "--resume=auto"], out / name))
-        if how.startswith("stopped"):
+        if how.startswith("stopped after"):
             raise SystemExit(f"go on with\n  python {shlex.join(sys.argv)}")
         failed += [name] if how.startswith("failed") else []
-    tables = sorted(out.glob("*/metrics.csv"))
+        tables += [] if "other settings" in how else (out / name).glob("metrics.csv")
     if tables:
-        folders = [str(path.parent) for path in tables]
-        report.main([*folders, "--out", f"{out}/report.html"], skip=True)
+        runs = [str(file.parent) for file in tables]
+        report.main([*runs, "--out", f"{out}/report.html"], skip=True)
     if failed:
         raise SystemExit(f"failed: {' '.join(failed)}")
 

@@ -172,7 +172,7 @@ class Progress:
         if on and sys.stderr.isatty():
             line = "{n}/{total} {desc}ETA {remaining} {bar}"  # the bar takes what width is left
             kw = dict(total=total, initial=start, dynamic_ncols=True, bar_format=line)
-            self.bar = tqdm(**kw)
+            self.bar = tqdm(**kw, leave=False)  # else it would be drawn below the last message
 
     def step(self, step: int, row: dict | None) -> None:
         row = row or {}
@@ -285,7 +285,8 @@ def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def before_and_after(before: dict, after: dict, n: int = 5) -> str:
-    """The checker's accuracy before and after with 95% intervals, and the first answers."""
+    """The checker's accuracy before and after with 95% intervals, and a few answers, first
+    those that changed."""
     lines = ["", "held-out accuracy by the checker (95% interval)"]
     for name, v in (("before", before), ("after", after)):
         (low, high), share = wilson(v["right"], v["of"]), v["right"] / v["of"]
@@ -294,16 +295,20 @@ def before_and_after(before: dict, after: dict, n: int = 5) -> str:
         lines.append(f"  {name:<7} {100 * share:5.1f}%  {interval}  {counts}")
     gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
     lines += [f"  gain    {gain:+5.1f} points", ""]
-    pairs = list(zip(before["answers"], after["answers"]))[:n]
+    pairs = zip(before["answers"], after["answers"])
     rows = [(a["prompt"], a["completion"], b["completion"]) for a, b in pairs]
+    rows = sorted(rows, key=lambda row: row[1] == row[2])[:n]
     return "\n".join([*lines, side_by_side(("prompt", "before", "after"), rows)])
 
 
 def side_by_side(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table of short texts, as wide as the terminal."""
+    """A table of short texts, as wide as the terminal. Of a prompt, the first column, its end is
+    shown: a template begins all alike."""
     columns = shutil.get_terminal_size((110, 0)).columns
     width = min(34, columns // len(head) - 2)
-    cells = [[c.replace("\n", " ")[:width] for c in row] for row in (head, *rows)]
+    cells = [[c.replace("\n", " ") for c in row] for row in (head, *rows)]
+    ends = [p if len(p) <= width else f"…{p[len(p) - width + 1 :]}" for p, *_ in cells]
+    cells = [[p, *(c[:width] for c in row[1:])] for p, row in zip(ends, cells)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     padded = [[c.ljust(w) for c, w in zip(row, widths)] for row in cells]
     return "\n".join("  " + "  ".join(row).rstrip() for row in padded)

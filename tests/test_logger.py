@@ -1,12 +1,15 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
 import csv
+import fcntl
 import json
 import math
 import multiprocessing
 import os
 import re
+import struct
 import sys
+import termios
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +35,7 @@ from support.logger import (
     before_and_after,
     claimed,
     make_tracker,
+    side_by_side,
     wilson,
 )  # fmt: skip
 from support.settings import Data, Eval
@@ -245,6 +249,45 @@ def test_on_a_terminal_progress_is_a_bar(capsys, monkeypatch):
     progress.close()
     assert capsys.readouterr().out == "" and bar.disable
     assert Progress(10, 0, False).bar is None
+
+
+def screen(folder: Path, program: str, argv: list[str]) -> list[str]:
+    """What stands on a terminal of 80 columns after a program, line by line."""
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    folder.mkdir()
+    child = Started(folder, program, argv, first=lambda: [os.dup2(its, fd) for fd in (1, 2)])
+    os.close(its)
+    said = b""
+    try:
+        while some := os.read(ours, 65536):
+            said += some
+    except OSError:  # nobody writes to it any more
+        os.close(ours)
+    assert child.ended()[0] == 0 and b"\x1b" not in said.replace(b"\x1b[A", b"")
+    assert b"3 loss " in said, "there was a bar"
+    found = []
+    for line in said.decode().replace("\r\n", "\n").split("\n"):
+        cells = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        found.append("".join(cells).rstrip())
+    return [line for line in found if line]
+
+
+@pytest.mark.parametrize("program", ["kto", "spin"])
+def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, demos, tmp_path, program):
+    sources = {"kto": ROOT / "tests/parity/kto_data.jsonl", "spin": demos}
+    out = tmp_path / "run"
+    argv = ["--model", tiny, "--data.train", sources[program], "--out_dir", out, *TINY.split()]
+    two = ["--spin.max_iterations=2", "--spin.max_new_tokens=3", "--epochs=1"]
+    argv += two if program == "spin" else []
+    *_, why, command = screen(tmp_path / "a", program, [*argv, "--stop_at=2"])
+    assert why == "stopped by stop_at at step 2 of 3, saved; go on with"
+    assert command.startswith("  python ") and command.endswith("--resume auto")
+    lines = screen(tmp_path / "b", program, [*argv, "--resume=auto"])
+    assert lines[-1] == f"exported to {out / 'final'}"
+    assert not any("ETA" in line for line in lines), "nor anywhere above"
 
 
 def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
@@ -498,6 +541,30 @@ def test_the_verdict_shows_both_accuracies_with_intervals_and_the_gain(monkeypat
     assert "p1" not in before_and_after(before, after, n=1)
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, before_and_after(before, after).splitlines())) <= 80
+
+
+def test_answers_that_changed_come_first_in_their_order():
+    before = {"right": 0, "of": 4, "answers": answers("1", "2", "3", "4")}
+    after = {"right": 2, "of": 4, "answers": answers("1", "b", "3", "d")}
+    lines = before_and_after(before, after, n=3).splitlines()[-3:]
+    assert [line.split() for line in lines] == [
+        ["p1", "2", "b"],
+        ["p3", "4", "d"],
+        ["p0", "1", "1"],
+    ]
+
+
+def test_of_a_prompt_its_end_is_shown_since_a_template_begins_all_alike(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    begins = "system\nYou are kind.\nuser\n"
+    prompts = [f"{begins}sort: {words} =" for words in ("pear fig apple", "x" * 99, "b a")]
+    rows = [(prompt, "y" * 99, "z" * 99) for prompt in [*prompts, "twenty-four characters,,", "p"]]
+    head, *lines = side_by_side(("prompt", "before", "after"), rows).splitlines()
+    shown = [line[2:26].rstrip() for line in lines]
+    assert shown[0] == "… sort: pear fig apple =" and shown[1] == f"…{'x' * 21} ="
+    assert shown[2:] == ["… kind. user sort: b a =", "twenty-four characters,,", "p"]
+    assert all(line[26:] == f"  {'y' * 24}  {'z' * 24}" for line in lines)
+    assert max(map(len, lines)) <= 80 and head.split() == ["prompt", "before", "after"]
 
 
 # ---- held-out answers and the best step ----------------------------------------------------------

@@ -180,6 +180,16 @@ def test_the_page_names_the_settings_that_differ_and_no_others(tmp_path, show):
     assert "kto.beta" not in table and "out_dir" not in table and "seed" not in table
 
 
+def test_runs_that_differ_in_their_seed_alone_have_their_settings_on_the_page(tmp_path, show):
+    a = a_run(tmp_path / "a", optim__lr=1e-3)
+    for folders, seeds in (([a], "1"), ([a, a_run(tmp_path / "b", optim__lr=1e-3, seed=2)], "1 2")):
+        _, page = show(*folders)
+        table = page[page.index("<h2>Settings</h2><details>") : page.index("</details>")]
+        assert re.search(r"optim\.lr</th>\s*<td>0\.001</td>", table) and "kto.beta" in table
+        assert re.search(rf"seed</th>\s*<td>{seeds}</td>", table) and "out_dir" not in table
+        assert "Settings that differ" not in page
+
+
 def test_runs_that_differ_in_much_are_named_by_their_folders(tmp_path, show):
     a = a_run(tmp_path / "a", dpo={"a": 1, "b": 2, "c": 3, "d": 4, "e": 5})
     out, _ = show(a, a_run(tmp_path / "b"), a_run(tmp_path / "c", seed=2))
@@ -246,6 +256,11 @@ def test_validation_stands_beside_training_as_dots(tmp_path, show):
     without = marks("report-svg/loss.svg")
     show(a_run(tmp_path / "b", train, {"step": [1, 3], "loss": [0.45, 0.35]}))
     assert marks("report-svg/loss.svg") == without + 2, "within the axes: their ticks are the same"
+
+
+def test_the_caption_names_the_dotted_column(tmp_path, show):
+    _, page = show(a_run(tmp_path / "a", {"step": [1], "rewards/rejected": [1]}))
+    assert "Dotted: rewards/rejected." in page
 
 
 def test_every_plot_is_a_file_of_its_own_that_is_xml(tmp_path, show):
@@ -449,6 +464,13 @@ def test_the_command_ends_with_2_and_one_line(tmp_path):
     done = outside(str(tmp_path / "nothing"))
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"error: settings: .*nothing/settings.yaml: No such file.*\n", done.stderr)
+
+
+def test_help_says_where_the_page_and_the_plots_go():
+    done = outside("--help", COLUMNS="80")
+    assert done.returncode == 0 and "\n    python report.py out/a out/b" in done.stdout
+    told = " ".join(done.stdout.split())
+    assert "--out OUT the page; plots go beside it (report.html, report-svg/)" in told
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path):

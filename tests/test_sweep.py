@@ -23,10 +23,14 @@ from pathlib import Path
 
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 out, resume = Path(given.pop("out_dir")), given.pop("resume")
+stop_at = int(given.pop("stop_at", 0))
 how = Path("how").read_text() if Path("how").exists() else ""
 mine = dict(line.split() for line in how.splitlines()).get(given["seed"])
 if mine == "refuse":
     sys.exit("error: seed: 2 is not welcome")
+if mine == "mistake":
+    print("error: sede: no such setting\\nerror: two of them", file=sys.stderr)
+    sys.exit(2)
 text = "".join(f"{name}: {value}\\n" for name, value in given.items())
 out.mkdir(parents=True, exist_ok=True)
 saved = out / "settings.yaml"
@@ -58,6 +62,11 @@ with open(table, "a") as file:
         if mine == "die" and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if mine == "leave":
+            sys.exit(0)
+        if step == stop_at or mine == "time" and step == 2:
+            (out / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+            why = "stop_at" if stop_at else "max_time"
+            print(f"stopped by {why} at step {step} of 3, saved; go on with")
             sys.exit(0)
         if mine == "wait" and step == 2:
             print("waiting")
@@ -158,7 +167,76 @@ def test_a_run_that_ends_well_but_is_not_finished_did_not_succeed(place, capsys)
 def test_a_finished_run_of_other_settings_is_not_skipped_in_silence(place, capsys):
     sweep.main(["kto.py", "--seed", "1", "--lr", "1e-3"])
     sweep.main(["kto.py", "--seed", "1", "--lr", "1e-4"])
-    assert lines(capsys.readouterr().out)[1] == "1/1  run  skipped, finished with other settings"
+    sweep.main(["kto.py", "--seed", "1"])
+    sweep.main(["kto.py", "--seed", "1", "--lr=1e-3", "--beta", "1"])
+    out = capsys.readouterr().out
+    other = "1/1  run  skipped, finished with other settings "
+    assert lines(out)[1:] == [
+        f"{other}(--lr=1e-3 before, --lr=1e-4 now): use another --name",
+        f"{other}(--lr=1e-3 before, now): use another --name",
+        f"{other}(before, --beta=1 now): use another --name",
+    ]
+    assert out.count("\u00a0train") == 1, "it is no run of this grid"
+
+
+def test_what_its_own_settings_stop_has_not_failed_and_never_runs_past_stop_at(place, capsys):
+    Path("how").write_text("3 leave\n")
+    for said in ("stopped by stop_at", "skipped, stopped by stop_at"):
+        sweep.main(["kto.py", "--seed", "1,2", "--stop_at", "2"])
+        expected = [f"1/2  seed=1  {said}", f"2/2  seed=2  {said}"]
+        out = capsys.readouterr().out
+        assert lines(out) == expected and re.search(r"train 2 +2 ", out), "in the report too"
+    with pytest.raises(SystemExit, match="failed: seed=3"):
+        sweep.main(["kto.py", "--seed", "2,3", "--stop_at", "2"])
+    sweep.main(["kto.py", "--seed", "1,2"])
+    assert lines(capsys.readouterr().out)[-1] == "2/2  seed=2  finished", "without stop_at"
+    Path("how").write_text("4 time\n")
+    for said in ("stopped by max_time", "finished"):
+        sweep.main(["kto.py", "--seed", "4,5"])
+        assert lines(capsys.readouterr().out)[0] == f"1/2  seed=4  {said}", "going on is right"
+
+
+def test_a_mistake_ends_the_sweep_at_once_in_its_own_words(place):
+    Path("how").write_text("2 mistake\n")
+    with pytest.raises(BadInput, match="^sede: no such setting\ntwo of them$"):
+        sweep.main(["kto.py", "--seed", "1,2,3"])
+    assert not Path("out/sweep-kto/seed=3.log").exists()
+
+
+def test_kto_itself_stops_goes_no_further_and_names_a_mistake(place, tiny, ratings, capsys):
+    argv = [str(HERE / "kto.py"), "--model", str(tiny), "--data.train", str(ratings)]
+    argv += ["--batch_size", "4", "--max_steps", "3", "--stop_at", "1"]
+    for said in ("stopped by stop_at", "skipped, stopped by stop_at"):
+        sweep.main(argv)
+        assert lines(capsys.readouterr().out) == [f"1/1  run  {said}"]
+        assert Path("out/sweep-kto/run/metrics.csv").read_text().count("\n") == 2
+    with pytest.raises(BadInput, match="^kto.betaa: no such setting; did you mean kto.beta\\?$"):
+        sweep.main([*argv, "--kto.betaa", "0.1,0.2"])
+    assert capsys.readouterr().out == "1/2  kto.betaa=0.1  ", "and the message follows"
+    assert len(list(Path("out/sweep-kto").glob("kto.betaa*"))) == 1
+
+
+def test_the_report_is_of_this_grids_runs_alone(place, capsys):
+    sweep.main(["kto.py", "--seed", "1,2", "--beta", "0.1,0.3"])
+    capsys.readouterr()
+    sweep.main(["kto.py", "--seed", "1,2", "--beta", "0.5"])
+    out = capsys.readouterr().out
+    assert out.count("\u00a0train") == 1 and "beta=0.1" not in out
+    Path("how").write_text("4 refuse\n5 refuse\n")
+    with pytest.raises(SystemExit, match="failed: seed=4 seed=5"):
+        sweep.main(["kto.py", "--seed", "4,5"])
+    assert "train" not in capsys.readouterr().out, "none got to a step"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["kto.py", "--help"]])
+def test_help_says_what_a_grid_is_and_where_its_runs_lie(place, argv, capsys):
+    sweep.main(argv)
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("python sweep.py kto.py --seed 1,2,3", "commas make a grid", "out/sweep-kto"):
+        assert words in out
+    for words in ("--name", "skips finished", "resumes killed", "report at the end"):
+        assert words in out
+    assert not Path("out").exists()
 
 
 def test_a_folder_that_cannot_be_read_is_left_out_of_the_report_in_one_line(place, capsys):
