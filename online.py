@@ -69,12 +69,11 @@ class Settings(Run):
         self.online.validate()
         moves = "reference_cache: the completions are not known before the run"
         refuse_unless(not self.reference_cache, moves)
-        other = self.reference and self.online.reference == "last"
-        refuse_unless(not other, "reference: goes with online.reference first only")
-        folds = self.lora.base and self.online.reference == "last"
-        refuse_unless(not folds, "lora.base: goes with online.reference first only")
-        first = self.precision != "bf16-true" or self.online.reference == "first"
-        refuse_unless(first, f"{ROUNDS}, or online.reference first")
+        last, first = self.online.reference == "last", "goes with online.reference first only"
+        refuse_unless(not (last and self.reference), f"reference: {first}")
+        refuse_unless(not (last and self.lora.base), f"lora.base: {first}")
+        rounds = last and self.precision == "bf16-true"
+        refuse_unless(not rounds, f"{ROUNDS}, or online.reference first")
 
 
 class OnlineKTO(KTO):
