@@ -12,7 +12,7 @@ import yaml
 
 from support import errors
 from support.errors import BadInput, opened, rank, shown
-from support.settings import SECTIONS, Run, flat
+from support.settings import SECTIONS, Optim, Run, flat
 
 RENAMED = {"look_tokens": "no_grad_tokens"}
 # as TRL's users write them
@@ -135,6 +135,8 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
         if value is None and type(None) not in typing.get_args(flat(cls)[name]):
             raise BadInput(f"{name}: expected {_kind(name, cls)}, got null")
     settings.validate()
+    if settings.lora.rank and settings.optim.lr == Optim().lr and rank() == 0:
+        print(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
     errors.debug = settings.debug
     return settings
 

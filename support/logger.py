@@ -234,7 +234,7 @@ class Logger:
         self.val.row({"step": step, **row})
         words = in_words(row, VALIDATION)
         if "accuracy" in row and row["accuracy"] is None:
-            words += ["accuracy empty (r is 0)" if step == 0 else "accuracy empty"]
+            words += ["no accuracy (r is 0)" if step == 0 else "no accuracy"]
         line = f"validation at step {step}: {', '.join(words)}"
         self.progress.say(line if len(line) <= 80 else line.replace(": ", ":\n  ", 1))
         self.tracker.scalars({f"val/{k}": v for k, v in row.items() if v is not None}, step)

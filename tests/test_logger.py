@@ -434,7 +434,7 @@ def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program,
     out, _, stdout, _ = tracked[program, "tensorboard"]
     said = re.findall(r"^validation at step (\d+):\s+(.*)$", stdout, re.M)
     assert [step for step, _ in said] == ["0", "3"]
-    assert [line.endswith(", accuracy empty (r is 0)") for _, line in said] == [empty, False]
+    assert [line.endswith(", no accuracy (r is 0)") for _, line in said] == [empty, False]
     if empty:
         assert [row["accuracy"] != "" for row in rows(out / "val.csv")] == [False, True]
 

@@ -145,6 +145,12 @@ def test_leaving_out_the_demos_validation_and_checker_is_said(capsys, monkeypatc
     assert capsys.readouterr().out == "", "once, not by each process"
 
 
+def test_adapters_at_the_learning_rate_of_whole_models_are_said(capsys):
+    for argv, said in (["--lora.rank=4"], True), (["--lora.rank=4", "--optim.lr=1e-4"], False):
+        parse(*OWN, *argv)
+        assert ("optim.lr 1e-06 is for whole models" in capsys.readouterr().out) == said
+
+
 def test_a_bare_yes_or_no_setting_means_yes_wherever_it_stands(config):
     file = config("model: m\ndata: {train: t}\n")
     for argv in (
