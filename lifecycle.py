@@ -65,7 +65,8 @@ class Lifecycle(Models):
         program = checkpoint.program_file(kind)
         self.opened = checkpoint.Opened(self.fabric, cfg, program)
         self.cfg, self.out = self.opened.cfg, self.opened.out
-        self.state = RunState(program=str(program), source=checkpoint.digest(program))
+        template = self.tokenizer.source if cfg.data.chat_template else ""
+        self.state = RunState(str(program), checkpoint.digest(program), template)
         self._load_models()
         kept = self._begin()
         self.saved_step = self.state.step

@@ -45,15 +45,18 @@ def parse(argv: list[str]) -> dict[str, list[str]]:
 
 def skipped(told: str, log: str, folder: Path) -> str:
     """-> why a run need not start, if so"""
-    if (folder / "final").exists():
-        last = re.findall(r"^\$ .* --resume=auto$", log, re.M)[-1:]
-        words = shlex.split(" ".join([*last, "before,", told, "now"]))
-        differ = " ".join(x for x in words if words.count(x) == 1)
-        other = f" with other settings ({differ}): use another --name"
-        return "skipped, finished" + other * (told not in log)
     stop = re.search(r" --stop_at=(\d+) ", told)
     there = stop and (folder / f"checkpoints/step-{stop[1]:0>8}").exists()
-    return "skipped, stopped by stop_at" if there else ""
+    why = "stopped by stop_at" if there else ""
+    why = "finished" if (folder / "final").exists() else why
+    last = re.findall(r"^\$ .* --resume=auto$", log, re.M)[-1:]
+    was, now = (shlex.split(" ".join(x)) for x in (last, [told]))
+    if not why or sorted(was) == sorted(now) or told in log:
+        return why and f"skipped, {why}"
+    words = [*was, "before,", *now, "now"]
+    differ = " ".join(x for x in words if words.count(x) == 1)
+    other = f"with other settings ({differ})"
+    return f"skipped, {why} {other}: use another --name"
 
 
 def run(command: list[str], folder: Path) -> str:

@@ -114,8 +114,8 @@ class Trainer(Lifecycle):
             self.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step, last = self.state.step, self.state.step == plan.end
-            evaluated = last or due(step, plan.val) or due(step, plan.check)
-            is_best = evaluated and self.evaluate(plan)
+            checked = self.evaluator.checker and due(step, plan.check)
+            is_best = self.evaluate(plan) if last or checked or due(step, plan.val) else False
             if last or is_best or due(step, plan.save):
                 self.save()
             if self.stop_requested() and step < plan.total:

@@ -44,6 +44,7 @@ class RunState:
 
     program: str = ""  # the file that was started
     source: str = ""  # a hash of it
+    chat_template: str = ""  # the one that data.chat_template gave
     identity: dict[str, str] = field(default_factory=dict)  # hashes of model, tokenizer, data, ...
     step: int = 0  # optimizer steps done
     iteration: int = 0  # of SPIN and online KTO
@@ -321,7 +322,7 @@ def newest(out: Path) -> Path | None:
 
 def belongs(found: Path, out: Path) -> bool:
     """Whether a checkpoint is of the run in this folder."""
-    return found.resolve().parent.parent == out.resolve()
+    return found.absolute().parent.parent.resolve() == out.resolve()  # checkpoints/ may be a link
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -384,13 +385,14 @@ class Opened:
                 (out / name).mkdir(exist_ok=True)
         if cfg.resume == "auto":
             found = newest(out)
-        holds = (rows := out / "metrics.csv").exists() and rows.stat().st_size
-        if holds and (not cfg.resume or found and not belongs(found, out)):
+        saved, rows = steps(out / "checkpoints"), out / "metrics.csv"
+        holds = saved or rows.exists() and rows.stat().st_size
+        if holds and not cfg.resume or saved and found and not belongs(found, out):
             advice = "--resume auto goes on with it, another folder starts anew"
             raise BadInput(f"out_dir: {out} holds a run already: {advice}")
         if found:
             return out, found, _refuse_another_run(found, cfg, program)
-        if cfg.resume and steps(out / "checkpoints"):
+        if saved:
             advice = "move it away, or give another --out_dir"
             raise BadInput(f"resume: {out}: none of its checkpoints is whole: {advice}")
         if cfg.resume:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 import sys
 import typing
@@ -124,7 +125,8 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     else:
         known = flat(cls)  # a fork may lack what the demo sets of another algorithm
         here = flat(yaml.safe_load((ROOT / "config" / demo).read_text())).items()
-        here = [f"--{name}={value}" for name, value in here if name in known]
+        here = {n: x if isinstance(x, str) else json.dumps(x) for n, x in here if n in known}
+        here = [f"--{name}={value}" for name, value in here.items()]
         if "data.train" in names:
             here += ["--data.val=null", "--eval.check=none"]
             if not asks and rank() == 0:

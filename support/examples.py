@@ -342,8 +342,9 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict
             loaded[name] = load(source, tokenizer, asked, d)
             parts[name] = loaded[name].examples
     met = {name for one in loaded.values() for name in one.renamed}
-    for name in columns(d).keys() - met:
-        raise BadInput(f"data.columns: {name}: no record has such a field")
+    for name in columns(d) if kind != "prompts" else ():  # whose ratings may lie elsewhere
+        if name not in met:
+            raise BadInput(f"data.columns: {name}: no record has such a field")
     if d.split:
         if d.val or d.test:
             raise BadInput(

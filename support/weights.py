@@ -57,10 +57,10 @@ def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
             raise BadInput(f"{what}: {folder}: {fault}")
         settings = yaml.safe_load((folder / "settings.yaml").read_text())
         view = _on_top(fetch(settings["model"], what, weights), folder)
-        if file := settings["data"]["chat_template"]:  # the run's own wins over the model's
+        run = json.loads((folder / "state.json").read_text())["run"]
+        if template := run.get("chat_template"):  # the run's own wins over the model's
             (view / "chat_template.jinja").unlink(missing_ok=True)
-            with given(what, file):
-                shutil.copyfile(file, view / "chat_template.jinja")
+            (view / "chat_template.jinja").write_text(template)
         return view
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import (
+    CLOCKS,
     PARITY,
     Started,
     assert_same,
@@ -445,6 +446,27 @@ def test_a_run_is_written_over_neither_by_a_branch_nor_by_one_that_lost_its_chec
     with pytest.raises(BadInput, match="resume: .*b: none of its checkpoints is whole"):
         train(tiny, ratings, tmp_path / "b", *RUN, "--seed=98", "--resume=auto")
     assert (tmp_path / "b" / "metrics.csv").read_bytes() == rows and last.is_dir()
+
+
+@pytest.mark.survive("R3")
+def test_rows_or_checkpoints_make_a_run_and_a_branch_without_any_begins_again(
+    tiny, ratings, tmp_path
+):
+    whole = train(tiny, ratings, tmp_path / "whole", *RUN)
+    argv = (*RUN, "--log_interval=100", "--stop_at=2")
+    train(tiny, ratings, tmp_path / "a", *argv)  # no row yet
+    with pytest.raises(BadInput, match="out_dir: .*a holds a run already"):
+        train(tiny, ratings, tmp_path / "a", *argv)
+    first, *_ = checkpoint.steps(tmp_path / "whole" / "checkpoints").values()
+    for _ in range(2):  # killed before its first checkpoint, and queued again
+        shutil.rmtree(tmp_path / "b" / "checkpoints", ignore_errors=True)
+        shutil.rmtree(tmp_path / "b" / "final", ignore_errors=True)
+        branch = train(tiny, ratings, tmp_path / "b", *RUN, f"--resume={first}")
+    assert branch["rows"][-1] | dict.fromkeys(CLOCKS) == whole["rows"][-1] | dict.fromkeys(CLOCKS)
+    train(tiny, ratings, tmp_path / "c", *RUN, "--stop_at=4")
+    (tmp_path / "c" / "checkpoints").rename(tmp_path / "scratch")  # a larger disk
+    (tmp_path / "c" / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert_same(train(tiny, ratings, tmp_path / "c", *RUN, "--resume=auto"), whole)
 
 
 @pytest.mark.survive("R3")

@@ -178,6 +178,13 @@ def test_with_offline_ratings_a_stopped_run_goes_on_and_others_are_refused(
         go(tiny, prompts, tmp_path / "other", *argv, "--resume=auto")
 
 
+def test_ratings_may_have_names_that_the_prompts_lack(tiny, prompts, ratings, tmp_path):
+    own = tmp_path / "ratings.jsonl"
+    own.write_text(ratings.read_text().replace('"label"', '"good"'))
+    argv = (f"--online.ratings={own}", "--data.columns=label=good", "--online.max_iterations=1")
+    assert go(tiny, prompts, tmp_path / "run", *argv)["rows"]
+
+
 def test_an_iteration_that_moved_nothing_is_said_and_the_next_one_begins(
     tiny, prompts, tmp_path, capsys
 ):

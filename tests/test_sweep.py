@@ -186,6 +186,14 @@ def test_what_its_own_settings_stop_has_not_failed_and_never_runs_past_stop_at(p
         expected = [f"1/2  seed=1  {said}", f"2/2  seed=2  {said}"]
         out = capsys.readouterr().out
         assert lines(out) == expected and re.search(r"train 2 +2 ", out), "in the report too"
+    sweep.main(["kto.py", "--seed", "1,2", "--stop_at", "2", "--lr", "1"])
+    other = (
+        "skipped, stopped by stop_at with other settings (before, --lr=1 now): use another --name"
+    )
+    assert lines(capsys.readouterr().out)[0] == f"1/2  seed=1  {other}"
+    sweep.main(["kto.py", "--stop_at", "2", "--seed", "1,2"])
+    same = ["1/2  seed=1  skipped, stopped by stop_at", "2/2  seed=2  skipped, stopped by stop_at"]
+    assert lines(capsys.readouterr().out) == same, "in another order"
     with pytest.raises(SystemExit, match="failed: seed=3"):
         sweep.main(["kto.py", "--seed", "2,3", "--stop_at", "2"])
     sweep.main(["kto.py", "--seed", "1,2"])
