@@ -814,6 +814,8 @@ def test_ctrl_c_while_ranks_wait_for_each_other_is_one_line_and_leaves_no_proces
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     until(lambda: children.read_text())
     (child,) = children.read_text().split()
+    # stopped before its exec it would hold up rank 0 in vfork, where no signal reaches it
+    until(lambda: b"LOCAL_RANK" in Path(f"/proc/{child}/environ").read_bytes())
     os.kill(int(child), signal.SIGSTOP)  # rank 0 then waits in torch, where Python gets no turn
     time.sleep(2)
     process.send_signal(signal.SIGINT)
