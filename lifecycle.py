@@ -96,8 +96,7 @@ class Lifecycle(Models):
         or an old state put in place. -> the rows that a resume goes on from"""
         old, found = self.opened.old, self.opened.found
         if old:
-            new = old.identity | self.state.identity  # an algorithm compares itself what it adds
-            checkpoint.refuse_another_identity(old.identity, new)
+            checkpoint.refuse_another_identity(old.identity, self.state.identity)
         claims = old.rows if self.opened.own else {}
 
         def work():

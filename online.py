@@ -98,10 +98,10 @@ def ratings(trainer) -> list[Example]:
         return []
     with given("online.ratings", cfg.online.ratings):
         rated = load(cfg.online.ratings, trainer.tokenizer, "rated", cfg.data).examples
-    new = state.identity | {"online.ratings": fingerprint({"": rated})}
+    new = {"online.ratings": fingerprint({"": rated})}
     if state.step:
         refuse_another_identity(state.identity, new)
-    state.identity = new
+    state.identity |= new
     return rated
 
 

@@ -464,7 +464,8 @@ def _put_newer_aside(folder: Path, found: int) -> None:
 
 
 def refuse_another_identity(old: dict[str, str], new: dict[str, str]) -> None:
-    """Raise BadInput where a resume meets another model, tokenizer or data than the run began with."""
-    names = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
+    """Raise BadInput where a resume meets another model, tokenizer or data than the run began with.
+    What only `old` has an algorithm adds, and compares, later."""
+    names = sorted(name for name, value in new.items() if old.get(name) != value)
     if names:
         raise BadInput("\n".join(f"resume: {n}: not what this run began with" for n in names))
