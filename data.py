@@ -2,7 +2,7 @@
 
 Knows no model and no loss. Reading order: the batch of a step and its mismatched pairs (Batch), how
 a step is cut into micro-batches (cut), how a micro-batch becomes one sequence of tokens (pack).
-From a file to examples: support/examples.py.
+From a file to examples: records/examples.py.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, N packed
 tokens, T targets (tokens that are predicted and scored).
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from support.errors import BadInput
-from support.examples import Example
-from support.tokenizer import Tokenizer
+from records.examples import Example
+from records.tokenizer import Tokenizer
+from runs.errors import BadInput
 
 # ---- the batch of a step ------------------------------------------------------------------------
 
@@ -68,14 +68,14 @@ class Batch:
     def micro_batch(self, index: list[int], length_BK: torch.Tensor) -> "MicroBatch":
         """What a loss sees of these examples."""
         examples, device = [self.examples[i] for i in index], length_BK.device
-        label_B = moved(torch.tensor([e.label for e in examples]), device)
-        weight_B = moved(torch.tensor([e.weight for e in examples]), device)
+        label_B = to_device(torch.tensor([e.label for e in examples]), device)
+        weight_B = to_device(torch.tensor([e.weight for e in examples]), device)
         n_desirable = sum(e.label for e in self.examples)
         step = (len(self.examples), n_desirable, self.tokenizer)
         return MicroBatch(examples, label_B, weight_B, length_BK, *step)
 
 
-def moved(x, device):
+def to_device(x, device):
     """x on a device, without waiting for what runs there."""
     if device.type == "cuda":
         x = x.pin_memory()
@@ -100,7 +100,7 @@ class MicroBatch(NamedTuple):
         values = [e.extra[name] for e in self.examples]
         if any(isinstance(v, str) for v in values):
             return values
-        return moved(torch.tensor(values), self.label.device)
+        return to_device(torch.tensor(values), self.label.device)
 
     def text(self, i: int) -> str:
         """Example i of this micro-batch, decoded."""
@@ -137,7 +137,7 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
     return torch.randperm(n, generator=generator).tolist()
 
 
-def next_of(items: list, i: int, n: int | None, seed: int) -> list:
+def next_items(items: list, i: int, n: int | None, seed: int) -> list:
     """Iteration i's n items: a slice of one seeded permutation after another."""
     n, picked = n or len(items), []
     for j in range((i - 1) * n, i * n):
@@ -154,7 +154,7 @@ class Micro(NamedTuple):
     filler: bool = False  # run for the collectives' sake only: its weight in the loss is 0
 
 
-def shares(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
+def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
     """Each rank's part of a step: in turn, or balanced by tokens (longest first, to the lightest)."""
     if not by_tokens:
         return [list(range(rank, len(sizes), ranks)) for rank in range(ranks)]
@@ -166,7 +166,7 @@ def shares(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
     return parts
 
 
-def cut(
+def cut_micro_batches(
     sizes: list[int], parts: list[list[int]], batch_size: int | None, tokens: int | None
 ) -> list[list[Micro]]:
     """Micro-batches of each rank's part, by number or by tokens (into the first with room).
@@ -175,7 +175,7 @@ def cut(
     examples left repeats example 0 as a filler.
     """
     micros = [
-        _fill(part, sizes, tokens)
+        _first_fit(part, sizes, tokens)
         if tokens
         else [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
         for part in parts
@@ -187,7 +187,7 @@ def cut(
     ]
 
 
-def _fill(part: list[int], sizes: list[int], tokens: int) -> list[list[int]]:
+def _first_fit(part: list[int], sizes: list[int], tokens: int) -> list[list[int]]:
     """Longest first; an example over the budget goes alone."""
     out, room = [], []
     for i in sorted(part, key=lambda i: -sizes[i]):
@@ -333,7 +333,7 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
 
 
 if __name__ == "__main__":  # python data.py FILE [--model M]: a file as a run would see it
-    from support.errors import run_cli
-    from support.preview import main
+    from records.preview import main
+    from runs.errors import run_cli
 
     run_cli(main)

@@ -11,20 +11,20 @@ sft_loss_weight; elsewhere "ipo" divides each log-ratio by its length, which her
 average_logps.
 """
 
-from support.errors import run_cli  # noqa: I001  first: for Ctrl-C
+from runs.errors import run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from support.cli import parse
-from support.metrics import mean
-from support.settings import Preference, Run, refuse_unless
+from runs.cli import parse
+from runs.metrics import mean
+from runs.settings import PreferenceSettings, RunSettings, refuse_unless
 from train import Objective, Trainer
 
 
 @dataclass(frozen=True)
-class DPOSettings(Preference):
+class DPOSettings(PreferenceSettings):
     """The objective. Besides: beta, average_logps and the weight of an SFT term (Preference)."""
 
     loss: str = "dpo"
@@ -44,7 +44,7 @@ class DPOSettings(Preference):
 
 
 @dataclass(frozen=True)
-class Settings(Run):
+class Settings(RunSettings):
     dpo: DPOSettings = field(default_factory=DPOSettings)
 
     def validate(self) -> None:

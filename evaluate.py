@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from generate import generate, text
-from support.checkpoint import on_rank_0, write_json
-from support.settings import Run
+from generate import completion_text, generate
+from runs.checkpoint import on_rank_0, write_json
+from runs.settings import RunSettings
 
 Checker = Callable[[str, str], bool]  # (prompt, completion) -> whether it is right
 
@@ -14,7 +14,7 @@ class Evaluator:
     """Answers held-out prompts. The same weights and settings give the same
     answers. `checker`: one's own, by code; else the one that eval.check names."""
 
-    def __init__(self, fabric, cfg: Run, policy, tokenizer, val, checker: Checker | None):
+    def __init__(self, fabric, cfg: RunSettings, policy, tokenizer, val, checker: Checker | None):
         if checker is None and cfg.eval.check == "demo":
             from demo.check import check as checker
         self.fabric, self.cfg, self.policy, self.tokenizer = fabric, cfg, policy, tokenizer
@@ -34,7 +34,10 @@ class Evaluator:
         new = e.max_new_tokens or self.cfg.data.max_completion
         ids = generate(self.fabric, self.policy, prompts, tokenizer, e, new, self.cfg.seed)
         return [
-            {"prompt": text(tokenizer, list(p)), "completion": text(tokenizer, y, e.stop)}
+            {
+                "prompt": completion_text(tokenizer, list(p)),
+                "completion": completion_text(tokenizer, y, e.stop),
+            }
             for p, y in zip(prompts, ids)
         ]
 

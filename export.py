@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from policy import export_checkpoint
-from support.errors import BadInput, run_cli
-from support.settings import EXPORT_DTYPES
+from runs.errors import BadInput, run_cli
+from runs.settings import EXPORT_DTYPES
 
 
 def main(argv=None) -> None:

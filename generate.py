@@ -6,7 +6,7 @@
 Shape letters: B rows that are being answered, P prompts, T new tokens, V vocabulary.
 """
 
-from support.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
+from runs.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
 import math
 import sys
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from data import moved, pack
+from data import to_device, pack
 from model import KVCache
-from support.devices import all_reduce, free_memory, gathered
-from support.cli import command
-from support.records import Fault, Record
-from support.settings import Sampling
-from support.tokenizer import Tokenizer
+from runs.devices import all_reduce, free_memory, keep_gathered
+from runs.cli import parse_command
+from records.forms import Fault, Record
+from runs.settings import Sampling
+from records.tokenizer import Tokenizer
 
 
-def choose(logits_BV, u_B, args: Sampling):
+def choose_token(logits_BV, u_B, args: Sampling):
     """The next token of each row: greedy, or where the cumulative probability passes the row's own
     uniform number."""
     if args.temperature == 0:
@@ -87,7 +87,7 @@ def generate(
     most = math.ceil(len(prompts) / fabric.world_size)
     rows = sampler.rows_at_once(prompts, max_new)
     # autocast casts a weight once within its outermost context: here, not at every token
-    with fabric.autocast(), gathered(policy, fabric.device):
+    with fabric.autocast(), keep_gathered(policy, fabric.device):
         for at in range(0, most, rows):
             sampler.answer(prompts, list(mine[at : at + rows]), answer_PT)
     policy.train(was_training)
@@ -120,14 +120,16 @@ class _Sampler:
         args, device, max_new = self.args, self.fabric.device, answer_PT.shape[1]
         dummy = not index
         batch = [prompts[i] for i in index] or [prompts[0][:1]]
-        u_BT = moved(torch.stack([_uniform(self.seed, i, max_new) for i in index or [0]]), device)
+        u_BT = to_device(
+            torch.stack([_uniform(self.seed, i, max_new) for i in index or [0]]), device
+        )
         # a completion's last token is never an input: with one token only prompts are packed
         packed = pack(batch, [(np.zeros(1, int),)] * len(batch)).to(device)
         lengths = list(packed.sizes)
-        length_B = moved(torch.tensor(lengths), device)
+        length_B = to_device(torch.tensor(lengths), device)
         room_B = torch.clamp(self.context - length_B, max=max_new)  # so many more tokens fit
         cache = KVCache(packed, min(self.context, max(lengths) + max_new))
-        row_B, seen_BV = moved(torch.tensor(index or [-1]), device), None
+        row_B, seen_BV = to_device(torch.tensor(index or [-1]), device), None
         for t in range(max_new):
             logits_BV = self.policy(cache)
             if args.repetition_penalty != 1:
@@ -137,7 +139,7 @@ class _Sampler:
                 logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
             if t < args.min_new_tokens:
                 logits_BV[:, self.stops] = -torch.inf
-            new_B = choose(logits_BV, u_BT[:, t], args)
+            new_B = choose_token(logits_BV, u_BT[:, t], args)
             if seen_BV is not None:
                 seen_BV[torch.arange(len(new_B), device=device), new_B] = True
             if not dummy:
@@ -152,7 +154,10 @@ class _Sampler:
                 keep, dummy = [0], True
             if len(keep) < len(new_B):
                 order = cache.keep(keep)
-                lengths, keep_B = [lengths[i] for i in order], moved(torch.tensor(order), device)
+                lengths, keep_B = (
+                    [lengths[i] for i in order],
+                    to_device(torch.tensor(order), device),
+                )
                 u_BT, room_B, length_B = u_BT[keep_B], room_B[keep_B], length_B[keep_B]
                 row_B, new_B = row_B[keep_B], new_B[keep_B]
                 seen_BV = None if seen_BV is None else seen_BV[keep_B]
@@ -177,7 +182,7 @@ def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
     return torch.rand(n, generator=generator).double()
 
 
-def text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> str:
+def completion_text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> str:
     """A completion as text: without its EOS, up to the first stop text."""
     whole = tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.stops else ids)
     found = [at for x in stop if (at := whole.find(x)) >= 0]
@@ -212,7 +217,7 @@ def parse_ask(argv=None) -> Ask:
             joined[-1] = f"--prompt+={a}"
         else:
             joined.append(a.replace("--prompt=", "--prompt+=", 1))
-    args = command(Ask, __doc__, joined)
+    args = parse_command(Ask, __doc__, joined)
     args.validate("generate")
     if not args.model:
         raise BadInput("model: required: a run's folder, or any model that kto.py takes")
@@ -226,13 +231,13 @@ class Chat:
         from lightning.fabric import Fabric
 
         import model
-        from support.weights import fetch
+        from hub.weights import fetch_model
 
-        folder, self.args = fetch(args.model), args
+        folder, self.args = fetch_model(args.model), args
         self.fabric = Fabric(devices=1)
         dtype = torch.bfloat16 if self.fabric.device.type == "cuda" else torch.float32
         self.tokenizer = Tokenizer(folder)
-        self.policy = self.fabric.to_device(model.load(folder, dtype=dtype))
+        self.policy = self.fabric.to_device(model.load_model(folder, dtype=dtype))
         self.by_template = bool(self.tokenizer.template) and not args.plain
 
     def ids(self, turns: list[dict]):
@@ -258,7 +263,7 @@ class Chat:
         room = self.policy.max_seq_length - max(map(len, prompts))
         new = args.max_new_tokens or min(256, room)
         said = generate(self.fabric, self.policy, prompts, self.tokenizer, args, new, seed)
-        return [text(self.tokenizer, ids, args.stop) for ids in said]
+        return [completion_text(self.tokenizer, ids, args.stop) for ids in said]
 
     def talk(self) -> None:
         """A conversation with the terminal, until its end (Ctrl-D)."""

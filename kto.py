@@ -20,20 +20,20 @@ comes from an equal prompt; the reference is checked before the first step.
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt.
 """
 
-from support.errors import run_cli  # noqa: I001  first: for Ctrl-C
+from runs.errors import run_cli  # noqa: I001  first: for Ctrl-C
 import math
 from dataclasses import dataclass, field
 
 import torch
 
-from support.cli import parse
-from support.metrics import auc, mean
-from support.settings import Preference, Run, refuse_unless
+from runs.cli import parse
+from runs.metrics import auc, mean
+from runs.settings import PreferenceSettings, RunSettings, refuse_unless
 from train import Objective, Trainer
 
 
 @dataclass(frozen=True)
-class KTOSettings(Preference):
+class KTOSettings(PreferenceSettings):
     """The objective. Besides: beta, average_logps and the weight of an SFT term
     (Preference)."""
 
@@ -54,7 +54,7 @@ class KTOSettings(Preference):
 
 
 @dataclass(frozen=True)
-class Settings(Run):
+class Settings(RunSettings):
     kto: KTOSettings = field(default_factory=KTOSettings)
 
     def validate(self) -> None:

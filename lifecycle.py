@@ -15,58 +15,58 @@ import torch
 import model
 from evaluate import Evaluator
 from head import Chunks
+from hub.estimate import Estimate
+from hub.families import read_config
+from hub.weights import copy_tokenizer_files, fetch_model
 from policy import Models
+from records.examples import load_splits, with_limits
+from records.tokenizer import Tokenizer
 from reference import CachedReference
-from support import checkpoint
-from support.checkpoint import RunState
-from support.devices import Stop, all_reduce, launch, leave, resolve, say
-from support.errors import BadInput, Failed, given
-from support.estimate import Estimate
-from support.examples import splits, with_limits
-from support.families import read_config
-from support.logger import TABLES, Logger, before_and_after, claimed
-from support.optim import Plan, make_plan
-from support.settings import Run
-from support.throughput import Throughput, least_passes
-from support.tokenizer import Tokenizer
-from support.weights import copy_files, fetch
+from runs import checkpoint
+from runs.checkpoint import RunState
+from runs.devices import Stop, all_reduce, launch, leave_process_group, resolve_devices, say
+from runs.errors import BadInput, Failed, user_error
+from runs.logger import TABLES, Logger, format_before_after, read_claimed_rows
+from runs.optimizer import Plan, make_plan
+from runs.settings import RunSettings
+from runs.throughput import Throughput, least_passes
 
 
 class Lifecycle(Models):
     """`validation`: the objective of val.csv (default: the same). `checker`: a function (prompt,
     completion) -> bool. `rollout`: an engine that answers prompts (see rollout.py)."""
 
-    def __init__(self, cfg: Run, objective, validation=None, checker=None, rollout=None):
+    def __init__(self, cfg: RunSettings, objective, validation=None, checker=None, rollout=None):
         self.objective, self.validation = objective, validation or objective
         kind = type(objective)
-        with given("state_dict", kind.__name__, TypeError):
+        with user_error("state_dict", kind.__name__, TypeError):
             memory = json.dumps(objective.state_dict())  # now, not at the first checkpoint
         if memory == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
             say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
         self.engine, both = rollout, (objective, self.validation)
         self.needs_reference = any(o.runs_reference for o in both)
-        self.folder = fetch(cfg.model, weights=not cfg.estimate)
+        self.folder = fetch_model(cfg.model, weights=not cfg.estimate)
         arguments, config, names = read_config(self.folder)  # what cannot be exported is refused
         if cfg.estimate:
-            make = partial(model.make, arguments, names=names)
+            make = partial(model.make_model, arguments, names=names)
             tied = config["tie_word_embeddings"]
-            say(Estimate(cfg, make, tied, self.needs_reference, Chunks.of).table())
+            say(Estimate(cfg, make, tied, self.needs_reference, Chunks.of).describe())
             raise SystemExit(0)
         self.tokenizer = Tokenizer(self.folder, cfg.data.chat_template, cfg.data.date)
-        cfg = resolve(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))
+        cfg = resolve_devices(replace(cfg, data=with_limits(cfg.data, arguments["block_size"])))
         kinds = objective.records, self.validation.records
-        with given("data", cfg.data.train):
-            self.examples = splits(cfg.data, self.tokenizer, *kinds, say)
+        with user_error("data", cfg.data.train):
+            self.examples = load_splits(cfg.data, self.tokenizer, *kinds, say)
         if cfg.keep_best and not self.examples["val"]:
             raise BadInput("keep_best: data.val: no examples")
         if objective.records != "prompts":  # too few are refused before any work
             make_plan(cfg, len(self.examples["train"]))
         self.fabric = launch(cfg)
         program = checkpoint.program_file(kind)
-        self.opened = checkpoint.Opened(self.fabric, cfg, program)
+        self.opened = checkpoint.RunFolder(self.fabric, cfg, program)
         self.cfg, self.out = self.opened.cfg, self.opened.out
         template = self.tokenizer.source if cfg.data.chat_template else ""
-        self.state = RunState(str(program), checkpoint.digest(program), template)
+        self.state = RunState(str(program), checkpoint.file_hash(program), template)
         self._load_models()
         kept = self._begin()
         self.saved_step = self.state.step
@@ -87,7 +87,7 @@ class Lifecycle(Models):
         self.opened.close()
         if kind is None:
             self.policy = self.reference = self.optimizer = self.evaluator = None
-            leave(self.fabric)  # only now that the model is gone
+            leave_process_group(self.fabric)  # only now that the model is gone
             if self.stop.signal:
                 raise SystemExit(128 + self.stop.signal)
 
@@ -100,15 +100,15 @@ class Lifecycle(Models):
         claims = old.rows if self.opened.own else {}
 
         def work():
-            kept = [claimed(self.out / n, claims.get(n), found) for n in TABLES]
-            copy_files(self.folder, self.out / ".final.tmp")  # it will be exportable
+            kept = [read_claimed_rows(self.out / n, claims.get(n), found) for n in TABLES]
+            copy_tokenizer_files(self.folder, self.out / ".final.tmp")  # it will be exportable
             self.opened.begin()
             return kept
 
         kept = checkpoint.on_rank_0(self.fabric, work)
         if not old:
             return None
-        checkpoint.load(self.fabric, found, self.policy, self.optimizer)
+        checkpoint.load_checkpoint(self.fabric, found, self.policy, self.optimizer)
         self.state = replace(old, source=self.state.source)
         self.objective.load_state_dict(old.objective)
         return kept
@@ -154,11 +154,11 @@ class Lifecycle(Models):
         folder, state = self.out / "checkpoints", self.state
         state.objective = self.objective.state_dict()
         state.rows = self.logger.sync()
-        path = checkpoint.step_folder(folder, state.step)
-        checkpoint.save(self.fabric, path, self.policy, self.optimizer, state, self.cfg)
+        path = checkpoint.checkpoint_folder(folder, state.step)
+        checkpoint.save_checkpoint(self.fabric, path, self.policy, self.optimizer, state, self.cfg)
         self.saved_step = state.step
         if self.fabric.global_rank == 0:
-            checkpoint.prune(folder, self.cfg.keep_last, state.best_step)
+            checkpoint.prune_checkpoints(folder, self.cfg.keep_last, state.best_step)
 
     def save_and_say_how_to_go_on(self, plan) -> None:
         if self.saved_step < self.state.step:
@@ -172,11 +172,11 @@ class Lifecycle(Models):
     def finish(self) -> None:
         """Export, compare answers with those before, and score the test split."""
         self.logger.sync()  # fails where the run's folder is gone
-        self._export()
+        self.export_models()
         after = self.evaluator.check("after", self.state.step)
         before = self.out / "eval" / "before.json"
         if after and before.exists():
-            say(before_and_after(json.loads(before.read_text()), after))
+            say(format_before_after(json.loads(before.read_text()), after))
         say(f"\nexported to {self.out / 'final'}")
         if self.examples["test"] and self.examples["test"][0].completions:
             self._score_test()
@@ -191,9 +191,9 @@ class Lifecycle(Models):
         scores = {"final": self.score(self.examples["test"])}
         step = self.state.best_step
         # it may be in another folder's run
-        best = checkpoint.step_folder(self.out / "checkpoints", step or 0)
+        best = checkpoint.checkpoint_folder(self.out / "checkpoints", step or 0)
         if step not in (None, self.state.step) and best.is_dir() and self._same_base(best):
-            checkpoint.set_weights(self.policy, checkpoint.stored(best, "weights"))
+            checkpoint.set_weights(self.policy, checkpoint.read_checkpoint_tensors(best, "weights"))
             scores["best"] = self.score(self.examples["test"])
         for name, row in scores.items():
             shown = ", ".join(f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row)

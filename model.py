@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from data import PackedBatch, moved
+from data import PackedBatch, to_device
 from head import Chunks, Head, logp_of
-from support.errors import BadInput
-from support.families import rope_tables
-from support.lora import adapter_arguments, create_adapters
-from support.settings import Lora
-from support.tensors import Lazy
-from support.weights import fill, must_fit, read_source, weights
+from hub.families import rope_tables
+from hub.lora import adapter_arguments, create_adapters
+from hub.weights import fill_model, read_source, read_weights, weights_must_fit
+from runs.errors import BadInput
+from runs.settings import Lora
+from runs.tensors import LazyTensors
 
 TILE_TOKENS = 128  # tokens of examples that share a tile of attention
 
@@ -206,7 +206,7 @@ class KVCache:
         n, order = len(rows), list(range(len(rows)))
         gaps, movers = sorted(set(order).difference(rows)), [i for i in rows if i >= n]
         self.row_B = self.row_B[:n]
-        to, source = (moved(torch.tensor(i), self.row_B.device) for i in (gaps, movers))
+        to, source = (to_device(torch.tensor(i), self.row_B.device) for i in (gaps, movers))
         for layer, kv in self.tensors.items():
             for x in kv if gaps else ():
                 x[to] = x[source]
@@ -384,32 +384,34 @@ def cast_linears_to_bfloat16(model: nn.Module) -> None:
             m.to(torch.bfloat16)
 
 
-def make(arguments: dict, lora: Lora | None, names: dict | None) -> nn.Module:
+def make_model(arguments: dict, lora: Lora | None, names: dict | None) -> nn.Module:
     """A model without its weights, from arguments of litgpt's Config. `names` of the weights: see
-    support/families.py."""
+    hub/families.py."""
     adapters = adapter_arguments(lora, names)
     Model, Config = (LoraGPT, litgpt.lora.Config) if adapters else (GPT, litgpt.Config)
     return Model(Config(**arguments, **adapters))
 
 
-def stored(folder: Path, dtype: torch.dtype) -> Lazy:
+def read_folder_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:
     """A folder's weights by our names, adapters merged, each read when it is asked for. Raises
     BadInput."""
     source = arguments, _, names = read_source(folder)
-    with must_fit(folder), torch.device("meta"):
-        model = make(arguments, None, names)
-    with must_fit(folder):
-        return weights(model, folder, source, dtype)
+    with weights_must_fit(folder), torch.device("meta"):
+        model = make_model(arguments, None, names)
+    with weights_must_fit(folder):
+        return read_weights(model, folder, source, dtype)
 
 
-def load(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_model(
+    folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """A model with its weights in `dtype`, from a Hugging Face or a litgpt checkpoint folder. With
     new adapters it is its base to the bit. Raises BadInput."""
     source = arguments, _, names = read_source(folder)
-    with must_fit(folder):
+    with weights_must_fit(folder):
         with torch.device("meta"):
-            model = make(arguments, lora, names)
-        fill(model, folder, source, dtype)
+            model = make_model(arguments, lora, names)
+        fill_model(model, folder, source, dtype)
     model.cos, model.sin = (x.to(dtype) for x in rope_tables(model))
     model.requires_grad_(True)
     if isinstance(model, LoraGPT):

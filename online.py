@@ -9,22 +9,22 @@ read for its prompts only. The reference stays the first model, or becomes the p
 an iteration begins (online.reference).
 """
 
-from support.errors import BadInput, given, run_cli  # noqa: I001  first: for Ctrl-C
+from runs.errors import BadInput, user_error, run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from data import next_of
-from generate import text
+from data import next_items
+from generate import completion_text
 from kto import KTO, KTOSettings
-from rollout import ROUNDS, answers, iterations
-from support.checkpoint import refuse_another_identity
-from support.cli import parse
-from support.devices import say
-from support.examples import Example, fingerprint, load
-from support.logger import side_by_side
-from support.optim import iteration_plans
-from support.settings import Run, Sampling, refuse_unless
+from rollout import ROUNDS, policy_answers, iterations
+from runs.checkpoint import refuse_another_identity
+from runs.cli import parse
+from runs.devices import say
+from records.examples import Example, examples_hash, load_examples
+from runs.logger import format_table
+from runs.optimizer import iteration_plans
+from runs.settings import RunSettings, Sampling, refuse_unless
 from train import Trainer
 
 
@@ -59,7 +59,7 @@ class OnlineSettings(Sampling):
 
 
 @dataclass(frozen=True)
-class Settings(Run):
+class Settings(RunSettings):
     kto: KTOSettings = field(default_factory=KTOSettings)
     online: OnlineSettings = field(default_factory=OnlineSettings)
 
@@ -83,8 +83,8 @@ class OnlineKTO(KTO):
 def rate(trainer, prompts: list[Example], own: list[list[int]]) -> list[Example]:
     """The policy's answers as rated examples, by the checker."""
     stop, tokenizer = trainer.cfg.online.stop, trainer.tokenizer
-    asked = [text(tokenizer, list(e.prompt)) for e in prompts]
-    said = [text(tokenizer, ids, stop) for ids in own]
+    asked = [completion_text(tokenizer, list(e.prompt)) for e in prompts]
+    said = [completion_text(tokenizer, ids, stop) for ids in own]
     labels = trainer.evaluator.judge(list(zip(asked, said)))
     arrays = [np.array(ids, np.int32) for ids in own]
     rated = zip(prompts, arrays, labels)
@@ -96,24 +96,26 @@ def ratings(trainer) -> list[Example]:
     cfg, state = trainer.cfg, trainer.state
     if not cfg.online.ratings:
         return []
-    with given("online.ratings", cfg.online.ratings):
-        rated = load(cfg.online.ratings, trainer.tokenizer, "rated", cfg.data).examples
-    new = {"online.ratings": fingerprint({"": rated})}
+    with user_error("online.ratings", cfg.online.ratings):
+        rated = load_examples(cfg.online.ratings, trainer.tokenizer, "rated", cfg.data).examples
+    new = {"online.ratings": examples_hash({"": rated})}
     if state.step:
         refuse_another_identity(state.identity, new)
     state.identity |= new
     return rated
 
 
-def show(trainer, i: int, examples: list[Example], tokens: int) -> None:
+def show_ratings(trainer, i: int, examples: list[Example], tokens: int) -> None:
     good = sum(e.label for e in examples)
     share = f"{good:,} right ({100 * good / len(examples):.1f}%)"
     say(f"iteration {i}: {len(examples):,} answers, {share}, {tokens:,} tokens")
     rows = []
     for e in examples[:4]:
-        prompt, answer = (text(trainer.tokenizer, list(x)) for x in (e.prompt, e.completions[0]))
+        prompt, answer = (
+            completion_text(trainer.tokenizer, list(x)) for x in (e.prompt, e.completions[0])
+        )
         rows.append((prompt, answer, "up" if e.label else "down"))
-    say(side_by_side(("prompt", "answer", "rated"), rows))
+    say(format_table(("prompt", "answer", "rated"), rows))
 
 
 def main(argv=None, checker=None, rollout=None) -> None:
@@ -128,13 +130,13 @@ def main(argv=None, checker=None, rollout=None) -> None:
         n = (args.prompts_per_iteration or len(prompts)) * args.num_generations
         plans = iteration_plans(cfg, [n + n_rated] * args.max_iterations)
         for i, plan in iterations(trainer, plans, moving_reference=args.reference == "last"):
-            asked = next_of(prompts, i, args.prompts_per_iteration, cfg.seed)
+            asked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
             asked = [e for e in asked for _ in range(args.num_generations)]
-            own = answers(trainer, i, plan, [e.prompt for e in asked], args)
+            own = policy_answers(trainer, i, plan, [e.prompt for e in asked], args)
             examples = rate(trainer, asked, own)
-            show(trainer, i, examples, sum(map(len, own)))
+            show_ratings(trainer, i, examples, sum(map(len, own)))
             if rated:
-                examples += next_of(rated, i, n_rated, cfg.seed)
+                examples += next_items(rated, i, n_rated, cfg.seed)
             if not trainer.fit(examples, plan):
                 break
         else:

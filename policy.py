@@ -11,23 +11,23 @@ import yaml
 from torch import nn
 
 import model
+from hub.card import model_card
+from hub.families import rope_tables
+from hub.lora import export_adapter, merge_adapters
+from hub.quantize import quantize_base
+from hub.weights import base_and_adapters, export_weights, fetch_model, folders_on_top
+from hub.weights import weights_hash as weights_fingerprint
+from records.examples import examples_hash
+from records.forms import find_path
+from records.tokenizer import Tokenizer
 from reference import Reference
-from support import checkpoint
-from support.card import model_card
-from support.checkpoint import RunState
-from support.cli import dump
-from support.devices import say
-from support.errors import BadInput, Failed
-from support.examples import fingerprint
-from support.families import rope_tables
-from support.lora import export_adapter, merge_adapters
-from support.optim import make_optimizer
-from support.quantize import quantize_base
-from support.records import local
-from support.tensors import Lazy, over, renamed
-from support.tokenizer import Tokenizer
-from support.weights import adapters_below, export, fetch, layers
-from support.weights import fingerprint as weights_fingerprint
+from runs import checkpoint
+from runs.checkpoint import RunState
+from runs.cli import dump_yaml
+from runs.devices import say
+from runs.errors import BadInput, Failed
+from runs.optimizer import make_optimizer
+from runs.tensors import LazyTensors, override_tensors, rename_tensors
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -38,15 +38,15 @@ def dtype_of(precision: str) -> torch.dtype:
 
 def export_checkpoint(path: Path, out: Path, dtype: str) -> None:
     """A checkpoint, or a PEFT folder, with its base as a Hugging Face folder."""
-    folder, notes, wide = fetch(str(path), "export"), [], torch.float32
-    if not layers(folder):
+    folder, notes, wide = fetch_model(str(path), "export"), [], torch.float32
+    if not folders_on_top(folder):
         raise BadInput(f"export: {path}: neither a checkpoint of a run nor a PEFT folder")
     if (path / "state.json").exists():
         settings = (path / "settings.yaml").read_text()
         notes = _notes(settings, checkpoint.read_state(path)[0], path.parent.parent)
         own = dtype_of(yaml.safe_load(settings)["precision"])
         wide = torch.promote_types(own, wide)
-    export(model.stored(folder, wide), folder, out, dtype, notes)
+    export_weights(model.read_folder_weights(folder, wide), folder, out, dtype, notes)
 
 
 def _notes(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]:
@@ -109,15 +109,18 @@ class Models:
 
     def _load_policy(self):
         cfg = self.cfg
-        policy = model.load(self.folder, cfg.lora, dtype_of(cfg.precision))
+        policy = model.load_model(self.folder, cfg.lora, dtype_of(cfg.precision))
         if self.tokenizer.n_vocab > policy.config.padded_vocab_size:
             n = self.tokenizer.n_vocab
             raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
         return policy
 
     def _load_other_reference(self, policy):
-        vocab, folder = policy.config.padded_vocab_size, fetch(self.cfg.reference, "reference")
-        frozen = model.load(folder, None, dtype_of(self.cfg.precision))
+        vocab, folder = (
+            policy.config.padded_vocab_size,
+            fetch_model(self.cfg.reference, "reference"),
+        )
+        frozen = model.load_model(folder, None, dtype_of(self.cfg.precision))
         same = self.tokenizer.same(Tokenizer(folder))
         if not same or frozen.config.padded_vocab_size != vocab:
             differs = f"another tokenizer or vocabulary than {self.cfg.model}"
@@ -127,7 +130,7 @@ class Models:
     def _identity(self, policy, frozen) -> dict[str, str]:
         """Hashes of what a resume must find again, by the name that a refusal
         shows."""
-        hashes = {"data (token ids and labels)": fingerprint(self.examples)}
+        hashes = {"data (token ids and labels)": examples_hash(self.examples)}
         for name, m in (("model", policy), ("reference", frozen)):
             if m is policy and name == "reference":
                 hashes |= {f"reference {x}": hashes[f"model {x}"] for x in ("weights", "config")}
@@ -141,28 +144,30 @@ class Models:
         files = {name: self.folder / name for name in (*names, "chat_template.jinja")}
         if self.cfg.data.chat_template:
             files["data.chat_template"] = Path(self.cfg.data.chat_template)
-        return hashes | {n: checkpoint.digest(f) for n, f in files.items() if f.is_file()}
+        return hashes | {n: checkpoint.file_hash(f) for n, f in files.items() if f.is_file()}
 
     # ---- out ----------------------------------------------------------------------------------------
 
-    def merged(self) -> Lazy:
+    def merged(self) -> LazyTensors:
         """The policy's weights by their plain names, adapters merged."""
         return merge_adapters(self.weights(), self.policy.module)
 
-    def weights(self) -> Lazy:
+    def weights(self) -> LazyTensors:
         """The policy's weights, adapters apart. Each is gathered when it is asked for:
         of a sharded policy a collective."""
         params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
         kept = {n: p for n, p in params.items() if p.requires_grad or not quantized}
-        weights = Lazy(kept, lambda name: checkpoint.full(kept[name]))
+        weights = LazyTensors(kept, lambda name: checkpoint.gather_tensor(kept[name]))
         if quantized:  # rounded numbers never leave
-            weights = over(weights, self._source_weights([n for n in params if "lora_" not in n]))
+            weights = override_tensors(
+                weights, self._source_weights([n for n in params if "lora_" not in n])
+            )
         return weights
 
-    def _source_weights(self, names: list[str]) -> Lazy:
+    def _source_weights(self, names: list[str]) -> LazyTensors:
         """What a quantised base was made from, read again."""
-        stored = model.stored(self.folder, dtype_of(self.cfg.precision))
-        weights = renamed(stored, {name: name.replace(".linear.", ".") for name in names})
+        stored = model.read_folder_weights(self.folder, dtype_of(self.cfg.precision))
+        weights = rename_tensors(stored, {name: name.replace(".linear.", ".") for name in names})
         if weights_fingerprint(weights) != self.state.identity["model weights"]:
             raise Failed(f"{self.folder}: not the weights that this run began with: put them back")
         return weights
@@ -171,23 +176,23 @@ class Models:
         """write(a new folder, later `out`) on rank 0; where the policy's weights are
         gathered, write(None) on the others."""
         if self.cfg.strategy != "fsdp":
-            return checkpoint.publish(self.fabric, write, out)
+            return checkpoint.publish_folder(self.fabric, write, out)
         first = self.fabric.global_rank == 0
-        checkpoint.publish(self.fabric, None, out, lambda tmp: write(tmp if first else None))
+        checkpoint.publish_folder(self.fabric, None, out, lambda tmp: write(tmp if first else None))
 
-    def _export(self) -> None:
+    def export_models(self) -> None:
         """`final`, with LoRA `final_adapter` in PEFT's format, and `best`."""
         cfg, fabric, state = self.cfg, self.fabric, self.state
         module, source, weights = self.policy.module, self.folder, self.weights()
 
         def final(tmp):
-            notes = _notes(dump(cfg), state, self.out)
-            export(merge_adapters(weights, module), source, tmp, cfg.export_dtype, notes)
+            notes = _notes(dump_yaml(cfg), state, self.out)
+            export_weights(merge_adapters(weights, module), source, tmp, cfg.export_dtype, notes)
 
         def adapter(tmp):
-            base, below = adapters_below(source) if layers(source) else (cfg.model, [])
-            folder = fetch(base) if below else source
-            base = str(folder.resolve()) if local(base).exists() else base
+            base, below = base_and_adapters(source) if folders_on_top(source) else (cfg.model, [])
+            folder = fetch_model(base) if below else source
+            base = str(folder.resolve()) if find_path(base).exists() else base
             export_adapter(weights, tmp, module, source, base, cfg.lora, below)
 
         def best(tmp):
@@ -195,18 +200,18 @@ class Models:
 
         self.publish(final, self.out / "final")
         if cfg.lora.rank:  # PEFT needs a folder of the base; SPIN folds earlier adapters in
-            base = renamed(weights, {n: n for n in weights if "lora_" not in n})
+            base = rename_tensors(weights, {n: n for n in weights if "lora_" not in n})
             moved = (
                 state.iteration > 1 and weights_fingerprint(base) != state.identity["model weights"]
             )
-            ours = any((x / "state.json").exists() for x in layers(source))
+            ours = any((x / "state.json").exists() for x in folders_on_top(source))
             if fabric.broadcast(bool(moved or ours)):
                 say("no final_adapter: its base is not the model's own folder")
             else:
                 self.publish(adapter, self.out / "final_adapter")
-        kept = checkpoint.step_folder(self.out / "checkpoints", state.best_step or 0)
+        kept = checkpoint.checkpoint_folder(self.out / "checkpoints", state.best_step or 0)
         if fabric.broadcast(kept.is_dir()):
-            checkpoint.publish(fabric, best, self.out / "best")
+            checkpoint.publish_folder(fabric, best, self.out / "best")
 
 
 # ---- shards ---------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load, save
 
 from data import PackedBatch
-from support.checkpoint import write_atomically
-from support.devices import all_reduce
-from support.errors import BadInput, given
-from support.lora import disable_adapters
+from hub.lora import disable_adapters
+from runs.checkpoint import write_atomically
+from runs.devices import all_reduce
+from runs.errors import BadInput, user_error
 
 
 class Reference:
@@ -47,7 +47,7 @@ class CachedReference:
         self.known: dict[bytes, float] = {}
         self.unsaved: dict[bytes, float] = {}
         self.computed, self.saved_at = 0, time.monotonic()
-        with given("reference_cache", folder, Exception):
+        with user_error("reference_cache", folder, Exception):
             folder.mkdir(parents=True, exist_ok=True)
             self._read()
 

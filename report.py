@@ -6,7 +6,7 @@ Runs that differ only in their seed become one line. To add a plot, add a line
 to PLOTS.
 """
 
-from support.errors import BadInput, given, opened, run_cli  # noqa: I001  first: for Ctrl-C
+from runs.errors import BadInput, user_error, parse_file, run_cli  # noqa: I001  first: for Ctrl-C
 import argparse
 import io
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from support.settings import flat
+from runs.settings import flatten
 
 try:
     import pandas as pd
@@ -74,7 +74,7 @@ def settings_of(text: str) -> dict[str, str]:
     node = yaml.safe_load(text)
     if not isinstance(node, dict):
         raise ValueError("expected settings as `name: value`")
-    return {name: repr(x) for name, x in sorted(flat(node).items()) if name not in BOOKKEEPING}
+    return {name: repr(x) for name, x in sorted(flatten(node).items()) if name not in BOOKKEEPING}
 
 
 def rows(text: str) -> pd.DataFrame:
@@ -84,7 +84,7 @@ def rows(text: str) -> pd.DataFrame:
     return table.groupby("step").last().dropna(axis=1, how="all")
 
 
-def answers(text: str) -> tuple[dict, float | None]:
+def read_answers_of(text: str) -> tuple[dict, float | None]:
     """{prompt: completion}, and the share that a checker found right."""
     node = json.loads(text)
     share = node["right"] / node["of"] if node.get("of") else None
@@ -94,17 +94,17 @@ def answers(text: str) -> tuple[dict, float | None]:
 
 def read_run(folder: str) -> Run:
     path = Path(folder)
-    settings = opened("settings", path / "settings.yaml", settings_of)
+    settings = parse_file("settings", path / "settings.yaml", settings_of)
     settings["finished"] = str((path / "final").exists())  # no mean over both kinds
-    raw, file = opened("metrics", path / "metrics.csv", rows), path / "val.csv"
+    raw, file = parse_file("metrics", path / "metrics.csv", rows), path / "val.csv"
     if raw.empty:
         raise BadInput(f"metrics: {path / 'metrics.csv'}: no rows yet")
-    val = opened("val", file, rows) if file.exists() else rows("")
+    val = parse_file("val", file, rows) if file.exists() else rows("")
     files = {file.stem: file for file in path.glob("eval/*.json")}
     first = files.get("before") or files.get("step-0")
     last = files.get("after") or files.get(f"step-{val.loc[1:].index.max():.0f}")
-    before, was = opened(first.stem, first, answers) if first else ({}, None)
-    after, became = opened(last.stem, last, answers) if last else ({}, None)
+    before, was = parse_file(first.stem, first, read_answers_of) if first else ({}, None)
+    after, became = parse_file(last.stem, last, read_answers_of) if last else ({}, None)
     if "checker_accuracy" not in val:
         shares = pd.Series({0: was, raw.index[-1]: became}, name="checker_accuracy")
         shares = shares.dropna().astype(float)
@@ -141,16 +141,16 @@ def numbers(groups: Groups) -> pd.DataFrame:
                 continue
             last = last.rename_axis("step").reset_index().reindex(columns=NUMBERS)
             n, mean = len(runs), last.mean(skipna=False).dropna()
-            found.append({"": f"{i}\u00a0{part}", "n": f"{n}", **mean.map(shown)})
+            found.append({"": f"{i}\u00a0{part}", "n": f"{n}", **mean.map(format_number)})
             if n > 1:
                 t = T[n - 2] if n < 11 else 1.96 + 2.6 / (n - 1)
                 half = t * last.sem(skipna=False).dropna()
-                found.append({"": "±", **half.map(shown)})
+                found.append({"": "±", **half.map(format_number)})
     table = pd.DataFrame(found, columns=["", "n", *NUMBERS])
     return table.dropna(axis=1, how="all").fillna("").rename(columns=NUMBERS)
 
 
-def shown(x: float) -> str:
+def format_number(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{round(x, 4) + 0:.4g}"
 
 
@@ -194,7 +194,7 @@ def draw(groups: Groups, columns: list[str], file: Path) -> str:
     return "<svg" + bare.getvalue().partition("<svg")[2].replace(INK, "currentColor")
 
 
-def write(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
+def write_page(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
     folder = out.with_name(f"{out.stem}-svg")
     folder.mkdir(parents=True, exist_ok=True)
     runs = sum(groups.values(), [])
@@ -250,8 +250,8 @@ def main(argv: list[str] | None = None, skip: bool = False) -> None:
     groups, differ = grouped(runs)
     print(*(label[:80] for label in groups), sep="\n")
     print(numbers(groups).to_string(index=False, line_width=80), ABOUT, sep="\n")
-    with given("out", args.out, OSError):
-        write(groups, differ, args.out)
+    with user_error("out", args.out, OSError):
+        write_page(groups, differ, args.out)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from dataclasses import asdict
 
 import torch
 
-from generate import generate, text
-from support import checkpoint, tensors
-from support.devices import say
-from support.errors import BadInput
-from support.lora import reset_adapters
-from support.settings import Sampling
-from support.tensors import renamed
-from support.weights import export, fingerprint
+from generate import completion_text, generate
+from hub.lora import reset_adapters
+from hub.weights import export_weights, weights_hash
+from runs import checkpoint, tensors
+from runs.devices import say
+from runs.errors import BadInput
+from runs.settings import Sampling
+from runs.tensors import rename_tensors
 
 ROUNDS = """precision: bf16-true: the base, which takes the adapters in, would round them away; use \
 bf16-mixed"""
@@ -54,15 +54,15 @@ def _start_iteration(trainer, i: int, moving_reference: bool) -> str:
     that becomes the reference, and begin anew, with their optimizer state."""
     weights = trainer.merged()
     if not moving_reference:
-        return fingerprint(weights)
+        return weights_hash(weights)
     lora, module = trainer.reference.frozen is None, trainer.policy.module
     if lora:
         base = (name for name in module.unique_parameters() if "lora_" not in name)
-        weights = renamed(weights, {name: name.replace(".linear.", ".") for name in base})
+        weights = rename_tensors(weights, {name: name.replace(".linear.", ".") for name in base})
     folder = trainer.out / "iterations" / f"{i}"
-    trainer.publish(lambda tmp: tensors.write(tmp, weights, "weights"), folder)
+    trainer.publish(lambda tmp: tensors.write_safetensors(tmp, weights, "weights"), folder)
     if lora:
-        reset_adapters(module, trainer.cfg.seed + 7919 * i, checkpoint.place)
+        reset_adapters(module, trainer.cfg.seed + 7919 * i, checkpoint.place_like)
         trainer.optimizer.optimizer.state.clear()
     trainer.reference_step = trainer.state.step
     return _put_reference(trainer, i)
@@ -73,11 +73,11 @@ def _put_reference(trainer, i: int) -> str:
     file = trainer.out / "iterations" / f"{i}" / "weights.safetensors"
     if not file.exists():
         raise BadInput(f"resume: {file}: missing: give --out_dir, the run's own folder")
-    if fault := checkpoint.verify(file.parent, [file.name]):
+    if fault := checkpoint.verify_folder(file.parent, [file.name]):
         raise BadInput(f"resume: {file.parent}: {fault}")
-    state = tensors.read(file)
+    state = tensors.open_safetensors(file)
     checkpoint.set_weights(trainer.reference.frozen or trainer.policy, state)
-    return fingerprint(state)
+    return weights_hash(state)
 
 
 def answers_file(trainer, i: int):
@@ -90,14 +90,14 @@ def read_answers(trainer, i: int) -> list[list[int]]:
     return [json.loads(line)["ids"] for line in lines]
 
 
-def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
+def policy_answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
     """The policy's answers of iteration i to `prompts`, written per rollout batch:
     what a killed run has written is taken as it stands, if policy, prompts and
     sampling are the same. `args`: a Sampling with a rollout_batch_size."""
     fabric, file, size = trainer.fabric, answers_file(trainer, i), args.rollout_batch_size
     new, folder = args.max_new_tokens or trainer.cfg.data.max_completion, None
     asked = {"policy": trainer.state.started_from, "seed": trainer.cfg.seed}
-    asked |= {"prompts": _digest(prompts), "engine": trainer.engine is not None}
+    asked |= {"prompts": _prompts_hash(prompts), "engine": trainer.engine is not None}
     head = json.dumps(asked | asdict(args) | {"max_new_tokens": new})
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     lines = lines[1:] if lines[:1] == [head] else []
@@ -109,7 +109,7 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
         advice = advice if plan.begin else "go on in the run's own folder"
         raise BadInput(f"resume: {file}: not what this iteration learns from; {advice}")
     if trainer.engine and len(done) < len(prompts):
-        folder = _export(trainer)
+        folder = _export_policy(trainer)
 
     def stop_if_asked(*_):  # before a decode step: whole batches are on disk
         if trainer.stop.agree(fabric.device):
@@ -123,24 +123,24 @@ def answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]]:
             fresh = _answer(trainer, folder, some, args, new, seed)
         done += fresh
         if fabric.global_rank == 0:
-            decoded = [text(trainer.tokenizer, ids, args.stop) for ids in fresh]
+            decoded = [completion_text(trainer.tokenizer, ids, args.stop) for ids in fresh]
             rows = [{"ids": ids, "completion": x} for ids, x in zip(fresh, decoded)]
             lines += [json.dumps(row, ensure_ascii=False) for row in rows]
             checkpoint.write_atomically(file, "\n".join([head, *lines, ""]))
     return done
 
 
-def _digest(prompts: list) -> str:
+def _prompts_hash(prompts: list) -> str:
     h = hashlib.sha256()
     for p in prompts:
         h.update(len(p).to_bytes(8, "big") + p.tobytes())
     return h.hexdigest()
 
 
-def _export(trainer):
+def _export_policy(trainer):
     """The policy as it is, as a Hugging Face folder. A collective."""
     folder, weights = trainer.out / "iterations" / "policy", trainer.merged()
-    trainer.publish(lambda tmp: export(weights, trainer.folder, tmp), folder)
+    trainer.publish(lambda tmp: export_weights(weights, trainer.folder, tmp), folder)
     return folder
 
 

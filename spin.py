@@ -10,21 +10,21 @@ Where the paper leaves a choice: one learning-rate schedule spans all iterations
 state carries on (LoRA's restarts, since its adapters are merged into the base and begin anew).
 """
 
-from support.errors import run_cli  # noqa: I001  first: for Ctrl-C
+from runs.errors import run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from data import epoch_order
 from dpo import DPO, DPOSettings
-from generate import text
-from rollout import ROUNDS, answers, iterations, offloaded, read_answers
-from support.cli import parse
-from support.devices import say
-from support.examples import Example
-from support.logger import side_by_side
-from support.optim import iteration_plans
-from support.settings import Run, Sampling, refuse_unless
+from generate import completion_text
+from rollout import ROUNDS, policy_answers, iterations, offloaded, read_answers
+from runs.cli import parse
+from runs.devices import say
+from records.examples import Example
+from runs.logger import format_table
+from runs.optimizer import iteration_plans
+from runs.settings import RunSettings, Sampling, refuse_unless
 from train import Objective, Trainer
 
 
@@ -65,7 +65,7 @@ class SPINSettings(Sampling):
 
 
 @dataclass(frozen=True)
-class Settings(Run):
+class Settings(RunSettings):
     spin: SPINSettings = field(default_factory=SPINSettings)
 
     def validate(self) -> None:
@@ -119,14 +119,14 @@ def _against(demo: Example, ids: list[int]) -> Example:
     return demo._replace(completions=(demo.completions[0], np.array(ids, dtype=np.int32)))
 
 
-def show(trainer, i: int, beta: float, examples: list[Example]) -> None:
+def show_pairs(trainer, i: int, beta: float, examples: list[Example]) -> None:
     same = sum(np.array_equal(*e.completions) for e in examples)
     counts = f"{len(examples):,} pairs, {same:,} answered as demonstrated"
     say(f"iteration {i}: beta {beta}, {counts}")
     decode, stop = trainer.tokenizer, trainer.cfg.spin.stop
     few = [(e.prompt, *e.completions) for e in examples[:4]]
-    rows = [[text(decode, list(ids), stop) for ids in row] for row in few]
-    say(side_by_side(("prompt", "demonstration", "the policy's own"), rows))
+    rows = [[completion_text(decode, list(ids), stop) for ids in row] for row in few]
+    say(format_table(("prompt", "demonstration", "the policy's own"), rows))
 
 
 def main(argv=None, checker=None, rollout=None) -> None:
@@ -143,9 +143,9 @@ def main(argv=None, checker=None, rollout=None) -> None:
         for i, plan in iterations(trainer, plans, moving_reference=True):
             prompts = [e.prompt for e in trainer.examples["train"]]
             with offloaded(trainer.optimizer, cfg.spin.offload):
-                own = answers(trainer, i, plan, prompts, cfg.spin)
+                own = policy_answers(trainer, i, plan, prompts, cfg.spin)
             examples = pairs(trainer, i, own)
-            show(trainer, i, betas[i - 1], examples)
+            show_pairs(trainer, i, betas[i - 1], examples)
             trainer.objective = SPIN(cfg.spin, betas[i - 1])
             if not trainer.fit(examples, plan):
                 break

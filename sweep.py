@@ -6,7 +6,7 @@ Values by commas make a grid of runs in out/sweep-kto (or --name), and a report
 at the end. The same again skips finished runs and resumes killed ones.
 """
 
-from support.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
+from runs.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
 import re
 import shlex
 import sys
@@ -23,7 +23,7 @@ import yaml
 import report
 
 
-def values(name: str, text: str) -> list[str]:
+def split_values(name: str, text: str) -> list[str]:
     """Commas in brackets and quotes are part of a value: 1,"2,3",[4,5] are three."""
     try:
         nodes = yaml.compose(f"[{text}]").value
@@ -33,13 +33,13 @@ def values(name: str, text: str) -> list[str]:
     return [n.value if isinstance(n.value, str) else c for n, c in zip(nodes, cut)]
 
 
-def parse(argv: list[str]) -> dict[str, list[str]]:
+def parse_grid(argv: list[str]) -> dict[str, list[str]]:
     grid = {"--out_dir": [], "--resume": []}  # these the sweep gives
     words = [w for x in argv for w in (x.split("=", 1) if x[:2] == "--" else [x])]
     for name, text in zip_longest(words[::2], words[1::2], fillvalue="--"):
         if name[:2] != "--" or text[:2] == "--" or name in grid:
             raise BadInput(f"sweep: {name}: expected --setting value, each once")
-        grid[name] = values(name, text) if "," in text else [text]
+        grid[name] = split_values(name, text) if "," in text else [text]
     return {name: grid[name] for name in grid if grid[name]}
 
 
@@ -59,7 +59,7 @@ def skipped(told: str, log: str, folder: Path) -> str:
     return f"skipped, {why} {other}: use another --name"
 
 
-def run(command: list[str], folder: Path) -> str:
+def run_one(command: list[str], folder: Path) -> str:
     """-> how it went. Ctrl-C goes to the run, which saves and ends."""
     began, told, stops = time.monotonic(), f"$ {shlex.join(command)}\n", []
     with open(f"{folder}.log", "a+", errors="replace") as log:
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         return print(__doc__.strip())
     if not program.endswith(".py") or not Path(program).is_file():
         raise BadInput(f"sweep: {program}: expected the path of a .py file")
-    grid, failed, tables = parse(rest), [], []
+    grid, failed, tables = parse_grid(rest), [], []
     out = Path("out", "sweep-" + quote(",".join(grid.pop("--name", [Path(program).stem])), ""))
     out.mkdir(parents=True, exist_ok=True)
     combos = [dict(zip(grid, combo)) for combo in product(*grid.values())]
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
             name = name[:99] + sha256(name.encode()).hexdigest()
         command = [sys.executable, "-u", program, *map("=".join, combo.items())]
         print(f"{k}/{len(combos)}  {name}", end="  ", flush=True)
-        print(how := run([*command, f"--out_dir={out / name}", "--resume=auto"], out / name))
+        print(how := run_one([*command, f"--out_dir={out / name}", "--resume=auto"], out / name))
         if how.startswith("stopped after"):
             raise SystemExit(f"go on with\n  python {shlex.join(sys.argv)}")
         failed += [name] if how.startswith("failed") else []

@@ -21,14 +21,23 @@ from typing import NamedTuple
 import torch
 
 import model
-from data import Batch, Micro, MicroBatch, cut, epoch_order, mismatched, moved, shares
+from data import (
+    Batch,
+    Micro,
+    MicroBatch,
+    cut_micro_batches,
+    epoch_order,
+    mismatched,
+    split_over_ranks,
+    to_device,
+)
 from lifecycle import Lifecycle
 from reference import CachedReference
-from support.devices import all_reduce
-from support.errors import Failed
-from support.metrics import mean
-from support.optim import Plan, clip, due, lr_at, make_plan, steps_of
-from support.settings import DEFAULT_TOKENS
+from runs.devices import all_reduce
+from runs.errors import Failed
+from runs.metrics import mean
+from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
+from runs.settings import DEFAULT_TOKENS
 
 
 class KL(NamedTuple):
@@ -108,15 +117,15 @@ class Trainer(Lifecycle):
         for batch in self.batches(examples, plan):
             began = time.perf_counter()
             columns, kl = self.forward_backward(batch)
-            grad_norm = clip(self.fabric, self.policy, self.optimizer, self.cfg.optim.clip)
+            grad_norm = clip_gradient(self.fabric, self.policy, self.optimizer, self.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
             self.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step, last = self.state.step, self.state.step == plan.end
-            checked = self.evaluator.checker and due(step, plan.check)
-            is_best = self.evaluate(plan) if last or checked or due(step, plan.val) else False
-            if last or is_best or due(step, plan.save):
+            checked = self.evaluator.checker and is_due(step, plan.check)
+            is_best = self.evaluate(plan) if last or checked or is_due(step, plan.val) else False
+            if last or is_best or is_due(step, plan.save):
                 self.save()
             if self.stop_requested() and step < plan.total:
                 self.save_and_say_how_to_go_on(plan)
@@ -167,7 +176,7 @@ class Trainer(Lifecycle):
         kl_n = kl_G[:0]
         if pairs:  # an example without a partner leaves the mean
             paired = [i for i, j in enumerate(batch.partners) if j >= 0]
-            kl_n = all_reduce(kl_G)[moved(torch.tensor(paired, dtype=torch.long), device)]
+            kl_n = all_reduce(kl_G)[to_device(torch.tensor(paired, dtype=torch.long), device)]
         z = objective.baseline(kl_n)
         z = z if isinstance(z, torch.Tensor) else torch.full((), z, device=device)
         return NoGrad(ref_logps, KL(kl_n, z.to(torch.get_default_dtype())))
@@ -202,9 +211,9 @@ class Trainer(Lifecycle):
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float):
         """A row of metrics.csv where one is due; it describes its own step."""
         step, metrics = self.state.step, None
-        if step == plan.end or due(step, self.cfg.log_interval):
+        if step == plan.end or is_due(step, self.cfg.log_interval):
             epoch = (step - plan.begin) / plan.per_epoch
-            metrics = self.objective.metrics(*on_cpu(columns, kl)) | row
+            metrics = self.objective.metrics(*columns_to_cpu(columns, kl)) | row
             metrics |= {"epoch": epoch, "samples": step * len(batch.examples)}
         self.throughput.add(batch.examples, time.perf_counter() - began)
         self.logger.step(step, metrics and metrics | self.throughput.read())
@@ -261,11 +270,11 @@ class Trainer(Lifecycle):
             return batch.micro[no_grad]
         cfg, fabric, sizes = self.cfg, self.fabric, batch.sizes()
         tokens = cfg.micro_batch_tokens or (None if cfg.micro_batch_size else DEFAULT_TOKENS)
-        parts = shares(sizes, fabric.world_size, by_tokens=tokens is not None)
+        parts = split_over_ranks(sizes, fabric.world_size, by_tokens=tokens is not None)
         if no_grad:
             sizes = batch.sizes(borrowed=True)
             tokens = cfg.no_grad_tokens or (tokens and 2 * tokens)
-        return cut(sizes, parts, cfg.micro_batch_size, tokens)[fabric.global_rank]
+        return cut_micro_batches(sizes, parts, cfg.micro_batch_size, tokens)[fabric.global_rank]
 
     def pack(self, batch: Batch, index, own: bool = True, borrowed: bool = False):
         return batch.pack(index, own, borrowed).to(self.fabric.device)
@@ -317,7 +326,7 @@ class Trainer(Lifecycle):
             forward = self.forward(batch, micro)
             self.loss(self.validation, batch, micro, forward, no_grad, columns)
         self.policy.train()
-        return self.validation.metrics(*on_cpu(self.gather(columns), no_grad.kl))
+        return self.validation.metrics(*columns_to_cpu(self.gather(columns), no_grad.kl))
 
     def evaluate(self, plan: Plan) -> bool:
         """A row of val.csv, samples, a checker's verdict. -> best so far by
@@ -327,7 +336,7 @@ class Trainer(Lifecycle):
             return False
         row = self.score(val)
         if self.evaluator.checker:
-            asked = step in (0, plan.end) or due(step, plan.check)
+            asked = step in (0, plan.end) or is_due(step, plan.check)
             row["checker_accuracy"] = self.evaluator.accuracy(step) if asked else None
         is_best = self.state.is_best(row, cfg.keep_best)
         own_start = self.validation.needs_reference and not cfg.reference
@@ -353,7 +362,7 @@ class Trainer(Lifecycle):
         self.policy.train()
 
 
-def on_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
+def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
     """In one copy, which waits for the device once."""
     parts = [*columns.values(), kl.logratio, kl.z.double()[None]]
     *values, logratio, z = torch.cat(parts).cpu().split([len(x) for x in parts])

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import generate  # noqa: E402
 import model  # noqa: E402
-from support.settings import Sampling  # noqa: E402
+from runs.settings import Sampling  # noqa: E402
 
 ROWS, NEW, EOS, VOCAB = 64, 256, 0, 64
 

@@ -4,7 +4,7 @@
     python benchmarks/step.py where                 # or: share, tokens, completion, vocabulary, records
     python benchmarks/step.py where kto 30M 200/120 bf16
 
-The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs (support/throughput.py counts them:
+The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs (runs/throughput.py counts them:
 no padding, nothing twice, the head on completion tokens, attention scores left out); the GEMM rate is that of
 products of 2048 x 2048 matrices, before and after. Each measurement of memory is a process of its own: the maximum
 resident set, libraries included.
@@ -100,7 +100,7 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
     import train
     from data import Batch
     from reference import Reference
-    from support.logger import Logger
+    from runs.logger import Logger
 
     program, rows = import_module(kind), vs_trl.records(kind, size, profile)
     file = OUT / "where.jsonl"
@@ -216,7 +216,7 @@ def share() -> None:
     )
     rng = np.random.default_rng(1)
     for size, x, y in [("8M", 200, 120), ("8M", 400, 60), ("30M", 400, 60)]:
-        gpt = model.load(vs_trl.model_folder(size, SIZES[size]))
+        gpt = model.load_model(vs_trl.model_folder(size, SIZES[size]))
         layers, width, _, vocab = SIZES[size]
         body, head = 12 * layers * width**2, width * vocab
         prompts = [rng.integers(1, vocab, x) for _ in range(8)]

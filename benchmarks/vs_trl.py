@@ -201,7 +201,7 @@ def ours(spec: dict) -> None:
 
     import torch
 
-    from support.logger import Logger
+    from runs.logger import Logger
 
     ends, first, step, profiler = [], 0.0, Logger.step, None
 

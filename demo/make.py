@@ -33,9 +33,9 @@ import generate  # noqa: E402
 import model  # noqa: E402
 from data import PackedBatch, pack  # noqa: E402
 from demo.check import check, plain, quoted  # noqa: E402
-from support import tokenizer as tokens  # noqa: E402
-from support import weights  # noqa: E402
-from support.settings import Sampling  # noqa: E402
+from hub import weights  # noqa: E402
+from records import tokenizer as tokens  # noqa: E402
+from runs.settings import Sampling  # noqa: E402
 
 WORDS = """
     acorn apple bean beet carrot cherry corn date elder fennel fig garlic grape hazel iris
@@ -166,7 +166,9 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
         optimizer.zero_grad()
         if step % 250 == 0:
             print(f"step {step}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
-    weights.export({k: p.detach() for k, p in gpt.unique_parameters().items()}, folder, folder)
+    weights.export_weights(
+        {k: p.detach() for k, p in gpt.unique_parameters().items()}, folder, folder
+    )
 
 
 def sloppy_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) -> PackedBatch:
@@ -183,13 +185,13 @@ def sloppy_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) 
 
 def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
     """The base model's samples; one that never ended has no text of its own."""
-    tokenizer, gpt = tokens.Tokenizer(base), model.load(base)
+    tokenizer, gpt = tokens.Tokenizer(base), model.load_model(base)
     fabric = Fabric(accelerator="cpu", devices=1)
     args = Sampling(temperature=1.0, batch_size=500)
     ids = [np.array(p, dtype="int32") for p in tokenizer.encode(asked)]
     sampled = generate.generate(fabric, gpt, ids, tokenizer, args, 24, seed=1)
     ended = [(p, a) for p, a in zip(asked, sampled) if a[-1] == tokenizer.eos]
-    return [(p, generate.text(tokenizer, a)) for p, a in ended]
+    return [(p, generate.completion_text(tokenizer, a)) for p, a in ended]
 
 
 def mix(task: Task, own: dict, words: dict, rng: random.Random) -> dict:

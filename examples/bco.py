@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from torch.nn.functional import logsigmoid
 
-from support.cli import parse
-from support.errors import run_cli
-from support.settings import Run
+from runs.cli import parse
+from runs.errors import run_cli
+from runs.settings import RunSettings
 from train import Objective, Trainer
 
 
 @dataclass(frozen=True)
-class Settings(Run):
+class Settings(RunSettings):
     beta: float = 0.1
     """Strength of the pull back to the reference."""
 

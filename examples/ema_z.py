@@ -1,8 +1,8 @@
 """z as an exponential average over steps: cp examples/ema_z.py . && python ema_z.py"""
 
 from kto import KTO, Settings
-from support.cli import parse
-from support.errors import run_cli
+from runs.cli import parse
+from runs.errors import run_cli
 from train import Trainer
 
 

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from support.cli import parse
-from support.errors import run_cli
-from support.settings import Run
+from runs.cli import parse
+from runs.errors import run_cli
+from runs.settings import RunSettings
 from train import Objective, Trainer
 
 
 @dataclass(frozen=True)
-class Settings(Run):
+class Settings(RunSettings):
     margin: float = 1.0
     """How far the chosen log-ratio should be above the rejected one."""
 

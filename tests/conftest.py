@@ -83,7 +83,7 @@ def tiny(tmp_path_factory) -> Path:
 def clone(tmp_path_factory) -> Path:
     """A clone as a user has it, by links; of the demo's data the first few records."""
     folder = tmp_path_factory.mktemp("clone")
-    names = ("support", "config", "examples")
+    names = ("runs", "hub", "records", "config", "examples")
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in names)]:
         (folder / path.name).symlink_to(path)
     (folder / "demo").mkdir()
@@ -180,7 +180,7 @@ class Started:
     """A program in a process of its own (forked: its imports are done), or one of several ranks."""
 
     def __init__(self, folder: Path, program: str, argv, stdout=None, first=None, **env):
-        from support import errors
+        from runs import errors
 
         self.files = [folder / f"{name}-{env.get('RANK', 0)}" for name in ("stdout", "stderr")]
         self.pid = os.fork()

@@ -11,7 +11,7 @@ from torch import nn
 
 import model
 from data import pack
-from support.errors import BadInput
+from runs.errors import BadInput
 
 SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 GQA = dict(SMALL, max_position_embeddings=64, intermediate_size=80, num_key_value_heads=2)

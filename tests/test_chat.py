@@ -13,11 +13,11 @@ from conftest import train
 from tokens import ids_of, rated, write
 
 import data
-from support import examples, tokenizer
-from support.errors import BadInput
-from support.records import Fault, Record
-from support.settings import Data
-from support.tokenizer import Tokenizer
+from records import examples, tokenizer
+from records.forms import Fault, Record
+from records.tokenizer import Tokenizer
+from runs.errors import BadInput
+from runs.settings import Data
 
 sys.path.append(str(tokens.CHAT))
 from records import CALLS, LONG, RECORDS, RESULT, SYSTEM, THOUGHT, TOOLS, bot, user  # noqa: E402
@@ -40,7 +40,7 @@ def load(records, t: Tokenizer, kind="rated", **limits) -> list[examples.Example
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as f:
         f.write("".join(json.dumps(r) + "\n" for r in records))
         f.flush()
-        return examples.load(f.name, t, kind, Data(f.name, **limits)).examples
+        return examples.load_examples(f.name, t, kind, Data(f.name, **limits)).examples
 
 
 def ids(record, t: Tokenizer, **limits) -> tuple[list[int], list[int]]:
@@ -320,12 +320,12 @@ def test_a_long_text_is_bounded_before_it_is_encoded_and_counted_as_cut(real, na
     text = "".join(random.Random(0).choices(["would ", "x", "日", " 7", "\n"], k=60_000))
     records = [rated(text, text), rated([user(text)], [bot(text)]), rated("short", "too")]
     source = write(tmp_path / "d.jsonl", *records)
-    whole = examples.load(
+    whole = examples.load_examples(
         source, t, "rated", Data(source, max_prompt=20_000, max_completion=20_000)
     )
     encode = t.encode
     t.encode = lambda texts: encode(given.extend(texts) or texts)
-    cut = examples.load(source, t, "rated", Data(source, max_prompt=50, max_completion=40))
+    cut = examples.load_examples(source, t, "rated", Data(source, max_prompt=50, max_completion=40))
     assert max(map(len, given)) < 5000 < len(text)
     assert cut.cuts == {"prompts cut": 2, "completions cut": 2}
     for long, short in zip(whole.examples, cut.examples):
@@ -339,7 +339,7 @@ def test_a_long_text_is_bounded_before_it_is_encoded_and_counted_as_cut(real, na
 
 
 def preview(*argv, monkeypatch, capsys, columns=80) -> str:
-    from support import preview
+    from records import preview
 
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])

@@ -17,17 +17,17 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 
 import data
 from data import Batch, Micro
-from support import examples
-from support.errors import BadInput
-from support.examples import Example, fingerprint, splits, table, with_limits
-from support.settings import Data
-from support.tokenizer import Tokenizer
+from records import examples
+from records.examples import Example, describe_examples, examples_hash, load_splits, with_limits
+from records.tokenizer import Tokenizer
+from runs.errors import BadInput
+from runs.settings import Data
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):
     """Examples, counts of what was cut, ignored fields."""
     limits |= dict(max_prompt=max_prompt, max_completion=max_completion)
-    return examples.load(str(source), tokenizer, kind, Data(str(source), **limits))
+    return examples.load_examples(str(source), tokenizer, kind, Data(str(source), **limits))
 
 
 def read(*args, **kwargs) -> list[Example]:
@@ -174,7 +174,7 @@ def test_reading_leaves_the_garbage_collector_on(tmp_path):
     for file in (good, bad):
         with contextlib.suppress(BadInput):
             d = Data(file, max_prompt=4, max_completion=4)
-            splits(d, plain(), "rated", "rated", lambda text: None)
+            load_splits(d, plain(), "rated", "rated", lambda text: None)
         assert gc.isenabled()
 
 
@@ -311,7 +311,7 @@ def test_the_table_names_the_fields_that_nothing_reads_and_no_others(tmp_path):
 def test_the_fingerprint_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_path):
     def hashed(*records, name="d.jsonl", kind="rated", part="train", extra=None):
         found = read(write(tmp_path / name, *records), plain(), kind, extra=extra)
-        return fingerprint({"train": [], "val": []} | {part: found})
+        return examples_hash({"train": [], "val": []} | {part: found})
 
     a, b = rated("a", "x"), rated("b", "y", 0)
     pair = {"prompt": "p", "chosen": "c", "rejected": "d"}
@@ -380,7 +380,7 @@ def test_a_column_that_no_record_has_is_refused_and_of_a_mix_one_source_is_enoug
 
     def found(train, columns):
         limits = Data(train, max_prompt=9, max_completion=9, columns=columns)
-        return splits(limits, plain(), "rated", "rated", lambda line: None)["train"]
+        return load_splits(limits, plain(), "rated", "rated", lambda line: None)["train"]
 
     assert len(found(f"{ours},{theirs}", "prompt=question")) == 4
     for wrong, name in (("label=godd", "godd"), ("prompt=question,weight=quality", "quality")):
@@ -430,7 +430,7 @@ def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, k
             assert [type(x) for x in a[2:]] == [type(x) for x in b[2:]]
             assert {x.dtype for x in (b.prompt, *b.completions)} == {np.dtype(np.int32)}
         both = [{"train": x.examples} for x in (fresh, again)]
-        assert fingerprint(both[0]) == fingerprint(both[1])
+        assert examples_hash(both[0]) == examples_hash(both[1])
 
 
 def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_path, monkeypatch):
@@ -487,7 +487,7 @@ def many(n_prompts: int, ratings: int) -> list[Example]:
 
 
 def test_all_ratings_of_a_prompt_land_in_one_part():
-    parts = examples.split(many(300, 3), "6,3,1")
+    parts = examples.split_by_prompt(many(300, 3), "6,3,1")
     prompts = [{e.keys[0] for e in part} for part in parts]
     assert sum(map(len, parts)) == 900 and sum(map(len, prompts)) == 300, "each prompt in one part"
     for part, expected in zip(prompts, (180, 90, 30)):
@@ -496,7 +496,7 @@ def test_all_ratings_of_a_prompt_land_in_one_part():
 
 def test_the_part_of_a_prompt_depends_on_nothing_but_the_prompt_and_the_parts():
     def places(found, parts):
-        split = examples.split(found, parts)
+        split = examples.split_by_prompt(found, parts)
         return {e.keys: i for i, part in enumerate(split) for e in part}
 
     where = places(many(200, 2), "2,1,1")
@@ -506,8 +506,12 @@ def test_the_part_of_a_prompt_depends_on_nothing_but_the_prompt_and_the_parts():
 
 
 def test_a_part_of_zero_is_empty_and_two_parts_leave_no_test():
-    assert [len(p) > 0 for p in examples.split(many(50, 1), "1,0,1")] == [True, False, True]
-    assert [len(p) > 0 for p in examples.split(many(50, 1), "1,1")] == [True, True, False]
+    assert [len(p) > 0 for p in examples.split_by_prompt(many(50, 1), "1,0,1")] == [
+        True,
+        False,
+        True,
+    ]
+    assert [len(p) > 0 for p in examples.split_by_prompt(many(50, 1), "1,1")] == [True, True, False]
 
 
 WRONG = ["", "1", "a,b", "1,2,3,4", "0,1,1", "0,0", "-1,2", "2,-1", "nan,1", "1,inf", "1,,1"]
@@ -516,11 +520,13 @@ WRONG = ["", "1", "a,b", "1,2,3,4", "0,1,1", "0,0", "-1,2", "2,-1", "nan,1", "1,
 @pytest.mark.parametrize("parts", WRONG)
 def test_parts_that_cannot_be_meant_are_refused(parts):
     with pytest.raises(BadInput, match="^data.split: expected two or three parts"):
-        examples.split(many(3, 1), parts)
+        examples.split_by_prompt(many(3, 1), parts)
 
 
 def table_of(tmp_path, *records, kind="rated", **limits) -> str:
-    return table("train", *load(write(tmp_path / "d.jsonl", *records), plain(), kind, **limits)[:3])
+    return describe_examples(
+        "train", *load(write(tmp_path / "d.jsonl", *records), plain(), kind, **limits)[:3]
+    )
 
 
 def test_the_table_counts_what_was_read(tmp_path):
@@ -574,7 +580,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("n_d, n_u", WEIGHTS)
 def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
     found = [example([i], [i], label=i < n_d) for i in range(n_d + n_u)]
-    advice = table("train", found, Counter()).splitlines()[-1].split("balance: ")[1]
+    advice = describe_examples("train", found, Counter()).splitlines()[-1].split("balance: ")[1]
     assert advice == WEIGHTS[n_d, n_u]
     sides = [[float(x) for x in re.findall(r"[\d.]+", side)] for side in advice.split(",")]
     assert min(*sides[0], *sides[1]) == 1, "the smaller weight is 1"
@@ -585,14 +591,16 @@ def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
 
 @pytest.mark.parametrize("label", [True, False])
 def test_one_class_alone_gets_no_advice(label):
-    assert "balance" not in table("train", [example([1], [2], label=label)] * 3, Counter())
+    assert "balance" not in describe_examples(
+        "train", [example([1], [2], label=label)] * 3, Counter()
+    )
 
 
 def parts_of(d: Data, *kinds) -> tuple[dict, list[str]]:
     """The three parts, and what was said."""
     said = []
     d = dataclasses.replace(d, max_prompt=64, max_completion=64)
-    return splits(d, plain(), *(kinds or ("rated", "rated")), said.append), said
+    return load_splits(d, plain(), *(kinds or ("rated", "rated")), said.append), said
 
 
 def test_splits_reads_each_part_and_says_what_it_holds(tmp_path):
@@ -716,7 +724,9 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
 
 def cut(sizes, ranks, size, tokens) -> list[list[Micro]]:
     """A pass's micro-batches of each rank, cut as the trainer cuts them."""
-    return data.cut(sizes, data.shares(sizes, ranks, tokens is not None), size, tokens)
+    return data.cut_micro_batches(
+        sizes, data.split_over_ranks(sizes, ranks, tokens is not None), size, tokens
+    )
 
 
 def steps():
@@ -791,8 +801,10 @@ def test_ranks_carry_alike():
 def test_two_passes_over_the_same_parts_may_be_cut_differently():
     """A rank has the values of its own examples only, so both passes must have the same ones."""
     sizes, borrowed = [3, 9, 4, 2, 8], [30, 10, 9, 31, 8]
-    parts = data.shares(sizes, 2, True)
-    passes = [data.cut(x, parts, None, tokens) for x, tokens in ((sizes, 9), (borrowed, 40))]
+    parts = data.split_over_ranks(sizes, 2, True)
+    passes = [
+        data.cut_micro_batches(x, parts, None, tokens) for x, tokens in ((sizes, 9), (borrowed, 40))
+    ]
     assert passes[0] != passes[1]
     for micros in passes:
         mine = [sorted(i for index in real(m) for i in index) for m in micros]

@@ -16,8 +16,8 @@ from test_step import assert_equal, start
 
 import dpo
 import model
-from support.errors import BadInput
-from support.examples import Example
+from records.examples import Example
+from runs.errors import BadInput
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "dpo.json").read_text())}
 
@@ -36,7 +36,7 @@ def score(args, policy, reference, examples):
 @pytest.mark.parametrize("name", CASES)
 def test_it_matches_another_implementations_recorded_numbers(name):
     case = CASES[name]
-    policy, reference = model.load(PARITY / "policy"), model.load(PARITY / "ref")
+    policy, reference = model.load_model(PARITY / "policy"), model.load_model(PARITY / "ref")
     fields = ("input_ids", "attention_mask", "completion_mask")
     ids, mask, on = (np.array(case["batch"][k]) for k in fields)
     n = len(ids) // 2  # the chosen rows, then the rejected ones

@@ -14,11 +14,11 @@ from models import HF, made
 
 import model
 from head import Chunks
+from hub.estimate import BASE, Estimate
+from hub.families import read_config
 from kto import Settings
-from support.errors import BadInput
-from support.estimate import BASE, Estimate
-from support.families import read_config
-from support.settings import Data, Eval, Lora, Optim
+from runs.errors import BadInput
+from runs.settings import Data, Eval, Lora, Optim
 
 ROOT = Path(model.__file__).parent
 
@@ -26,7 +26,7 @@ ROOT = Path(model.__file__).parent
 def estimate(folder, reference=True, **settings) -> Estimate:
     cfg = Settings(model=str(folder), data=Data(train="t"), **{"accelerator": "cpu"} | settings)
     arguments, config, names = read_config(folder)
-    make = partial(model.make, arguments, names=names)
+    make = partial(model.make_model, arguments, names=names)
     return Estimate(cfg, make, config["tie_word_embeddings"], reference, Chunks.of)
 
 
@@ -34,7 +34,7 @@ def estimate(folder, reference=True, **settings) -> Estimate:
 def test_weights_are_counted_as_the_real_model_has_them(name, tmp_path):
     made(HF[name], tmp_path)
     for rank in (0, 3):
-        params = model.load(tmp_path, Lora(rank=rank)).unique_parameters()
+        params = model.load_model(tmp_path, Lora(rank=rank)).unique_parameters()
         e = estimate(tmp_path, lora=Lora(rank=rank))
         assert e.total == sum(p.numel() for n, p in params.items() if "lora_" not in n)
         assert e.trained == sum(p.numel() for p in params.values() if p.requires_grad)
@@ -66,7 +66,7 @@ def test_a_program_asked_for_an_estimate_prints_a_table_and_writes_nothing(
 def test_what_is_said_to_fit_fits_and_more_does_not(tmp_path, monkeypatch):
     HF["llama"].save_pretrained(tmp_path)
     e = estimate(tmp_path, estimate_gb=0.5)
-    for line, again in zip(e.table().splitlines()[-2:], (False, True)):
+    for line, again in zip(e.describe().splitlines()[-2:], (False, True)):
         most = int(line.split(" fit ")[0].split()[-1].replace(",", ""))
         assert most > 0
         assert e.needs(most, again, 1, False) <= 0.5e9 < e.needs(most + 256, again, 1, False)

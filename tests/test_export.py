@@ -13,9 +13,10 @@ from models import GQA, logits, made, refused, same, same_weights
 from safetensors.torch import load_file, save_file
 
 import model
-from support import checkpoint, weights
-from support.settings import Lora
-from support.weights import canonical, export, fetch
+from hub import weights
+from hub.weights import canonical_name, export_weights, fetch_model
+from runs import checkpoint
+from runs.settings import Lora
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
 STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")
@@ -36,7 +37,7 @@ def hugging(folder: Path):
 
 @torch.no_grad()
 def own(source, dtype=torch.float32) -> torch.Tensor:
-    return logits(model.load(fetch(str(source)), dtype=dtype), IDS).float()
+    return logits(model.load_model(fetch_model(str(source)), dtype=dtype), IDS).float()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_final_is_the_last_step_and_best_the_best_in_the_source_s_dtype(full, ll
         assert {x.dtype for x in found.values()} == {torch.bfloat16}
         assert hugging(full / name).dtype == torch.bfloat16
         trained = load_file(full / "checkpoints" / f"step-{step:08d}" / "weights.safetensors")
-        ours = model.load(full / name).unique_parameters()
+        ours = model.load_model(full / name).unique_parameters()
         rounded = {n: x.bfloat16().float() for n, x in trained.items()}
         assert same_weights({n: p.detach() for n, p in ours.items()}, rounded)
         card = (full / name / "README.md").read_text()
@@ -117,9 +118,9 @@ def test_a_damaged_checkpoint_is_no_model_and_a_run_without_final_says_what_to_d
     with open(tmp_path / "step-00000002" / "weights.safetensors", "r+b") as f:
         f.seek(2000)
         f.write(b"\0\1\2\3")
-    refused("weights.safetensors is damaged", fetch, str(tmp_path / "step-00000002"))
+    refused("weights.safetensors is damaged", fetch_model, str(tmp_path / "step-00000002"))
     (tmp_path / "settings.yaml").touch()
-    refused("name one of its checkpoints", fetch, str(tmp_path))
+    refused("name one of its checkpoints", fetch_model, str(tmp_path))
 
 
 def test_spins_adapters_are_put_on_their_own_iteration_s_base(llama, tmp_path):
@@ -152,11 +153,15 @@ def test_a_checkpoint_answers_through_the_template_that_its_run_was_given(llama,
     argv = (*STEPS, f"--data.chat_template={template}")
     train(llama, ratings, tmp_path / "run", *argv)
     step = str(tmp_path / "run" / "checkpoints" / "step-00000002")
-    assert (fetch(step) / "chat_template.jinja").read_text() == template.read_text()
+    assert (fetch_model(step) / "chat_template.jinja").read_text() == template.read_text()
     start("export", [step, "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == template.read_text()
     template.unlink()  # it is in the checkpoint
-    assert (fetch(step) / "chat_template.jinja").read_text().startswith("{% for m in messages %}<")
+    assert (
+        (fetch_model(step) / "chat_template.jinja")
+        .read_text()
+        .startswith("{% for m in messages %}<")
+    )
 
 
 # ---- adapters ------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def test_an_adapter_that_does_not_fit_is_refused(lora, tmp_path):
     refused("unknown .*layers.7", own, folder)
     refused(
         "no such folder",
-        fetch,
+        fetch_model,
         str(peft_folder(lora, tmp_path / "b", base_model_name_or_path="/no")),
     )
 
@@ -256,7 +261,7 @@ def test_peft_puts_the_adapter_on_the_source_and_it_is_final(lora, llama):
 
 def test_targets_have_peft_s_names_too(llama):
     def adapted(*targets) -> dict:
-        gpt = model.load(
+        gpt = model.load_model(
             llama, Lora(rank=2, targets=targets[0] if "-" in targets[0] else [*targets])
         )
         return {n: p.shape for n, p in gpt.named_parameters() if "lora_" in n}
@@ -270,7 +275,7 @@ def test_targets_have_peft_s_names_too(llama):
         ("c_attn$", ["c_attn"]),
         ("together: add mlp.down_proj, mlp.up_proj", ["gate_proj"]),
     ):
-        refused(f"^lora.targets: .*{match}", model.load, llama, Lora(rank=2, targets=targets))
+        refused(f"^lora.targets: .*{match}", model.load_model, llama, Lora(rank=2, targets=targets))
 
 
 # ---- shards, and programs that load the folder -----------------------------------------------------
@@ -278,7 +283,7 @@ def test_targets_have_peft_s_names_too(llama):
 
 def test_a_large_model_is_written_in_shards_with_an_index(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "MAX_SHARD", 60_000)
-    export(model.load(llama).unique_parameters(), llama, tmp_path / "out")
+    export_weights(model.load_model(llama).unique_parameters(), llama, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
@@ -298,7 +303,7 @@ def test_every_name_has_one_in_gguf(full):
     gguf = pytest.importorskip("gguf")
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name in load_file(full / "final" / "model.safetensors"):
-        assert known.get_name(canonical(name), try_suffixes=(".weight", ".bias")), name
+        assert known.get_name(canonical_name(name), try_suffixes=(".weight", ".bias")), name
 
 
 def test_lm_eval_scores_the_folder(full, tmp_path):

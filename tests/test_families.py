@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import model
 from data import pack
-from support.errors import BadInput
-from support.families import TABLE, read_config
+from hub.families import TABLE, read_config
+from runs.errors import BadInput
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -138,7 +138,7 @@ def scores(hf) -> torch.Tensor:
 
 @torch.no_grad()
 def own(folder: Path) -> torch.Tensor:
-    return logits(model.load(folder), IDS.tolist())
+    return logits(model.load_model(folder), IDS.tolist())
 
 
 def adapted(hf, folder: Path):
@@ -167,7 +167,7 @@ def test_a_family_is_transformers_in_trained_and_out(name, four, tmp_path):
     theirs = scores(hf)
     assert theirs.std() > 0.1, "else equal logits say little"
     assert same(own(source), theirs, 1e-5)
-    packed_is_single(model.load(source, dtype=torch.float64))
+    packed_is_single(model.load_model(source, dtype=torch.float64))
     train(source, four, tmp_path / "full", *STEP)
     trained = scores(back(tmp_path / "full" / "final", hf))
     assert not same(trained, theirs, 1e-2) and same(own(tmp_path / "full" / "final"), trained, 1e-5)
@@ -283,7 +283,7 @@ def test_what_the_block_cannot_compute_is_refused_by_field_and_value(match, tmp_
     CASES[name][0].save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(f"{tmp_path}/config.json: {match}", model.load, tmp_path)
+    refused(f"{tmp_path}/config.json: {match}", model.load_model, tmp_path)
 
 
 # ---- docs/families.md ----------------------------------------------------------------------------

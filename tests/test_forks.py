@@ -29,8 +29,8 @@ from conftest import (
 )  # fmt: skip
 
 import kto
-from support.cli import parse
-from support.errors import BadInput, Failed
+from runs.cli import parse
+from runs.errors import BadInput, Failed
 from train import Trainer
 
 EXAMPLES = ROOT / "examples"
@@ -95,8 +95,8 @@ def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_p
     import model
     import policy
 
-    loads, real = [], model.load
-    monkeypatch.setattr(model, "load", lambda *a: loads.append(a) or real(*a))
+    loads, real = [], model.load_model
+    monkeypatch.setattr(model, "load_model", lambda *a: loads.append(a) or real(*a))
     no_copy = SimpleNamespace(deepcopy=lambda m: pytest.fail("a copy for a reference"))
     monkeypatch.setattr(policy, "copy", no_copy)
     train(tiny, pairs, tmp_path, *COMMON, program="simpo")

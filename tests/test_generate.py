@@ -16,9 +16,9 @@ from torch import nn
 import generate
 import model
 from data import pack
-from support.errors import BadInput
-from support.settings import Sampling
-from support.tokenizer import Tokenizer
+from records.tokenizer import Tokenizer
+from runs.errors import BadInput
+from runs.settings import Sampling
 
 FABRIC = Fabric(accelerator="cpu", devices=1)
 EOS = 0
@@ -31,7 +31,7 @@ SHAPES["one window"] = SHAPES["window"] | dict(sliding_window_indices=[1, 0])
 
 def policy_of(shape, tiny, dtype=torch.float32):
     if SHAPES[shape] is None:
-        return model.load(tiny, dtype=dtype).eval()
+        return model.load_model(tiny, dtype=dtype).eval()
     gpt = model.GPT(litgpt.Config(**SHAPES[shape]))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -115,7 +115,7 @@ U = (torch.arange(N, dtype=torch.float64) + 0.5) / N
 
 
 def frequencies(u=U, **settings):
-    token = generate.choose(P.log().expand(len(u), -1), u, Sampling(**settings))
+    token = generate.choose_token(P.log().expand(len(u), -1), u, Sampling(**settings))
     return torch.bincount(token, minlength=len(P)) / len(u)
 
 
@@ -144,14 +144,14 @@ def test_top_k_and_top_p_cut_the_tail_and_leave_the_rest_in_proportion():
         kept = torch.tensor([0, 0.4, 0, 0.25, 0, 0, 0]) / 0.65
         assert (frequencies(**settings) - kept).abs().max() <= 1 / N
     tied = torch.zeros(1, 4).expand(N, -1)
-    chosen = set(generate.choose(tied, U, Sampling(top_k=2)).tolist())
+    chosen = set(generate.choose_token(tied, U, Sampling(top_k=2)).tolist())
     assert len(chosen) == 2, "k tokens, not all that tie with the k-th"
 
 
 def test_the_ends_of_the_range_never_choose_the_impossible():
     u = torch.tensor([0.0, 1 - 2**-24, 1 - 2**-53], dtype=torch.float64)
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(3, -1)
-    assert generate.choose(logits, u, Sampling()).tolist() == [1, 2, 2]
+    assert generate.choose_token(logits, u, Sampling()).tolist() == [1, 2, 2]
 
 
 class Alphabet(nn.Module):
@@ -350,7 +350,7 @@ def test_a_stop_text_ends_an_answer_and_is_not_shown():
     tokenizer = letters(eos=-2)
     assert {len(a) for a in given} > {2, 3, 4}
     for ids in given:
-        said, shown = tokenizer.decode(ids), generate.text(tokenizer, ids, ["bc", "dd"])
+        said, shown = tokenizer.decode(ids), generate.completion_text(tokenizer, ids, ["bc", "dd"])
         assert said.startswith(shown) and "bc" not in shown and "dd" not in shown
         assert len(ids) == 12 or said[-2:] in ("bc", "dd") and shown == said[:-2]
 

@@ -21,8 +21,8 @@ import generate
 import kto
 import model
 from data import pack
-from support.settings import Sampling
-from support.tokenizer import Tokenizer
+from records.tokenizer import Tokenizer
+from runs.settings import Sampling
 from train import Trainer
 
 DEVICE = os.environ.get("KTO_GPU_TESTS", "cuda")
@@ -199,7 +199,7 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(tiny, monkeypatch):
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="gpu" if DEVICE == "cuda" else "cpu", devices=1)
-    gpt, tokenizer = model.load(tiny).to(DEVICE).eval(), Tokenizer(tiny)
+    gpt, tokenizer = model.load_model(tiny).to(DEVICE).eval(), Tokenizer(tiny)
     prompts = [p.astype("int32") for p in ragged(1, 512, 3)[0]]
     args = Sampling(temperature=0, batch_size=3)
     answers = generate.generate(fabric, gpt, prompts, tokenizer, args, 8, 1)
@@ -216,10 +216,10 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(tiny, monkeypatch):
 def test_a_deterministic_choice_is_made_on_the_device(monkeypatch):
     logits = torch.randn(4, 50257, device=DEVICE)
     u_B = torch.rand(4, device=DEVICE).double()
-    plain = generate.choose(logits.cpu(), u_B.cpu(), Sampling(top_p=0.9))
+    plain = generate.choose_token(logits.cpu(), u_B.cpu(), Sampling(top_p=0.9))
     torch.use_deterministic_algorithms(True)
     try:
-        choices = [generate.choose(logits, u_B, Sampling(top_p=0.9)) for _ in range(5)]
+        choices = [generate.choose_token(logits, u_B, Sampling(top_p=0.9)) for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(c.cpu(), plain) for c in choices)

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 import kto
 import model
 from data import Batch
-from support.checkpoint import RunState
-from support.errors import Failed
-from support.examples import Example
-from support.metrics import auc
+from records.examples import Example
+from runs.checkpoint import RunState
+from runs.errors import Failed
+from runs.metrics import auc
 from train import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
@@ -76,7 +76,7 @@ def score(objective, policy, reference, batch):
 def test_it_matches_another_implementations_recorded_numbers(name):
     case = CASES[name]
     names = ("policy", "ref") if not case["swap_policy_and_ref"] else ("ref", "policy")
-    policy, reference = (model.load(PARITY / n) for n in names)
+    policy, reference = (model.load_model(PARITY / n) for n in names)
     chosen = {k: v for k, v in case["settings"].items() if "weight" in k or k == "beta"}
     args = kto.KTOSettings(loss=case["settings"].get("loss_type", "kto"), **chosen)
     recorded = case["batches"][0]
@@ -307,8 +307,11 @@ def test_where_policy_and_reference_agree_the_loss_is_half_the_mean_weight(loss)
 def test_the_check_at_start_refuses_another_reference(tiny):
     examples = [example([5, 6, 7], [i, 9, 0], i % 2 == 0) for i in range(4)]
     objective = kto.KTO(kto.KTOSettings())
-    for reference, same in ((model.load(tiny), True), (model.load(PARITY / "ref"), False)):
-        trainer = trainer_of(objective, model.load(tiny), reference)
+    for reference, same in (
+        (model.load_model(tiny), True),
+        (model.load_model(PARITY / "ref"), False),
+    ):
+        trainer = trainer_of(objective, model.load_model(tiny), reference)
         batch = trainer.make_batch(examples, objective)
         if same:
             trainer.check_start(batch)

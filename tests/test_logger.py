@@ -24,22 +24,22 @@ import evaluate
 import kto
 import model
 from evaluate import Evaluator
-from support.checkpoint import RunState, write_json
-from support.devices import say
-from support.errors import BadInput, Failed
-from support.examples import Example
-from support.logger import (
+from records.examples import Example
+from runs.checkpoint import RunState, write_json
+from runs.devices import say
+from runs.errors import BadInput, Failed
+from runs.logger import (
     Csv,
     Logger,
     Progress,
-    before_and_after,
-    claimed,
+    format_before_after,
+    format_table,
     make_tracker,
-    side_by_side,
-    wilson,
+    read_claimed_rows,
+    wilson_interval,
 )  # fmt: skip
-from support.settings import Data, Eval
-from support.throughput import Throughput, least_passes
+from runs.settings import Data, Eval
+from runs.throughput import Throughput, least_passes
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,12 +70,12 @@ def test_a_resume_keeps_the_rows_that_its_checkpoint_claims_and_goes_on_after_th
     claim = write(path, *rows[:3])
     whole = path.read_bytes()
     write(path, *rows[3:], kept=whole)
-    kept = claimed(path, claim, FOUND)
+    kept = read_claimed_rows(path, claim, FOUND)
     assert claim[0] == 4 and kept == whole, "a header and three rows"
     again = write(path, {"step": 3, "loss": 0.5}, kept=kept)
     lines = path.read_text().splitlines()
     assert lines == ["step,loss", "0,0.0", f"1,{1 / 7}", f"2,{2 / 7}", "3,0.5"]
-    assert claimed(path, again, FOUND) == path.read_bytes(), "the hash goes on too"
+    assert read_claimed_rows(path, again, FOUND) == path.read_bytes(), "the hash goes on too"
     assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
 
 
@@ -85,7 +85,7 @@ def test_what_follows_the_claimed_rows_is_cut_whatever_it_says(tmp_path):
     claim = write(path, {"step": 1, "loss": 0.1})
     for torn in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0", "\xff"):
         path.write_bytes(b"step,loss\n1,0.1\n" + torn.encode("latin-1"))
-        write(path, {"step": 2, "loss": 0.25}, kept=claimed(path, claim, FOUND))
+        write(path, {"step": 2, "loss": 0.25}, kept=read_claimed_rows(path, claim, FOUND))
         assert path.read_text() == "step,loss\n1,0.1\n2,0.25\n", "it may lack digits"
 
 
@@ -106,7 +106,7 @@ DAMAGES = {
 def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(tmp_path, damage):
     path = tmp_path / "m.csv"
     claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
-    assert path.read_bytes() == ROWS and claimed(path, claim, FOUND) == ROWS
+    assert path.read_bytes() == ROWS and read_claimed_rows(path, claim, FOUND) == ROWS
     path.unlink()
     if damage in DAMAGES:
         path.write_bytes(DAMAGES[damage])
@@ -115,7 +115,7 @@ def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(
     elif damage == "a dangling link":
         path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(BadInput) as e:
-        claimed(path, claim, FOUND)
+        read_claimed_rows(path, claim, FOUND)
     here = {"a row lost": "2", "a flipped digit": "1, 2", "cut": "1", "NULs": "1"}
     here |= {"a flipped header": "1, 2", "not UTF-8": "1, 2"}
     assert str(e.value) == (
@@ -123,7 +123,9 @@ def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(
         f"{here.get(damage, 'none')}); put the file back, or go on elsewhere: --resume {FOUND} "
         "--out_dir <a new folder>"
     )
-    assert claimed(path, [0, "any"], FOUND) == b"" == claimed(path, None, FOUND), "none is claimed"
+    assert (
+        read_claimed_rows(path, [0, "any"], FOUND) == b"" == read_claimed_rows(path, None, FOUND)
+    ), "none is claimed"
 
 
 @pytest.mark.survive("R8")
@@ -133,7 +135,7 @@ def test_rows_that_stand_twice_and_lines_that_are_none_are_left_out_and_it_is_sa
     path = tmp_path / "m.csv"
     claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
     path.write_bytes(b"step,loss\n1,0.5\n1,0.5\n\0\0\nwords\n2,0.25\n3,0.1\n")
-    assert claimed(path, claim, FOUND) == ROWS
+    assert read_claimed_rows(path, claim, FOUND) == ROWS
     assert (
         capsys.readouterr().out == f"{path}: lines that stand twice or are no rows are left out\n"
     )
@@ -515,12 +517,12 @@ def test_wandb_online_without_a_key_is_refused_at_once_in_one_line(tmp_path):
 
 
 def test_wilsons_interval_by_hand():
-    assert wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     z2 = 1.96**2
-    assert wilson(0, 10) == pytest.approx((0, z2 / (10 + z2)), abs=1e-12)
-    assert wilson(10, 10) == pytest.approx((10 / (10 + z2), 1), abs=1e-12)
-    assert wilson(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
-    low, high = wilson(0, 10)
+    assert wilson_interval(0, 10) == pytest.approx((0, z2 / (10 + z2)), abs=1e-12)
+    assert wilson_interval(10, 10) == pytest.approx((10 / (10 + z2), 1), abs=1e-12)
+    assert wilson_interval(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
+    low, high = wilson_interval(0, 10)
     assert low == 0 and 0.27 < high < 0.28
 
 
@@ -532,21 +534,21 @@ def test_the_verdict_shows_both_accuracies_with_intervals_and_the_gain(monkeypat
     monkeypatch.setenv("COLUMNS", "110")
     before = {"right": 5, "of": 10, "answers": answers("b c", "a\nb")}
     after = {"right": 8, "of": 10, "answers": answers("a b", "x" * 99)}
-    text = before_and_after(before, after)
+    text = format_before_after(before, after)
     assert "  before   50.0%  (23.7 to 76.3)  5 of 10\n" in text  # Wilson's interval, from a table
     assert "  after    80.0%  (49.0 to 94.3)  8 of 10\n" in text
     assert "  gain    +30.0 points\n" in text
     assert text.splitlines()[-2:] == ["  p0      b c     a b", f"  p1      a b     {'x' * 34}"]
-    assert "  gain    -30.0 points\n" in before_and_after(after, before)
-    assert "p1" not in before_and_after(before, after, n=1)
+    assert "  gain    -30.0 points\n" in format_before_after(after, before)
+    assert "p1" not in format_before_after(before, after, n=1)
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, before_and_after(before, after).splitlines())) <= 80
+    assert max(map(len, format_before_after(before, after).splitlines())) <= 80
 
 
 def test_answers_that_changed_come_first_in_their_order():
     before = {"right": 0, "of": 4, "answers": answers("1", "2", "3", "4")}
     after = {"right": 2, "of": 4, "answers": answers("1", "b", "3", "d")}
-    lines = before_and_after(before, after, n=3).splitlines()[-3:]
+    lines = format_before_after(before, after, n=3).splitlines()[-3:]
     assert [line.split() for line in lines] == [
         ["p1", "2", "b"],
         ["p3", "4", "d"],
@@ -559,7 +561,7 @@ def test_of_a_prompt_its_end_is_shown_since_a_template_begins_all_alike(monkeypa
     begins = "system\nYou are kind.\nuser\n"
     prompts = [f"{begins}sort: {words} =" for words in ("pear fig apple", "x" * 99, "b a")]
     rows = [(prompt, "y" * 99, "z" * 99) for prompt in [*prompts, "twenty-four characters,,", "p"]]
-    head, *lines = side_by_side(("prompt", "before", "after"), rows).splitlines()
+    head, *lines = format_table(("prompt", "before", "after"), rows).splitlines()
     shown = [line[2:26].rstrip() for line in lines]
     assert shown[0] == "… sort: pear fig apple =" and shown[1] == f"…{'x' * 21} ="
     assert shown[2:] == ["… kind. user sort: b a =", "twenty-four characters,,", "p"]
@@ -680,7 +682,10 @@ def test_only_passes_that_no_implementation_can_save_are_counted():
 
 
 def test_useful_flops_are_two_for_each_weight_token_and_pass(tiny):
-    policy, fabric = model.load(tiny), SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    policy, fabric = (
+        model.load_model(tiny),
+        SimpleNamespace(device=torch.device("cpu"), world_size=1),
+    )
     body = sum(p.numel() for p in policy.transformer.h.parameters())
     speed = Throughput(fabric, "32-true", policy, (4, 6))
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))

@@ -7,10 +7,10 @@ from models import HF, logits, made, ragged, same, trained
 
 import model
 from data import pack
-from support.errors import BadInput
-from support.lora import disable_adapters, merge_adapters, reset_adapters
-from support.settings import Lora
-from support.weights import export
+from hub.lora import disable_adapters, merge_adapters, reset_adapters
+from hub.weights import export_weights
+from runs.errors import BadInput
+from runs.settings import Lora
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def folders(tiny, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name, folders):
     folder, batch = folders[name], pack(*ragged(2, 97, 0))
-    base = model.load(folder)(batch)
-    gpt = model.load(folder, Lora(rank=2, dropout=0.5))
+    base = model.load_model(folder)(batch)
+    gpt = model.load_model(folder, Lora(rank=2, dropout=0.5))
     gpt.eval()
     assert torch.equal(gpt(batch), base)
     trainable = {n for n, p in gpt.named_parameters() if p.requires_grad}
@@ -38,7 +38,7 @@ def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name
 
 
 def test_adapters_come_back_on_after_an_error_and_a_model_without_any_is_refused(tiny):
-    batch, gpt = pack(*ragged(1, 97, 0)), model.load(tiny, Lora(rank=2))
+    batch, gpt = pack(*ragged(1, 97, 0)), model.load_model(tiny, Lora(rank=2))
     trained(gpt, batch)
     on = gpt(batch)
     with pytest.raises(KeyError), disable_adapters(gpt):
@@ -46,18 +46,18 @@ def test_adapters_come_back_on_after_an_error_and_a_model_without_any_is_refused
         raise KeyError
     assert torch.equal(gpt(batch), on)
     match = "reference would be the policy"
-    with pytest.raises(AssertionError, match=match), disable_adapters(model.load(tiny)):
+    with pytest.raises(AssertionError, match=match), disable_adapters(model.load_model(tiny)):
         pass
 
 
 def test_adapters_are_in_float32_though_their_matrices_are_not(tiny):
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        for name, p in model.load(tiny, Lora(rank=2), dtype).named_parameters():
+        for name, p in model.load_model(tiny, Lora(rank=2), dtype).named_parameters():
             assert p.dtype == (wide if "lora_" in name else dtype)
 
 
 def test_adapters_start_again_as_the_base_and_by_the_seed_alone(tiny):
-    batch, gpt = pack(*ragged(1, 97, 0)), model.load(tiny, Lora(rank=2))
+    batch, gpt = pack(*ragged(1, 97, 0)), model.load_model(tiny, Lora(rank=2))
     base = gpt(batch)
 
     def matrices(seed) -> torch.Tensor:
@@ -83,15 +83,15 @@ TARGETS.append(Lora().targets)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path):
     folder, ids = folders[name], list(range(20))
-    gpt = model.load(folder, Lora(rank=3, alpha=12, targets=targets))
+    gpt = model.load_model(folder, Lora(rank=3, alpha=12, targets=targets))
     trained(gpt, pack(*ragged(1, 97, 0)))
     full = merge_adapters(gpt.unique_parameters(), gpt)
-    export(full, folder, tmp_path / "out")
+    export_weights(full, folder, tmp_path / "out")
     with torch.no_grad():
-        adapted, base = logits(gpt, ids), logits(model.load(folder), ids)
+        adapted, base = logits(gpt, ids), logits(model.load_model(folder), ids)
         assert not same(adapted, base, 1e-2), "else merging nothing would pass"
-        assert same(logits(model.load(tmp_path / "out"), ids), adapted, 1e-5)
-    plain = model.load(folder).unique_parameters()
+        assert same(logits(model.load_model(tmp_path / "out"), ids), adapted, 1e-5)
+    plain = model.load_model(folder).unique_parameters()
     assert full.keys() == plain.keys()
     moved = {n.split(".")[-2] for n in full if not torch.equal(full[n], plain[n])}
     assert moved <= {"qkv", "proj", "fc", "fc_1", "fc_2"}
@@ -100,18 +100,18 @@ def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path)
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
     lora = Lora(rank=2, targets=["head"])
     with pytest.raises(BadInput, match="lora.targets: head: .* tied"):
-        model.load(folders["gpt2"], lora)
-    gpt, batch = model.load(folders["llama"], lora), pack(*ragged(1, 97, 0))
+        model.load_model(folders["gpt2"], lora)
+    gpt, batch = model.load_model(folders["llama"], lora), pack(*ragged(1, 97, 0))
     base = gpt(batch)
     trained(gpt, batch)
     full = merge_adapters(gpt.unique_parameters(), gpt)
-    plain = model.load(folders["llama"])
+    plain = model.load_model(folders["llama"])
     plain.load_state_dict(full)
     assert not same(gpt(batch), base, 1e-2) and same(plain(batch), gpt(batch), 1e-4)
 
 
 def test_rank_0_is_a_model_without_adapters(tiny):
-    plain = model.load(tiny, Lora(rank=0))
+    plain = model.load_model(tiny, Lora(rank=0))
     assert type(plain) is model.GPT and all(p.requires_grad for p in plain.parameters())
     batch = pack([np.array([1, 2])], [(np.array([3]),)])
-    assert torch.equal(plain(batch), model.load(tiny)(batch))
+    assert torch.equal(plain(batch), model.load_model(tiny)(batch))

@@ -16,7 +16,7 @@ from torch import nn
 import head
 import model
 from data import pack
-from support.settings import Lora
+from runs.settings import Lora
 
 # ---- packed, against a plain forward of each (prompt, completion) --------------------------------
 
@@ -43,7 +43,7 @@ SHAPES = {
 def pair(shape: str, tiny: Path, dtype):
     """Our model; someone else's with the same weights; that one's gradients by our names."""
     if shape == "gpt2":
-        gpt = model.load(tiny, dtype=dtype)
+        gpt = model.load_model(tiny, dtype=dtype)
         hf = transformers.GPT2LMHeadModel.from_pretrained(tiny).eval().to(dtype)
 
         def gradients():
@@ -143,7 +143,7 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
 def test_checkpointed_blocks_give_the_same_gradient_and_save_less(tiny):
     batch, saved, grads = pack(*ragged(2, 97, 0)), [], []
     for checkpointing in (False, True):
-        gpt, sizes = model.load(tiny), []
+        gpt, sizes = model.load_model(tiny), []
         gpt.activation_checkpointing = checkpointing
 
         def save(x, sizes=sizes):
@@ -243,7 +243,7 @@ def test_one_call_of_flash_attention_gives_what_the_tiles_give(
 def test_completions_of_one_token_add_no_query_and_are_scored_on_their_prompt(
     K, flash, tiny, on_segments
 ):
-    gpt, (prompts, _) = model.load(tiny, dtype=torch.float64), ragged(K, 97, 0)
+    gpt, (prompts, _) = model.load_model(tiny, dtype=torch.float64), ragged(K, 97, 0)
     batch = pack(prompts, [tuple(np.array([3 + k]) for k in range(K))] * 5)
     plain = gpt(batch)
     if flash:
@@ -331,7 +331,7 @@ def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
 
 
 def test_prompts_serve_only_the_batch_that_they_were_computed_for(tiny):
-    gpt, cache = model.load(tiny), model.PromptCache()
+    gpt, cache = model.load_model(tiny), model.PromptCache()
     gpt(pack(*ragged(1, 61, 0)), cache)
     with pytest.raises(AssertionError, match="other prompts"):
         gpt(pack(*ragged(1, 61, 1)), cache)
@@ -344,12 +344,12 @@ def test_prompts_serve_only_the_batch_that_they_were_computed_for(tiny):
     "weights, out", [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
 )
 def test_log_probs_are_float32_or_float64(weights, out, tiny):
-    gpt = model.load(tiny, dtype=getattr(torch, weights))
+    gpt = model.load_model(tiny, dtype=getattr(torch, weights))
     assert all(p.dtype == getattr(torch, weights) for p in gpt.parameters())
     logp = gpt(pack(*ragged(2, 512, 0)))
     assert logp.dtype == getattr(torch, out)
     with torch.no_grad():
-        assert same(logp, model.load(tiny)(pack(*ragged(2, 512, 0))), 0.5)
+        assert same(logp, model.load_model(tiny)(pack(*ragged(2, 512, 0))), 0.5)
 
 
 def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monkeypatch):
@@ -361,7 +361,7 @@ def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monke
 
     monkeypatch.setattr(head.Head, "chunk", chunk)
     with torch.autocast("cpu", torch.bfloat16):
-        logp_BK = model.load(tiny)(pack(*ragged(1, 512, 0)))
+        logp_BK = model.load_model(tiny)(pack(*ragged(1, 512, 0)))
     assert dtypes == [torch.bfloat16] and logp_BK.dtype == torch.float32
 
 
@@ -376,7 +376,7 @@ def test_matrices_held_in_bfloat16_give_the_log_probs_of_autocast_to_the_bit(sha
 
 
 def test_bfloat16_log_probs_are_not_rounded_to_bfloat16(tiny):
-    logp_T = model.load(tiny, dtype=torch.bfloat16)(pack(*ragged(1, 512, 0)))
+    logp_T = model.load_model(tiny, dtype=torch.bfloat16)(pack(*ragged(1, 512, 0)))
     assert not torch.equal(logp_T, logp_T.bfloat16().float())
 
 
@@ -479,7 +479,7 @@ def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
 
 def test_a_recomputed_head_draws_the_same_dropout_again(tmp_path, monkeypatch):
     made(HF["llama"], tmp_path)
-    gpt = model.load(tmp_path, Lora(rank=2, dropout=0.5, targets=["head"]))
+    gpt = model.load_model(tmp_path, Lora(rank=2, dropout=0.5, targets=["head"]))
     batch, grads = pack(*ragged(1, 97, 0)), []
     nn.init.normal_(gpt.lm_head.lora_B)
     for real in (model.checkpoint, lambda f, *a, **kw: f(*a)):
@@ -526,7 +526,7 @@ def test_a_cache_gives_the_logits_of_whole_forwards_also_of_the_sequences_that_a
 
 
 def test_a_copys_attention_belongs_to_the_copy(tiny):
-    gpt, batch = model.load(tiny), pack(*ragged(2, 97, 0))
+    gpt, batch = model.load_model(tiny), pack(*ragged(2, 97, 0))
     twin, base = copy.deepcopy(gpt), gpt(batch)
     assert torch.equal(twin(batch), base) and twin.tied
     for block in twin.transformer.h:

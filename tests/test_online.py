@@ -12,8 +12,8 @@ from conftest import PARITY, assert_same, killed_and_resumed, ranks, result
 
 import online
 import rollout
-from support import checkpoint
-from support.errors import BadInput
+from runs import checkpoint
+from runs.errors import BadInput
 
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--online.prompts_per_iteration=5",
        "--online.num_generations=2", "--online.max_new_tokens=5", "--online.rollout_batch_size=4", "--save_interval=1",
@@ -259,7 +259,12 @@ def test_answers_that_are_gone_in_the_middle_of_an_iteration_are_not_made_anew(
     (tmp_path / "iterations" / "answers-2.jsonl").unlink()
     with pytest.raises(BadInput, match="resume from a checkpoint of step 2 or before"):
         go(tiny, prompts, tmp_path, "--resume=auto")
-    go(tiny, prompts, tmp_path, f"--resume={checkpoint.steps(tmp_path / 'checkpoints')[2]}")
+    go(
+        tiny,
+        prompts,
+        tmp_path,
+        f"--resume={checkpoint.checkpoints_by_step(tmp_path / 'checkpoints')[2]}",
+    )
     assert len(answers(tmp_path, 2)) == 10
 
 

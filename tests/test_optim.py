@@ -10,8 +10,16 @@ from torch import nn
 
 import kto
 import model
-from support.optim import Plan, clip, iteration_plans, lr_at, make_optimizer, make_plan, steps_of
-from support.settings import Data, Lora, Optim
+from runs.optimizer import (
+    Plan,
+    clip_gradient,
+    iteration_plans,
+    lr_at,
+    make_optimizer,
+    make_plan,
+    steps_of,
+)
+from runs.settings import Data, Lora, Optim
 
 
 def run_settings(**kw) -> kto.Settings:
@@ -147,7 +155,7 @@ def decayed(module) -> dict[str, bool]:
 
 
 def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(tiny):
-    fate = decayed(model.load(tiny))
+    fate = decayed(model.load_model(tiny))
     assert fate["transformer.h.0.attn.qkv.weight"] and fate["transformer.h.1.mlp.proj.weight"]
     kept = [n for n, shrinks in fate.items() if not shrinks]
     names = ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head")
@@ -169,7 +177,7 @@ def test_a_head_of_its_own_decays_and_a_tied_one_does_not():
 
 
 def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
-    policy = model.load(tiny, Lora(rank=2))
+    policy = model.load_model(tiny, Lora(rank=2))
     fate = decayed(policy)
     assert fate and all("lora_" in name for name in fate) and all(fate.values())
     assert len(make_optimizer(Optim(), policy).param_groups) == 1, "no empty group"
@@ -215,7 +223,7 @@ def clipped(gradient: list[float], max_norm: float) -> tuple[float, list[float]]
     layer = nn.Linear(2, 1, bias=False)
     policy, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), 0.1))
     layer.weight.grad = torch.tensor([gradient])
-    return clip(fabric, policy, optimizer, max_norm), layer.weight.grad[0].tolist()
+    return clip_gradient(fabric, policy, optimizer, max_norm), layer.weight.grad[0].tolist()
 
 
 def test_clipping_scales_to_the_norm_and_returns_what_it_was():

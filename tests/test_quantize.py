@@ -15,12 +15,12 @@ import generate
 import model
 import online
 from data import pack
-from support import checkpoint
-from support.errors import BadInput, Failed
-from support.families import read_config
-from support.lora import disable_adapters, merge_adapters
-from support.quantize import quantize_base
-from support.settings import Lora
+from hub.families import read_config
+from hub.lora import disable_adapters, merge_adapters
+from hub.quantize import quantize_base
+from runs import checkpoint
+from runs.errors import BadInput, Failed
+from runs.settings import Lora
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip
@@ -42,7 +42,8 @@ def llama(tiny, tmp_path_factory):
 
 def adapters_of(out) -> dict:
     return load_file(
-        list(checkpoint.steps(out / "checkpoints").values())[-1] / "weights.safetensors"
+        list(checkpoint.checkpoints_by_step(out / "checkpoints").values())[-1]
+        / "weights.safetensors"
     )
 
 
@@ -61,10 +62,10 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     assert state and all("lora_" in n and x.dtype == torch.float32 for n, x in state.items())
 
     # original + adapters, to the bit: no rounded number is in it
-    lora = model.load(llama, Lora(rank=4))
+    lora = model.load_model(llama, Lora(rank=4))
     plain = {n: p.detach().clone() for n, p in lora.unique_parameters().items()}
     expected = merge_adapters(plain | state, lora)
-    exported = model.load(out / "final").unique_parameters()
+    exported = model.load_model(out / "final").unique_parameters()
     assert exported.keys() == expected.keys()
     assert all(torch.equal(x, exported[n]) for n, x in expected.items())
     assert torch.equal(exported["lm_head.weight"], plain["lm_head.linear.weight"])
@@ -107,10 +108,10 @@ def test_two_ranks_are_one_process_to_rounding(base, llama, ratings, tmp_path):
 
 
 def test_the_frozen_matrices_are_rounded_and_all_else_is_not(llama):
-    batch, base = pack(*ragged(2, 97, 0)), model.load(llama)(pack(*ragged(2, 97, 0)))
+    batch, base = pack(*ragged(2, 97, 0)), model.load_model(llama)(pack(*ragged(2, 97, 0)))
     off = {}
     for kind in BASES:
-        gpt = model.load(llama, Lora(rank=2, targets=["query"]))
+        gpt = model.load_model(llama, Lora(rank=2, targets=["query"]))
         own = {n: p.detach().clone() for n, p in gpt.named_parameters()}
         quantize_base(gpt, kind, "cpu")
         block = gpt.transformer.h[0]
@@ -127,7 +128,7 @@ def test_the_frozen_matrices_are_rounded_and_all_else_is_not(llama):
 
 @pytest.mark.parametrize("kind", BASES)
 def test_evaluation_and_training_compute_alike_and_leave_the_gradient(kind, llama):
-    gpt, batch = model.load(llama, Lora(rank=2)), pack(*ragged(2, 97, 0))
+    gpt, batch = model.load_model(llama, Lora(rank=2)), pack(*ragged(2, 97, 0))
     quantize_base(gpt, kind, "cpu")
     with torch.no_grad():
         evaluated = gpt.eval()(batch)
@@ -163,7 +164,7 @@ def test_online_kto_learns_on_a_rounded_base_that_stays_the_reference(llama, rat
     asked = {}
 
     def engine(folder, prompts, *_):
-        asked[len(asked)] = model.load(folder).unique_parameters()
+        asked[len(asked)] = model.load_model(folder).unique_parameters()
         return [[i % 500 + 5, 7] for i in range(len(prompts))]
 
     argv = [f"--model={llama}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN,
@@ -171,7 +172,7 @@ def test_online_kto_learns_on_a_rounded_base_that_stays_the_reference(llama, rat
             "--epochs=1"]  # fmt: skip
     online.main(argv, checker=lambda prompt, answer: len(answer) % 2 == 0, rollout=engine)
     first, second = (asked[i]["transformer.h.0.attn.qkv.weight"] for i in (0, 1))
-    own = model.load(llama).unique_parameters()["transformer.h.0.attn.qkv.weight"]
+    own = model.load_model(llama).unique_parameters()["transformer.h.0.attn.qkv.weight"]
     assert torch.equal(first, own) and not torch.equal(second, own)
 
 
@@ -179,7 +180,7 @@ def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_pat
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
     from kto import KTO, Settings
-    from support.cli import parse
+    from runs.cli import parse
     from train import Trainer
 
     argv = [f"--model={folder}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}",
@@ -222,7 +223,7 @@ def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
     assert losses[-1] != losses[0]
     killed(1, out, "metrics.csv", 4, lambda rank: train(tiny, ratings, out, *argv))
     assert_same(train(tiny, ratings, out, "--resume=auto", *argv), whole)
-    last = list(checkpoint.steps(out / "checkpoints").values())[-1]
+    last = list(checkpoint.checkpoints_by_step(out / "checkpoints").values())[-1]
     states = load_file(last / "optimizer.safetensors")
     assert states["transformer.wte.weight|state1"].dtype == torch.uint8
     assert np.prod(states["transformer.wte.weight|state1"].shape) == 512 * 32

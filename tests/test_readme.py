@@ -18,7 +18,7 @@ from conftest import ROOT, ranks
 from models import GQA, made
 
 import kto
-from support.cli import parse
+from runs.cli import parse
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [

@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 from tokens import bot, rated, user, write
 
-import support.records
-from support.errors import BadInput
-from support.records import Fault, Record, read, sources, understand
+import records.forms
+from records.forms import Fault, Record, read_records, split_sources, understand_record
+from runs.errors import BadInput
 
 
 def understood(source, kind="rated", extra=()) -> list[Record]:
-    return [understand(raw, kind, extra) for _, raw in read(str(source), extra)]
+    return [understand_record(raw, kind, extra) for _, raw in read_records(str(source), extra)]
 
 
 def refusals(source, kind="rated", extra=()) -> list[str]:
     """`where: field: reason` of the bad records of a source, or the one line that refuses it."""
     out = []
     try:
-        for where, raw in read(str(source), extra):
+        for where, raw in read_records(str(source), extra):
             try:
                 if isinstance(raw, Fault):
                     raise raw
-                understand(raw, kind, extra)
+                understand_record(raw, kind, extra)
             except Fault as e:
                 out.append(f"{where}: {e}")
     except BadInput as e:
@@ -103,7 +103,7 @@ RATED |= {
 @pytest.mark.parametrize("form", RATED)
 def test_every_form_of_a_rated_record_is_understood(form):
     record, meant = RATED[form]
-    assert understand(record, "rated") == meant
+    assert understand_record(record, "rated") == meant
 
 
 def pair(good="good", bad="bad", **more) -> dict:
@@ -155,8 +155,8 @@ PAIRS |= {
 @pytest.mark.parametrize("form", PAIRS)
 def test_every_form_of_a_pair_is_understood(form):
     record, meant = PAIRS[form]
-    assert understand(record, "paired") == meant
-    assert understand(record, "rated") == meant
+    assert understand_record(record, "paired") == meant
+    assert understand_record(record, "rated") == meant
 
 
 CONVERSATION = [{"from": "User", "value": "p"}, {"from": "Assistant", "value": "c"}]
@@ -192,7 +192,7 @@ DEMOS = {
 @pytest.mark.parametrize("form", DEMOS)
 def test_every_form_of_a_demonstration_is_understood(form):
     record, meant = DEMOS[form]
-    assert understand(record, "demonstrations") == meant
+    assert understand_record(record, "demonstrations") == meant
 
 
 def test_of_a_record_of_any_form_the_prompt_alone_can_be_asked_for():
@@ -202,14 +202,14 @@ def test_of_a_record_of_any_form_the_prompt_alone_can_be_asked_for():
         {"prompt": "p"},
         {"prompt": "p", "input": 1},
     ):
-        assert understand(record, "prompts") == Record("p", [], None)
+        assert understand_record(record, "prompts") == Record("p", [], None)
     with pytest.raises(Fault, match="^prompt: missing"):
-        understand({"messages": [user("p")]}, "prompts")
+        understand_record({"messages": [user("p")]}, "prompts")
 
 
 def test_keys_of_a_message_that_are_not_ours_reach_the_template():
     turn = {"role": "User", "content": "p", "name": "Ann", "from": "User", "tool_calls": None}
-    record = understand(rated([turn], [bot("c")]), "rated")
+    record = understand_record(rated([turn], [bot("c")]), "rated")
     assert record.prompt == [{"role": "user", "content": "p", "name": "Ann"}]
 
 
@@ -311,7 +311,7 @@ REFUSED = [
 @pytest.mark.parametrize("kind, record, field, word", REFUSED)
 def test_a_record_of_no_known_form_is_refused_by_the_name_of_its_field(kind, record, field, word):
     with pytest.raises(Fault) as e:
-        understand(record, kind)
+        understand_record(record, kind)
     assert str(e.value).startswith(field) and word in str(e.value)
 
 
@@ -322,7 +322,7 @@ INFINITE = [float("nan"), float("inf"), -float("inf"), 10**400, -(10**400)]
 @pytest.mark.parametrize("field", ["chosen_reward", "rejected_reward"])
 def test_a_reward_is_a_finite_number(field, value):
     with pytest.raises(Fault, match=f"^{field}: expected a finite number"):
-        understand(pair("c", "d", **{field: value}), "paired")
+        understand_record(pair("c", "d", **{field: value}), "paired")
 
 
 # ---- labels --------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_a_label_has_ten_spellings(field):
     for good, values in spellings.items():
         for value in values:
             record = {"prompt": "p", "completion": "c", field: value}
-            assert understand(record, "rated").label is good
+            assert understand_record(record, "rated").label is good
 
 
 WRONG = ["true", "false", "True", "1", "0", "", "good", "Chosen", " chosen", "yes"]
@@ -348,7 +348,7 @@ WRONG += [2, -1, 1.5, 0.5, None, [], [True], {}, {"label": 1}, float("nan"), 10*
 @pytest.mark.parametrize("field", ["label", "preference"])
 def test_a_label_is_never_guessed(field, value):
     with pytest.raises(Fault, match=f"^{field}: expected true, false"):
-        understand({"prompt": "p", "completion": "c", field: value}, "rated")
+        understand_record({"prompt": "p", "completion": "c", field: value}, "rated")
 
 
 def test_a_key_given_twice_is_refused_since_one_of_the_two_would_win_silently(tmp_path):
@@ -374,9 +374,9 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_records_own_weight_is_taken_and_is_1_where_there_is_none(kind):
-    assert understand(KINDS[kind], kind).weight == 1
+    assert understand_record(KINDS[kind], kind).weight == 1
     for weight in (0, 2, 0.25):
-        record = understand(KINDS[kind] | {"weight": weight}, kind)
+        record = understand_record(KINDS[kind] | {"weight": weight}, kind)
         assert record.weight == weight and type(record.weight) is float
         assert record.ignored == () and record.extra == {}
 
@@ -385,19 +385,19 @@ def test_a_records_own_weight_is_taken_and_is_1_where_there_is_none(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_is_a_finite_number_and_at_least_0(kind, value):
     with pytest.raises(Fault, match="^weight: expected a finite number, at least 0, got ."):
-        understand(KINDS[kind] | {"weight": value}, kind)
+        understand_record(KINDS[kind] | {"weight": value}, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_that_data_extra_names_are_kept(kind):
     more = {"source": "web", "score": 3, "margin": -0.5, "other": [1]}
-    record = understand(KINDS[kind] | more, kind, ("score", "source", "margin"))
+    record = understand_record(KINDS[kind] | more, kind, ("score", "source", "margin"))
     assert record.extra == {"score": 3.0, "source": "web", "margin": -0.5}
     assert type(record.extra["score"]) is float and record.ignored == ("other",)
 
 
 def test_a_field_that_has_a_meaning_of_its_own_may_be_kept_too():
-    record = understand(rated(weight=2), "rated", ("weight", "prompt"))
+    record = understand_record(rated(weight=2), "rated", ("weight", "prompt"))
     assert record.extra == {"weight": 2.0, "prompt": "p"} and record.weight == 2
     assert record.prompt == "p" and record.ignored == ()
 
@@ -405,12 +405,12 @@ def test_a_field_that_has_a_meaning_of_its_own_may_be_kept_too():
 @pytest.mark.parametrize("value", [*INFINITE, True, None, [1], {"a": 1}], ids=repr)
 def test_a_kept_field_is_a_text_or_a_finite_number(value):
     with pytest.raises(Fault, match="^source: expected a text or a finite number, got ."):
-        understand(rated(source=value), "rated", ("source",))
+        understand_record(rated(source=value), "rated", ("source",))
 
 
 def test_a_kept_field_must_be_there():
     with pytest.raises(Fault, match=r"^source: missing \(data.extra names it\)$"):
-        understand(rated(), "rated", ("source",))
+        understand_record(rated(), "rated", ("source",))
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_a_kept_field_must_be_there():
 )
 def test_the_fields_that_nothing_reads_are_named(kind, record, ignored):
     before = dict(record)
-    assert understand(record, kind).ignored == ignored
+    assert understand_record(record, kind).ignored == ignored
     assert record == before, "the record is the caller's"
 
 
@@ -476,7 +476,7 @@ def test_marks_and_line_ends_of_other_systems_are_fine(tmp_path):
         path.write_bytes(blob)
         assert [r.prompt for r in understood(path)] == ["a", "b"]
     path.write_bytes(b"\n\r\n" + a + b"\n\n" + b)
-    places = [where for where, _ in read(str(path))]
+    places = [where for where, _ in read_records(str(path))]
     assert places == [f"{path}:3", f"{path}:5"], "blank lines count as lines"
 
 
@@ -623,7 +623,7 @@ def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(support.records, "_open", refuse)
+    monkeypatch.setattr(records.forms, "_open", refuse)
     assert refusals(path) == [f"{path}: Permission denied"]
 
 
@@ -631,28 +631,33 @@ def test_several_sources_are_given_by_commas_patterns_and_weights(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     for name in ("b.jsonl", "a.jsonl", "c.csv", "x[1].jsonl", "y:0.5"):
         Path(name).write_text("")
-    assert sources("a.jsonl") == [(["a.jsonl"], None)]
-    assert sources("a.jsonl, ?.jsonl") == [(["a.jsonl"], None), (["a.jsonl", "b.jsonl"], None)]
-    assert sources("a.jsonl:0.7,*.csv:3") == [(["a.jsonl"], 0.7), (["c.csv"], 3.0)]
-    assert sources("org/set:en:val") == [(["org/set:en:val"], None)], "a split is no weight"
-    assert len(sources(",".join(["a.jsonl"] * 99))) == 99, "longer than any file's name may be"
+    assert split_sources("a.jsonl") == [(["a.jsonl"], None)]
+    assert split_sources("a.jsonl, ?.jsonl") == [
+        (["a.jsonl"], None),
+        (["a.jsonl", "b.jsonl"], None),
+    ]
+    assert split_sources("a.jsonl:0.7,*.csv:3") == [(["a.jsonl"], 0.7), (["c.csv"], 3.0)]
+    assert split_sources("org/set:en:val") == [(["org/set:en:val"], None)], "a split is no weight"
+    assert len(split_sources(",".join(["a.jsonl"] * 99))) == 99, (
+        "longer than any file's name may be"
+    )
     for path in ("x[1].jsonl", "y:0.5"):
-        assert sources(path) == [([path], None)], "a path that is there is no pattern"
+        assert split_sources(path) == [([path], None)], "a path that is there is no pattern"
     for given in ("a.jsonl:0.5", "a.jsonl:0.5,b.jsonl", "a.jsonl:0,b.jsonl:1", "none*.jsonl"):
         with pytest.raises(BadInput, match="weight|no file has such a name"):
-            sources(given)
+            split_sources(given)
 
 
 def test_columns_of_other_names_are_ours_and_a_name_is_given_once(tmp_path):
     names = {"question": "prompt", "good": "label", "prompt": "title"}
     record = {"question": "q", "completion": "c", "good": 1, "prompt": "t"}
     meant = Record("q", ["c"], True, ignored=("title",))
-    assert understand(record, "rated", columns=names) == meant
+    assert understand_record(record, "rated", columns=names) == meant
     (tmp_path / "d.csv").write_text("question,completion,good,prompt\nq,c,1.0,t\n")
-    (row,) = (raw for _, raw in read(str(tmp_path / "d.csv"), columns=names))
-    assert understand(row, "rated", columns=names) == meant, "its label is read as JSON"
+    (row,) = (raw for _, raw in read_records(str(tmp_path / "d.csv"), columns=names))
+    assert understand_record(row, "rated", columns=names) == meant, "its label is read as JSON"
     with pytest.raises(Fault, match="^prompt: given 2 times"):
-        understand(record, "rated", columns={"question": "prompt"})
+        understand_record(record, "rated", columns={"question": "prompt"})
 
 
 # ---- through the datasets package ----------------------------------------------------------------
@@ -702,7 +707,7 @@ def test_a_local_parquet_file_with_brackets_is_read_without_the_datasets_package
     monkeypatch.setitem(sys.modules, "datasets", None)
     columns = dict(prompt=["a"] * 5000, completion=["c"] * 5000, label=[True] * 5000)
     path = parquet(tmp_path / "x[1].parquet", **columns)
-    assert [where for where, _ in read(str(path))][-1] == f"{path}:5000"
+    assert [where for where, _ in read_records(str(path))][-1] == f"{path}:5000"
     chat = [[user("p"), {"role": "assistant", "content": None, "tool_calls": ["x"]}]]
     path = parquet(tmp_path / "chat.parquet", messages=chat, label=[1.0])
     (record,) = understood(path)

@@ -13,10 +13,10 @@ import kto
 import model
 import spin
 from data import pack
-from support.cli import parse
-from support.errors import BadInput
-from support.optim import make_plan
-from support.weights import export
+from hub.weights import export_weights
+from runs.cli import parse
+from runs.errors import BadInput
+from runs.optimizer import make_plan
 from train import Trainer
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
@@ -103,10 +103,10 @@ def test_other_weights_config_precision_or_scoring_are_not_answered_from_the_cac
     n = int(capsys.readouterr().out.split("reference: ")[1].split()[0].replace(",", ""))
     source = tiny
     if change == "weights":
-        gpt = model.load(tiny)
+        gpt = model.load_model(tiny)
         gpt.transformer.ln_f.weight.data[0] += 1e-3
         source = tmp_path / "other"
-        export(gpt.unique_parameters(), tiny, source)
+        export_weights(gpt.unique_parameters(), tiny, source)
     elif "--" not in change:  # with the same weights
         source = shutil.copytree(tiny, tmp_path / "other")
         config = json.loads((source / "config.json").read_text())

@@ -14,7 +14,7 @@ import yaml
 
 pytest.importorskip("matplotlib")
 import report  # noqa: E402
-from support.errors import BadInput  # noqa: E402
+from runs.errors import BadInput  # noqa: E402
 
 HERE = Path(report.__file__).parent
 SVG = "{http://www.w3.org/2000/svg}"

@@ -15,13 +15,13 @@ import yaml
 from conftest import Started
 
 import kto
-from support import cli, errors, settings
-from support.devices import resolve
-from support.errors import BadInput
+from runs import cli, errors, settings
+from runs.devices import resolve_devices
+from runs.errors import BadInput
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "config" / "demo.yaml"
-KINDS = settings.flat(kto.Settings)  # dotted name -> type
+KINDS = settings.flatten(kto.Settings)  # dotted name -> type
 OWN = ["--model", "m", "--data.train", "t"]  # the least that a run of one's own must say
 
 
@@ -339,7 +339,7 @@ def test_no_number_may_be_nan_infinite_or_negative(config):
     ],
 )  # fmt: skip
 def test_counts_have_a_lowest_value(name, lowest):
-    assert settings.flat(parse(f"--{name}={lowest}"))[name] == lowest
+    assert settings.flatten(parse(f"--{name}={lowest}"))[name] == lowest
     assert refused(f"--{name}={lowest - 1}").startswith(name.split(".")[0])
 
 
@@ -355,7 +355,7 @@ def test_counts_have_a_lowest_value(name, lowest):
     ],
 )  # fmt: skip
 def test_numbers_have_a_range(name, good, bad):
-    assert settings.flat(parse(f"--{name}={good}"))[name] == good
+    assert settings.flatten(parse(f"--{name}={good}"))[name] == good
     assert refused(f"--{name}={bad}").startswith(name.split(".")[0])
 
 
@@ -447,7 +447,7 @@ def test_help_has_a_sentence_for_every_setting(monkeypatch, capsys):
 
 def test_every_setting_is_read_by_something():
     read = set()
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]:
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("r*s/*.py"), *ROOT.glob("hub/*.py")]:
         tree = ast.parse(file.read_text())
         defs = [
             f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and "validate" in f.name
@@ -474,18 +474,18 @@ ODD = {
 
 def test_saved_settings_load_back_equal(config):
     for before in (parse(), parse(*OWN)):
-        assert parse("--config", config(cli.dump(before))) == before
+        assert parse("--config", config(cli.dump_yaml(before))) == before
     odd = parse()
     for name, value in ODD.items():
         odd = put(odd, name, value)
     optional = {n for n, kind in KINDS.items() if type(None) in typing.get_args(kind)}
     assert optional - set(ODD) == {"micro_batch_tokens"}, "all but the one that excludes another"
-    back = parse("--config", config(cli.dump(odd)))
+    back = parse("--config", config(cli.dump_yaml(odd)))
     assert back == odd
-    types = [[type(v) for v in settings.flat(s).values()] for s in (back, odd)]
+    types = [[type(v) for v in settings.flatten(s).values()] for s in (back, odd)]
     assert types[0] == types[1], "1 and 1.0 are equal, but not the same interval"
     one, two = "micro_batch_size: 2\n", "micro_batch_tokens: null\n"
-    other = cli.dump(odd).replace(one, "").replace(two, "micro_batch_tokens: 2\n")
+    other = cli.dump_yaml(odd).replace(one, "").replace(two, "micro_batch_tokens: 2\n")
     assert parse("--config", config(other)) != odd
 
 
@@ -516,41 +516,43 @@ def test_every_config_parses_and_begins_with_what_to_expect():
 
 
 def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
-    old = settings.flat(parse())
-    assert settings.changes(old, old) == ([], [])
+    old = settings.flatten(parse())
+    assert settings.changed_settings(old, old) == ([], [])
     for name in ("kto.beta", "kto.loss", "optim.lr", "optim.schedule", "max_steps", "epochs", "seed", "batch_size",
                  "model", "reference", "precision", "data.train", "data.val", "data.max_prompt", "data.shuffle",
                  "lora.rank", "eval.check", "limit_train", "deterministic"):  # fmt: skip
-        assert settings.changes(old, old | {name: "other"}) == ([name], []), name
+        assert settings.changed_settings(old, old | {name: "other"}) == ([name], []), name
     for name in ("log_interval", "val_interval", "save_interval", "logger", "project", "keep_last", "progress",
                  "max_time", "stop_at", "examples_at", "debug", "resume", "out_dir", "eval.samples",
                  "eval.check_interval", "activation_checkpointing"):  # fmt: skip
-        assert settings.changes(old, old | {name: "other"}) == ([], []), name
+        assert settings.changed_settings(old, old | {name: "other"}) == ([], []), name
     for name in ("micro_batch_size", "micro_batch_tokens", "no_grad_tokens", "devices", "num_nodes", "strategy",
                  "accelerator", "reference_cache"):  # fmt: skip
-        same_to_rounding = settings.changes(old, old | {name: "other"})
+        same_to_rounding = settings.changed_settings(old, old | {name: "other"})
         assert same_to_rounding == ([], [name]), name
     both = old | {"devices": 2, "optim.lr": 1.0, "logger": "wandb"}
-    assert settings.changes(old, both) == (["optim.lr"], ["devices"])
+    assert settings.changed_settings(old, both) == (["optim.lr"], ["devices"])
 
 
 def test_a_resume_knows_only_real_settings():
     assert settings.FREE <= set(KINDS) and settings.CUT <= settings.FREE
-    new = settings.flat(parse())
+    new = settings.flatten(parse())
     old = {k: v for k, v in new.items() if k != "optim.eps"}
-    assert settings.changes(old, new) == (["optim.eps"], []), "it was not there: another run"
+    assert settings.changed_settings(old, new) == (["optim.eps"], []), (
+        "it was not there: another run"
+    )
 
 
 def test_a_launchers_number_of_processes_is_taken_or_contradicted(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     asked = parse("--devices=3", "--num_nodes=2", "--accelerator=cpu")
-    assert resolve(asked) == dataclasses.replace(asked, precision="32-true"), "no launcher"
+    assert resolve_devices(asked) == dataclasses.replace(asked, precision="32-true"), "no launcher"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    s = resolve(parse())
+    s = resolve_devices(parse())
     assert (s.devices, s.num_nodes) == (2, 2)
     with pytest.raises(BadInput, match="^devices: 3, but the launcher started 2 processes"):
-        resolve(parse("--devices=3"))
+        resolve_devices(parse("--devices=3"))
 
 
 def test_the_program_itself_exits_as_a_shell_expects(tmp_path):

@@ -14,14 +14,14 @@ import model
 import rollout
 import spin
 from data import pack
-from support import checkpoint
-from support.cli import parse
-from support.errors import BadInput
-from support.examples import load
-from support.lora import merge_adapters
-from support.optim import iteration_plans
-from support.settings import Data, Lora
-from support.tokenizer import Tokenizer
+from hub.lora import merge_adapters
+from records.examples import load_examples
+from records.tokenizer import Tokenizer
+from runs import checkpoint
+from runs.cli import parse
+from runs.errors import BadInput
+from runs.optimizer import iteration_plans
+from runs.settings import Data, Lora
 from train import Trainer
 
 RUN = ("--batch_size=4", "--epochs=2", "--optim.lr=1e-3", "--spin.max_iterations=3",
@@ -58,7 +58,7 @@ def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
     assert [row["step"] for row in rows] == list(range(1, 13))
     epochs = [row["epoch"] for row in rows[:5]]
     assert epochs == [0.5, 1.0, 1.5, 2.0, 0.5], "epochs count in each iteration"
-    assert same_weights(weights(tmp_path, "iterations/1"), data_of(model.load(tiny)))
+    assert same_weights(weights(tmp_path, "iterations/1"), data_of(model.load_model(tiny)))
     for i, step in ((2, 4), (3, 8)):
         assert same_weights(weights(tmp_path, f"iterations/{i}"), weights_at(tmp_path, step))
         assert abs(rows[step]["rewards/margins"]) < 1e-5 < rows[step - 1]["rewards/margins"]
@@ -69,7 +69,7 @@ def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
 def test_lora_merges_its_adapters_and_begins_anew(tiny, demos, tmp_path, capsys):
     rows = go(tiny, demos, tmp_path, "--lora.rank=2", "--optim.lr=1e-2")["rows"]
     bases = [weights(tmp_path, f"iterations/{i}") for i in (1, 2, 3)]
-    policy = model.load(tiny, Lora(rank=2))
+    policy = model.load_model(tiny, Lora(rank=2))
     assert same_weights(bases[0], {n: x for n, x in data_of(policy).items() if "lora_" not in n})
     for i, step in ((1, 4), (2, 8)):  # base and adapters as at the iteration's end
         checkpoint.set_weights(policy, weights_at(tmp_path, step) | bases[i - 1])
@@ -140,7 +140,7 @@ def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
 
     def forget(name):
         (tmp_path / "metrics.csv").unlink()
-        for step in checkpoint.steps(tmp_path / "checkpoints").values():
+        for step in checkpoint.checkpoints_by_step(tmp_path / "checkpoints").values():
             step.rename(step.with_name(f"{name}-{step.name}"))
 
     monkeypatch.setattr(rollout, "generate", generate)
@@ -198,8 +198,8 @@ def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_pat
     rows = (tmp_path / "val.csv").read_text().splitlines()
     assert rows[0] == "step,loss"
     limits = Data(train="", max_prompt=64, max_completion=64)
-    examples = load(str(demos), Tokenizer(tiny), "demonstrations", limits).examples
-    gpt = model.load(tiny)
+    examples = load_examples(str(demos), Tokenizer(tiny), "demonstrations", limits).examples
+    gpt = model.load_model(tiny)
     with torch.no_grad():
         logps = [gpt(pack([e.prompt], [e.completions])).item() for e in examples]
     nll = [-logp / len(e.completions[0]) for logp, e in zip(logps, examples)]

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 import kto
 import model
-from support import checkpoint
-from support.errors import BadInput, Failed, run_cli
+from runs import checkpoint
+from runs.errors import BadInput, Failed, run_cli
 from train import Trainer
 
 # 10 steps of 7 from 24 examples (3 an epoch): not 7 by 2 or 3, not 24 by 7, not 10 by 3 divides
@@ -57,7 +57,7 @@ def whole(tiny, ratings, tmp_path_factory):
 
 
 def start(tiny):
-    return {n: p.detach() for n, p in model.load(tiny).unique_parameters().items()}
+    return {n: p.detach() for n, p in model.load_model(tiny).unique_parameters().items()}
 
 
 def flat(weights, base):
@@ -182,7 +182,7 @@ def test_a_run_goes_on_at_another_number_of_processes(
     for (n, strategy), more in ((save, "--stop_at=4"), (goes_on, "--resume=auto")):
         given = (*argv, f"--strategy={strategy}", f"--devices={n}", more)
         run, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "run", *given))
-        *_, last = checkpoint.steps(tmp_path / "run" / "checkpoints").values()
+        *_, last = checkpoint.checkpoints_by_step(tmp_path / "run" / "checkpoints").values()
         parts = len(list(last.glob("shard-*.safetensors")))
         # every rank its own of the weights and of both moments; the step is shared out
         assert 3 * n < parts <= 4 * n if strategy == "fsdp" else parts == 0
@@ -192,7 +192,7 @@ def test_a_run_goes_on_at_another_number_of_processes(
             named = json.loads(whole_file)
             del named[next(name for name in named if name.startswith("shard-"))]
             (last / "manifest.json").write_text(json.dumps(named))
-            assert checkpoint.verify(last) == "manifest.json names not all shards"
+            assert checkpoint.verify_folder(last) == "manifest.json names not all shards"
             (last / "manifest.json").write_text(whole_file)
     assert_equal(run, whole("32-true"), start(tiny), False)
 
@@ -204,7 +204,9 @@ def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, mo
     train(tiny, ratings, tmp_path / "off", *argv)
     assert not spy.called
     train(tiny, ratings, tmp_path / "on", *argv, "--activation_checkpointing=true")
-    assert len({call.args[0] for call in spy.call_args_list}) == model.load(tiny).config.n_layer
+    assert (
+        len({call.args[0] for call in spy.call_args_list}) == model.load_model(tiny).config.n_layer
+    )
 
 
 @pytest.fixture
@@ -445,7 +447,7 @@ def test_stop_at_stops_saved_and_the_command_that_it_prints_makes_it_the_same_ru
     out, argv = tmp_path / "run", ("--precision=32-true", *COMMON, "--stop_at=3")
     stopped = train(tiny, ratings, out, *argv)
     assert len(stopped["rows"]) == 3 and stopped["weights"] is None
-    assert list(checkpoint.steps(out / "checkpoints")) == [3]
+    assert list(checkpoint.checkpoints_by_step(out / "checkpoints")) == [3]
     rates = [[row["lr"] for row in run["rows"][:3]] for run in (stopped, whole)]
     assert rates[0] == rates[1] and len(set(rates[0])) == 3, "the schedule is the whole run's"
     *_, why, command = capsys.readouterr().out.splitlines()

@@ -27,8 +27,8 @@ from conftest import PARITY, Started, assert_same, numbers, result, start, train
 from safetensors.torch import load_file
 
 import kto
-from support import checkpoint, errors
-from support.errors import run_cli
+from runs import checkpoint, errors
+from runs.errors import run_cli
 
 ROOT = Path(kto.__file__).parent
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
@@ -249,11 +249,11 @@ def test_a_damaged_final_is_refused_by_every_program(
 @pytest.mark.parametrize("name", checkpoint.CHECKPOINT)
 def test_a_checkpoint_whose_manifest_names_too_little_is_not_used(name, finished, tmp_path):
     folder = shutil.copytree(finished / "checkpoints" / "step-00000006", tmp_path / "step-6")
-    assert checkpoint.verify(folder) is None
+    assert checkpoint.verify_folder(folder) is None
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest[name]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.verify(folder) == f"manifest.json names no {name}"
+    assert checkpoint.verify_folder(folder) == f"manifest.json names no {name}"
 
 
 @row("R9")
@@ -262,9 +262,9 @@ def test_a_manifest_that_has_sizes_beside_its_hashes_is_still_read(finished, tmp
     hashes = json.loads((folder / "manifest.json").read_text())
     old = {name: [(folder / name).stat().st_size, x] for name, x in hashes.items()}
     (folder / "manifest.json").write_text(json.dumps(old))
-    assert checkpoint.verify(folder) is None
+    assert checkpoint.verify_folder(folder) is None
     flip(folder / "weights.safetensors")
-    assert checkpoint.verify(folder) == "weights.safetensors is damaged"
+    assert checkpoint.verify_folder(folder) == "weights.safetensors is damaged"
 
 
 # ---- R10: a full disk ----------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_full_disk_between_saves_is_one_line_and_the_last_checkpoint_stays(
     code, _, stderr = begin(*argv, "--resume=auto", first=first).ended()
     (line,) = errors_of(stderr)
     assert code == 1 and f"/{name}/" in line and line.endswith("not saved: No space left on device")
-    assert checkpoint.newest(tmp_path / "run").name == "step-00000004"
+    assert checkpoint.newest_checkpoint(tmp_path / "run").name == "step-00000004"
     assert begin(*argv, "--resume=auto").ended()[0] == 0
 
 
@@ -342,7 +342,7 @@ def test_ctrl_c_while_the_model_is_read_is_one_line(begin):
     reached = os.pipe()
 
     def first():
-        model.load = lambda *_: os.write(reached[1], b"x") and time.sleep(60)
+        model.load_model = lambda *_: os.write(reached[1], b"x") and time.sleep(60)
 
     child = begin(first=first)
     os.read(reached[0], 1)
@@ -362,7 +362,7 @@ def test_ctrl_c_while_spin_answers_stops_at_the_next_token_and_a_resume_is_the_s
     def first():
         import generate
 
-        real, calls = generate.choose, []
+        real, calls = generate.choose_token, []
 
         def choose(*a):
             calls.append(1)
@@ -372,7 +372,7 @@ def test_ctrl_c_while_spin_answers_stops_at_the_next_token_and_a_resume_is_the_s
             assert len(calls) < 32, "one more token at most"
             return real(*a)
 
-        generate.choose = choose
+        generate.choose_token = choose
 
     whole = tmp_path / "whole"
     assert begin(*argv, program="spin", out=whole).ended()[0] == 0
@@ -394,7 +394,7 @@ def test_a_second_ctrl_c_ends_at_once(begin, tmp_path):
     def first():
         import train as loop
 
-        loop.clip = lambda *a: time.sleep(60)
+        loop.clip_gradient = lambda *a: time.sleep(60)
 
     child = begin(first=first)
     until(lambda: (tmp_path / "run" / "metrics.csv").exists())
@@ -458,7 +458,7 @@ def test_litter_of_an_earlier_life_goes_when_a_run_takes_the_folder_and_only_the
 def test_half_of_a_checkpoint_that_was_being_removed_is_litter(finished, tmp_path, monkeypatch):
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **kw: None)  # killed before it
-    checkpoint.prune(tmp_path / "c", 1, None)
+    checkpoint.prune_checkpoints(tmp_path / "c", 1, None)
     names = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert names == [".step-00000004.tmp", "step-00000006"]
 

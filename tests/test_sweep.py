@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import sweep  # noqa: E402
-from support.errors import BadInput  # noqa: E402
+from runs.errors import BadInput  # noqa: E402
 
 HERE = Path(sweep.__file__).parent
 
@@ -320,7 +320,7 @@ def test_ctrl_c_lets_the_run_save_stops_the_sweep_and_says_how_to_go_on(place, n
     ],
 )
 def test_commas_outside_brackets_and_quotes_make_the_grid(text, expected):
-    assert sweep.parse(["--x", text]) == sweep.parse([f"--x={text}"]) == {"--x": expected}
+    assert sweep.parse_grid(["--x", text]) == sweep.parse_grid([f"--x={text}"]) == {"--x": expected}
 
 
 def test_folders_are_safe_and_no_two_runs_share_one(place):

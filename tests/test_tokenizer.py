@@ -8,10 +8,10 @@ import pytest
 import tokens
 from tokens import CHATML, EOS, bot, folder, ids_of, user
 
-import support.tokenizer
-from support.errors import BadInput
-from support.records import Fault, Record
-from support.tokenizer import Tokenizer
+import records.tokenizer
+from records.forms import Fault, Record
+from records.tokenizer import Tokenizer
+from runs.errors import BadInput
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -66,7 +66,7 @@ def test_texts_are_encoded_some_at_a_time_and_in_their_order(monkeypatch):
         sizes.append(len(texts))
         return real.encode_batch(texts, **kw)
 
-    monkeypatch.setattr(support.tokenizer, "ENCODE_TEXTS", 3)
+    monkeypatch.setattr(records.tokenizer, "ENCODE_TEXTS", 3)
     monkeypatch.setattr(plain, "processor", SimpleNamespace(encode_batch=encode_batch))
     texts = [f"w{i}" for i in range(1, 8)]
     alone = [real.encode(t, add_special_tokens=False).ids for t in texts]

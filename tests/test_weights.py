@@ -18,29 +18,29 @@ from torch import nn
 
 import model
 from data import pack
-from support import tensors
-from support.lora import merge_adapters
-from support.settings import Lora
-from support.tensors import Lazy
-from support.weights import export, fetch, fingerprint
+from hub.lora import merge_adapters
+from hub.weights import export_weights, fetch_model, weights_hash
+from runs import tensors
+from runs.settings import Lora
+from runs.tensors import LazyTensors
 
 
 def check_against_transformers(folder: Path, hf: nn.Module, tmp: Path, n=40) -> nn.Module:
     """Equal logits when loaded from `folder`; equal again in both libraries once exported."""
     ids = torch.randint(hf.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1))
-    gpt, out = model.load(folder), tmp / "out"
+    gpt, out = model.load_model(folder), tmp / "out"
     with torch.no_grad():
         theirs, ours = hf(ids[None]).logits[0], logits(gpt, ids.tolist())
         assert theirs.std() > 0.1, "else equal logits say little"
         assert same(ours, theirs, 1e-4)
-        export(gpt.unique_parameters(), folder, out)
+        export_weights(gpt.unique_parameters(), folder, out)
         load = transformers.AutoModelForCausalLM.from_pretrained
         back, info = load(out, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == gpt.tied
         assert back.config.tie_word_embeddings == hf.config.tie_word_embeddings == gpt.tied
         assert same(back(ids[None]).logits[0], theirs, 1e-5)
-        again = model.load(out)
+        again = model.load_model(out)
         assert same_weights(again.unique_parameters(), gpt.unique_parameters())
         assert same(logits(again, ids.tolist()), ours)
     return gpt
@@ -109,18 +109,18 @@ def test_old_gpt2_files_load_without_prefix_and_with_mask_buffers(tiny, tmp_path
         weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     assert "wte.weight" in weights
     save_file(weights, tmp_path / "old" / "model.safetensors")
-    old, new = (model.load(path).unique_parameters() for path in (tmp_path / "old", tiny))
+    old, new = (model.load_model(path).unique_parameters() for path in (tmp_path / "old", tiny))
     assert same_weights(old, new)
 
 
 def test_a_litgpt_checkpoint_folder_loads_as_its_hugging_face_one(tmp_path):
     made(HF["llama"], tmp_path)
-    gpt = model.load(tmp_path)
+    gpt = model.load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(gpt.state_dict(), tmp_path / "lit_model.pth")
-    refused("no \\*.safetensors", model.load, tmp_path)
+    refused("no \\*.safetensors", model.load_model, tmp_path)
     litgpt.utils.save_config(gpt.config, tmp_path)
-    assert same_weights(model.load(tmp_path).unique_parameters(), gpt.unique_parameters())
+    assert same_weights(model.load_model(tmp_path).unique_parameters(), gpt.unique_parameters())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama, tied", "litgpt"])
@@ -128,10 +128,10 @@ def test_loaded_weights_have_nothing_to_do_with_their_file_any_more(name, tmp_pa
     made(HF[name] if name in HF else HF["llama"], tmp_path)
     file = tmp_path / "model.safetensors"
     if name not in HF:
-        gpt, file = model.load(tmp_path), tmp_path / "lit_model.pth"
+        gpt, file = model.load_model(tmp_path), tmp_path / "lit_model.pth"
         torch.save(gpt.state_dict(), file)
         litgpt.utils.save_config(gpt.config, tmp_path)
-    gpt = model.load(tmp_path)
+    gpt = model.load_model(tmp_path)
     before = {n: x.detach().clone() for n, x in gpt.unique_parameters().items()}
     with open(file, "r+b") as f:
         f.write(bytes(file.stat().st_size))
@@ -144,7 +144,7 @@ def test_shards_are_joined_and_mistrals_second_copy_is_left_aside(tmp_path):
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     second = {"tok_embeddings.weight": torch.zeros(2, 2)}
     save_file(second, tmp_path / "many" / "consolidated.safetensors")
-    many, one = (model.load(tmp_path / name).unique_parameters() for name in ("many", "one"))
+    many, one = (model.load_model(tmp_path / name).unique_parameters() for name in ("many", "one"))
     assert same_weights(many, one)
 
 
@@ -153,7 +153,7 @@ def test_shards_are_joined_and_mistrals_second_copy_is_left_aside(tmp_path):
 def test_a_tied_head_stays_one_matrix_and_an_untied_one_two(name, lora, tmp_path):
     hf = made(HF[name], tmp_path / "in")
     tied = hf.config.tie_word_embeddings
-    gpt = model.load(tmp_path / "in", lora)
+    gpt = model.load_model(tmp_path / "in", lora)
     head = getattr(gpt.lm_head, "linear", gpt.lm_head)
     assert gpt.tied == tied == (head.weight is gpt.transformer.wte.weight)
     named = [p for p in gpt.unique_parameters().values() if p.shape == (97, 48)]
@@ -164,7 +164,7 @@ def test_a_tied_head_stays_one_matrix_and_an_untied_one_two(name, lora, tmp_path
         torch.optim.SGD(gpt.parameters(), lr=0.1).step()
         assert torch.equal(gpt.transformer.wte.weight, gpt.lm_head.weight) == tied
     out = tmp_path / "out"
-    export(merge_adapters(gpt.unique_parameters(), gpt), tmp_path / "in", out)
+    export_weights(merge_adapters(gpt.unique_parameters(), gpt), tmp_path / "in", out)
     exported = load_file(out / "model.safetensors").values()
     assert len([x for x in exported if x.shape == (97, 48)]) == 2 - tied
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == tied
@@ -175,38 +175,38 @@ def test_a_tied_head_stays_one_matrix_and_an_untied_one_two(name, lora, tmp_path
 
 def test_an_export_brings_the_tokenizer_along_and_the_source_s_dtype_or_float32(tiny, tmp_path):
     wide, narrow, out = tmp_path / "wide", tmp_path / "narrow", tmp_path / "out"
-    gpt = model.load(tiny, dtype=torch.bfloat16)
-    export(gpt.unique_parameters(), tiny, wide)
+    gpt = model.load_model(tiny, dtype=torch.bfloat16)
+    export_weights(gpt.unique_parameters(), tiny, wide)
     assert {f.name for f in wide.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
     load = transformers.AutoModelForCausalLM.from_pretrained
     assert load(wide).dtype == torch.float32, "the source's, though the run's was narrower"
     load(wide, dtype=torch.bfloat16).save_pretrained(narrow)
     for dtype, then in (("source", torch.bfloat16), ("float32", torch.float32)):
-        export(model.load(narrow).unique_parameters(), narrow, out, dtype)
+        export_weights(model.load_model(narrow).unique_parameters(), narrow, out, dtype)
         assert load(out).dtype == then
         assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {then}
         assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
-    export(model.load(narrow, dtype=torch.float64).unique_parameters(), narrow, out)
+    export_weights(model.load_model(narrow, dtype=torch.float64).unique_parameters(), narrow, out)
     assert load(out, dtype="auto").dtype == torch.float64, "a run in 64-true loses nothing"
 
 
 def test_a_fingerprint_is_of_every_weight_shape_and_name_and_of_no_order(tiny):
-    weights = model.load(tiny).unique_parameters()
+    weights = model.load_model(tiny).unique_parameters()
     state = {n: p.detach().clone() for n, p in weights.items()}
-    mark = fingerprint(state)
-    assert fingerprint(dict(reversed(state.items()))) == mark == fingerprint(weights)
+    mark = weights_hash(state)
+    assert weights_hash(dict(reversed(state.items()))) == mark == weights_hash(weights)
     others = {mark}
     for name, x in state.items():
         last = x.clone()
         last.view(-1)[-1] += 1e-3
-        others.add(fingerprint(state | {name: last}))
+        others.add(weights_hash(state | {name: last}))
     name = "transformer.wte.weight"
     wte, rest = state[name], dict(state)
     del rest[name]
-    others.add(fingerprint(state | {name: wte.reshape(256, 64)}))
-    others.add(fingerprint(rest | {"transformer.wtf.weight": wte}))
-    others.add(fingerprint(state | {name: wte.view(torch.int32)}))  # same bytes
-    others.add(fingerprint(rest))
+    others.add(weights_hash(state | {name: wte.reshape(256, 64)}))
+    others.add(weights_hash(rest | {"transformer.wtf.weight": wte}))
+    others.add(weights_hash(state | {name: wte.view(torch.int32)}))  # same bytes
+    others.add(weights_hash(rest))
     assert len(others) == 1 + len(state) + 4
 
 
@@ -214,32 +214,32 @@ def test_a_fingerprint_is_of_every_weight_shape_and_name_and_of_no_order(tiny):
 
 
 def test_fetch_resolves_folders_and_finished_runs(tiny, tmp_path):
-    assert fetch(str(tiny)) == tiny
+    assert fetch_model(str(tiny)) == tiny
     run = tmp_path / "run"
     run.mkdir()
     (run / "settings.yaml").touch()
-    refused("model: .*run: a run without a `final` folder", fetch, str(run))
+    refused("model: .*run: a run without a `final` folder", fetch_model, str(run))
     shutil.copytree(tiny, run / "final")
-    assert fetch(str(run)) == run / "final"
-    assert (fetch("demo/base") / "config.json").exists()
+    assert fetch_model(str(run)) == run / "final"
+    assert (fetch_model("demo/base") / "config.json").exists()
 
 
 def test_the_demos_own_files_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (fetch("demo/base") / "config.json").exists()
+    assert (fetch_model("demo/base") / "config.json").exists()
 
 
 def test_fetch_refuses_what_is_not_there(tmp_path, monkeypatch):
     nowhere = str(tmp_path / "nowhere")
-    refused("^reference: .*/nowhere: no such folder$", fetch, nowhere, "reference")
+    refused("^reference: .*/nowhere: no such folder$", fetch_model, nowhere, "reference")
     (tmp_path / "file").touch()
-    refused("no such folder$", fetch, str(tmp_path / "file"))
+    refused("no such folder$", fetch_model, str(tmp_path / "file"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     constants = huggingface_hub.constants  # read at import
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for source in ("openai-community/not-here", "not-here"):
-        message = refused(f"^model: {source}: .*huggingface.co", fetch, source)
+        message = refused(f"^model: {source}: .*huggingface.co", fetch_model, source)
         assert "without a network, download it elsewhere and give the folder" in message
 
 
@@ -255,16 +255,16 @@ def test_a_download_takes_what_is_needed_and_no_more(monkeypatch):
         return "/somewhere"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert fetch("mistralai/a") == Path("/somewhere") and got == files
+    assert fetch_model("mistralai/a") == Path("/somewhere") and got == files
     got.clear()
-    fetch("mistralai/a", weights=False)
+    fetch_model("mistralai/a", weights=False)
     assert got == files[:-1], "an estimate needs none"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_an_export_holds_one_tensor_at_a_time(name, tmp_path):
     made(HF[name], tmp_path / "in")
-    stored, alive = model.stored(tmp_path / "in", torch.float32), []
+    stored, alive = model.read_folder_weights(tmp_path / "in", torch.float32), []
 
     def make(name):
         assert not any(held() is not None for held in alive)
@@ -272,22 +272,24 @@ def test_an_export_holds_one_tensor_at_a_time(name, tmp_path):
         alive.append(weakref.ref(x))
         return x
 
-    export(Lazy(stored.like, make), tmp_path / "in", tmp_path / "out")
+    export_weights(LazyTensors(stored.like, make), tmp_path / "in", tmp_path / "out")
     one, two = (load_file(tmp_path / x / "model.safetensors") for x in ("in", "out"))
     assert one.keys() == two.keys() and all(torch.equal(x, two[n]) for n, x in one.items())
 
 
 def test_a_tensor_is_read_alone_and_of_two_sources_the_second_counts(tmp_path):
     save_file({"a": torch.ones(3), "b": torch.zeros(1000)}, tmp_path / "x.safetensors")
-    read = tensors.read(tmp_path / "x.safetensors")
+    read = tensors.open_safetensors(tmp_path / "x.safetensors")
     x = read["b"]
     with open(tmp_path / "x.safetensors", "r+b") as file:
         file.seek(-4000, 2)
         file.write(bytes([255]) * 4000)
     assert not x.any(), "a copy: nothing of the file is kept"
     assert read.get("c") is None and "c" not in read
-    newer = Lazy({"a": torch.ones(3).bfloat16()}, lambda name: torch.full((3,), 2.0).bfloat16())
-    both = tensors.over(read, newer)
+    newer = LazyTensors(
+        {"a": torch.ones(3).bfloat16()}, lambda name: torch.full((3,), 2.0).bfloat16()
+    )
+    both = tensors.override_tensors(read, newer)
     assert both.like["a"].dtype == both["a"].dtype == torch.bfloat16 and both["a"][0] == 2
     assert list(both) == ["a", "b"] and both["b"].shape == (1000,)
 
@@ -298,7 +300,7 @@ def test_what_is_written_is_aligned_whatever_comes_first(tmp_path):
         "w": torch.ones(2),
         "h": torch.ones(1).half(),
     }
-    tensors.write(tmp_path, Lazy(some, some.__getitem__))
+    tensors.write_safetensors(tmp_path, LazyTensors(some, some.__getitem__))
     file = tmp_path / "model.safetensors"
     size = int.from_bytes(file.read_bytes()[:8], "little")
     header = json.loads(file.read_bytes()[8 : 8 + size])
@@ -316,13 +318,13 @@ def test_an_export_asks_for_weights_in_one_order_in_every_process(tmp_path):
     from process to process."""
     config = transformers.Phi3Config(**GQA | dict(num_hidden_layers=9, pad_token_id=0))
     made(config, tmp_path / "in")
-    stored, asked = model.stored(tmp_path / "in", torch.float32), []
-    spied = Lazy(stored.like, lambda name: asked.append(name) or stored[name])
-    export(spied, tmp_path / "in", tmp_path / "out")
+    stored, asked = model.read_folder_weights(tmp_path / "in", torch.float32), []
+    spied = LazyTensors(stored.like, lambda name: asked.append(name) or stored[name])
+    export_weights(spied, tmp_path / "in", tmp_path / "out")
     mlp = [name for name in asked if ".mlp.fc_" in name]
     assert mlp == [f"transformer.h.{i}.mlp.fc_{j}.weight" for i in range(9) for j in (1, 2)]
     again = len(asked)
-    export(spied, tmp_path / "in", None)
+    export_weights(spied, tmp_path / "in", None)
     assert asked[again:] == asked[:again], "and so does a rank that does not write"
 
 
@@ -337,7 +339,7 @@ def test_a_failed_write_asks_for_the_rest_too(tmp_path, monkeypatch):
         return like[name]
 
     with pytest.raises(OSError):
-        tensors.write(tmp_path, Lazy(like, make))
+        tensors.write_safetensors(tmp_path, LazyTensors(like, make))
     assert asked == list(like)
 
 
@@ -400,4 +402,4 @@ BROKEN = {
 def test_a_broken_folder_is_refused_in_one_line(match, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "in")
     BROKEN[match](tmp_path / "in")
-    refused(match, model.load, tmp_path / "in")
+    refused(match, model.load_model, tmp_path / "in")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
-from support.tokenizer import Tokenizer
+from records.tokenizer import Tokenizer
 
 FILES = Path(__file__).parent / "parity" / "tokenizer"
 EOS = 0  # <|endoftext|> there; "a", "b", ... are 66, 67, ...; " best" is 262

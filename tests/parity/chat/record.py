@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import tokens
 from datasets import Dataset, disable_progress_bars
-from records import RECORDS
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import KTOTrainer
+
+from records import RECORDS
 
 ARGS = dict(max_length=None, dataset_num_proc=None, loss_type="apo_zero_unpaired")
 ARGS |= dict(per_device_train_batch_size=1)

@@ -7,11 +7,11 @@ import textwrap
 
 import numpy as np
 
-from support.errors import BadInput
-from support.examples import Example, columns, load, table, with_limits
-from support.records import Fault, read, sources, understand
-from support.settings import Data
-from support.tokenizer import Tokenizer, model_file
+from records.examples import Example, column_names, describe_examples, load_examples, with_limits
+from records.forms import Fault, read_records, split_sources, understand_record
+from records.tokenizer import Tokenizer, model_file
+from runs.errors import BadInput
+from runs.settings import Data
 
 KINDS = ("paired", "rated", "demonstrations", "prompts")
 
@@ -43,13 +43,13 @@ def marked(e: Example, tokenizer: Tokenizer, score_prompt: bool, width: int) -> 
     return lines
 
 
-def _kind(d: Data) -> str:
+def _guess_kind(d: Data) -> str:
     """What the first record is a record of."""
-    (files, _), *_ = sources(d.train)
-    _, raw = next(read(files[0], d.extra_fields, columns(d)), ("", None))
+    (files, _), *_ = split_sources(d.train)
+    _, raw = next(read_records(files[0], d.extra_fields, column_names(d)), ("", None))
     for kind in KINDS:
         with contextlib.suppress(Fault):
-            understand(raw, kind, d.extra_fields, columns(d))
+            understand_record(raw, kind, d.extra_fields, column_names(d))
             return kind
     return "rated"
 
@@ -67,14 +67,17 @@ def main() -> None:
     except (jsonargparse.ArgumentError, TypeError) as e:
         raise BadInput(" ".join(str(e).split())) from None
     given = args.as_dict()
-    from support.weights import fetch  # slow to import
+    from hub.weights import fetch_model  # slow to import
 
-    folder = fetch(given.pop("model"))
+    folder = fetch_model(given.pop("model"))
     d, config = Data(**given), model_file(folder, "config.json")
     context = config.get("max_position_embeddings") or config.get("n_positions") or 8192
     d, tokenizer = with_limits(d, context), Tokenizer(folder, d.chat_template, d.date)
-    loaded, width = load(d.train, tokenizer, _kind(d), d), shutil.get_terminal_size().columns
-    print(table(d.train, *loaded[:3]))
+    loaded, width = (
+        load_examples(d.train, tokenizer, _guess_kind(d), d),
+        shutil.get_terminal_size().columns,
+    )
+    print(describe_examples(d.train, *loaded[:3]))
     for what, lengths in zip(
         ("prompt", "completion"), np.split(loaded.examples.rows["length"], [1], 1)
     ):

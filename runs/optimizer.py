@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from support.errors import BadInput
-from support.settings import Optim, Run
+from runs.errors import BadInput
+from runs.settings import Optim, RunSettings
 
 
 class Plan(NamedTuple):
@@ -26,7 +26,7 @@ def steps_of(interval: int | float | None, per_epoch: int) -> int | None:
     return max(1, round(interval * per_epoch)) if isinstance(interval, float) else interval
 
 
-def due(step: int, interval: int | None) -> bool:
+def is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
@@ -42,7 +42,7 @@ def lr_at(step: int, plan: Plan, o: Optim) -> float:
     return o.min_lr + (o.lr - o.min_lr) * shape
 
 
-def make_plan(cfg: Run, n: int) -> Plan:
+def make_plan(cfg: RunSettings, n: int) -> Plan:
     """The plan of `epochs` passes over n examples; a remainder below batch_size is left out."""
     per_epoch = n // cfg.batch_size
     if not per_epoch:
@@ -55,7 +55,7 @@ def make_plan(cfg: Run, n: int) -> Plan:
     return Plan(per_epoch, total, *(steps_of(x, per_epoch) for x in intervals), 0, total)
 
 
-def iteration_plans(cfg: Run, sizes: list[int]) -> list[Plan]:
+def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
     """A plan for each iteration over so many examples, end to end. All have the whole total."""
     plans, begin = [], 0
     for n in sizes:
@@ -84,7 +84,7 @@ def make_optimizer(o: Optim, module):
     return torch.optim.AdamW(groups, **kw, fused=True)
 
 
-def clip(fabric, policy, optimizer, max_norm: float) -> torch.Tensor:
+def clip_gradient(fabric, policy, optimizer, max_norm: float) -> torch.Tensor:
     """Scale the gradient to at most max_norm (0: leave it); its norm before, on the device."""
     most = max_norm or math.inf
     norm = fabric.clip_gradients(policy, optimizer, max_norm=most, error_if_nonfinite=False)

@@ -8,26 +8,26 @@ from pathlib import Path
 
 import numpy as np
 
-from support.checkpoint import digest
-from support.records import local
+from records.forms import find_path
+from runs.checkpoint import file_hash
 
 LARGE = 2**24  # bytes of a file: below, tokenising it again takes seconds
-CODE = [Path(__file__).with_name(f"{n}.py") for n in ("records", "tokenizer", "examples")]
+CODE = [Path(__file__).with_name(f"{n}.py") for n in ("forms", "tokenizer", "examples")]
 
 
-def file_for(source: str, tokenizer, kind: str, limits) -> Path | None:
+def cache_file(source: str, tokenizer, kind: str, limits) -> Path | None:
     """Where the examples of this content are kept, as this code makes them; None: nowhere."""
-    path = local(source)
+    path = find_path(source)
     if not limits.cache or not path.is_file() or path.stat().st_size < LARGE:
         return None
     names = ("max_prompt", "max_completion", "extra", "columns", "score_turns", "date")
-    asked = [kind, path.suffixes, *map(digest, (path, *CODE)), tokenizer.identity()]
+    asked = [kind, path.suffixes, *map(file_hash, (path, *CODE)), tokenizer.identity()]
     asked += [getattr(limits, name) for name in names]
     key = hashlib.sha256(repr(asked).encode()).hexdigest()
     return Path(limits.cache).expanduser() / f"{key}.npz"
 
 
-def read(file: Path) -> dict[str, np.ndarray] | None:
+def read_cached(file: Path) -> dict[str, np.ndarray] | None:
     """None: not there, or damaged."""
     try:
         with open(file, "rb") as f, np.load(f, allow_pickle=False) as found:
@@ -36,7 +36,7 @@ def read(file: Path) -> dict[str, np.ndarray] | None:
         return None
 
 
-def write(file: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_cached(file: Path, arrays: dict[str, np.ndarray]) -> None:
     """Whole or not at all. Without room or right it is not: the next start takes longer."""
     tmp = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support import cache
-from support.errors import BadInput
-from support.records import Fault, Record, read, sources, understand
-from support.settings import Data
-from support.tokenizer import ENCODE_TEXTS, Endless, Tokenizer
+from records import cache
+from records.forms import Fault, Record, read_records, split_sources, understand_record
+from records.tokenizer import ENCODE_TEXTS, Endless, Tokenizer
+from runs.errors import BadInput
+from runs.settings import Data
 
 
 class Example(NamedTuple):
@@ -109,14 +109,14 @@ class Loaded(NamedTuple):
     renamed: tuple[str, ...] = ()
 
 
-def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
+def load_examples(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """All examples of one or more sources. `kind`: rated (a pair becomes two), paired,
     demonstrations, prompts (distinct ones, whatever else their records hold).
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
     mix, cuts, ignored, renamed = [], Counter(), {}, {}
-    for files, weight in sources(source):
+    for files, weight in split_sources(source):
         mix.append(([], weight))
         for file in files:
             one = _load(file, tokenizer, kind, limits)
@@ -144,8 +144,8 @@ def load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
 
 def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, from the cache if it is there."""
-    file = cache.file_for(source, tokenizer, kind, limits)
-    if file and (kept := cache.read(file)):
+    file = cache.cache_file(source, tokenizer, kind, limits)
+    if file and (kept := cache.read_cached(file)):
         texts, cuts, *fields = json.loads(kept["text"].tobytes())
         texts = [(source + place, *map(tuple, extra)) for place, *extra in texts]
         examples = Examples(kept["tokens"], kept["rows"], texts)
@@ -154,17 +154,17 @@ def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     if file:
         texts = [(place[len(source) :], *extra) for place, *extra in e.texts]
         text = np.frombuffer(json.dumps([texts, *rest]).encode(), np.uint8)
-        cache.write(file, dict(tokens=e.tokens, rows=e.rows, text=text))
+        cache.write_cached(file, dict(tokens=e.tokens, rows=e.rows, text=text))
     return loaded
 
 
 def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
     """Of one source, some records at a time: texts take more room than token ids."""
     faults, waiting, made, cuts, ignored, renamed = [], [], [], Counter(), {}, {}
-    names, extra, every = columns(limits), limits.extra_fields, limits.score_turns == "all"
-    for where, raw in read(source, extra, names):
+    names, extra, every = column_names(limits), limits.extra_fields, limits.score_turns == "all"
+    for where, raw in read_records(source, extra, names):
         try:
-            record = understand(raw, kind, extra, names)
+            record = understand_record(raw, kind, extra, names)
             for one in _turns(record) if every else (record,):
                 waiting.append((where, one, *_rendered(one, tokenizer, limits)))
         except (Fault, RecursionError) as e:
@@ -186,7 +186,7 @@ def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Lo
     return Loaded(Examples.joined(made), cuts, tuple(ignored), tuple(renamed))
 
 
-def columns(limits: Data) -> dict[str, str]:
+def column_names(limits: Data) -> dict[str, str]:
     """`prompt=question,label=good` -> {the source's name: ours}."""
     given = [pair.split("=") for pair in (limits.columns or "").split(",") if limits.columns]
     pairs = [[name.strip() for name in pair] for pair in given]
@@ -243,7 +243,7 @@ def _rendered(record: Record, tokenizer: Tokenizer, limits: Data) -> tuple[str, 
     if chat and not all(completions):
         raise Fault("completion: the chat template renders it as nothing")
     if (n := tokenizer.enough(prompt, limits.max_prompt)) < len(prompt):
-        bos = tokenizer.text("bos_token") or ""
+        bos = tokenizer.special_text("bos_token") or ""
         prompt = bos * prompt.startswith(bos) + prompt[-n:]
     longest = limits.max_completion
     return prompt, [text[: tokenizer.enough(text, longest)] for text in completions], chat
@@ -263,7 +263,7 @@ def _cut_completion(ids: list[int], longest: int, cuts: Counter) -> np.ndarray:
     return np.array(ids[:longest], dtype=np.int32)
 
 
-def split(examples: Sequence[Example], parts: str) -> list[Examples]:
+def split_by_prompt(examples: Sequence[Example], parts: str) -> list[Examples]:
     """Into train, val, test by a hash of the prompt: order and other prompts do not matter, and
     ratings of one prompt stay together."""
     try:
@@ -286,7 +286,9 @@ def _numbered(keys: Iterator[bytes]) -> np.ndarray:
     return np.array([seen.setdefault(key, len(seen)) for key in keys])
 
 
-def table(name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple = ()) -> str:
+def describe_examples(
+    name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple = ()
+) -> str:
     """What is about to be learned from, for a person to read before it starts."""
     examples = Examples.of(examples)
     n, k, length = len(examples), examples.n_ids - 1, examples.rows["length"]
@@ -332,17 +334,17 @@ def with_limits(d: Data, context: int) -> Data:
     return dataclasses.replace(d, max_prompt=longest, max_completion=answer)
 
 
-def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict:
+def load_splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict:
     """{"train", "val", "test": examples}, with a table of what each holds. `val_kind` is that of
     val and test; `d` has its limits filled in."""
     parts, loaded = {"train": [], "val": [], "test": []}, {}
     for name in parts:
         if source := getattr(d, name):
             asked = kind if name == "train" else val_kind
-            loaded[name] = load(source, tokenizer, asked, d)
+            loaded[name] = load_examples(source, tokenizer, asked, d)
             parts[name] = loaded[name].examples
     met = {name for one in loaded.values() for name in one.renamed}
-    for name in columns(d) if kind != "prompts" else ():  # whose ratings may lie elsewhere
+    for name in column_names(d) if kind != "prompts" else ():  # whose ratings may lie elsewhere
         if name not in met:
             raise BadInput(f"data.columns: {name}: no record has such a field")
     if d.split:
@@ -350,16 +352,16 @@ def splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict
             raise BadInput(
                 "data.split: it cuts data.train in parts; give it, or data.val and data.test, not both"
             )
-        parts = dict(zip(parts, split(parts["train"], d.split)))
+        parts = dict(zip(parts, split_by_prompt(parts["train"], d.split)))
     for name, examples in parts.items():
         if examples:
             one = loaded.get(name) or Loaded([], Counter())
-            say(table(name, examples, one.cuts, one.ignored))
+            say(describe_examples(name, examples, one.cuts, one.ignored))
     # a whole one of val or test is one batch, which asks often for its examples
     return {name: x if name == "train" else list(x) for name, x in parts.items()}
 
 
-def fingerprint(parts: dict[str, Sequence[Example]]) -> str:
+def examples_hash(parts: dict[str, Sequence[Example]]) -> str:
     """A hash of all examples as token ids, labels, weights and rewards, in their order."""
     h = hashlib.sha256()
     for name, e in ((name, Examples.of(some)) for name, some in parts.items() if some):

@@ -6,7 +6,7 @@ import torch
 from litgpt.lora import LoRALinear
 from torch import nn
 
-from support.errors import BadInput
+from runs.errors import BadInput
 
 
 def quantize_base(model: nn.Module, kind: str, device) -> None:

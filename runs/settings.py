@@ -6,7 +6,7 @@ import re
 import typing
 from dataclasses import dataclass, field
 
-from support.errors import BadInput, shown
+from runs.errors import BadInput, printable
 
 DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
@@ -29,9 +29,9 @@ def refuse_out_of_range(values: dict[str, object]) -> None:
         leaf = name.split(".")[-1]
         for words, holds, names in RANGES:
             if leaf in names.split():
-                refuse_unless(holds(value), f"{name}: expected {words}, got {shown(value)}")
+                refuse_unless(holds(value), f"{name}: expected {words}, got {printable(value)}")
         top = TOP.get(leaf, 1e30 if isinstance(value, float) else 10**12)  # float32 ends at 3e38
-        less = f"{name}: expected less than {top}, got {shown(value)}"
+        less = f"{name}: expected less than {top}, got {printable(value)}"
         refuse_unless(abs(value) < top, less)
 
 
@@ -149,7 +149,7 @@ class Sampling:
     half of what is free on a GPU (to a power of two), 8 on a CPU."""
 
     def validate(self, group: str) -> None:
-        refuse_out_of_range({f"{group}.{k}": v for k, v in flat(self).items()})
+        refuse_out_of_range({f"{group}.{k}": v for k, v in flatten(self).items()})
         refuse_unless("" not in self.stop, f"{group}.stop: a stop text is not empty")
 
 
@@ -168,7 +168,7 @@ class Eval(Sampling):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSettings:
     """Settings shared by all programs."""
 
     model: str
@@ -260,17 +260,17 @@ class Run:
 
     def validate(self) -> None:
         """Raise BadInput for settings that cannot be meant."""
-        values = flat(self)
+        values = flatten(self)
         for name, choices in CHOICES.items():
             allowed, value = ", ".join(c for c in choices if c), values[name]
-            expected = f"{name}: expected {allowed}; got {shown(value)}"
+            expected = f"{name}: expected {allowed}; got {printable(value)}"
             refuse_unless(value in choices, expected)
         refuse_out_of_range(values)
         for name in PATHS.split():
             text = values[name]
             plain = text is None or text and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text)
             expected = f"{name}: expected a path in UTF-8 or an id"  # safetensors knows no other
-            refuse_unless(plain, f"{expected}, got '{shown(text)}'")
+            refuse_unless(plain, f"{expected}, got '{printable(text)}'")
         self._validate_together()
         self.eval.validate("eval")
 
@@ -301,13 +301,13 @@ class Run:
         """max_time in seconds."""
         m = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6}):(\d\d):(\d\d)", self.max_time or "", re.ASCII)
         expected = "max_time: expected HH:MM:SS or D-HH:MM:SS"
-        refuse_unless(m, f"{expected}, got {shown(self.max_time)}")
+        refuse_unless(m, f"{expected}, got {printable(self.max_time)}")
         days, hours, minutes, seconds = (int(x or 0) for x in m.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 @dataclass(frozen=True)
-class Preference:
+class PreferenceSettings:
     """What the objectives of kto.py and dpo.py share."""
 
     beta: float = 0.1
@@ -387,20 +387,20 @@ eval.batch_size eval.check_interval eval.cache_gb activation_checkpointing"""
 CUT, FREE = set(CUT.split()), set(f"{CUT} {FREE}".split())
 
 
-def flat(settings, prefix: str = "") -> dict[str, object]:
+def flatten(settings, prefix: str = "") -> dict[str, object]:
     """Dotted names and values: of settings, of what YAML sets, or (types for values) of a class."""
     if isinstance(settings, type):
         settings = typing.get_type_hints(settings)
     out = {}
     for name, value in (settings if isinstance(settings, dict) else vars(settings)).items():
         if isinstance(value, dict) or dataclasses.is_dataclass(value):
-            out |= flat(value, f"{prefix}{name}.")
+            out |= flatten(value, f"{prefix}{name}.")
         else:
             out[f"{prefix}{name}"] = value
     return out
 
 
-def changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
+def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """(changed settings that a resume cannot change, changed settings of the cut), by dotted name.
     A setting that the old run did not have is a change too."""
     moved = [k for k in new if k not in old or old[k] != new[k]]

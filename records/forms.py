@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from support.errors import BadInput, shown
+from runs.errors import BadInput, printable
 
 LABELS = {"chosen": True, "rejected": False, "desirable": True, "undesirable": False}
 KNOWN = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -54,14 +54,14 @@ class Fault(BadInput):
 # ---- one record ----------------------------------------------------------------------------------
 
 
-def understand(record, kind: str, extra=(), columns=()) -> Record:
+def understand_record(record, kind: str, extra=(), columns=()) -> Record:
     """A raw record (or its Fault) as a Record. `kind`, what the caller learns from: rated, paired,
     demonstrations or prompts (then all else is left aside). `extra`: fields that every record must
     have besides. `columns`: {the record's name of a field: ours}. Raises Fault."""
     if isinstance(record, Fault):
         raise record
     if not isinstance(record, dict):
-        raise Fault(f"record: expected an object, got {short(record)}")
+        raise Fault(f"record: expected an object, got {short_json(record)}")
     if columns:
         record = _unique([(columns.get(name, name), value) for name, value in record.items()])
     fields = dict(record)  # whoever reads a field takes it out: what is left was ignored
@@ -168,7 +168,7 @@ def _single(prompt, value, field: str) -> Record:
     own = [turn["role"] == "assistant" for turn in turns]
     if not (own[0] and own[-1]) or any(a and b for a, b in zip(own, own[1:])):
         why = "expected one assistant message, or others between two of them; more than one turn"
-        raise Fault(f"{field}: {why}: {short(value)}")
+        raise Fault(f"{field}: {why}: {short_json(value)}")
     if len(turns) == 1:
         return Record(prompt, turns, None)
     return Record([*before, *turns[:-1]], turns[-1:], None, scored=len(before))
@@ -183,7 +183,7 @@ def _take(fields: dict, *names: str) -> tuple[object, str]:
     if len(found) > 1:
         raise Fault(f"{' and '.join(found)}: give one, not both")
     if not found:
-        name, have = " or ".join(names), shown(", ".join(fields) or "nothing else")
+        name, have = " or ".join(names), printable(", ".join(fields) or "nothing else")
         raise Fault(f"{names[0]}: missing: expected {name}; there is {have} (see data.columns)")
     return fields.pop(found[0]), found[0]
 
@@ -210,11 +210,11 @@ def _for_template(fields: dict, field: str, kind: type):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     if value is not None and not isinstance(value, kind):
-        raise Fault(f"{field}: expected a {kind.__name__}, got {short(value)}")
+        raise Fault(f"{field}: expected a {kind.__name__}, got {short_json(value)}")
     return value
 
 
-def short(value) -> str:
+def short_json(value) -> str:
     """A value as JSON, cut where it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) < 50 else text[:46] + " ..."
@@ -222,21 +222,21 @@ def short(value) -> str:
 
 def _text(value, field: str) -> str:
     if not isinstance(value, str):
-        raise Fault(f"{field}: expected a string, got {short(value)}")
+        raise Fault(f"{field}: expected a string, got {short_json(value)}")
     return value
 
 
 def _message(value, field: str) -> dict:
     """One turn as {"role", "content"}, from either spelling; other keys are the template's."""
     if not isinstance(value, dict):
-        raise Fault(f"{field}: expected a message, got {short(value)}")
+        raise Fault(f"{field}: expected a message, got {short_json(value)}")
     role, content = _either(value, "role", "from", field), _either(value, "content", "value", field)
     no_text = content is None and value.get("tool_calls")
     if not isinstance(role, str) or not (isinstance(content, str) or no_text):
         needs = 'a message needs a string "role" and a string "content"'
-        raise Fault(f"{field}: {needs}, got {short(value)}")
+        raise Fault(f"{field}: {needs}, got {short_json(value)}")
     if role.lower() not in ROLES:
-        raise Fault(f"{field}: role: expected one of {', '.join(KNOWN)}; got {short(role)}")
+        raise Fault(f"{field}: role: expected one of {', '.join(KNOWN)}; got {short_json(role)}")
     taken = ("role", "from", "content", "value")  # null: a table's row has no such key
     rest = {k: v for k, v in value.items() if k not in taken and v is not None}
     return {"role": ROLES[role.lower()], "content": content, **rest}
@@ -246,7 +246,7 @@ def _either(value: dict, name: str, other: str, field: str):
     """What a message has under one of two names."""
     found = [value[n] for n in (name, other) if value.get(n) is not None]
     if len(found) == 2 and found[0] != found[1]:
-        raise Fault(f"{field}: {name} and {other} differ: {short(found)}")
+        raise Fault(f"{field}: {name} and {other} differ: {short_json(found)}")
     return found[0] if found else None
 
 
@@ -257,7 +257,7 @@ def _dialogue(value, field: str) -> str | list[dict]:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise Fault(f"{field}: expected a string or a list of messages, got {short(value)}")
+        raise Fault(f"{field}: expected a string or a list of messages, got {short_json(value)}")
     return [_message(m, f"{field}[{i}]") for i, m in enumerate(value)]
 
 
@@ -266,13 +266,15 @@ def _label(value, field: str) -> bool:
         return bool(value)
     if isinstance(value, str) and value in LABELS:
         return LABELS[value]
-    raise Fault(f"{field}: expected true, false, 1, 0, {', '.join(LABELS)}; got {short(value)}")
+    raise Fault(
+        f"{field}: expected true, false, 1, 0, {', '.join(LABELS)}; got {short_json(value)}"
+    )
 
 
 def _number(value, field: str, expected="a finite number", lowest=-math.inf) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and abs(value) < 1e30 and value >= lowest):
-        raise Fault(f"{field}: expected {expected}, got {short(value)}")
+        raise Fault(f"{field}: expected {expected}, got {short_json(value)}")
     return float(value)
 
 
@@ -291,22 +293,22 @@ def _extra(record: dict, field: str) -> str | float:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def local(source: str) -> Path:
+def find_path(source: str) -> Path:
     """A path as given; the demo's own files also from elsewhere."""
     path = Path(source).expanduser()
     demo = source.startswith("demo/") and not path.exists()
     return Path(__file__).parent.parent / source if demo else path
 
 
-def sources(given: str) -> list[tuple[list[str], float | None]]:
+def split_sources(given: str) -> list[tuple[list[str], float | None]]:
     """`a.jsonl:0.7,more/*.csv:0.3` -> the files of each source and its weight. A path that exists
     is a path, whatever is in it. Raises BadInput."""
-    found, exists = [], lambda name: os.path.exists(local(name))  # False for a long list, too
+    found, exists = [], lambda name: os.path.exists(find_path(name))  # False for a long list, too
     for part in [given] if exists(given) else map(str.strip, given.split(",")):
         share = None if exists(part) else re.fullmatch(r"(.+):(\d*\.?\d+)", part)
         name, weight = (share[1], float(share[2])) if share else (part, None)
         pattern = glob.has_magic(name) and not exists(name)
-        files = sorted(glob.glob(str(local(name)), recursive=True)) if pattern else [name]
+        files = sorted(glob.glob(str(find_path(name)), recursive=True)) if pattern else [name]
         if not files or weight == 0:
             raise BadInput(f"{part}: {'no weight' if files else 'no file has such a name'}")
         found.append((files, weight))
@@ -316,11 +318,11 @@ def sources(given: str) -> list[tuple[list[str], float | None]]:
     return found
 
 
-def read(source: str, extra=(), columns=()) -> Iterator[tuple[str, object]]:
+def read_records(source: str, extra=(), columns=()) -> Iterator[tuple[str, object]]:
     """(`file:line`, raw record or Fault) for each record of a file or a Hub data set. The cells of
     a csv file are text, but of columns that are, by `columns`, numbers with us, or where `extra`
     names them and they look like it. Raises BadInput."""
-    path, rows = local(source), None
+    path, rows = find_path(source), None
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if path.is_file() and suffix in (".csv", ".tsv"):
         rows = _csv(source, path, extra, dict(columns))
@@ -424,7 +426,7 @@ def _table(source: str, path: Path):
     if path.is_file() and path.suffix == ".parquet":
         return _parquet(source, path)
     name, *rest = source.split(":")
-    folder = local(name)
+    folder = find_path(name)
     # a suffix alone makes no file: there are ids like org/set-2.5
     file = path.is_file() or path.suffix in SUFFIXES or source.startswith((".", "/"))
     if not folder.is_dir() and (file or name.count("/") > 1 or len(rest) > 2):

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 )
 from tqdm import tqdm
 
-from support.errors import LAUNCHED, BadInput, rank
-from support.settings import Run
+from runs.errors import LAUNCHED, BadInput, rank
+from runs.settings import RunSettings
 
 
 def say(line: str) -> None:
@@ -38,7 +38,7 @@ def say(line: str) -> None:
             print(line, flush=True)
 
 
-def resolve(cfg: Run) -> Run:
+def resolve_devices(cfg: RunSettings) -> RunSettings:
     """Devices, accelerator and precision filled in. torchrun and SLURM fix the number of processes;
     a run that ignores it would be several runs, silently."""
     devices, nodes, accelerator = cfg.devices, cfg.num_nodes, cfg.accelerator
@@ -57,7 +57,7 @@ def resolve(cfg: Run) -> Run:
     return replace(cfg, **kw, precision=precision)
 
 
-def shard(module, mesh, narrow: bool):
+def shard_module(module, mesh, narrow: bool):
     """FSDP2, of a module on the meta device: each block, an untied embedding and head by
     themselves, then what is left. `narrow`: linear layers are gathered in bfloat16, as autocast
     would cast them; norms, embedding and adapters stay float32."""
@@ -90,11 +90,11 @@ def make_strategy(name: str, n: int, narrow: bool):
         sync = new if new in names else "broadcast_buffers"
         return DDPStrategy(**{sync: False})  # buffers are constant
     if name == "fsdp":  # without sizes Fabric would make all of a node tensor parallel
-        return ModelParallelStrategy(functools.partial(shard, narrow=narrow), n, 1)
+        return ModelParallelStrategy(functools.partial(shard_module, narrow=narrow), n, 1)
     return name
 
 
-def launch(cfg: Run) -> Fabric:
+def launch(cfg: RunSettings) -> Fabric:
     """A Fabric with all its processes running and seeded alike."""
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -135,7 +135,7 @@ def free_memory(device) -> float:
 
 
 @contextlib.contextmanager
-def gathered(policy, device):
+def keep_gathered(policy, device):
     """The blocks of a sharded policy stay whole from forward to forward, where memory allows: else
     sampling would gather the whole model for each token."""
     module = getattr(policy, "module", policy)
@@ -151,7 +151,7 @@ def gathered(policy, device):
         block.reshard()
 
 
-def leave(fabric: Fabric) -> None:
+def leave_process_group(fabric: Fabric) -> None:
     """End the processes in step. Tearing gloo down with a live model behind it aborts now and then
     (pytorch 190489)."""
     if torch.distributed.is_initialized():

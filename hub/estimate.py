@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from support.examples import with_limits
-from support.settings import DEFAULT_TOKENS, Run, Sampling
+from records.examples import with_limits
+from runs.settings import DEFAULT_TOKENS, RunSettings, Sampling
 
 # bytes of adapters and states; of a weight; of what enters a product
 BYTES = {"32-true": (4, 4, 4), "bf16-mixed": (4, 4, 2)}
@@ -31,7 +31,7 @@ class Estimate:
     """make(lora) -> a model without weights; chunks(device, V): how the head cuts its
     work."""
 
-    def __init__(self, cfg: Run, make, tied: bool, reference: bool, chunks):
+    def __init__(self, cfg: RunSettings, make, tied: bool, reference: bool, chunks):
         self.cfg, self.chunks, self.tied = cfg, chunks, tied
         self.lora = cfg.lora.rank > 0
         self.cuda = 0 if cfg.accelerator == "cpu" else 1e9
@@ -154,7 +154,7 @@ class Estimate:
         between = self.sampling(fixed) - parts["gradients"]
         return fixed + max(step, between)
 
-    def table(self) -> str:
+    def describe(self) -> str:
         cfg, room = self.cfg, self.cfg.estimate_gb * 1e9
         asked = cfg.micro_batch_tokens or (cfg.micro_batch_size or 0) * self.longest
         asked, cut = asked or DEFAULT_TOKENS, (cfg.devices * cfg.num_nodes, cfg.strategy == "fsdp")

@@ -14,9 +14,9 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from support.errors import BadInput, given, opened
-from support.families import read_object
-from support.records import Fault, Record, as_turns, short
+from hub.families import read_object
+from records.forms import Fault, Record, as_turns, short_json
+from runs.errors import BadInput, parse_file, user_error
 
 ENCODE_TEXTS = 4096  # at a time
 RENDER_SECONDS, RENDER_CHARACTERS = 10.0, 10**8  # of a record, at most, in a chat template
@@ -112,14 +112,14 @@ class Tokenizer:
         self.stops = (self.eos, *(i for i in _model_ids(folder, "eos") if i != self.eos))
         self.template = self._template(folder, chat_template, date)
 
-    def text(self, name: str) -> str | None:
+    def special_text(self, name: str) -> str | None:
         """A special token's text: a string in the file, or an object that holds it."""
         token = self.config.get(name)
         return token.get("content") if isinstance(token, dict) else token
 
     def _special(self, folder: Path, name: str) -> int | None:
         """The id of BOS or EOS: by the tokenizer's files, else the model's (GPT-2 on the Hub)."""
-        if (token := self.text(f"{name}_token")) is not None:
+        if (token := self.special_text(f"{name}_token")) is not None:
             if (known := self.processor.token_to_id(token)) is None:
                 why = f"{name}_token: {token!r} is no token of tokenizer.json"
                 raise BadInput(f"{folder}/tokenizer_config.json: {why}")
@@ -131,12 +131,12 @@ class Tokenizer:
         if chat_template and not Path(chat_template).is_file():
             raise BadInput(f"data.chat_template: {chat_template}: no such file")
         if isinstance(text, list):  # several named ones
-            with given(f"{folder}: chat_template", text, (TypeError, KeyError)):
+            with user_error(f"{folder}: chat_template", text, (TypeError, KeyError)):
                 text = {t["name"]: t["template"] for t in text}.get("default")
         for file in (folder / "chat_template.jinja", Path(chat_template or "")):
             if file.is_file():
-                text = opened("chat template", file)
-        with given("data.date", date):
+                text = parse_file("chat template", file)
+        with user_error("data.date", date):
             today = date and Date.fromisoformat(date)
         self.source = text
         if text is None:
@@ -156,7 +156,7 @@ class Tokenizer:
         if today:  # not the day's own date: it would make runs differ
             env.globals["strftime_now"] = today.strftime
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            env.globals[name] = self.text(name) or ""
+            env.globals[name] = self.special_text(name) or ""
         try:
             return env.from_string(text)
         except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or it is no text
@@ -188,7 +188,7 @@ class Tokenizer:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if lost := [name for name in names if str(name) not in head + "".join(behind)]:
-            raise Fault(f"tools: the chat template does not write {short(lost[0])} anywhere")
+            raise Fault(f"tools: the chat template does not write {short_json(lost[0])} anywhere")
         return head, behind, True
 
     def _rendered(self, messages: list[dict], prompt: bool, more: dict) -> str:
@@ -214,7 +214,7 @@ class Tokenizer:
         if opened.startswith("<think>") and "</think>" in text:
             return text.lstrip().removeprefix("<think>").lstrip("\n") + end
         why = "the rendered dialogue does not begin with the rendered prompt"
-        parts = [short(x[len(commonprefix((head, whole))) :]) for x in (whole, head)]
+        parts = [short_json(x[len(commonprefix((head, whole))) :]) for x in (whole, head)]
         raise Fault(f"chat template: {why}: {' in place of '.join(parts)}")
 
     def same(self, other: "Tokenizer") -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from support.errors import BadInput, opened, shown
+from runs.errors import BadInput, parse_file, printable
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["families"]
 # litgpt's argument: the field, by the names that families have for it
@@ -48,7 +48,7 @@ def read_config(folder: Path) -> tuple[dict, dict, dict]:
         if not family:
             raise BadInput(f"config.json: model_type: {kind!r} is not supported")
         c = family.get("default", {}) | config | config.get("text_config", {})
-        must(c, quantization_config=None, **family.get("must", {}))
+        must_equal(c, quantization_config=None, **family.get("must", {}))
         known = {"full_attention", "sliding_attention" if "gemma" in kind else ""}
         for other in set(c.get("layer_types") or ()) - known:
             raise BadInput(f"config.json: layer_types: {other} is not supported for {kind}")
@@ -59,7 +59,7 @@ def read_config(folder: Path) -> tuple[dict, dict, dict]:
         two = two if kind == "falcon" and not arguments["shared_attention_norm"] else {}
         tied = c.get("tie_word_embeddings", False)
         config |= dict(tie_word_embeddings=tied)
-        return bounded(arguments, file), config, family["names"] | two
+        return check_sizes(arguments, file), config, family["names"] | two
     except (KeyError, TypeError, AttributeError, ArithmeticError) as e:
         raise BadInput(f"{file}: {e} is missing or broken") from None
     except BadInput as e:
@@ -69,22 +69,22 @@ def read_config(folder: Path) -> tuple[dict, dict, dict]:
 
 def read_object(file: Path, parse) -> dict:
     """A model's config. Raises BadInput."""
-    found = opened(None, file, parse)
+    found = parse_file(None, file, parse)
     if not isinstance(found, dict):
-        raise BadInput(f"{file}: expected an object, got {shown(found)}")
+        raise BadInput(f"{file}: expected an object, got {printable(found)}")
     return found
 
 
-def bounded(arguments: dict, file) -> dict:
+def check_sizes(arguments: dict, file) -> dict:
     """The arguments, before anything of such a size is made."""
     for name, most in MOST.items():
         n = arguments.get(name)
         if type(n) is not int or not 1 <= n <= most:
-            raise BadInput(f"{file}: {name}: expected 1 to {most}, got {shown(n)}")
+            raise BadInput(f"{file}: {name}: expected 1 to {most}, got {printable(n)}")
     return arguments
 
 
-def must(c: dict, **fields) -> None:
+def must_equal(c: dict, **fields) -> None:
     """Refuse a field that has another value than the one that we compute."""
     for name, value in fields.items():
         if c.get(name) not in (None, value):
@@ -116,7 +116,7 @@ def _common(c: dict, family: dict) -> dict:
 
 
 def _biases(c: dict) -> dict:
-    must(c, attention_bias=bool(c.get("mlp_bias")))  # litgpt has one switch for both
+    must_equal(c, attention_bias=bool(c.get("mlp_bias")))  # litgpt has one switch for both
     return dict(bias=bool(c.get("mlp_bias")))
 
 
@@ -146,7 +146,7 @@ def _gemma3(c: dict) -> dict:
     both = c.get("rope_parameters") or {}
     whole = both.get("full_attention") or {}
     near = both.get("sliding_attention") or {}
-    must(near, rope_type="default")
+    must_equal(near, rope_type="default")
     base = near.get("rope_theta") or c["rope_local_base_freq"]
     rope = _rope({"rope_theta": 1e6} | c | {"rope_parameters": whole})
     local = _gemma2(c)
@@ -215,7 +215,7 @@ def rope_tables(gpt) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- where a weight lies -------------------------------------------------------------------------
 
 
-def layout(config, names: dict, shapes: dict) -> dict[str, list[tuple[str, int, int]]]:
+def weight_layout(config, names: dict, shapes: dict) -> dict[str, list[tuple[str, int, int]]]:
     """Hugging Face's name -> [(litgpt's name, first row, end)]: what it holds, one below the other.
     `shapes`: tensors by litgpt's names. GPT-NeoX and Falcon have q, k, v of a group together."""
     out = {}

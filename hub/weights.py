@@ -15,15 +15,15 @@ import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 
-from support import tensors
-from support.checkpoint import stored as stored_checkpoint
-from support.checkpoint import verify
-from support.errors import BadInput, given
-from support.families import bounded, layout, read_config, read_object
-from support.lora import adapter_arguments, merge_adapters, plain_names, read_adapter
-from support.records import local
-from support.settings import Lora
-from support.tensors import DTYPES, FLOATS, Lazy, likes, over
+from hub.families import check_sizes, read_config, read_object, weight_layout
+from hub.lora import adapter_arguments, merge_adapters, plain_names, read_adapter
+from records.forms import find_path
+from runs import tensors
+from runs.checkpoint import read_checkpoint_tensors as stored_checkpoint
+from runs.checkpoint import verify_folder
+from runs.errors import BadInput, user_error
+from runs.settings import Lora
+from runs.tensors import DTYPES, FLOATS, LazyTensors, override_tensors, shapes_of
 
 MAX_SHARD = 5 * 10**9  # bytes of a file
 # of a tokenizer; and what belongs to a model besides
@@ -38,11 +38,11 @@ ASIDE = re.compile(rf"{ASIDE}|{OTHERS.pattern}")
 # ---- where a model lies --------------------------------------------------------------------------
 
 
-def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
+def fetch_model(source: str, what: str = "model", weights: bool = True) -> Path:
     """The folder of a local path, of a run of ours (its `final`) or of a Hugging Face
     id. A checkpoint's or PEFT's is made of links: its base, and itself on top. `what`:
     the setting. `weights` False: a download leaves them out."""
-    folder = local(source)
+    folder = find_path(source)
     here = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
     if "settings.yaml" in here and not here & {"config.json", "state.json"}:
         if not (folder / "final").is_dir():
@@ -53,10 +53,10 @@ def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
     if downloaded:
         folder = _download(source, folder, what, weights)
     if (folder / "state.json").exists():
-        if fault := verify(folder):
+        if fault := verify_folder(folder):
             raise BadInput(f"{what}: {folder}: {fault}")
         settings = yaml.safe_load((folder / "settings.yaml").read_text())
-        view = _on_top(fetch(settings["model"], what, weights), folder)
+        view = _on_top(fetch_model(settings["model"], what, weights), folder)
         run = json.loads((folder / "state.json").read_text())["run"]
         if template := run.get("chat_template"):  # the run's own wins over the model's
             (view / "chat_template.jinja").unlink(missing_ok=True)
@@ -65,11 +65,11 @@ def fetch(source: str, what: str = "model", weights: bool = True) -> Path:
     if (folder / "adapter_config.json").exists() and not _files(folder):
         config = json.loads((folder / "adapter_config.json").read_text())
         base = config.get("base_model_name_or_path") or "(adapter_config.json names no base)"
-        return _on_top(fetch(base, what, weights), folder)
+        return _on_top(fetch_model(base, what, weights), folder)
     several = "model.safetensors.index.json"
     needed = several if (folder / several).exists() else "model.safetensors"
     known = (folder / "manifest.json").exists()  # of a download some files are left out
-    if known and not downloaded and (fault := verify(folder, ("config.json", needed))):
+    if known and not downloaded and (fault := verify_folder(folder, ("config.json", needed))):
         advice = "if you changed it yourself, delete manifest.json"
         raise BadInput(f"{what}: {folder}: {fault}; {advice}")
     return folder
@@ -91,16 +91,18 @@ def _download(source: str, folder: Path, what: str, weights: bool) -> Path:
         raise BadInput(f"{what}: {source}: {why}; without a network, {advice}") from e
 
 
-def layers(folder: Path) -> list[Path]:
+def folders_on_top(folder: Path) -> list[Path]:
     """The checkpoints and adapters on top of a base, in order."""
     return [link.resolve() for link in sorted(folder.glob("on-top-*"))]
 
 
-def adapters_below(folder: Path) -> tuple[str, list]:
+def base_and_adapters(folder: Path) -> tuple[str, list]:
     """The base's name and the adapters (see read_adapter) of a folder that was made of PEFT's."""
-    below = layers(folder)
+    below = folders_on_top(folder)
     base = json.loads((below[0] / "adapter_config.json").read_text())["base_model_name_or_path"]
-    found = [(canonical(name), *rest) for layer in below for name, *rest in read_adapter(layer)]
+    found = [
+        (canonical_name(name), *rest) for layer in below for name, *rest in read_adapter(layer)
+    ]
     return base, found
 
 
@@ -109,7 +111,7 @@ def _on_top(base: Path, folder: Path) -> Path:
     atexit.register(shutil.rmtree, view, ignore_errors=True)
     links = {f.name: f for f in base.iterdir()}
     links |= {f.name: f for f in folder.iterdir() if TOKENS.match(f.name)}
-    for name, file in (links | {f"on-top-{len(layers(base))}": folder}).items():
+    for name, file in (links | {f"on-top-{len(folders_on_top(base))}": folder}).items():
         (view / name).symlink_to(file.resolve())
     return view
 
@@ -124,7 +126,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def must_fit(folder: Path):
+def weights_must_fit(folder: Path):
     """What litgpt and torch raise where weights do not fit config.json, as BadInput."""
     try:
         yield
@@ -135,7 +137,7 @@ def must_fit(folder: Path):
         raise BadInput(f"{folder}: the weights do not fit config.json: {why}") from None
 
 
-def stored(folder: Path):
+def stored_tensors(folder: Path):
     """(name, slice, file) of all tensors in a Hugging Face folder."""
     for file in _files(folder):
         try:
@@ -145,7 +147,7 @@ def stored(folder: Path):
             raise BadInput(f"{file}: {e}") from None
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Old GPT-2 files have no prefix; Gemma 3 with a vision tower has one more."""
     name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
     return re.sub(r"^(?=(h|wte|wpe|ln_f)\.)", "transformer.", name)
@@ -160,39 +162,41 @@ def read_source(folder: Path) -> tuple[dict, dict, dict | None]:
     if not all((folder / file).exists() for file in ("lit_model.pth", "model_config.yaml")):
         return read_config(folder)
     file, other = folder / "model_config.yaml", folder / "config.json"
-    arguments = bounded(read_object(file, yaml.safe_load), file)
+    arguments = check_sizes(read_object(file, yaml.safe_load), file)
     config = read_object(other, json.loads) if other.exists() else {}
     tied = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
     return arguments, {"tie_word_embeddings": tied} | config, None
 
 
-def fill(model, folder: Path, source: tuple[dict, dict, dict | None], dtype: torch.dtype) -> None:
+def fill_model(
+    model, folder: Path, source: tuple[dict, dict, dict | None], dtype: torch.dtype
+) -> None:
     """Put weights into a model on the meta device, adapters excepted. Raises KeyError,
     BadInput."""
     if (tied := source[1]["tie_word_embeddings"]) and getattr(model.lm_head, "r", 0):
         raise BadInput("lora.targets: head: this model's head is tied to its embedding")
-    state = weights(model, folder, source, dtype)
+    state = read_weights(model, folder, source, dtype)
     model.load_state_dict(dict(state), strict=False, assign=True)
     if tied:
         model.tie()
 
 
-def weights(model, folder: Path, source: tuple[dict, dict, dict | None], dtype) -> Lazy:
+def read_weights(model, folder: Path, source: tuple[dict, dict, dict | None], dtype) -> LazyTensors:
     """A folder's weights, adapters merged, by the plain names and in the shapes of a model on the
     meta device. Raises KeyError, BadInput."""
     arguments, config, names = source
     like = {n: x.to(dtype) for n, x in plain_names(dict(model.named_parameters())).items()}
     if config["tie_word_embeddings"]:
         del like["lm_head.weight"]
-    where = layout(model.config, names, like) if names else {}
+    where = weight_layout(model.config, names, like) if names else {}
     state = _from_hf(folder, where, like) if names else _from_litgpt(folder, like)
-    for layer in layers(folder):
+    for layer in folders_on_top(folder):
         if (layer / "adapter_config.json").exists():
             state = _with_adapter(state, layer, where)
         else:
             state = _with_checkpoint(state, layer, arguments, names)
     _refuse(like.keys() - state.keys(), state.keys() - like.keys() - {"lm_head.weight"})
-    return Lazy(like, lambda name: state[name].to(dtype))
+    return LazyTensors(like, lambda name: state[name].to(dtype))
 
 
 def _refuse(missing, unknown) -> None:
@@ -200,25 +204,25 @@ def _refuse(missing, unknown) -> None:
         raise KeyError(f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
 
 
-def _from_litgpt(folder: Path, like: dict) -> Lazy:
+def _from_litgpt(folder: Path, like: dict) -> LazyTensors:
     try:
         state = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
     except Exception as e:  # a damaged file fails in a dozen ways
         raise BadInput(f"{folder}/lit_model.pth: {str(e).splitlines()[0]}") from None
     state = state.get("model", state)
     # copies: one tensor of the file's own would keep all of it in memory
-    return Lazy(state, lambda name: state[name].to(like[name].dtype, copy=True))
+    return LazyTensors(state, lambda name: state[name].to(like[name].dtype, copy=True))
 
 
-def _from_hf(folder: Path, where: dict, like: dict) -> Lazy:
+def _from_hf(folder: Path, where: dict, like: dict) -> LazyTensors:
     """With the names and shapes that an export will write."""
     if not _files(folder):
         why = "no *.safetensors here, nor lit_model.pth with model_config.yaml"
         raise BadInput(f"{folder}: {why}")
     found, parts = {}, {n: {} for n in like}
-    for name, x, file in stored(folder):
-        found[canonical(name)] = file, name
-        if pieces := where.get(canonical(name)):
+    for name, x, file in stored_tensors(folder):
+        found[canonical_name(name)] = file, name
+        if pieces := where.get(canonical_name(name)):
             if x.get_dtype() not in FLOATS:
                 raise KeyError(f"{name}: of type {x.get_dtype()}")
             shape = x.get_shape()[::-1] if is_transposed(name) else x.get_shape()
@@ -237,7 +241,7 @@ def _from_hf(folder: Path, where: dict, like: dict) -> Lazy:
                     out[a:b] = x[at : at + b - a]
         return out
 
-    return Lazy(like, read)
+    return LazyTensors(like, read)
 
 
 def _places(pieces: list, shape, like: dict) -> dict[str, list[tuple[int, int, int]]]:
@@ -252,11 +256,11 @@ def _places(pieces: list, shape, like: dict) -> dict[str, list[tuple[int, int, i
     return out
 
 
-def _with_adapter(state: Lazy, folder: Path, where: dict) -> Lazy:
+def _with_adapter(state: LazyTensors, folder: Path, where: dict) -> LazyTensors:
     """A PEFT folder's adapters added."""
     parts = {}
     for name, b, a, scale in read_adapter(folder):
-        name = canonical(name)
+        name = canonical_name(name)
         _refuse((), {name} - where.keys())
         shape = len(b), a.shape[1]
         for ours, places in _places(where[name], shape, state.like).items():
@@ -270,42 +274,50 @@ def _with_adapter(state: Lazy, folder: Path, where: dict) -> Lazy:
                 w[first:end] += delta[at : at + end - first]
         return w
 
-    return Lazy(state.like, added)
+    return LazyTensors(state.like, added)
 
 
-def _with_checkpoint(state: Lazy, folder: Path, arguments: dict, names: dict | None) -> Lazy:
+def _with_checkpoint(
+    state: LazyTensors, folder: Path, arguments: dict, names: dict | None
+) -> LazyTensors:
     """What a run has trained, its adapters merged."""
     saved = stored_checkpoint(folder, "weights")
     if not any("lora_" in n for n in saved):
-        return over(state, saved)
+        return override_tensors(state, saved)
     run = json.loads((folder / "state.json").read_text())["run"]
     iteration = folder.parent.parent / "iterations" / str(run["iteration"])
     base = iteration / "weights.safetensors"
     if run.get("moved") and run["iteration"] > 1 and not base.exists():
         raise BadInput(f"{folder}: {base}: missing: its adapters belong on it")
     if base.exists():  # SPIN's adapters belong on another base in each iteration
-        first, like = plain_names(tensors.read(base)), state.like
-        state = Lazy(like, lambda name: first[name].to(like[name].dtype))
+        first, like = plain_names(tensors.open_safetensors(base)), state.like
+        state = LazyTensors(like, lambda name: first[name].to(like[name].dtype))
     settings = yaml.safe_load((folder / "settings.yaml").read_text())
     lora = Lora(**settings["lora"])
     with torch.device("meta"):
         adapters = adapter_arguments(lora, names)
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**arguments, **adapters))
-    return merge_adapters(over(state, saved), gpt)
+    return merge_adapters(override_tensors(state, saved), gpt)
 
 
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def export(state: Mapping, source: Path, out: Path | None, dtype="source", notes=()) -> None:
+def export_weights(
+    state: Mapping, source: Path, out: Path | None, dtype="source", notes=()
+) -> None:
     """Write plain weights (see merge_adapters) as a Hugging Face folder, with config
     and tokenizer files of `source`, in its dtypes or in float32, one by one. `notes`: more files,
     (name, text)."""
     arguments, config, names = read_config(source)
-    known = {canonical(n): (n, DTYPES.get(x.get_dtype())) for n, x, _ in stored(source)}
+    known = {
+        canonical_name(n): (n, DTYPES.get(x.get_dtype())) for n, x, _ in stored_tensors(source)
+    }
     like, where = {}, {}
-    for theirs, pieces in layout(litgpt.Config(**arguments), names, likes(state)).items():
-        x = likes(state)[pieces[0][0]]
+    for theirs, pieces in weight_layout(
+        litgpt.Config(**arguments), names, shapes_of(state)
+    ).items():
+        x = shapes_of(state)[pieces[0][0]]
         name, kind = known.get(theirs, (theirs, x.dtype))
         if x.dtype == torch.float64:  # which only a run in 64-true has
             kind = x.dtype
@@ -316,8 +328,8 @@ def export(state: Mapping, source: Path, out: Path | None, dtype="source", notes
         like[name], where[name] = torch.empty(shape, dtype=kind, device="meta"), pieces
     kind = str(next(iter(like.values())).dtype).removeprefix("torch.")
 
-    others = {n: file for n, _, file in stored(source) if OTHERS.fullmatch(n)}
-    files = {file: tensors.read(file) for file in set(others.values())}
+    others = {n: file for n, _, file in stored_tensors(source) if OTHERS.fullmatch(n)}
+    files = {file: tensors.open_safetensors(file) for file in set(others.values())}
     like |= {n: files[file].like[n] for n, file in others.items()}
 
     own = {}  # q, k and v, one after the other, are parts of one of ours
@@ -335,27 +347,27 @@ def export(state: Mapping, source: Path, out: Path | None, dtype="source", notes
 
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    tensors.write(out, Lazy(like, converted), most=MAX_SHARD)
+    tensors.write_safetensors(out, LazyTensors(like, converted), most=MAX_SHARD)
     if out is None:
         return
     config |= dict(dtype=kind, torch_dtype=kind)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    copy_files(source, out)
+    copy_tokenizer_files(source, out)
     for name, text in notes:
         (out / name).write_text(text)
 
 
-def copy_files(source: Path, out: Path) -> None:
+def copy_tokenizer_files(source: Path, out: Path) -> None:
     """What a folder holds besides weights and config."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         kept = TOKENS.match(file.name) or BESIDES.match(file.name)
         if kept and file.is_file() and source != out:
-            with given("model", file):
+            with user_error("model", file):
                 shutil.copyfile(file, out / file.name)
 
 
-def fingerprint(state: Mapping) -> str:
+def weights_hash(state: Mapping) -> str:
     """A hash of weights, names and shapes."""
     h = hashlib.sha256()
     for name in sorted(state):

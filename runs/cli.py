@@ -11,9 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from support import errors
-from support.errors import BadInput, opened, rank, shown
-from support.settings import SECTIONS, Optim, Run, flat
+from runs import errors
+from runs.errors import BadInput, parse_file, printable, rank
+from runs.settings import SECTIONS, Optim, RunSettings, flatten
 
 RENAMED = {"look_tokens": "no_grad_tokens"}
 # as TRL's users write them
@@ -33,19 +33,19 @@ _NUMBER = re.compile(r"[-+]?[\d._]+[eE][-+]?\d+")
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-def dump(settings) -> str:
+def dump_yaml(settings) -> str:
     """YAML that parses back into equal settings."""
     return yaml.dump(dataclasses.asdict(settings), Dumper=_Dumper, sort_keys=False)
 
 
 def _check_names(names, cls, where: str = "") -> None:
-    known = flat(cls)
+    known = flatten(cls)
     for name in names:
         if name in RENAMED:
             raise BadInput(f"{where}{name}: renamed, use {RENAMED[name]}")
         if name in known:
             continue
-        name = shown(name)
+        name = printable(name)
         inside = [k for k in known if k.startswith(f"{name}.")]
         if inside:
             raise BadInput(f"{where}{name}: a group: expected a setting in it, such as {inside[0]}")
@@ -62,13 +62,13 @@ def _refuse_twice(node, path: str, found: dict, prefix="") -> None:
         name = f"{prefix}{key.value}"
         if (first := found.setdefault(name, key)) is not key:
             line, before = key.start_mark.line + 1, first.start_mark.line + 1
-            raise BadInput(f"{path}:{line}: {shown(name)}: given in line {before} already")
+            raise BadInput(f"{path}:{line}: {printable(name)}: given in line {before} already")
         _refuse_twice(value, path, found, f"{name}.")
 
 
 def _read_yaml(path: str, cls) -> list[str]:
     """The names of the settings in a file, all known."""
-    text = opened("config", path)
+    text = parse_file("config", path)
     try:
         _refuse_twice(yaml.compose(text, yaml.SafeLoader), path, {})
         node = yaml.safe_load(text)
@@ -78,14 +78,14 @@ def _read_yaml(path: str, cls) -> list[str]:
         raise BadInput(f"{path}:{line}: {getattr(e, 'problem', None) or 'not YAML'}") from None
     if not isinstance(node, dict):
         raise BadInput(f"{path}:1: expected settings as `name: value`")
-    _check_names(flat(node), cls, f"{path}: ")
-    return list(flat(node))
+    _check_names(flatten(node), cls, f"{path}: ")
+    return list(flatten(node))
 
 
 def _arguments(argv: list[str], cls) -> tuple[list[str], list[str], list[str]]:
     """(--config files, the rest, the settings that it names). A bare --flag of a yes/no setting
     means true."""
-    flags = {f"--{n}" for n, k in flat(cls).items() if bool in (k, *typing.get_args(k))}
+    flags = {f"--{n}" for n, k in flatten(cls).items() if bool in (k, *typing.get_args(k))}
     pairs, configs, rest = zip(argv, [*argv[1:], None]), [], []
     for word, following in pairs:
         if word == "--config" and following is not None:
@@ -123,8 +123,8 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
         if not (asks or configs or rank()):
             print(f"your model: defaults, not config/{demo} (--print_config shows them)")
     else:
-        known = flat(cls)  # a fork may lack what the demo sets of another algorithm
-        here = flat(yaml.safe_load((ROOT / "config" / demo).read_text())).items()
+        known = flatten(cls)  # a fork may lack what the demo sets of another algorithm
+        here = flatten(yaml.safe_load((ROOT / "config" / demo).read_text())).items()
         here = {n: x if isinstance(x, str) else json.dumps(x) for n, x in here if n in known}
         here = [f"--{name}={value}" for name, value in here.items()]
         if "data.train" in names:
@@ -133,9 +133,9 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
                 print("your data.train: the demo's validation data and checker are left out")
         rest = [*here, *rest]
     settings = _parse(cls, configs, rest, doc)
-    for name, value in flat(settings).items():  # jsonargparse lets null pass for every type
-        if value is None and type(None) not in typing.get_args(flat(cls)[name]):
-            raise BadInput(f"{name}: expected {_kind(name, cls)}, got null")
+    for name, value in flatten(settings).items():  # jsonargparse lets null pass for every type
+        if value is None and type(None) not in typing.get_args(flatten(cls)[name]):
+            raise BadInput(f"{name}: expected {_type_name(name, cls)}, got null")
     settings.validate()
     if settings.lora.rank and settings.optim.lr == Optim().lr and rank() == 0:
         print(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
@@ -143,7 +143,7 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     return settings
 
 
-def command(cls, doc: str, argv: list[str]):
+def parse_command(cls, doc: str, argv: list[str]):
     """The settings of a command that is no run. Raises BadInput."""
     configs, rest, _ = _arguments(argv, cls)
     return _parse(cls, configs, rest, doc)
@@ -180,9 +180,9 @@ def _add_help(parser, cls) -> None:
         for base in group.__mro__[1:-1]:
             for x in docstring_parser.parse_from_object(base).params:
                 options[f"--{prefix}{x.arg_name}"].help = " ".join(x.description.split())
-    for group in {k.rsplit(".", 1)[0] for k in flat(cls) if "." in k}:
+    for group in {k.rsplit(".", 1)[0] for k in flatten(cls) if "." in k}:
         options[f"--{group}"].help = argparse.SUPPRESS  # a file for a group: not among ours
-    if issubclass(cls, Run):
+    if issubclass(cls, RunSettings):
         _add_sections(parser)
 
 
@@ -200,8 +200,8 @@ def _add_sections(parser) -> None:
         group._group_actions += [a for a in options if a.dest.split(".")[0] in names]
 
 
-def _kind(name: str, cls) -> str:
-    kind = flat(cls)[name]
+def _type_name(name: str, cls) -> str:
+    kind = flatten(cls)[name]
     # to Python 3.10 list[str] is a type too
     return str(kind).replace("None", "null") if typing.get_args(kind) else kind.__name__
 
@@ -212,7 +212,7 @@ def _one_line(message: str, cls) -> str:
     if m := re.search(r'[Kk]ey "([\w.]+)" is required', message):
         return f"{m[1]}: required"
     if m := re.search(r'key "([\w.]+)":.*(?:Got value|Given value): ?(.*)', message):
-        return f"{m[1]}: expected {_kind(m[1], cls)}, got {shown(m[2] or 'nothing')}"
+        return f"{m[1]}: expected {_type_name(m[1], cls)}, got {printable(m[2] or 'nothing')}"
     if m := re.search(r'(?:key "|argument --)([\w.]+)"?:? (.*)', message):
-        return f"{m[1]}: {shown(m[2], 200)}"
-    return shown(message, 200)
+        return f"{m[1]}: {printable(m[2], 200)}"
+    return printable(message, 200)

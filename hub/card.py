@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from support.checkpoint import RunState
-from support.settings import flat
+from runs.checkpoint import RunState
+from runs.settings import flatten
 
 
 def model_card(settings: str, state: RunState, run: Path) -> str:
@@ -15,7 +15,7 @@ def model_card(settings: str, state: RunState, run: Path) -> str:
     if (run / "val.csv").exists():
         rows = list(csv.DictReader((run / "val.csv").read_text().splitlines()))
     scored = [row for row in rows if int(row["step"]) <= state.step][-1:]
-    facts = [*(x for row in scored for x in row.items()), *flat(cfg).items()]
+    facts = [*(x for row in scored for x in row.items()), *flatten(cfg).items()]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts if value not in (None, ""))
     return f"""---
 library_name: transformers

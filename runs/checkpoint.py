@@ -25,13 +25,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from support import shards
-from support.cli import dump
-from support.devices import all_reduce, say
-from support.errors import BadInput, Failed, given, writing
-from support.settings import Run, changes, flat
-from support.tensors import Lazy, read
-from support.tensors import write as store
+from runs import shards
+from runs.cli import dump_yaml
+from runs.devices import all_reduce, say
+from runs.errors import BadInput, Failed, disk_error, user_error
+from runs.settings import RunSettings, changed_settings, flatten
+from runs.tensors import LazyTensors, open_safetensors
+from runs.tensors import write_safetensors as store
 
 # what a folder of each kind must hold, and its manifest must name
 SHARDED = ("weights.safetensors", "optimizer.safetensors")  # under fsdp: shard-*.safetensors
@@ -87,7 +87,7 @@ def program_file(objective: type) -> Path:
 # ---- tensors and files --------------------------------------------------------------------------
 
 
-def place(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor on the device of another and, where it is whole and as large, in its shards."""
     x = x.to(like.device)
     if isinstance(like, DTensor) and not isinstance(x, DTensor) and x.shape == like.shape:
@@ -95,7 +95,7 @@ def place(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def full(x: torch.Tensor) -> torch.Tensor:
+def gather_tensor(x: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor, on the CPU. A collective where it is sharded."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
 
@@ -105,9 +105,9 @@ def set_weights(module, state: Mapping[str, torch.Tensor] | None) -> None:
     """Weights by name, those of rank 0; others may give None. A collective where it is sharded."""
     for name, p in module.unique_parameters().items():
         if state is None:
-            p.copy_(place(torch.empty(p.shape, dtype=p.dtype), p))
+            p.copy_(place_like(torch.empty(p.shape, dtype=p.dtype), p))
         elif name in state:
-            p.copy_(place(state[name].detach().to(p.dtype), p))
+            p.copy_(place_like(state[name].detach().to(p.dtype), p))
 
 
 def sync(path: Path) -> None:
@@ -122,7 +122,7 @@ def sync(path: Path) -> None:
 def write_atomically(path: Path, text: str | bytes) -> None:
     """Whole or not at all, and on the disk. Its folder is made, but not one that held that."""
     tmp = path.with_suffix(".tmp")
-    with writing(path):
+    with disk_error(path):
         path.parent.mkdir(exist_ok=True)
         tmp.write_bytes(text.encode() if isinstance(text, str) else text)
         sync(tmp)
@@ -133,7 +133,7 @@ def write_json(path: Path, value) -> None:
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def digest(path: Path) -> str:
+def file_hash(path: Path) -> str:
     h = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(2**22):
@@ -155,26 +155,26 @@ def on_rank_0(fabric, work):
     return answer
 
 
-def publish(fabric, write, out: Path, each=None) -> None:
+def publish_folder(fabric, write, out: Path, each=None) -> None:
     """Rank 0 calls write(folder), if given, on a folder beside `out`, hashes it, and moves it there;
     before, every rank calls each(folder). Fails on all ranks alike, if not in a collective."""
     failed = None
     tmp, old = (out.with_name(f".{out.name}.{kind}") for kind in ("tmp", "old"))
 
     def begin():
-        with writing(out):
+        with disk_error(out):
             out.parent.mkdir(exist_ok=True)
             shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir()
 
     def finish():
         try:
-            with writing(out, SafetensorError):  # safetensors has its own error for a full disk
+            with disk_error(out, SafetensorError):  # safetensors has its own error for a full disk
                 if failed:
                     raise failed
                 if write:
                     write(tmp)
-                manifest = {p.name: digest(p) for p in sorted(tmp.iterdir())}
+                manifest = {p.name: file_hash(p) for p in sorted(tmp.iterdir())}
                 (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
                 for p in [*tmp.iterdir(), tmp]:
                     sync(p)
@@ -190,7 +190,7 @@ def publish(fabric, write, out: Path, each=None) -> None:
     on_rank_0(fabric, begin)
     if each:
         try:
-            with writing(out, SafetensorError):
+            with disk_error(out, SafetensorError):
                 each(tmp)
         except Failed as e:  # maybe on this rank alone
             failed = e
@@ -200,7 +200,9 @@ def publish(fabric, write, out: Path, each=None) -> None:
 # ---- save and load ------------------------------------------------------------------------------
 
 
-def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> None:
+def save_checkpoint(
+    fabric, out: Path, policy, optimizer, state: RunState, cfg: RunSettings
+) -> None:
     """Everything a bit-identical continuation needs. A collective. Of a sharded run every rank
     writes its own part."""
     params = policy.unique_parameters()
@@ -218,18 +220,18 @@ def save(fabric, out: Path, policy, optimizer, state: RunState, cfg: Run) -> Non
     kinds = {"weights": weights, "optimizer": tensors}
     if is_sharded(params):
         parts = {f"{kind}|{n}": x for kind, some in kinds.items() for n, x in some.items()}
-        each = partial(shards.save, tensors=parts)
+        each = partial(shards.save_shards, tensors=parts)
     else:
         whole |= kinds
 
     def write(folder: Path):
         for name, some in whole.items():
-            store(folder, Lazy(some, some.__getitem__), name)
+            store(folder, LazyTensors(some, some.__getitem__), name)
         state.shards = len(list(folder.glob("shard-*")))
         (folder / "state.json").write_text(json.dumps({"run": asdict(state), "optimizer": numbers}))
-        (folder / "settings.yaml").write_text(dump(cfg))
+        (folder / "settings.yaml").write_text(dump_yaml(cfg))
 
-    publish(fabric, write, out, each)
+    publish_folder(fabric, write, out, each)
 
 
 def is_sharded(params: dict) -> bool:
@@ -252,13 +254,13 @@ def read_state(folder: Path) -> tuple[RunState, dict]:
         raise BadInput(f"resume: {folder}: written by another version of this program") from None
 
 
-def stored(folder: Path, kind: str) -> Lazy:
+def read_checkpoint_tensors(folder: Path, kind: str) -> LazyTensors:
     """A checkpoint's weights, or its optimizer's state, whole."""
     file = folder / f"{kind}.safetensors"
-    return read(file) if file.exists() else shards.read(folder, kind)
+    return open_safetensors(file) if file.exists() else shards.open_shards(folder, kind)
 
 
-def load(fabric, folder: Path, policy, optimizer) -> None:
+def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
     """Put a checkpoint's weights, optimizer state and random numbers in place."""
     params, (state, numbers) = policy.unique_parameters(), read_state(folder)
 
@@ -267,14 +269,14 @@ def load(fabric, folder: Path, policy, optimizer) -> None:
         return torch.zeros_like(p if p.shape == x.shape else x, dtype=x.dtype, device=p.device)
 
     if state.shards and is_sharded(params):
-        shards.load(folder, "weights", lambda name, *_: params[name].detach())
-        tensors = shards.load(folder, "optimizer", like_its_weight)
+        shards.load_shards(folder, "weights", lambda name, *_: params[name].detach())
+        tensors = shards.load_shards(folder, "optimizer", like_its_weight)
     else:
-        set_weights(policy, stored(folder, "weights"))
-        tensors = dict(stored(folder, "optimizer"))
+        set_weights(policy, read_checkpoint_tensors(folder, "weights"))
+        tensors = dict(read_checkpoint_tensors(folder, "optimizer"))
     for key, x in (tensors | numbers).items():
         name, kind = key.rsplit("|", 1)
-        x = place(x, params[name]) if isinstance(x, torch.Tensor) else x
+        x = place_like(x, params[name]) if isinstance(x, torch.Tensor) else x
         optimizer.optimizer.state[params[name]][kind] = x
     rng_R = load_file(folder / "rng.safetensors")["rng"]
     if len(rng_R) == fabric.world_size:
@@ -285,7 +287,7 @@ def load(fabric, folder: Path, policy, optimizer) -> None:
 # ---- a run's folder -----------------------------------------------------------------------------
 
 
-def verify(folder: Path, needs=CHECKPOINT) -> str | None:
+def verify_folder(folder: Path, needs=CHECKPOINT) -> str | None:
     """None if whole, else what is wrong."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -298,40 +300,40 @@ def verify(folder: Path, needs=CHECKPOINT) -> str | None:
             if name not in manifest:
                 return f"manifest.json names no {name}"
         for name, known in manifest.items():
-            if digest(folder / name) not in (known, known[-1]):  # it was [size, hash] once
+            if file_hash(folder / name) not in (known, known[-1]):  # it was [size, hash] once
                 return f"{name} is damaged"
     except (OSError, ValueError, AttributeError, TypeError, LookupError) as e:
         return f"{type(e).__name__}: {e}"
     return None
 
 
-def steps(folder: Path) -> dict[int, Path]:
+def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """The checkpoints of a run by step, in order."""
     named = ((re.fullmatch(r"step-(\d+)", p.name), p) for p in folder.glob("step-*"))
     return dict(sorted((int(m[1]), p) for m, p in named if m))
 
 
-def newest(out: Path) -> Path | None:
+def newest_checkpoint(out: Path) -> Path | None:
     """The newest checkpoint of a run that verifies."""
-    for path in reversed(steps(out / "checkpoints").values()):
-        if (fault := verify(path)) is None:
+    for path in reversed(checkpoints_by_step(out / "checkpoints").values()):
+        if (fault := verify_folder(path)) is None:
             return path
         say(f"{path}: not used: {fault}")
     return None
 
 
-def belongs(found: Path, out: Path) -> bool:
+def belongs_to_run(found: Path, out: Path) -> bool:
     """Whether a checkpoint is of the run in this folder."""
     return found.absolute().parent.parent.resolve() == out.resolve()  # checkpoints/ may be a link
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
+def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def prune(folder: Path, keep_last: int, best: int | None) -> None:
+def prune_checkpoints(folder: Path, keep_last: int, best: int | None) -> None:
     """Remove old checkpoints, but neither the newest keep_last nor the best."""
-    for step, path in list(steps(folder).items())[: -keep_last or None]:
+    for step, path in list(checkpoints_by_step(folder).items())[: -keep_last or None]:
         if step != best:
             gone = path.with_name(f".{path.name}.tmp")  # half of it is litter, not a checkpoint
             with contextlib.suppress(OSError):
@@ -357,37 +359,37 @@ def take_lock(out: Path) -> int:
     return fd
 
 
-class Opened:
+class RunFolder:
     """A run's folder, decided on rank 0 for all ranks; nothing in it is changed before `begin`.
     Refuses to mix two runs."""
 
-    def __init__(self, fabric, cfg: Run, program: Path):
+    def __init__(self, fabric, cfg: RunSettings, program: Path):
         self.lock = None
         out, self.found, self.said = on_rank_0(fabric, lambda: self._open(cfg, program))
         self.cfg = replace(cfg, out_dir=str(out))  # settings.yaml finds its own run
         self.out, self.old = out, read_state(self.found)[0] if self.found else None
         # else it is a branch of the run there
-        self.own = self.found and belongs(self.found, out)
+        self.own = self.found and belongs_to_run(self.found, out)
 
-    def _open(self, cfg: Run, program: Path) -> tuple[Path, Path | None, list[str]]:
+    def _open(self, cfg: RunSettings, program: Path) -> tuple[Path, Path | None, list[str]]:
         found = None
         if cfg.resume not in (None, "auto"):
             found = Path(cfg.resume)
             here = (found / "manifest.json").is_file()
-            fault = verify(found) if here else "no such checkpoint folder"
+            fault = verify_folder(found) if here else "no such checkpoint folder"
             if fault:
                 raise BadInput(f"resume: {cfg.resume}: {fault}")
-        with given("out_dir", cfg.out_dir):
+        with user_error("out_dir", cfg.out_dir):
             out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(program)
             out.mkdir(parents=True, exist_ok=True)
             self.lock = take_lock(out)
             for name in ("checkpoints", "eval"):
                 (out / name).mkdir(exist_ok=True)
         if cfg.resume == "auto":
-            found = newest(out)
-        saved, rows = steps(out / "checkpoints"), out / "metrics.csv"
+            found = newest_checkpoint(out)
+        saved, rows = checkpoints_by_step(out / "checkpoints"), out / "metrics.csv"
         holds = saved or rows.exists() and rows.stat().st_size
-        if holds and not cfg.resume or saved and found and not belongs(found, out):
+        if holds and not cfg.resume or saved and found and not belongs_to_run(found, out):
             advice = "--resume auto goes on with it, another folder starts anew"
             raise BadInput(f"out_dir: {out} holds a run already: {advice}")
         if found:
@@ -403,12 +405,12 @@ class Opened:
         """On rank 0. From here on the run is this one: what it goes on from is said, its settings
         are written, an earlier life's litter and newer checkpoints of a branch that it leaves are
         put away."""
-        with writing(self.out):
+        with disk_error(self.out):
             for name in ("", "checkpoints", "eval", "iterations"):
                 _clear_litter(self.out / name)
             if self.own:
                 _put_newer_aside(self.found.parent, self.old.step)
-        write_atomically(self.out / "settings.yaml", dump(self.cfg))
+        write_atomically(self.out / "settings.yaml", dump_yaml(self.cfg))
         for line in (*self.said, f"run folder: {self.out}"):
             say(line)
 
@@ -429,16 +431,16 @@ def _fresh_folder(program: Path) -> Path:
             return out
 
 
-def _refuse_another_run(found: Path, cfg: Run, program: Path) -> list[str]:
+def _refuse_another_run(found: Path, cfg: RunSettings, program: Path) -> list[str]:
     """Raise BadInput where this is not the run that `found` belongs to. -> what to say"""
     (state, _), said = read_state(found), []
     if Path(state.program).name != program.name:
         raise BadInput(f"resume: {found}: a run of {state.program}, not of {program}")
-    if state.source != digest(program):
+    if state.source != file_hash(program):
         was = f"{program} has changed since {found} was written"
         said = [f"{was}: it goes on with what it is now"]
-    old = flat(yaml.safe_load((found / "settings.yaml").read_text()))
-    fixed, moved = changes(old, flat(cfg))
+    old = flatten(yaml.safe_load((found / "settings.yaml").read_text()))
+    fixed, moved = changed_settings(old, flatten(cfg))
     if fixed:
         raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
     why = f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""
@@ -456,7 +458,7 @@ def _clear_litter(folder: Path) -> None:
 
 def _put_newer_aside(folder: Path, found: int) -> None:
     """Newer checkpoints are of a branch that this run now leaves."""
-    for step, newer in steps(folder).items():
+    for step, newer in checkpoints_by_step(folder).items():
         if step > found:
             aside = newer.with_name(f"abandoned-{newer.name}")
             shutil.rmtree(aside, ignore_errors=True)

@@ -40,7 +40,7 @@ def rank() -> int:
 # ---- what was given, what is written -------------------------------------------------------------
 
 
-def shown(value, most: int = 80) -> str:
+def printable(value, most: int = 80) -> str:
     """A value for a line of text: nothing in it moves the cursor or begins a line, and its middle is
     left out where it is long."""
     text = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: repr(m[0])[1:-1], str(value))
@@ -48,7 +48,7 @@ def shown(value, most: int = 80) -> str:
 
 
 @contextlib.contextmanager
-def given(what: str | None, path=None, errors=(OSError, ValueError, RecursionError)):
+def user_error(what: str | None, path=None, errors=(OSError, ValueError, RecursionError)):
     """What is wrong with something that the user gave is one line: `what: path: reason`."""
     try:
         yield
@@ -61,18 +61,18 @@ def given(what: str | None, path=None, errors=(OSError, ValueError, RecursionErr
         where = getattr(e, "filename2", None) or getattr(e, "filename", None) or path
         if getattr(e, "errno", 0) in (ENOSPC, EDQUOT, EFBIG):
             raise Failed(f"{where}: not saved: {reason}") from None
-        line = f"{where}: {shown(reason, 300)}"
+        line = f"{where}: {printable(reason, 300)}"
         raise BadInput(f"{what}: {line}" if what else line) from None
 
 
-def opened(what: str | None, path, parse=str):
+def parse_file(what: str | None, path, parse=str):
     """parse(the text of a file that was given). A parser may raise anything."""
-    with given(what, path, Exception):
+    with user_error(what, path, Exception):
         return parse(Path(path).read_bytes().decode("utf-8"))
 
 
 @contextlib.contextmanager
-def writing(path, *errors):
+def disk_error(path, *errors):
     """A disk that is full or gone ends the run with the path and the reason."""
     try:
         yield
@@ -83,7 +83,7 @@ def writing(path, *errors):
 # ---- the end of a process ------------------------------------------------------------------------
 
 
-def end(code: int) -> None:
+def end_process(code: int) -> None:
     """At once, with the processes that this one launched: a teardown would wait for them."""
     for fabric in LAUNCHED:
         for child in getattr(fabric.strategy.launcher, "procs", []):
@@ -98,7 +98,7 @@ def _at_once(number, _frame=None) -> None:
     if rank() == 0:
         with contextlib.suppress(OSError):
             os.write(2, f"error: stopped by {signal.Signals(number).name}\n".encode())
-    end(128 + number)
+    end_process(128 + number)
 
 
 def _watch(pipe: int) -> None:
@@ -159,12 +159,14 @@ def run_cli(main) -> None:
     launched = torch is not None and torch.distributed.is_initialized()
     if message and (first_to_fail(torch) if launched else rank() == 0):
         prefix = f"rank {rank()}: " if rank() else ""
-        lines = [f"{prefix}error: {shown(line, 2000)}\n" for line in message.split("\n") if line]
+        lines = [
+            f"{prefix}error: {printable(line, 2000)}\n" for line in message.split("\n") if line
+        ]
         sys.stderr.write("".join(lines))  # one write: other ranks may print too
     sys.stdout.flush()
     sys.stderr.flush()
     if launched:
-        end(code)
+        end_process(code)
     sys.exit(code)
 
 

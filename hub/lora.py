@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from support.errors import BadInput
-from support.families import layout, must, read_config
-from support.settings import Lora
-from support.tensors import Lazy, renamed
+from hub.families import must_equal, read_config, weight_layout
+from runs.errors import BadInput
+from runs.settings import Lora
+from runs.tensors import LazyTensors, rename_tensors
 
 GROUPS = {"attn.q": "query", "attn.k": "key", "attn.v": "value", "attn.proj": "projection"}
 GROUPS |= {f"mlp.{x}": "mlp" for x in ("fc", "fc_1", "fc_2", "proj")} | {"lm_head": "head"}
@@ -93,12 +93,12 @@ def reset_adapters(model: nn.Module, seed: int, place) -> None:
             m.lora_B.zero_()
 
 
-def plain_names(state: Mapping) -> Lazy:
+def plain_names(state: Mapping) -> LazyTensors:
     """Weights without adapters, by the names that they have in a model without."""
-    return renamed(state, {n.replace(".linear.", "."): n for n in state if "lora_" not in n})
+    return rename_tensors(state, {n.replace(".linear.", "."): n for n in state if "lora_" not in n})
 
 
-def merge_adapters(state: Mapping, model: nn.Module) -> Lazy:
+def merge_adapters(state: Mapping, model: nn.Module) -> LazyTensors:
     """Full weights by their plain names: each adapter added to its base matrix. `state`, the
     model's weights by name, may be gathered from shards."""
     plain, blocks = plain_names(state), {}
@@ -113,7 +113,7 @@ def merge_adapters(state: Mapping, model: nn.Module) -> Lazy:
             w = (w + delta).to(w.dtype)
         return w
 
-    return Lazy(plain.like, merged)
+    return LazyTensors(plain.like, merged)
 
 
 def _blocks(state: Mapping, model: nn.Module) -> dict:
@@ -146,7 +146,7 @@ def read_adapter(folder: Path):
         start = c.get("init_lora_weights")  # other starts change the base
         c |= {"init_lora_weights": start in (None, True, False, "gaussian") or start}
         other = {k: None for k in c if c[k] and VARIANT.match(k)}
-        must(c, peft_type="LORA", bias="none", init_lora_weights=True, **other)
+        must_equal(c, peft_type="LORA", bias="none", init_lora_weights=True, **other)
         tensors = load_file(folder / "adapter_model.safetensors")
         for key, a in tensors.items():
             name = re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", key)
@@ -183,7 +183,7 @@ def export_adapter(
     (_, config, names), blocks = read_config(source), _blocks(state, model)
     scale, root = next(iter(blocks.values()))[2], 0.5 if lora.rslora else 1
     pairs = {}
-    for name, pieces in layout(model.config, names, plain_names(state).like).items():
+    for name, pieces in weight_layout(model.config, names, plain_names(state).like).items():
         own = {k: x for n, at, _ in pieces for k, x in blocks.items() if _holds(k, n, at)}
         if not own:
             continue

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from support.checkpoint import write_atomically, write_json
-from support.devices import say
-from support.errors import BadInput, rank, shown, writing
-from support.optim import Plan
-from support.settings import Run
+from runs.checkpoint import write_atomically, write_json
+from runs.devices import say
+from runs.errors import BadInput, disk_error, printable, rank
+from runs.optimizer import Plan
+from runs.settings import RunSettings
 
 TABLES = ("metrics.csv", "val.csv")
 # what the console shows of a row, and in which form
@@ -41,13 +41,13 @@ class Csv:
         if kept:
             self.names = next(csv.reader(kept.decode().split("\n")[:1]))
             write_atomically(path, kept)
-        with writing(path):
+        with disk_error(path):
             self.file = open(path, "a" if kept else "w", encoding="utf-8", newline="")
 
     @contextlib.contextmanager
     def _writing(self):
         """Fails where the run's folder has been moved away or deleted, too."""
-        with writing(self.path):
+        with disk_error(self.path):
             if not os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
                 raise FileNotFoundError(errno.ENOENT, "another file stands there now")
             yield
@@ -71,7 +71,7 @@ class Csv:
         return [lines.count(b"\n"), hashlib.sha256(lines).hexdigest()]
 
 
-def claimed(path: Path, claim: list | None, found: Path) -> bytes:
+def read_claimed_rows(path: Path, claim: list | None, found: Path) -> bytes:
     """The lines of a file that a checkpoint claims: those after it are written again. Lines that
     stand twice or are no rows are left out. Raises BadInput where a claimed one is missing."""
     n, expected = claim or (0, "")
@@ -88,7 +88,7 @@ def claimed(path: Path, claim: list | None, found: Path) -> bytes:
                 say(f"{path}: lines that stand twice or are no rows are left out")
             return kept
     here = re.findall(r"^(\d+),", b"".join(rows).decode(errors="replace"), re.M)
-    here = shown(", ".join(here), 200) or "none"
+    here = printable(", ".join(here), 200) or "none"
     saved = f"not the {n - 1} rows that {found.name} was saved with (here are steps {here})"
     advice = f"put the file back, or go on elsewhere: --resume {found} --out_dir <a new folder>"
     raise BadInput(f"resume: {path}: {saved}; {advice}")
@@ -126,7 +126,7 @@ class TensorBoard(Tracker):
 class Wandb(Tracker):
     """A resumed run goes on with its own id. wandb's exit hook tells a crash from an end."""
 
-    def __init__(self, out: Path, cfg: Run, resumed: bool):
+    def __init__(self, out: Path, cfg: RunSettings, resumed: bool):
         import wandb
 
         self.wandb, file = wandb, out / "wandb_id"
@@ -148,7 +148,7 @@ class Wandb(Tracker):
         self.run.log({"val/samples": table}, step=step)
 
 
-def make_tracker(cfg: Run, out: Path, resumed: bool) -> Tracker:
+def make_tracker(cfg: RunSettings, out: Path, resumed: bool) -> Tracker:
     if cfg.logger == "wandb":
         return Wandb(out, cfg, resumed)
     return TensorBoard(out) if cfg.logger == "tensorboard" else Tracker()
@@ -157,7 +157,7 @@ def make_tracker(cfg: Run, out: Path, resumed: bool) -> Tracker:
 # ---- the console --------------------------------------------------------------------------------
 
 
-def in_words(row: dict, forms: dict[str, str]) -> list[str]:
+def format_cells(row: dict, forms: dict[str, str]) -> list[str]:
     """The cells of a row that are not empty."""
     return [form.format(row[k]) for k, form in forms.items() if row.get(k) is not None]
 
@@ -178,7 +178,7 @@ class Progress:
         row = row or {}
         # a bare 0.0000 would read like a bug
         clamped = {"kl": "kl 0 (clamped)"} if row.get("kl/clamped") else {}
-        words = in_words(row, STEP | clamped)
+        words = format_cells(row, STEP | clamped)
         if self.bar is not None:
             if words:
                 self.bar.set_description_str(" ".join([*words, ""]), refresh=False)
@@ -201,7 +201,7 @@ class Progress:
 class Logger:
     """All that a run writes between steps, but for checkpoints."""
 
-    def __init__(self, cfg: Run, kept: list[bytes] | None = None):
+    def __init__(self, cfg: RunSettings, kept: list[bytes] | None = None):
         self.main, self.cfg, self.out = rank() == 0, cfg, Path(cfg.out_dir)
         self.progress = None
         if self.main:
@@ -232,7 +232,7 @@ class Logger:
         if not self.main:
             return
         self.val.row({"step": step, **row})
-        words = in_words(row, VALIDATION)
+        words = format_cells(row, VALIDATION)
         if "accuracy" in row and row["accuracy"] is None:
             words += ["no accuracy (r is 0)" if step == 0 else "no accuracy"]
         line = f"validation at step {step}: {', '.join(words)}"
@@ -276,7 +276,7 @@ class Logger:
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
     """A 95% confidence interval for k of n (Wilson 1927): honest near 0 and 1, where k/n +- 2
     sigma is not."""
     mid = (k + z * z / 2) / (n + z * z)
@@ -284,12 +284,12 @@ def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, mid - width), min(1.0, mid + width)
 
 
-def before_and_after(before: dict, after: dict, n: int = 5) -> str:
+def format_before_after(before: dict, after: dict, n: int = 5) -> str:
     """The checker's accuracy before and after with 95% intervals, and a few answers, first
     those that changed."""
     lines = ["", "held-out accuracy by the checker (95% interval)"]
     for name, v in (("before", before), ("after", after)):
-        (low, high), share = wilson(v["right"], v["of"]), v["right"] / v["of"]
+        (low, high), share = wilson_interval(v["right"], v["of"]), v["right"] / v["of"]
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         counts = f"{v['right']} of {v['of']}"
         lines.append(f"  {name:<7} {100 * share:5.1f}%  {interval}  {counts}")
@@ -298,10 +298,10 @@ def before_and_after(before: dict, after: dict, n: int = 5) -> str:
     pairs = zip(before["answers"], after["answers"])
     rows = [(a["prompt"], a["completion"], b["completion"]) for a, b in pairs]
     rows = sorted(rows, key=lambda row: row[1] == row[2])[:n]
-    return "\n".join([*lines, side_by_side(("prompt", "before", "after"), rows)])
+    return "\n".join([*lines, format_table(("prompt", "before", "after"), rows)])
 
 
-def side_by_side(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A table of short texts, as wide as the terminal. Of a prompt, the first column, its end is
     shown: a template begins all alike."""
     columns = shutil.get_terminal_size((110, 0)).columns

@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
 
-from support.errors import Failed
-from support.tensors import Lazy
+from runs.errors import Failed
+from runs.tensors import LazyTensors
 
 
-def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """shard-...safetensors: of each rank a file for the weights and one for
     each of the optimizer's moments, one after the other, so that little is
     held twice. A collective. Raises Failed on all ranks alike."""
@@ -57,7 +57,7 @@ class _Reader(hf_storage.HuggingFaceStorageReader):
             dcp.load(wanted, storage_reader=self, no_dist=True)
 
 
-def load(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
+def load_shards(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
     """A kind's tensors by name, read into make(name, one like it): of
     shards each rank its own, however many ranks wrote them."""
     reader = _Reader(str(folder))
@@ -66,7 +66,7 @@ def load(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read(folder: Path, kind: str) -> Lazy:
+def open_shards(folder: Path, kind: str) -> LazyTensors:
     """The same, whole, each when it is asked for."""
     reader = _Reader(str(folder))
     like = reader.like(kind)
@@ -76,4 +76,4 @@ def read(folder: Path, kind: str) -> Lazy:
         reader.fill(kind, {name: x})
         return x
 
-    return Lazy(like, get)
+    return LazyTensors(like, get)

@@ -15,7 +15,7 @@ DTYPES |= dict(I64=torch.int64, I32=torch.int32, I16=torch.int16, I8=torch.int8,
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Lazy(Mapping):
+class LazyTensors(Mapping):
     """`like`: tensors of the same shapes and dtypes, maybe on the meta device. `make(name)` is
     called at each access; of a sharded model it is a collective."""
 
@@ -37,23 +37,25 @@ class Lazy(Mapping):
         return len(self.like)
 
 
-def likes(tensors: Mapping) -> dict[str, torch.Tensor]:
+def shapes_of(tensors: Mapping) -> dict[str, torch.Tensor]:
     """Their shapes and dtypes by name; nothing is read for it."""
     return getattr(tensors, "like", tensors)
 
 
-def renamed(tensors: Mapping, names: dict[str, str]) -> Lazy:
+def rename_tensors(tensors: Mapping, names: dict[str, str]) -> LazyTensors:
     """By other names: {new: old}."""
-    like = likes(tensors)
-    return Lazy({new: like[old] for new, old in names.items()}, lambda new: tensors[names[new]])
+    like = shapes_of(tensors)
+    return LazyTensors(
+        {new: like[old] for new, old in names.items()}, lambda new: tensors[names[new]]
+    )
 
 
-def over(tensors: Lazy, more: Lazy) -> Lazy:
+def override_tensors(tensors: LazyTensors, more: LazyTensors) -> LazyTensors:
     """Both; where a name is in both, the second's."""
-    return Lazy(tensors.like | more.like, lambda n: (more if n in more else tensors)[n])
+    return LazyTensors(tensors.like | more.like, lambda n: (more if n in more else tensors)[n])
 
 
-def read(file: Path) -> Lazy:
+def open_safetensors(file: Path) -> LazyTensors:
     """The tensors of a safetensors file."""
 
     def get(name):
@@ -64,10 +66,12 @@ def read(file: Path) -> Lazy:
         slices = {name: f.get_slice(name) for name in f.keys()}
         meta = {n: (x.get_shape(), DTYPES[x.get_dtype()]) for n, x in slices.items()}
     like = {n: torch.empty(shape, dtype=kind, device="meta") for n, (shape, kind) in meta.items()}
-    return Lazy(like, get)
+    return LazyTensors(like, get)
 
 
-def write(folder: Path | None, tensors: Lazy, name: str = "model", most: int = 2**62) -> None:
+def write_safetensors(
+    folder: Path | None, tensors: LazyTensors, name: str = "model", most: int = 2**62
+) -> None:
     """NAME.safetensors, or as many files of at most `most` bytes as it takes and their index, one
     tensor at a time (save_file wants all at once). Without a folder they are only asked for, as the
     rank that writes does; it does so to the end, whatever fails."""
@@ -85,7 +89,7 @@ def write(folder: Path | None, tensors: Lazy, name: str = "model", most: int = 2
 
     try:
         for file, names in files.items() if folder else ():
-            write_file(folder / file, Lazy({n: like[n] for n in names}, take))
+            write_file(folder / file, LazyTensors({n: like[n] for n in names}, take))
         if folder and split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2) + "\n"
@@ -95,7 +99,7 @@ def write(folder: Path | None, tensors: Lazy, name: str = "model", most: int = 2
             tensors[missed]
 
 
-def write_file(file: Path, tensors: Lazy) -> None:
+def write_file(file: Path, tensors: LazyTensors) -> None:
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, x in tensors.like.items():
         end = at + x.numel() * x.element_size()

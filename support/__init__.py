@@ -1,1 +1,0 @@
-"""What a forker need not open: settings, records, tokens, weights, checkpoints, logs, devices."""
