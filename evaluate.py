@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generate import completion_text, generate
-from runs.checkpoint import on_rank_0, write_json
+from runs.devices import on_rank_0
+from runs.files import write_json
 from runs.settings import RunSettings
 
 Checker = Callable[[str, str], bool]  # (prompt, completion) -> whether it is right

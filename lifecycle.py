@@ -19,16 +19,19 @@ from hub.estimate import Estimate
 from hub.families import read_config
 from hub.weights import copy_tokenizer_files, fetch_model
 from policy import Models
-from records.examples import load_splits, with_limits
+from records.examples import load_splits
 from records.tokenizer import Tokenizer
 from reference import CachedReference
-from runs import checkpoint
+from runs import checkpoint, devices, tensors
 from runs.checkpoint import RunState
-from runs.devices import Stop, all_reduce, launch, leave_process_group, resolve_devices, say
+from runs.console import say
+from runs.devices import Stop, all_reduce, launch, leave_process_group, resolve_devices
 from runs.errors import BadInput, Failed, user_error
+from runs.files import file_hash, write_json
+from runs.folder import RunFolder, checkpoint_folder, prune_checkpoints, refuse_another_identity
 from runs.logger import TABLES, Logger, format_before_after, read_claimed_rows
 from runs.optimizer import Plan, make_plan
-from runs.settings import RunSettings
+from runs.settings import RunSettings, with_limits
 from runs.throughput import Throughput, least_passes
 
 
@@ -63,10 +66,10 @@ class Lifecycle(Models):
             make_plan(cfg, len(self.examples["train"]))
         self.fabric = launch(cfg)
         program = checkpoint.program_file(kind)
-        self.opened = checkpoint.RunFolder(self.fabric, cfg, program)
+        self.opened = RunFolder(self.fabric, cfg, program)
         self.cfg, self.out = self.opened.cfg, self.opened.out
         template = self.tokenizer.source if cfg.data.chat_template else ""
-        self.state = RunState(str(program), checkpoint.file_hash(program), template)
+        self.state = RunState(str(program), file_hash(program), template)
         self._load_models()
         kept = self._begin()
         self.saved_step = self.state.step
@@ -96,7 +99,7 @@ class Lifecycle(Models):
         or an old state put in place. -> the rows that a resume goes on from"""
         old, found = self.opened.old, self.opened.found
         if old:
-            checkpoint.refuse_another_identity(old.identity, self.state.identity)
+            refuse_another_identity(old.identity, self.state.identity)
         claims = old.rows if self.opened.own else {}
 
         def work():
@@ -105,7 +108,7 @@ class Lifecycle(Models):
             self.opened.begin()
             return kept
 
-        kept = checkpoint.on_rank_0(self.fabric, work)
+        kept = devices.on_rank_0(self.fabric, work)
         if not old:
             return None
         checkpoint.load_checkpoint(self.fabric, found, self.policy, self.optimizer)
@@ -154,11 +157,11 @@ class Lifecycle(Models):
         folder, state = self.out / "checkpoints", self.state
         state.objective = self.objective.state_dict()
         state.rows = self.logger.sync()
-        path = checkpoint.checkpoint_folder(folder, state.step)
+        path = checkpoint_folder(folder, state.step)
         checkpoint.save_checkpoint(self.fabric, path, self.policy, self.optimizer, state, self.cfg)
         self.saved_step = state.step
         if self.fabric.global_rank == 0:
-            checkpoint.prune_checkpoints(folder, self.cfg.keep_last, state.best_step)
+            prune_checkpoints(folder, self.cfg.keep_last, state.best_step)
 
     def save_and_say_how_to_go_on(self, plan) -> None:
         if self.saved_step < self.state.step:
@@ -191,12 +194,12 @@ class Lifecycle(Models):
         scores = {"final": self.score(self.examples["test"])}
         step = self.state.best_step
         # it may be in another folder's run
-        best = checkpoint.checkpoint_folder(self.out / "checkpoints", step or 0)
+        best = checkpoint_folder(self.out / "checkpoints", step or 0)
         if step not in (None, self.state.step) and best.is_dir() and self._same_base(best):
-            checkpoint.set_weights(self.policy, checkpoint.read_checkpoint_tensors(best, "weights"))
+            tensors.set_weights(self.policy, checkpoint.read_checkpoint_tensors(best, "weights"))
             scores["best"] = self.score(self.examples["test"])
         for name, row in scores.items():
             shown = ", ".join(f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row)
             say(f"test, {name} weights: {shown}")
         if self.fabric.global_rank == 0:
-            checkpoint.write_json(self.out / "eval" / "test.json", scores)
+            write_json(self.out / "eval" / "test.json", scores)

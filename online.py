@@ -18,11 +18,11 @@ from data import next_items
 from generate import completion_text
 from kto import KTO, KTOSettings
 from rollout import ROUNDS, policy_answers, iterations
-from runs.checkpoint import refuse_another_identity
+from runs.folder import refuse_another_identity
 from runs.cli import parse
-from runs.devices import say
+from runs.console import say
 from records.examples import Example, examples_hash, load_examples
-from runs.logger import format_table
+from runs.console import format_table
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, refuse_unless
 from train import Trainer

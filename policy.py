@@ -18,14 +18,15 @@ from hub.quantize import quantize_base
 from hub.weights import base_and_adapters, export_weights, fetch_model, folders_on_top
 from hub.weights import weights_hash as weights_fingerprint
 from records.examples import examples_hash
-from records.forms import find_path
 from records.tokenizer import Tokenizer
 from reference import Reference
-from runs import checkpoint
+from runs import checkpoint, tensors
 from runs.checkpoint import RunState
 from runs.cli import dump_yaml
-from runs.devices import say
+from runs.console import say
 from runs.errors import BadInput, Failed
+from runs.files import file_hash, find_path, publish_folder
+from runs.folder import checkpoint_folder
 from runs.optimizer import make_optimizer
 from runs.tensors import LazyTensors, override_tensors, rename_tensors
 
@@ -104,7 +105,7 @@ class Models:
             if self.cfg.precision == "bf16-mixed":
                 model.cast_linears_to_bfloat16(shell)
         module = self.fabric.setup_module(shell)
-        checkpoint.set_weights(module, whole.unique_parameters() if first else None)
+        tensors.set_weights(module, whole.unique_parameters() if first else None)
         return module
 
     def _load_policy(self):
@@ -144,7 +145,7 @@ class Models:
         files = {name: self.folder / name for name in (*names, "chat_template.jinja")}
         if self.cfg.data.chat_template:
             files["data.chat_template"] = Path(self.cfg.data.chat_template)
-        return hashes | {n: checkpoint.file_hash(f) for n, f in files.items() if f.is_file()}
+        return hashes | {n: file_hash(f) for n, f in files.items() if f.is_file()}
 
     # ---- out ----------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class Models:
         of a sharded policy a collective."""
         params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
         kept = {n: p for n, p in params.items() if p.requires_grad or not quantized}
-        weights = LazyTensors(kept, lambda name: checkpoint.gather_tensor(kept[name]))
+        weights = LazyTensors(kept, lambda name: tensors.gather_tensor(kept[name]))
         if quantized:  # rounded numbers never leave
             weights = override_tensors(
                 weights, self._source_weights([n for n in params if "lora_" not in n])
@@ -176,9 +177,9 @@ class Models:
         """write(a new folder, later `out`) on rank 0; where the policy's weights are
         gathered, write(None) on the others."""
         if self.cfg.strategy != "fsdp":
-            return checkpoint.publish_folder(self.fabric, write, out)
+            return publish_folder(self.fabric, write, out)
         first = self.fabric.global_rank == 0
-        checkpoint.publish_folder(self.fabric, None, out, lambda tmp: write(tmp if first else None))
+        publish_folder(self.fabric, None, out, lambda tmp: write(tmp if first else None))
 
     def export_models(self) -> None:
         """`final`, with LoRA `final_adapter` in PEFT's format, and `best`."""
@@ -209,9 +210,9 @@ class Models:
                 say("no final_adapter: its base is not the model's own folder")
             else:
                 self.publish(adapter, self.out / "final_adapter")
-        kept = checkpoint.checkpoint_folder(self.out / "checkpoints", state.best_step or 0)
+        kept = checkpoint_folder(self.out / "checkpoints", state.best_step or 0)
         if fabric.broadcast(kept.is_dir()):
-            checkpoint.publish_folder(fabric, best, self.out / "best")
+            publish_folder(fabric, best, self.out / "best")
 
 
 # ---- shards ---------------------------------------------------------------------------------------

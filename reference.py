@@ -11,9 +11,9 @@ from safetensors.torch import load, save
 
 from data import PackedBatch
 from hub.lora import disable_adapters
-from runs.checkpoint import write_atomically
 from runs.devices import all_reduce
 from runs.errors import BadInput, user_error
+from runs.files import write_atomically
 
 
 class Reference:

@@ -21,9 +21,10 @@ import torch
 from generate import completion_text, generate
 from hub.lora import reset_adapters
 from hub.weights import export_weights, weights_hash
-from runs import checkpoint, tensors
-from runs.devices import say
+from runs import devices, tensors
+from runs.console import say
 from runs.errors import BadInput
+from runs.files import verify_folder, write_atomically
 from runs.settings import Sampling
 from runs.tensors import rename_tensors
 
@@ -62,7 +63,7 @@ def _start_iteration(trainer, i: int, moving_reference: bool) -> str:
     folder = trainer.out / "iterations" / f"{i}"
     trainer.publish(lambda tmp: tensors.write_safetensors(tmp, weights, "weights"), folder)
     if lora:
-        reset_adapters(module, trainer.cfg.seed + 7919 * i, checkpoint.place_like)
+        reset_adapters(module, trainer.cfg.seed + 7919 * i, tensors.place_like)
         trainer.optimizer.optimizer.state.clear()
     trainer.reference_step = trainer.state.step
     return _put_reference(trainer, i)
@@ -73,10 +74,10 @@ def _put_reference(trainer, i: int) -> str:
     file = trainer.out / "iterations" / f"{i}" / "weights.safetensors"
     if not file.exists():
         raise BadInput(f"resume: {file}: missing: give --out_dir, the run's own folder")
-    if fault := checkpoint.verify_folder(file.parent, [file.name]):
+    if fault := verify_folder(file.parent, [file.name]):
         raise BadInput(f"resume: {file.parent}: {fault}")
     state = tensors.open_safetensors(file)
-    checkpoint.set_weights(trainer.reference.frozen or trainer.policy, state)
+    tensors.set_weights(trainer.reference.frozen or trainer.policy, state)
     return weights_hash(state)
 
 
@@ -126,7 +127,7 @@ def policy_answers(trainer, i: int, plan, prompts: list, args) -> list[list[int]
             decoded = [completion_text(trainer.tokenizer, ids, args.stop) for ids in fresh]
             rows = [{"ids": ids, "completion": x} for ids, x in zip(fresh, decoded)]
             lines += [json.dumps(row, ensure_ascii=False) for row in rows]
-            checkpoint.write_atomically(file, "\n".join([head, *lines, ""]))
+            write_atomically(file, "\n".join([head, *lines, ""]))
     return done
 
 
@@ -154,7 +155,7 @@ def _answer(trainer, folder, prompts, args: Sampling, new: int, seed: int) -> li
         fresh = trainer.engine(folder, [p.tolist() for p in prompts], args, new, seed)
         return [[int(i) for i in ids] for ids in fresh]
 
-    fresh = checkpoint.on_rank_0(fabric, work)
+    fresh = devices.on_rank_0(fabric, work)
     if len(fresh) != len(prompts) or not all(fresh):
         raise BadInput(f"rollout: {len(prompts)} prompts, {sum(map(bool, fresh))} answers")
     return fresh

@@ -20,9 +20,9 @@ from dpo import DPO, DPOSettings
 from generate import completion_text
 from rollout import ROUNDS, policy_answers, iterations, offloaded, read_answers
 from runs.cli import parse
-from runs.devices import say
+from runs.console import say
 from records.examples import Example
-from runs.logger import format_table
+from runs.console import format_table
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, refuse_unless
 from train import Objective, Trainer

@@ -9,8 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from records.examples import with_limits
-from runs.settings import DEFAULT_TOKENS, RunSettings, Sampling
+from runs.settings import DEFAULT_TOKENS, RunSettings, Sampling, with_limits
 
 # bytes of adapters and states; of a weight; of what enters a product
 BYTES = {"32-true": (4, 4, 4), "bf16-mixed": (4, 4, 2)}

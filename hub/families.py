@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from runs.errors import BadInput, parse_file, printable
+from runs.errors import BadInput, printable
+from runs.files import read_object
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["families"]
 # litgpt's argument: the field, by the names that families have for it
@@ -65,14 +66,6 @@ def read_config(folder: Path) -> tuple[dict, dict, dict]:
     except BadInput as e:
         ours = str(e).startswith("config.json")
         raise BadInput(f"{folder}/{e}" if ours else str(e)) from None
-
-
-def read_object(file: Path, parse) -> dict:
-    """A model's config. Raises BadInput."""
-    found = parse_file(None, file, parse)
-    if not isinstance(found, dict):
-        raise BadInput(f"{file}: expected an object, got {printable(found)}")
-    return found
 
 
 def check_sizes(arguments: dict, file) -> dict:

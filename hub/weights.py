@@ -15,13 +15,13 @@ import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 
-from hub.families import check_sizes, read_config, read_object, weight_layout
+from hub.families import check_sizes, read_config, weight_layout
 from hub.lora import adapter_arguments, merge_adapters, plain_names, read_adapter
-from records.forms import find_path
 from runs import tensors
 from runs.checkpoint import read_checkpoint_tensors as stored_checkpoint
-from runs.checkpoint import verify_folder
+from runs.checkpoint import verify_checkpoint
 from runs.errors import BadInput, user_error
+from runs.files import find_path, read_object, verify_folder
 from runs.settings import Lora
 from runs.tensors import DTYPES, FLOATS, LazyTensors, override_tensors, shapes_of
 
@@ -53,7 +53,7 @@ def fetch_model(source: str, what: str = "model", weights: bool = True) -> Path:
     if downloaded:
         folder = _download(source, folder, what, weights)
     if (folder / "state.json").exists():
-        if fault := verify_folder(folder):
+        if fault := verify_checkpoint(folder):
             raise BadInput(f"{what}: {folder}: {fault}")
         settings = yaml.safe_load((folder / "settings.yaml").read_text())
         view = _on_top(fetch_model(settings["model"], what, weights), folder)

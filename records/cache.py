@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from records.forms import find_path
-from runs.checkpoint import file_hash
+from runs.files import file_hash, find_path
 
 LARGE = 2**24  # bytes of a file: below, tokenising it again takes seconds
 CODE = [Path(__file__).with_name(f"{n}.py") for n in ("forms", "tokenizer", "examples")]

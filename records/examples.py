@@ -1,6 +1,5 @@
 """A source's records to examples of token ids: cut to the limits, split, described in a table."""
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -320,18 +319,6 @@ def describe_examples(
             advice = f"desirable 1, undesirable {3 / 4 / ratio:.2f} to {1 / ratio:.2f}"
         lines.append(f"  the paper's rule weighs this balance: {advice}")
     return "\n".join(lines)
-
-
-def with_limits(d: Data, context: int) -> Data:
-    """max_prompt and max_completion filled in, so that both fit the model's context."""
-    if d.score_turns not in ("last", "all"):
-        raise BadInput(f"data.score_turns: expected last or all, got {d.score_turns}")
-    longest = d.max_prompt or max(1, min(1024, context // 2, context - (d.max_completion or 1)))
-    answer = d.max_completion or min(1024, context - longest)
-    if longest + answer > context or answer < 1:
-        both = f"{longest} + data.max_completion {d.max_completion or 'at least 1'}"
-        raise BadInput(f"data.max_prompt {both} exceed the context of {context}")
-    return dataclasses.replace(d, max_prompt=longest, max_completion=answer)
 
 
 def load_splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict:

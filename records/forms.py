@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runs.errors import BadInput, printable
+from runs.files import find_path
 
 LABELS = {"chosen": True, "rejected": False, "desirable": True, "undesirable": False}
 KNOWN = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -291,13 +292,6 @@ def _extra(record: dict, field: str) -> str | float:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def find_path(source: str) -> Path:
-    """A path as given; the demo's own files also from elsewhere."""
-    path = Path(source).expanduser()
-    demo = source.startswith("demo/") and not path.exists()
-    return Path(__file__).parent.parent / source if demo else path
 
 
 def split_sources(given: str) -> list[tuple[list[str], float | None]]:

@@ -7,11 +7,11 @@ import textwrap
 
 import numpy as np
 
-from records.examples import Example, column_names, describe_examples, load_examples, with_limits
+from records.examples import Example, column_names, describe_examples, load_examples
 from records.forms import Fault, read_records, split_sources, understand_record
 from records.tokenizer import Tokenizer, model_file
 from runs.errors import BadInput
-from runs.settings import Data
+from runs.settings import Data, with_limits
 
 KINDS = ("paired", "rated", "demonstrations", "prompts")
 

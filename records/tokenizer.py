@@ -14,9 +14,9 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hub.families import read_object
 from records.forms import Fault, Record, as_turns, short_json
 from runs.errors import BadInput, parse_file, user_error
+from runs.files import read_object
 
 ENCODE_TEXTS = 4096  # at a time
 RENDER_SECONDS, RENDER_CHARACTERS = 10.0, 10**8  # of a record, at most, in a chat template

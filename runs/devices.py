@@ -25,17 +25,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from tqdm import tqdm
 
-from runs.errors import LAUNCHED, BadInput, rank
+from runs.errors import LAUNCHED, BadInput, Failed
 from runs.settings import RunSettings
-
-
-def say(line: str) -> None:
-    """On the first process only, before and after launching; above a progress bar that is there."""
-    if rank() == 0:
-        with tqdm.external_write_mode():
-            print(line, flush=True)
 
 
 def resolve_devices(cfg: RunSettings) -> RunSettings:
@@ -194,3 +186,17 @@ class Stop:
         elif code:
             self.why = "max_time"
         return code > 0
+
+
+def on_rank_0(fabric, work):
+    """work() on rank 0; its answer, or its refusal, on all ranks. A collective."""
+    answer = error = None
+    if fabric.global_rank == 0:
+        try:
+            answer = work()
+        except (BadInput, Failed) as e:
+            error = e
+    answer, error = fabric.broadcast((answer, error))
+    if error:
+        raise error
+    return answer

@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -19,9 +18,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runs.checkpoint import write_atomically, write_json
-from runs.devices import say
+from runs.console import format_table, say
 from runs.errors import BadInput, disk_error, printable, rank
+from runs.files import write_atomically, write_json
 from runs.optimizer import Plan
 from runs.settings import RunSettings
 
@@ -299,16 +298,3 @@ def format_before_after(before: dict, after: dict, n: int = 5) -> str:
     rows = [(a["prompt"], a["completion"], b["completion"]) for a, b in pairs]
     rows = sorted(rows, key=lambda row: row[1] == row[2])[:n]
     return "\n".join([*lines, format_table(("prompt", "before", "after"), rows)])
-
-
-def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table of short texts, as wide as the terminal. Of a prompt, the first column, its end is
-    shown: a template begins all alike."""
-    columns = shutil.get_terminal_size((110, 0)).columns
-    width = min(34, columns // len(head) - 2)
-    cells = [[c.replace("\n", " ") for c in row] for row in (head, *rows)]
-    ends = [p if len(p) <= width else f"…{p[len(p) - width + 1 :]}" for p, *_ in cells]
-    cells = [[p, *(c[:width] for c in row[1:])] for p, row in zip(ends, cells)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    padded = [[c.ljust(w) for c, w in zip(row, widths)] for row in cells]
-    return "\n".join("  " + "  ".join(row).rstrip() for row in padded)

@@ -405,3 +405,15 @@ def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
     A setting that the old run did not have is a change too."""
     moved = [k for k in new if k not in old or old[k] != new[k]]
     return [k for k in moved if k not in FREE], [k for k in moved if k in CUT]
+
+
+def with_limits(d: Data, context: int) -> Data:
+    """max_prompt and max_completion filled in, so that both fit the model's context."""
+    if d.score_turns not in ("last", "all"):
+        raise BadInput(f"data.score_turns: expected last or all, got {d.score_turns}")
+    longest = d.max_prompt or max(1, min(1024, context // 2, context - (d.max_completion or 1)))
+    answer = d.max_completion or min(1024, context - longest)
+    if longest + answer > context or answer < 1:
+        both = f"{longest} + data.max_completion {d.max_completion or 'at least 1'}"
+        raise BadInput(f"data.max_prompt {both} exceed the context of {context}")
+    return dataclasses.replace(d, max_prompt=longest, max_completion=answer)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 FLOATS = frozenset(DTYPES)
@@ -115,3 +116,30 @@ def write_file(file: Path, tensors: LazyTensors) -> None:
 
 def _bytes(x: torch.Tensor):
     return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device of another and, where it is whole and as large, in its shards."""
+    x = x.to(like.device)
+    if isinstance(like, DTensor) and not isinstance(x, DTensor) and x.shape == like.shape:
+        return distribute_tensor(x, like.device_mesh, like.placements)
+    return x
+
+
+def gather_tensor(x: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, on the CPU. A collective where it is sharded."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
+
+
+@torch.no_grad()
+def set_weights(module, state: Mapping[str, torch.Tensor] | None) -> None:
+    """Weights by name, those of rank 0; others may give None. A collective where it is sharded."""
+    for name, p in module.unique_parameters().items():
+        if state is None:
+            p.copy_(place_like(torch.empty(p.shape, dtype=p.dtype), p))
+        elif name in state:
+            p.copy_(place_like(state[name].detach().to(p.dtype), p))
+
+
+def is_sharded(params: dict) -> bool:
+    return any(isinstance(p, DTensor) for p in params.values())

@@ -16,11 +16,12 @@ import data
 from records import examples, tokenizer
 from records.forms import Fault, Record
 from records.tokenizer import Tokenizer
+from runs import settings
 from runs.errors import BadInput
 from runs.settings import Data
 
 sys.path.append(str(tokens.CHAT))
-from records import CALLS, LONG, RECORDS, RESULT, SYSTEM, THOUGHT, TOOLS, bot, user  # noqa: E402
+from chat_records import CALLS, LONG, RECORDS, RESULT, SYSTEM, THOUGHT, TOOLS, bot, user  # noqa: E402
 
 TRL = json.loads((tokens.CHAT / "trl.json").read_text())
 
@@ -275,7 +276,7 @@ def test_or_each_of_the_assistants_turns_is_scored(real):
     with pytest.raises(BadInput, match=":1: record: data.score_turns all: .*without a prompt"):
         load([{"messages": [bot("0"), *earlier, bot("4")]}], t, "demonstrations", score_turns="all")
     with pytest.raises(BadInput, match="^data.score_turns: expected last or all, got some"):
-        examples.with_limits(Data("t", score_turns="some"), 99)
+        settings.with_limits(Data("t", score_turns="some"), 99)
 
 
 # ---- hostile templates and long texts ------------------------------------------------------------

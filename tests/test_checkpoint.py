@@ -33,6 +33,8 @@ from runs import checkpoint, tensors
 from runs.cli import parse
 from runs.devices import Stop
 from runs.errors import BadInput, Failed, run_cli
+from runs.files import file_hash, verify_folder
+from runs.folder import checkpoints_by_step
 from runs.settings import RunSettings
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
@@ -78,7 +80,7 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tiny, ratings, tm
     assert code == 128 + signal.SIGTERM, stderr
     assert f"stopped by SIGTERM at step {steps} of 4000" in said
     assert f"kto.py --config {out}/settings.yaml --resume auto" in said
-    assert max(checkpoint.checkpoints_by_step(out / "checkpoints")) == steps
+    assert max(checkpoints_by_step(out / "checkpoints")) == steps
     argv = ["--config", f"{out}/settings.yaml", "--resume", "auto"]
     cfg = parse(kto.Settings, argv, "", "none")
     assert cfg.out_dir == str(out), "the command that it prints finds the run"
@@ -167,7 +169,7 @@ def test_a_setting_that_the_old_run_did_not_have_is_a_difference(done, tiny, rat
     settings.write_text(old.replace("  desirable_weight: 1.0\n", "", 1))
     assert settings.read_text() != old
     manifest = settings.with_name("manifest.json")
-    hashes = json.loads(manifest.read_text()) | {"settings.yaml": checkpoint.file_hash(settings)}
+    hashes = json.loads(manifest.read_text()) | {"settings.yaml": file_hash(settings)}
     manifest.write_text(json.dumps(hashes))
     with pytest.raises(BadInput) as e:
         train(tiny, ratings, out, *RUN, "--resume=auto")
@@ -285,7 +287,7 @@ def test_a_resume_that_is_refused_changes_nothing_and_does_not_say_that_it_resum
     capsys.readouterr()
     with pytest.raises(BadInput, match="data.chat_template: not what this run began with"):
         go(checkpoints / "step-00000001")
-    assert list(checkpoint.checkpoints_by_step(checkpoints)) == [1, 2], "none was put aside"
+    assert list(checkpoints_by_step(checkpoints)) == [1, 2], "none was put aside"
     assert files == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     said = capsys.readouterr().out
     assert "resumed from" not in said and "run folder" not in said
@@ -310,7 +312,7 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     kl = {int(row[0]): float(row[names.index("kl")]) for row in rows if int(row[0]) > 0}
     best = min(kl, key=lambda step: (kl[step], step))
     assert best not in (8, 9), "else keep_last keeps it"
-    kept = list(checkpoint.checkpoints_by_step(out / "checkpoints"))
+    kept = list(checkpoints_by_step(out / "checkpoints"))
     assert kept == sorted({best, 8, 9})
     scores = json.loads((out / "eval" / "test.json").read_text())
     assert scores["final"]["loss"] != scores["best"]["loss"]
@@ -319,7 +321,7 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
 
 def assert_last_exported(out: Path):
     """`final` holds the last weights, not the best ones."""
-    last = list(checkpoint.checkpoints_by_step(out / "checkpoints").values())[-1]
+    last = list(checkpoints_by_step(out / "checkpoints").values())[-1]
     ours: dict = {}
     gpt2_from_hf(None, ours, load_file(out / "final" / "model.safetensors"))
     theirs = load_file(last / "weights.safetensors")
@@ -330,7 +332,7 @@ def test_going_back_to_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny,
     out, run = done
     four = out / "checkpoints" / "step-00000004"
     assert_same(train(tiny, ratings, out, *RUN, "--keep_last=9", f"--resume={four}"), run)
-    assert list(checkpoint.checkpoints_by_step(out / "checkpoints")) == [2, 4, 6, 8, 9]
+    assert list(checkpoints_by_step(out / "checkpoints")) == [2, 4, 6, 8, 9]
     assert (out / "checkpoints" / "abandoned-step-00000006").is_dir()
 
 
@@ -389,7 +391,7 @@ def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(
     with pytest.raises(Failed, match=f"step-00000004: not saved: {os.strerror(code)}"):
         train(tiny, ratings, out, *RUN)
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
-    assert checkpoint.verify_folder(out / "checkpoints" / "step-00000002") is None
+    assert checkpoint.verify_checkpoint(out / "checkpoints" / "step-00000002") is None
     monkeypatch.undo()
     whole = train(tiny, ratings, tmp_path / "whole", *RUN)
     assert_same(train(tiny, ratings, out, *RUN, "--resume=auto"), whole)
@@ -415,7 +417,7 @@ def test_a_full_disk_at_the_end_of_a_sharded_run_ends_all_ranks_and_leaves_no_ha
     ranks(2, work)
     assert not list(out.glob(".final*")) and not (out / "final").exists()
     ranks(2, lambda rank: train(tiny, ratings, out, *RUN, "--strategy=fsdp", "--resume=auto") and 0)
-    assert checkpoint.verify_folder(out / "final", ["model.safetensors"]) is None
+    assert verify_folder(out / "final", ["model.safetensors"]) is None
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -457,7 +459,7 @@ def test_rows_or_checkpoints_make_a_run_and_a_branch_without_any_begins_again(
     train(tiny, ratings, tmp_path / "a", *argv)  # no row yet
     with pytest.raises(BadInput, match="out_dir: .*a holds a run already"):
         train(tiny, ratings, tmp_path / "a", *argv)
-    first, *_ = checkpoint.checkpoints_by_step(tmp_path / "whole" / "checkpoints").values()
+    first, *_ = checkpoints_by_step(tmp_path / "whole" / "checkpoints").values()
     for _ in range(2):  # killed before its first checkpoint, and queued again
         shutil.rmtree(tmp_path / "b" / "checkpoints", ignore_errors=True)
         shutil.rmtree(tmp_path / "b" / "final", ignore_errors=True)

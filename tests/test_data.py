@@ -18,10 +18,10 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 import data
 from data import Batch, Micro
 from records import examples
-from records.examples import Example, describe_examples, examples_hash, load_splits, with_limits
+from records.examples import Example, describe_examples, examples_hash, load_splits
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
-from runs.settings import Data
+from runs.settings import Data, with_limits
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):

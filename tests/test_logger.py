@@ -25,19 +25,19 @@ import kto
 import model
 from evaluate import Evaluator
 from records.examples import Example
-from runs.checkpoint import RunState, write_json
-from runs.devices import say
+from runs.checkpoint import RunState
+from runs.console import format_table, say
 from runs.errors import BadInput, Failed
+from runs.files import write_json
 from runs.logger import (
     Csv,
     Logger,
     Progress,
     format_before_after,
-    format_table,
     make_tracker,
     read_claimed_rows,
     wilson_interval,
-)  # fmt: skip
+)
 from runs.settings import Data, Eval
 from runs.throughput import Throughput, least_passes
 

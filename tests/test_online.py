@@ -12,8 +12,8 @@ from conftest import PARITY, assert_same, killed_and_resumed, ranks, result
 
 import online
 import rollout
-from runs import checkpoint
 from runs.errors import BadInput
+from runs.folder import checkpoints_by_step
 
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--online.prompts_per_iteration=5",
        "--online.num_generations=2", "--online.max_new_tokens=5", "--online.rollout_batch_size=4", "--save_interval=1",
@@ -263,7 +263,7 @@ def test_answers_that_are_gone_in_the_middle_of_an_iteration_are_not_made_anew(
         tiny,
         prompts,
         tmp_path,
-        f"--resume={checkpoint.checkpoints_by_step(tmp_path / 'checkpoints')[2]}",
+        f"--resume={checkpoints_by_step(tmp_path / 'checkpoints')[2]}",
     )
     assert len(answers(tmp_path, 2)) == 10
 

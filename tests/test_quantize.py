@@ -18,8 +18,8 @@ from data import pack
 from hub.families import read_config
 from hub.lora import disable_adapters, merge_adapters
 from hub.quantize import quantize_base
-from runs import checkpoint
 from runs.errors import BadInput, Failed
+from runs.folder import checkpoints_by_step
 from runs.settings import Lora
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
@@ -42,8 +42,7 @@ def llama(tiny, tmp_path_factory):
 
 def adapters_of(out) -> dict:
     return load_file(
-        list(checkpoint.checkpoints_by_step(out / "checkpoints").values())[-1]
-        / "weights.safetensors"
+        list(checkpoints_by_step(out / "checkpoints").values())[-1] / "weights.safetensors"
     )
 
 
@@ -223,7 +222,7 @@ def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
     assert losses[-1] != losses[0]
     killed(1, out, "metrics.csv", 4, lambda rank: train(tiny, ratings, out, *argv))
     assert_same(train(tiny, ratings, out, "--resume=auto", *argv), whole)
-    last = list(checkpoint.checkpoints_by_step(out / "checkpoints").values())[-1]
+    last = list(checkpoints_by_step(out / "checkpoints").values())[-1]
     states = load_file(last / "optimizer.safetensors")
     assert states["transformer.wte.weight|state1"].dtype == torch.uint8
     assert np.prod(states["transformer.wte.weight|state1"].shape) == 512 * 32

@@ -17,9 +17,10 @@ from data import pack
 from hub.lora import merge_adapters
 from records.examples import load_examples
 from records.tokenizer import Tokenizer
-from runs import checkpoint
+from runs import tensors
 from runs.cli import parse
 from runs.errors import BadInput
+from runs.folder import checkpoints_by_step
 from runs.optimizer import iteration_plans
 from runs.settings import Data, Lora
 from train import Trainer
@@ -72,7 +73,7 @@ def test_lora_merges_its_adapters_and_begins_anew(tiny, demos, tmp_path, capsys)
     policy = model.load_model(tiny, Lora(rank=2))
     assert same_weights(bases[0], {n: x for n, x in data_of(policy).items() if "lora_" not in n})
     for i, step in ((1, 4), (2, 8)):  # base and adapters as at the iteration's end
-        checkpoint.set_weights(policy, weights_at(tmp_path, step) | bases[i - 1])
+        tensors.set_weights(policy, weights_at(tmp_path, step) | bases[i - 1])
         plain = merge_adapters(data_of(policy), policy)
         assert all(torch.equal(x, plain[n.replace(".linear.", ".")]) for n, x in bases[i].items())
         assert not same_weights(bases[i], bases[i - 1])
@@ -140,7 +141,7 @@ def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
 
     def forget(name):
         (tmp_path / "metrics.csv").unlink()
-        for step in checkpoint.checkpoints_by_step(tmp_path / "checkpoints").values():
+        for step in checkpoints_by_step(tmp_path / "checkpoints").values():
             step.rename(step.with_name(f"{name}-{step.name}"))
 
     monkeypatch.setattr(rollout, "generate", generate)

@@ -22,6 +22,7 @@ import kto
 import model
 from runs import checkpoint
 from runs.errors import BadInput, Failed, run_cli
+from runs.folder import checkpoints_by_step
 from train import Trainer
 
 # 10 steps of 7 from 24 examples (3 an epoch): not 7 by 2 or 3, not 24 by 7, not 10 by 3 divides
@@ -182,7 +183,7 @@ def test_a_run_goes_on_at_another_number_of_processes(
     for (n, strategy), more in ((save, "--stop_at=4"), (goes_on, "--resume=auto")):
         given = (*argv, f"--strategy={strategy}", f"--devices={n}", more)
         run, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "run", *given))
-        *_, last = checkpoint.checkpoints_by_step(tmp_path / "run" / "checkpoints").values()
+        *_, last = checkpoints_by_step(tmp_path / "run" / "checkpoints").values()
         parts = len(list(last.glob("shard-*.safetensors")))
         # every rank its own of the weights and of both moments; the step is shared out
         assert 3 * n < parts <= 4 * n if strategy == "fsdp" else parts == 0
@@ -192,7 +193,7 @@ def test_a_run_goes_on_at_another_number_of_processes(
             named = json.loads(whole_file)
             del named[next(name for name in named if name.startswith("shard-"))]
             (last / "manifest.json").write_text(json.dumps(named))
-            assert checkpoint.verify_folder(last) == "manifest.json names not all shards"
+            assert checkpoint.verify_checkpoint(last) == "manifest.json names not all shards"
             (last / "manifest.json").write_text(whole_file)
     assert_equal(run, whole("32-true"), start(tiny), False)
 
@@ -447,7 +448,7 @@ def test_stop_at_stops_saved_and_the_command_that_it_prints_makes_it_the_same_ru
     out, argv = tmp_path / "run", ("--precision=32-true", *COMMON, "--stop_at=3")
     stopped = train(tiny, ratings, out, *argv)
     assert len(stopped["rows"]) == 3 and stopped["weights"] is None
-    assert list(checkpoint.checkpoints_by_step(out / "checkpoints")) == [3]
+    assert list(checkpoints_by_step(out / "checkpoints")) == [3]
     rates = [[row["lr"] for row in run["rows"][:3]] for run in (stopped, whole)]
     assert rates[0] == rates[1] and len(set(rates[0])) == 3, "the schedule is the whole run's"
     *_, why, command = capsys.readouterr().out.splitlines()

@@ -27,8 +27,11 @@ from conftest import PARITY, Started, assert_same, numbers, result, start, train
 from safetensors.torch import load_file
 
 import kto
-from runs import checkpoint, errors
+import runs.folder
+from runs import checkpoint, errors, files
 from runs.errors import run_cli
+from runs.files import sync
+from runs.folder import _fresh_folder, newest_checkpoint, prune_checkpoints, take_lock
 
 ROOT = Path(kto.__file__).parent
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
@@ -110,7 +113,7 @@ def test_of_two_fresh_runs_at_the_same_moment_one_goes_on_and_the_other_is_refus
 def test_runs_without_a_folder_that_begin_in_the_same_second_get_one_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
-    folders = {checkpoint._fresh_folder(Path("kto.py")) for _ in range(3)}
+    folders = {_fresh_folder(Path("kto.py")) for _ in range(3)}
     assert len(folders) == 3 and all(folder.is_dir() for folder in folders)
 
 
@@ -119,8 +122,8 @@ def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, capsys):
     def nolock(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(checkpoint.fcntl, "lockf", nolock)
-    os.close(checkpoint.take_lock(tmp_path))
+    monkeypatch.setattr(runs.folder.fcntl, "lockf", nolock)
+    os.close(take_lock(tmp_path))
     assert "no locks on this file system (Operation not supported)" in capsys.readouterr().out
 
 
@@ -249,11 +252,11 @@ def test_a_damaged_final_is_refused_by_every_program(
 @pytest.mark.parametrize("name", checkpoint.CHECKPOINT)
 def test_a_checkpoint_whose_manifest_names_too_little_is_not_used(name, finished, tmp_path):
     folder = shutil.copytree(finished / "checkpoints" / "step-00000006", tmp_path / "step-6")
-    assert checkpoint.verify_folder(folder) is None
+    assert checkpoint.verify_checkpoint(folder) is None
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest[name]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.verify_folder(folder) == f"manifest.json names no {name}"
+    assert checkpoint.verify_checkpoint(folder) == f"manifest.json names no {name}"
 
 
 @row("R9")
@@ -262,9 +265,9 @@ def test_a_manifest_that_has_sizes_beside_its_hashes_is_still_read(finished, tmp
     hashes = json.loads((folder / "manifest.json").read_text())
     old = {name: [(folder / name).stat().st_size, x] for name, x in hashes.items()}
     (folder / "manifest.json").write_text(json.dumps(old))
-    assert checkpoint.verify_folder(folder) is None
+    assert checkpoint.verify_checkpoint(folder) is None
     flip(folder / "weights.safetensors")
-    assert checkpoint.verify_folder(folder) == "weights.safetensors is damaged"
+    assert checkpoint.verify_checkpoint(folder) == "weights.safetensors is damaged"
 
 
 # ---- R10: a full disk ----------------------------------------------------------------------------
@@ -301,7 +304,7 @@ def test_a_full_disk_between_saves_is_one_line_and_the_last_checkpoint_stays(
 ):
     argv = [f"--data.val={ratings}", "--eval.samples=0", "--val_interval=2"]
     assert begin(*argv, "--stop_at=4").ended()[0] == 0
-    real = checkpoint.sync
+    real = sync
 
     def full(path):
         if f"/{name}/" in str(path):
@@ -309,13 +312,13 @@ def test_a_full_disk_between_saves_is_one_line_and_the_last_checkpoint_stays(
         return real(path)
 
     def first():
-        checkpoint.sync = full
+        files.sync = full
 
     argv += [f"--reference_cache={tmp_path / 'cache'}"] if name == "cache" else []
     code, _, stderr = begin(*argv, "--resume=auto", first=first).ended()
     (line,) = errors_of(stderr)
     assert code == 1 and f"/{name}/" in line and line.endswith("not saved: No space left on device")
-    assert checkpoint.newest_checkpoint(tmp_path / "run").name == "step-00000004"
+    assert newest_checkpoint(tmp_path / "run").name == "step-00000004"
     assert begin(*argv, "--resume=auto").ended()[0] == 0
 
 
@@ -458,7 +461,7 @@ def test_litter_of_an_earlier_life_goes_when_a_run_takes_the_folder_and_only_the
 def test_half_of_a_checkpoint_that_was_being_removed_is_litter(finished, tmp_path, monkeypatch):
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **kw: None)  # killed before it
-    checkpoint.prune_checkpoints(tmp_path / "c", 1, None)
+    prune_checkpoints(tmp_path / "c", 1, None)
     names = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert names == [".step-00000004.tmp", "step-00000006"]
 

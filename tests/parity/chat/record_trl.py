@@ -10,11 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import tokens
+from chat_records import RECORDS
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import KTOTrainer
-
-from records import RECORDS
 
 ARGS = dict(max_length=None, dataset_num_proc=None, loss_type="apo_zero_unpaired")
 ARGS |= dict(per_device_train_batch_size=1)
