@@ -3,114 +3,142 @@
     python dpo.py                                  # the demo: two cores, a minute
     python dpo.py --config config/gpt2_dpo.yaml    # GPT-2 on paired data
 
-To try an idea, copy this file and add a line to LOSSES. Reading order: settings, the losses
-(functions of the margin h alone), the objective, main.
+To try an idea, copy this file and add a line to LOSSES. Reading order: the losses (functions of the
+margin h), settings, the objective, main.
 
 Names differ in the field: "RPO" is elsewhere DPO plus a likelihood term, which here is dpo with
 sft_loss_weight; elsewhere "ipo" divides each log-ratio by its length, which here is ipo with
 average_logps.
+
+Shape letters: B examples of a micro-batch, K = 2 completions (chosen, rejected).
 """
 
-from runs.errors import run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from runs.cli import parse
+from runs.errors import run_cli
 from runs.metrics import mean
-from runs.settings import PreferenceSettings, RunSettings, refuse_unless
+from runs.settings import PreferenceSettings, RunSettings, setting
+from setup import setup
 from train import Objective, Trainer
+
+# Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats; d = the true reward
+# of the chosen completion minus that of the rejected one, which only RPO knows.
+
+
+def dpo_loss(h_B, d_B, args):
+    return -logsigmoid(args.beta * h_B)
+
+
+def ipo_loss(h_B, d_B, args):
+    return (h_B - 1 / (2 * args.beta)) ** 2  # Azar et al. 2023, eq. 17
+
+
+def rpo_sq_loss(h_B, d_B, args):
+    return (args.beta * h_B - args.gt_reward_scale * d_B) ** 2
+
+
+def rpo_bwd_kl_loss(h_B, d_B, args):
+    return bernoulli_kl(args.gt_reward_scale * d_B, args.beta * h_B)
+
+
+def rpo_fwd_kl_loss(h_B, d_B, args):
+    return bernoulli_kl(args.beta * h_B, args.gt_reward_scale * d_B)
+
+
+def bernoulli_kl(p_logit, q_logit):
+    """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))). Every log is a logsigmoid, which stays
+    finite where a sigmoid rounds to 1."""
+    p = torch.sigmoid(p_logit)
+    yes = p * (logsigmoid(p_logit) - logsigmoid(q_logit))
+    return yes + (1 - p) * (logsigmoid(-p_logit) - logsigmoid(-q_logit))
+
+
+LOSSES = {
+    "dpo": dpo_loss,
+    "ipo": ipo_loss,
+    "rpo_sq": rpo_sq_loss,
+    "rpo_bwd_kl": rpo_bwd_kl_loss,
+    "rpo_fwd_kl": rpo_fwd_kl_loss,
+}
 
 
 @dataclass(frozen=True)
 class DPOSettings(PreferenceSettings):
-    """The objective. Besides: beta, average_logps and the weight of an SFT term (Preference)."""
+    """The objective."""
 
-    loss: str = "dpo"
+    loss: str = setting("dpo", choices=tuple(LOSSES))
     """dpo (arXiv 2305.18290), ipo (2310.12036), rpo_sq, rpo_bwd_kl or rpo_fwd_kl (2406.11704,
     NeMo-Aligner's)."""
     gt_reward_scale: float = 1.0
-    """RPO: the true rewards' difference is multiplied by this (eta)."""
+    """RPO: the difference of the true rewards is multiplied by this (eta)."""
     chosen_reward: float = 1.0
     """RPO: the true reward of a chosen completion whose record gives none."""
     rejected_reward: float = 0.0
     """RPO: the true reward of a rejected completion whose record gives none."""
-
-    def validate(self, group: str = "dpo") -> None:
-        super().validate(group)
-        expected = f"dpo.loss: expected {', '.join(LOSSES)}; got {self.loss}"
-        refuse_unless(self.loss in LOSSES, expected)
 
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
     dpo: DPOSettings = field(default_factory=DPOSettings)
 
-    def validate(self) -> None:
-        super().validate()
-        self.dpo.validate()
-
-
-def bernoulli_kl(p_logit, q_logit):
-    """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))), every log by logsigmoid: finite where a
-    sigmoid rounds to 1."""
-    p = torch.sigmoid(p_logit)
-    yes = p * (logsigmoid(p_logit) - logsigmoid(q_logit))
-    return yes + (1 - p) * (logsigmoid(-p_logit) - logsigmoid(-q_logit))
-
-
-# (h, d, args) -> (B,), h = r_chosen - r_rejected, d = true reward of chosen - of rejected
-LOSSES = {
-    "dpo": lambda h, d, a: -logsigmoid(a.beta * h),
-    "ipo": lambda h, d, a: (h - 1 / (2 * a.beta)) ** 2,  # Azar et al. 2023, eq. 17
-    "rpo_sq": lambda h, d, a: (a.beta * h - a.gt_reward_scale * d) ** 2,
-    "rpo_bwd_kl": lambda h, d, a: bernoulli_kl(a.gt_reward_scale * d, a.beta * h),
-    "rpo_fwd_kl": lambda h, d, a: bernoulli_kl(a.beta * h, a.gt_reward_scale * d),
-}
-
 
 class DPO(Objective):
+    """Completion 1 is chosen, completion 2 rejected."""
+
     records = "paired"
 
     def __init__(self, args: DPOSettings):
-        self.args, self.average_logps = args, args.average_logps
+        self.args = args
+        self.average_logps = args.average_logps
 
     def true_margin(self, examples):
-        """d (B,): a record's own rewards, or the settings' defaults."""
-        defaults = self.args.chosen_reward, self.args.rejected_reward
-        given = [[v if v is not None else w for v, w in zip(e.rewards, defaults)] for e in examples]
-        return torch.tensor([chosen - rejected for chosen, rejected in given])
+        """d (B,): from a record's own rewards, or the settings' defaults."""
+        margins = []
+        for example in examples:
+            chosen, rejected = example.rewards
+            chosen = self.args.chosen_reward if chosen is None else chosen
+            rejected = self.args.rejected_reward if rejected is None else rejected
+            margins.append(chosen - rejected)
+        return torch.tensor(margins)
 
     def loss(self, logps, ref_logps, batch, z):
         args = self.args
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
         d_B = self.true_margin(batch.examples).to(h_B)
-        loss_B = batch.weight * LOSSES[args.loss](h_B, d_B, args)
+        preference_B = batch.weight * LOSSES[args.loss](h_B, d_B, args)
         sft_B = -logps[:, 0] / (batch.length[:, 0] if args.sft_average else 1)
-        total_B = args.preference_loss_weight * loss_B + args.sft_loss_weight * sft_B
-        columns = {"preference_loss": loss_B, "sft_loss": sft_B, "h": h_B}
-        for k, name in enumerate(("chosen", "rejected")):
-            columns |= {f"rewards/{name}": args.beta * r_BK[:, k], f"logps/{name}": logps[:, k]}
-        return total_B, columns
+        loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
+        return loss_B, {
+            "preference_loss": preference_B,
+            "sft_loss": sft_B,
+            "h": h_B,
+            "rewards/chosen": args.beta * r_BK[:, 0],
+            "logps/chosen": logps[:, 0],
+            "rewards/rejected": args.beta * r_BK[:, 1],
+            "logps/rejected": logps[:, 1],
+        }
 
     def metrics(self, columns, kl):
-        h = columns["h"]
-        row = {name: mean(value) for name, value in columns.items() if name != "h"}
+        h_G = columns["h"]
+        row = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])
         return row | {
-            "rewards/margins": mean(self.args.beta * h),
+            "rewards/margins": mean(self.args.beta * h_G),
             "rewards/mean": mean(rewards),
             "rewards/std": rewards.std().item(),
-            "accuracy": mean((h > 0).double()),
+            "accuracy": mean((h_G > 0).double()),
         }
 
 
 def main(argv=None, checker=None) -> None:
-    """`checker`: a function (prompt, completion) -> bool that judges held-out answers."""
+    """checker: a function (prompt, completion) -> bool that judges held-out answers."""
     cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
-    with Trainer(cfg, DPO(cfg.dpo), checker=checker) as trainer:
+    with Trainer(setup(cfg, DPO(cfg.dpo), checker=checker)) as trainer:
         if trainer.fit():
             trainer.finish()
 

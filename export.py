@@ -8,9 +8,9 @@ A PEFT folder is merged with its base in the same way.
 import argparse
 from pathlib import Path
 
-from policy import export_checkpoint
 from runs.errors import BadInput, run_cli
 from runs.settings import EXPORT_DTYPES
+from setup import export_checkpoint
 
 
 def main(argv=None) -> None:

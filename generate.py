@@ -6,7 +6,6 @@
 Shape letters: B rows that are being answered, P prompts, T new tokens, V vocabulary.
 """
 
-from runs.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
 import math
 import sys
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from data import to_device, pack
+from data import pack, to_device
 from model import KVCache
-from runs.devices import all_reduce, free_memory, keep_gathered
-from runs.cli import parse_command
 from records.forms import Fault, Record
-from runs.settings import Sampling
 from records.tokenizer import Tokenizer
+from runs.cli import parse_command
+from runs.devices import all_reduce, free_memory, keep_gathered
+from runs.errors import BadInput, run_cli
+from runs.settings import Sampling
 
 
 def choose_token(logits_BV, u_B, args: Sampling):
@@ -69,7 +69,14 @@ def penalise(logits_BV, seen_BV, penalty: float):
 
 @torch.no_grad()
 def generate(
-    fabric, policy, prompts: list, tokenizer: Tokenizer, args: Sampling, max_new: int, seed: int
+    fabric,
+    policy,
+    prompts: list,
+    tokenizer: Tokenizer,
+    args: Sampling,
+    max_new: int,
+    seed: int,
+    should_stop=None,
 ) -> list[list[int]]:
     """Completions of id arrays `prompts`, each with its EOS if it came to one; the same list on
     every rank.
@@ -89,7 +96,9 @@ def generate(
     # autocast casts a weight once within its outermost context: here, not at every token
     with fabric.autocast(), keep_gathered(policy, fabric.device):
         for at in range(0, most, rows):
-            sampler.answer(prompts, list(mine[at : at + rows]), answer_PT)
+            if sampler.answer(prompts, list(mine[at : at + rows]), answer_PT, should_stop):
+                policy.train(was_training)
+                return None
     policy.train(was_training)
     # one rank wrote a row; elsewhere it is -1 + 1 = 0
     whole_PT = all_reduce(answer_PT + 1) - 1
@@ -114,7 +123,7 @@ class _Sampler:
         fit = torch.tensor(max(1, min(self.args.batch_size, fit)), device=device)
         return int(all_reduce(fit, "min"))
 
-    def answer(self, prompts, index: list[int], answer_PT) -> None:
+    def answer(self, prompts, index: list[int], answer_PT, should_stop=None):
         """One batch of rows, until all have ended on all ranks. A rank without rows runs a dummy
         row, so that collectives match. A token waits for the device once."""
         args, device, max_new = self.args, self.fabric.device, answer_PT.shape[1]
@@ -131,6 +140,8 @@ class _Sampler:
         cache = KVCache(packed, min(self.context, max(lengths) + max_new))
         row_B, seen_BV = to_device(torch.tensor(index or [-1]), device), None
         for t in range(max_new):
+            if should_stop and should_stop():
+                return True
             logits_BV = self.policy(cache)
             if args.repetition_penalty != 1:
                 if seen_BV is None:

@@ -27,7 +27,7 @@ from hub.lora import adapter_arguments, create_adapters
 from hub.weights import fill_model, read_source, read_weights, weights_must_fit
 from runs.errors import BadInput
 from runs.settings import Lora
-from runs.tensors import LazyTensors
+from runs.tensors import LazyTensors, set_weights
 
 TILE_TOKENS = 128  # tokens of examples that share a tile of attention
 
@@ -417,3 +417,41 @@ def load_model(
     if isinstance(model, LoraGPT):
         create_adapters(model, dtype)
     return model
+
+
+# ---- sharding: rank 0 alone reads the weights ----------------------------------------------------
+
+
+def shard_over_ranks(fabric, whole: nn.Module | None, precision: str, learns: bool) -> nn.Module:
+    """A model that rank 0 holds (elsewhere None), sharded over all ranks: no other rank ever has the
+    whole of it. A collective."""
+    first = fabric.global_rank == 0
+    shell = _empty_like(*fabric.broadcast(_description(whole) if first else None))
+    if not learns:
+        shell.requires_grad_(False).eval()
+        if precision == "bf16-mixed":
+            cast_linears_to_bfloat16(shell)
+    module = fabric.setup_module(shell)
+    set_weights(module, whole.unique_parameters() if first else None)
+    return module
+
+
+def _description(whole: nn.Module) -> tuple:
+    """What _empty_like needs, sent to the ranks that do not hold the model."""
+    params = whole.named_parameters(remove_duplicate=False)
+    return whole.config, whole.tied, {n: (p.dtype, p.requires_grad) for n, p in params}
+
+
+def _empty_like(config, tied: bool, params: dict) -> nn.Module:
+    """A model of this description on the meta device, without its weights."""
+    with torch.device("meta"):
+        gpt = (LoraGPT if isinstance(config, litgpt.lora.Config) else GPT)(config)
+    for name, p in list(gpt.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        dtype, learns = params[name]
+        setattr(gpt.get_submodule(owner), attribute, nn.Parameter(p.to(dtype), learns))
+    if tied:
+        gpt.tie()
+    dtype = gpt.transformer.wte.weight.dtype
+    gpt.cos, gpt.sin = (x.to(dtype) for x in rope_tables(gpt))
+    return gpt

@@ -2,14 +2,13 @@
 
     python online.py                               # the demo: two cores, two minutes
 
-A checker of your own, (prompt, completion) -> bool, is given in code, online.main(checker=f).
+A checker of your own, (prompt, completion) -> bool, is given in code: online.main(checker=f).
 
-Reading order: settings, the examples of an iteration, main. The loss is kto.py's; data.train is
-read for its prompts only. The reference stays the first model, or becomes the policy as it is when
-an iteration begins (online.reference).
+Reading order: settings, the examples of an iteration, main. The loss is kto.py's; data.train is read
+for its prompts only. The reference stays the first model, or becomes the policy as it is when an
+iteration begins (online.reference).
 """
 
-from runs.errors import BadInput, user_error, run_cli  # noqa: I001  first: for Ctrl-C
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,14 +16,15 @@ import numpy as np
 from data import next_items
 from generate import completion_text
 from kto import KTO, KTOSettings
-from rollout import ROUNDS, policy_answers, iterations
-from runs.folder import refuse_another_identity
-from runs.cli import parse
-from runs.console import say
 from records.examples import Example, examples_hash, load_examples
-from runs.console import format_table
+from rollout import NO_BF16_FOLDING, iterations, policy_answers
+from runs.cli import parse
+from runs.console import format_table, say
+from runs.errors import BadInput, run_cli, user_error
+from runs.folder import refuse_other_identity
 from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, refuse_unless
+from runs.settings import RunSettings, Sampling, refuse_unless, setting
+from setup import Run, setup
 from train import Trainer
 
 
@@ -32,30 +32,22 @@ from train import Trainer
 class OnlineSettings(Sampling):
     """The iterations, and how answers are sampled."""
 
-    max_iterations: int = 6
+    max_iterations: int = setting(6, at_least=1)
     """Iterations; --epochs counts within each."""
-    prompts_per_iteration: int | None = None
-    """So many prompts are answered in an iteration, the next ones of a seeded order. Default: all."""
-    num_generations: int = 1
+    prompts_per_iteration: int | None = setting(None, at_least=1)
+    """Prompts answered in an iteration, the next ones of a seeded order. Default: all."""
+    num_generations: int = setting(1, at_least=1)
     """Answers to each prompt of an iteration."""
-    reference: str = "last"
+    reference: str = setting("last", choices=("first", "last"))
     """last: the policy as it is when an iteration begins. first: the model that the run started
     from."""
     ratings: str | None = None
     """Offline rated records to mix in, in the forms that kto.py takes."""
-    ratings_per_iteration: int | None = None
-    """So many of them join each iteration, the next ones of a seeded order. Default: all."""
-    rollout_batch_size: int = 512
-    """Prompts answered between two writes to disk: a resume goes on at such a border."""
-
-    def validate(self, group: str = "online") -> None:
-        super().validate(group)
-        counts = ("max_iterations", "num_generations", "rollout_batch_size")
-        for name in (*counts, "prompts_per_iteration", "ratings_per_iteration"):
-            value = getattr(self, name)
-            refuse_unless(value is None or value >= 1, f"{group}.{name}: expected at least 1")
-        expected = f"{group}.reference: expected first or last, got {self.reference}"
-        refuse_unless(self.reference in ("first", "last"), expected)
+    ratings_per_iteration: int | None = setting(None, at_least=1)
+    """Number of them that join each iteration, the next ones of a seeded order. Default: all."""
+    rollout_batch_size: int = setting(512, at_least=1)
+    """Prompts answered between two writes to the disk: a resume keeps the answers of whole
+    batches."""
 
 
 @dataclass(frozen=True)
@@ -65,78 +57,86 @@ class Settings(RunSettings):
 
     def validate(self) -> None:
         super().validate()
-        self.kto.validate()
-        self.online.validate()
-        moves = "reference_cache: the completions are not known before the run"
-        refuse_unless(not self.reference_cache, moves)
-        last, first = self.online.reference == "last", "goes with online.reference first only"
-        refuse_unless(not (last and self.reference), f"reference: {first}")
-        refuse_unless(not (last and self.lora.base), f"lora.base: {first}")
-        rounds = last and self.precision == "bf16-true"
-        refuse_unless(not rounds, f"{ROUNDS}, or online.reference first")
+        refuse_unless(
+            not self.reference_cache,
+            "reference_cache: the completions are not known before the run",
+        )
+        if self.online.reference == "last":
+            only = "goes with online.reference first only"
+            refuse_unless(not self.reference, f"reference: {only}")
+            refuse_unless(not self.lora.base, f"lora.base: {only}")
+            refuse_unless(
+                self.precision != "bf16-true", f"{NO_BF16_FOLDING}, or online.reference first"
+            )
 
 
 class OnlineKTO(KTO):
     records = "prompts"
 
 
-def rate(trainer, prompts: list[Example], own: list[list[int]]) -> list[Example]:
+def rate(run: Run, prompts: list[Example], answers: list[list[int]]) -> list[Example]:
     """The policy's answers as rated examples, by the checker."""
-    stop, tokenizer = trainer.cfg.online.stop, trainer.tokenizer
+    tokenizer, stop = run.tokenizer, run.cfg.online.stop
     asked = [completion_text(tokenizer, list(e.prompt)) for e in prompts]
-    said = [completion_text(tokenizer, ids, stop) for ids in own]
-    labels = trainer.evaluator.judge(list(zip(asked, said)))
-    arrays = [np.array(ids, np.int32) for ids in own]
-    rated = zip(prompts, arrays, labels)
-    return [e._replace(completions=(ids,), label=good) for e, ids, good in rated]
+    answered = [completion_text(tokenizer, ids, stop) for ids in answers]
+    labels = run.evaluator.judge(list(zip(asked, answered)))
+    return [
+        e._replace(completions=(np.array(ids, np.int32),), label=label)
+        for e, ids, label in zip(prompts, answers, labels)
+    ]
 
 
-def ratings(trainer) -> list[Example]:
-    """Offline rated examples; a resume must find the same ones."""
-    cfg, state = trainer.cfg, trainer.state
+def offline_ratings(run: Run) -> list[Example]:
+    """The rated examples of online.ratings; a resume must find the same ones. Raises BadInput."""
+    cfg, state = run.cfg, run.state
     if not cfg.online.ratings:
         return []
     with user_error("online.ratings", cfg.online.ratings):
-        rated = load_examples(cfg.online.ratings, trainer.tokenizer, "rated", cfg.data).examples
-    new = {"online.ratings": examples_hash({"": rated})}
+        examples = load_examples(cfg.online.ratings, run.tokenizer, "rated", cfg.data).examples
+    identity = {"online.ratings": examples_hash({"": examples})}
     if state.step:
-        refuse_another_identity(state.identity, new)
-    state.identity |= new
-    return rated
+        refuse_other_identity(state.identity, identity)
+    state.identity |= identity
+    return examples
 
 
-def show_ratings(trainer, i: int, examples: list[Example], tokens: int) -> None:
-    good = sum(e.label for e in examples)
-    share = f"{good:,} right ({100 * good / len(examples):.1f}%)"
+def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
+    """Print the iteration's counts and a few of its answers."""
+    right = sum(e.label for e in examples)
+    tokens = sum(len(e.completions[0]) for e in examples)
+    share = f"{right:,} right ({100 * right / len(examples):.1f}%)"
     say(f"iteration {i}: {len(examples):,} answers, {share}, {tokens:,} tokens")
     rows = []
     for e in examples[:4]:
-        prompt, answer = (
-            completion_text(trainer.tokenizer, list(x)) for x in (e.prompt, e.completions[0])
-        )
+        prompt = completion_text(run.tokenizer, list(e.prompt))
+        answer = completion_text(run.tokenizer, list(e.completions[0]))
         rows.append((prompt, answer, "up" if e.label else "down"))
     say(format_table(("prompt", "answer", "rated"), rows))
 
 
 def main(argv=None, checker=None, rollout=None) -> None:
-    """`checker`: a function (prompt, completion) -> bool; `rollout`: an engine that answers."""
+    """checker: a function (prompt, completion) -> bool; rollout: an engine that answers prompts (see
+    rollout.py)."""
     cfg = parse(Settings, argv, __doc__, demo="demo_online.yaml")
-    args, given = cfg.online, dict(checker=checker, rollout=rollout)
-    if checker is None and cfg.eval.check == "none":
+    args = cfg.online
+    if checker is None and cfg.eval.check is None:
         raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
-    with Trainer(cfg, OnlineKTO(cfg.kto), **given) as trainer:
-        prompts, rated = trainer.examples["train"], ratings(trainer)
-        n_rated = min(len(rated), args.ratings_per_iteration or len(rated))
-        n = (args.prompts_per_iteration or len(prompts)) * args.num_generations
-        plans = iteration_plans(cfg, [n + n_rated] * args.max_iterations)
-        for i, plan in iterations(trainer, plans, moving_reference=args.reference == "last"):
-            asked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
-            asked = [e for e in asked for _ in range(args.num_generations)]
-            own = policy_answers(trainer, i, plan, [e.prompt for e in asked], args)
-            examples = rate(trainer, asked, own)
-            show_ratings(trainer, i, examples, sum(map(len, own)))
-            if rated:
-                examples += next_items(rated, i, n_rated, cfg.seed)
+    run = setup(cfg, OnlineKTO(cfg.kto), checker=checker, rollout=rollout)
+    with Trainer(run) as trainer:
+        prompts, offline = run.examples["train"], offline_ratings(run)
+        n_offline = min(len(offline), args.ratings_per_iteration or len(offline))
+        n_answers = (args.prompts_per_iteration or len(prompts)) * args.num_generations
+        plans = iteration_plans(cfg, [n_answers + n_offline] * args.max_iterations)
+        for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
+            chosen = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
+            asked = [e for e in chosen for _ in range(args.num_generations)]
+            answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
+            if answers is None:  # stopped by a signal or the time limit
+                break
+            examples = rate(run, asked, answers)
+            show_ratings(run, i, examples)
+            if offline:
+                examples += next_items(offline, i, n_offline, cfg.seed)
             if not trainer.fit(examples, plan):
                 break
         else:

@@ -1,4 +1,4 @@
-"""The frozen model that a policy is compared with: its log-probs, or their cache on disk."""
+"""The frozen model that a policy is compared with: its log-probs, or a cache of them on the disk."""
 
 import hashlib
 import json
@@ -14,93 +14,119 @@ from hub.lora import disable_adapters
 from runs.devices import all_reduce
 from runs.errors import BadInput, user_error
 from runs.files import write_atomically
+from runs.settings import RunSettings
+
+SAVE_EVERY = 60  # seconds between two saves of a cache that grows
 
 
 class Reference:
-    """Log-probs of a frozen model: a copy of the start, another model, or (frozen is None) the
-    policy with its adapters off."""
+    """Log-probs of the frozen model: a copy of the start or another model; or, where `frozen` is
+    None, the policy with its adapters off."""
 
     def __init__(self, fabric, policy, frozen):
         self.fabric, self.policy, self.frozen = fabric, policy, frozen
 
-    def __call__(self, packed: PackedBatch) -> torch.Tensor:
-        """-> (B, K) log-probs"""
+    def compute(self, packed: PackedBatch) -> torch.Tensor:
+        """-> log-probs (B, K) in nats"""
         if self.frozen is None:
             with disable_adapters(self.policy):
                 return self.policy(packed)
-        with self.fabric.autocast():  # the copy may be unwrapped; both sides must round alike
+        # The copy may not be wrapped by Fabric; both models must round in the same way.
+        with self.fabric.autocast():
             return self.frozen(packed)
+
+    __call__ = compute
 
 
 class CachedReference:
-    """A reference's log-probs by the content of prompt and completion, kept in a folder.
+    """A reference whose log-probs are kept in a folder, by the content of prompt and completion.
 
-    While it has a reference it computes what it does not know; after `release` it answers by
-    itself. `of` names what else the values depend on (weights, precision). A file holds what one
-    save of one rank had new, under a name by its content, so runs and ranks can share the folder.
+    It computes what the folder does not have, until `release` frees the model. Runs and ranks can
+    share a folder: a save of one rank is a file named by its content. Raises BadInput.
     """
 
-    def __init__(self, fabric, reference, folder: Path, of: list):
-        self.fabric, self.reference = fabric, reference
-        self.folder, self.dtype = folder, torch.get_default_dtype()
-        self.of = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+    def __init__(self, fabric, reference: Reference, cfg: RunSettings, identity: dict[str, str]):
+        self.fabric, self.reference, self.dtype = fabric, reference, torch.get_default_dtype()
+        self.folder = Path(cfg.reference_cache).expanduser()
+        # what the values depend on, besides prompt and completion
+        models = [x for k, x in sorted(identity.items()) if k.startswith(("model ", "reference "))]
+        depends = [*models, cfg.precision + (cfg.lora.base or ""), cfg.data.score_prompt]
+        self.key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
         self.known: dict[bytes, float] = {}
         self.unsaved: dict[bytes, float] = {}
-        self.computed, self.saved_at = 0, time.monotonic()
-        with user_error("reference_cache", folder, Exception):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.n_computed, self.saved_at = 0, time.monotonic()
+        with user_error("reference_cache", self.folder, Exception):
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._read()
 
-    def _read(self) -> None:
-        for file in sorted(self.folder.glob(f"{self.of}-*.safetensors")):
-            blob = file.read_bytes()
-            if file.name != self._name(blob):
-                why = "damaged: delete it, what it held is computed again"
-                raise BadInput(f"reference_cache: {file}: {why}")
-            state = load(blob)
-            keys = map(bytes, state["key"].numpy())
-            self.known |= zip(keys, state["logp"].tolist())
+    @property
+    def released(self) -> bool:
+        return self.reference is None
 
-    def _name(self, blob: bytes) -> str:
-        return f"{self.of}-{hashlib.sha256(blob).hexdigest()[:16]}.safetensors"
+    def compute(self, packed: PackedBatch) -> torch.Tensor:
+        """Log-probs (B, K) by the model itself, not from the cache."""
+        return self.reference.compute(packed)
 
     def __call__(self, packed: PackedBatch) -> torch.Tensor:
+        """-> log-probs (B, K) in nats, from the cache where it has them"""
         keys, device = packed.digests(), packed.token_N.device
-        if self.reference is not None:
-            missing = any(key not in self.known for row in keys for key in row)
-            # a sharded reference runs on all ranks or on none
-            votes = torch.tensor(float(missing), device=device)
+        is_missing = any(key not in self.known for row in keys for key in row)
+        if self.released:
+            if is_missing:
+                raise BadInput(
+                    "reference_cache: fit: other examples than the first ones, and their reference "
+                    "is released: leave the cache out"
+                )
+        else:
+            # all ranks compute if one rank must: a sharded reference is a collective
+            votes = torch.tensor(float(is_missing), device=device)
             if all_reduce(votes) > 0:
-                self._compute(packed, keys)
-        elif any(key not in self.known for row in keys for key in row):
-            why = "fit: other examples than the first ones, and their reference is released"
-            raise BadInput(f"reference_cache: {why}: leave the cache out")
-        known = [[self.known[key] for key in row] for row in keys]
-        return torch.tensor(known, dtype=self.dtype, device=device)
+                self._add(keys, self.compute(packed).tolist())
+        logps = [[self.known[key] for key in row] for row in keys]
+        return torch.tensor(logps, dtype=self.dtype, device=device)
 
-    def _compute(self, packed: PackedBatch, keys: list[list[bytes]]) -> None:
-        for row, values in zip(keys, self.reference(packed).tolist()):
-            new = {key: x for key, x in zip(row, values) if key not in self.known}
+    def _add(self, keys: list[list[bytes]], logps: list[list[float]]) -> None:
+        for row, values in zip(keys, logps):
+            new = {key: value for key, value in zip(row, values) if key not in self.known}
             self.known |= new
             self.unsaved |= new
-            self.computed += len(new)
-        if time.monotonic() - self.saved_at > 60:
-            self.save()
+            self.n_computed += len(new)
+        if time.monotonic() - self.saved_at > SAVE_EVERY:
+            self._save()
 
-    def save(self) -> None:
+    def release(self) -> None:
+        """Free the model: everything that the run needs is known now."""
+        self._save()
+        self.fabric.barrier()
+        # Two ranks may have computed the same value: take the one that a resume will find.
+        self._read()
+        self.reference = None
+
+    def summary(self) -> str:
+        return f"{self.n_computed:,} log-probs computed, {len(self.known):,} known in {self.folder}"
+
+    # ---- the folder
+
+    def _read(self) -> None:
+        for file in sorted(self.folder.glob(f"{self.key}-*.safetensors")):
+            content = file.read_bytes()
+            if file.name != self._file_name(content):
+                raise BadInput(
+                    f"reference_cache: {file}: damaged: delete it, its log-probs are computed again"
+                )
+            tensors = load(content)
+            keys = map(bytes, tensors["key"].numpy())
+            self.known |= zip(keys, tensors["logp"].tolist())
+
+    def _file_name(self, content: bytes) -> str:
+        return f"{self.key}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+
+    def _save(self) -> None:
         self.saved_at = time.monotonic()
         if not self.unsaved:
             return
-        n = len(self.unsaved)
-        key = np.frombuffer(b"".join(self.unsaved), np.uint8).reshape(n, -1).copy()
-        logp = torch.tensor(list(self.unsaved.values()), dtype=torch.float64)
-        blob = save({"key": torch.from_numpy(key), "logp": logp})
-        write_atomically(self.folder / self._name(blob), blob)
+        keys = np.frombuffer(b"".join(self.unsaved), np.uint8).reshape(len(self.unsaved), -1).copy()
+        logps = torch.tensor(list(self.unsaved.values()), dtype=torch.float64)
+        content = save({"key": torch.from_numpy(keys), "logp": logps})
+        write_atomically(self.folder / self._file_name(content), content)
         self.unsaved = {}
-
-    def release(self) -> None:
-        """All that the run needs is known: keep it, and free the reference."""
-        self.save()
-        self.fabric.barrier()
-        self._read()  # what ranks computed twice: the value that a resume will find
-        self.reference = None

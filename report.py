@@ -6,7 +6,6 @@ Runs that differ only in their seed become one line. To add a plot, add a line
 to PLOTS.
 """
 
-from runs.errors import BadInput, user_error, parse_file, run_cli  # noqa: I001  first: for Ctrl-C
 import argparse
 import io
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import yaml
 
+from runs.errors import BadInput, parse_file, run_cli, user_error
 from runs.settings import flatten
 
 try:

@@ -6,7 +6,6 @@ Values by commas make a grid of runs in out/sweep-kto (or --name), and a report
 at the end. The same again skips finished runs and resumes killed ones.
 """
 
-from runs.errors import BadInput, run_cli  # noqa: I001  first: for Ctrl-C
 import re
 import shlex
 import sys
@@ -21,6 +20,7 @@ from urllib.parse import quote
 import yaml
 
 import report
+from runs.errors import BadInput, run_cli
 
 
 def split_values(name: str, text: str) -> list[str]:

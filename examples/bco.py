@@ -1,12 +1,19 @@
-"""BCO (arXiv 2404.04656), a baseline with memory: cp examples/bco.py . && python bco.py"""
+"""BCO (arXiv 2404.04656): a baseline with memory.
 
+python examples/bco.py
+"""
+
+import sys
 from dataclasses import dataclass
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from torch.nn.functional import logsigmoid
 
 from runs.cli import parse
 from runs.errors import run_cli
 from runs.settings import RunSettings
+from setup import setup
 from train import Objective, Trainer
 
 
@@ -37,8 +44,9 @@ class BCO(Objective):
 
 def main(argv=None):
     cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
-    with Trainer(cfg, BCO(cfg.beta)) as trainer:
-        trainer.fit() and trainer.finish()
+    with Trainer(setup(cfg, BCO(cfg.beta))) as trainer:
+        if trainer.fit():
+            trainer.finish()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
-"""z as an exponential average over steps: cp examples/ema_z.py . && python ema_z.py"""
+"""KTO with z as an exponential average over steps.
+
+python examples/ema_z.py
+"""
+
+import sys
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from kto import KTO, Settings
 from runs.cli import parse
 from runs.errors import run_cli
+from setup import setup
 from train import Trainer
 
 
@@ -22,8 +30,9 @@ class EMA(KTO):
 
 def main(argv=None):
     cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
-    with Trainer(cfg, EMA(cfg.kto)) as trainer:
-        trainer.fit() and trainer.finish()
+    with Trainer(setup(cfg, EMA(cfg.kto))) as trainer:
+        if trainer.fit():
+            trainer.finish()
 
 
 if __name__ == "__main__":

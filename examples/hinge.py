@@ -1,10 +1,17 @@
-"""max(0, margin - h) on pairs, h as in DPO: cp examples/hinge.py . && python hinge.py"""
+"""max(0, margin - h) on pairs, with h as in DPO.
 
+python examples/hinge.py
+"""
+
+import sys
 from dataclasses import dataclass
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from runs.cli import parse
 from runs.errors import run_cli
 from runs.settings import RunSettings
+from setup import setup
 from train import Objective, Trainer
 
 
@@ -27,8 +34,9 @@ class Hinge(Objective):
 
 def main(argv=None):
     cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
-    with Trainer(cfg, Hinge(cfg.margin)) as trainer:
-        trainer.fit() and trainer.finish()
+    with Trainer(setup(cfg, Hinge(cfg.margin))) as trainer:
+        if trainer.fit():
+            trainer.finish()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,19 @@
+"""A checker of one's own: short answers are right.
+
+python examples/my_checker.py
+"""
+
+import sys
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
+
 from kto import main
 from runs.errors import run_cli
 
-if __name__ == "__main__":  # short answers are right
-    run_cli(lambda: main(checker=lambda p, answer: len(answer.split()) < 4))
+
+def check(prompt: str, completion: str) -> bool:
+    return len(completion.split()) < 4
+
+
+if __name__ == "__main__":
+    run_cli(lambda: main(checker=check))

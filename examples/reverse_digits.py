@@ -1,4 +1,12 @@
-"""Another task for the demo: cp examples/reverse_digits.py . && python reverse_digits.py"""
+"""Another task for the demo: reverse digits. It writes a base model and data to out/digits.
+
+python examples/reverse_digits.py
+python kto.py --model out/digits/base --data.train out/digits/train.jsonl
+"""
+
+import sys
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from demo.check import plain, quoted
 from demo.make import Task, make

@@ -1,12 +1,19 @@
-"""SimPO (arXiv 2405.14734), no reference: cp examples/simpo.py . && python simpo.py"""
+"""SimPO (arXiv 2405.14734): pairs without a reference.
 
+python examples/simpo.py
+"""
+
+import sys
 from dataclasses import dataclass
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from torch.nn.functional import logsigmoid
 
 from runs.cli import parse
 from runs.errors import run_cli
 from runs.settings import RunSettings
+from setup import setup
 from train import Objective, Trainer
 
 
@@ -33,8 +40,9 @@ class SimPO(Objective):
 
 def main(argv=None):
     cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
-    with Trainer(cfg, SimPO(cfg)) as trainer:
-        trainer.fit() and trainer.finish()
+    with Trainer(setup(cfg, SimPO(cfg))) as trainer:
+        if trainer.fit():
+            trainer.finish()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Estimate:
 
     def __init__(self, cfg: RunSettings, make, tied: bool, reference: bool, chunks):
         self.cfg, self.chunks, self.tied = cfg, chunks, tied
-        self.lora = cfg.lora.rank > 0
+        self.lora = bool(cfg.lora.rank)
         self.cuda = 0 if cfg.accelerator == "cpu" else 1e9
         default = "bf16-mixed" if self.cuda else "32-true"
         self.precision = cfg.precision or default

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from hub.families import check_sizes, read_config, weight_layout
 from hub.lora import adapter_arguments, merge_adapters, plain_names, read_adapter
 from runs import tensors
-from runs.checkpoint import read_checkpoint_tensors as stored_checkpoint
-from runs.checkpoint import verify_checkpoint
+from runs.checkpoint import read_checkpoint_weights, verify_checkpoint
 from runs.errors import BadInput, user_error
 from runs.files import find_path, read_object, verify_folder
 from runs.settings import Lora
@@ -281,7 +280,7 @@ def _with_checkpoint(
     state: LazyTensors, folder: Path, arguments: dict, names: dict | None
 ) -> LazyTensors:
     """What a run has trained, its adapters merged."""
-    saved = stored_checkpoint(folder, "weights")
+    saved = read_checkpoint_weights(folder)
     if not any("lora_" in n for n in saved):
         return override_tensors(state, saved)
     run = json.loads((folder / "state.json").read_text())["run"]

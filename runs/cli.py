@@ -1,4 +1,4 @@
-"""How YAML files, overrides and mistakes are read, and how settings are written back."""
+"""From the command line and YAML files to settings, and from settings to YAML."""
 
 import argparse
 import dataclasses
@@ -12,21 +12,52 @@ from pathlib import Path
 import yaml
 
 from runs import errors
-from runs.errors import BadInput, parse_file, printable, rank
+from runs.console import say
+from runs.errors import BadInput, parse_file, printable
+from runs.files import ROOT
 from runs.settings import SECTIONS, Optim, RunSettings, flatten
 
-RENAMED = {"look_tokens": "no_grad_tokens"}
-# as TRL's users write them
-ELSEWHERE = dict(learning_rate="optim.lr", num_train_epochs="epochs", output_dir="out_dir",
-                 per_device_train_batch_size="micro_batch_size", warmup_ratio="optim.warmup",
-                 model_name_or_path="model", lora_r="lora.rank",
-                 gradient_checkpointing="activation_checkpointing")  # fmt: skip
-ROOT = Path(__file__).parent.parent
+# The names that users of TRL, transformers and PEFT type, and where they find the same here.
+NAMES_ELSEWHERE = {
+    "bf16": "precision",
+    "dataset_name": "data.train",
+    "eval_steps": "val_interval",
+    "fp16": "precision",
+    "gradient_accumulation_steps": "micro_batch_size",
+    "gradient_checkpointing": "activation_checkpointing",
+    "learning_rate": "optim.lr",
+    "load_in_4bit": "lora.base",
+    "load_in_8bit": "lora.base",
+    "logging_steps": "log_interval",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_r": "lora.rank",
+    "lora_target_modules": "lora.targets",
+    "loss_type": "loss",
+    "lr_scheduler_type": "optim.schedule",
+    "max_completion_length": "data.max_completion",
+    "max_grad_norm": "optim.clip",
+    "max_length": "data.max_completion",
+    "max_prompt_length": "data.max_prompt",
+    "model_name_or_path": "model",
+    "num_train_epochs": "epochs",
+    "output_dir": "out_dir",
+    "per_device_train_batch_size": "micro_batch_size",
+    "report_to": "logger",
+    "resume_from_checkpoint": "resume",
+    "save_steps": "save_interval",
+    "save_total_limit": "keep_last",
+    "use_peft": "lora.rank",
+    "warmup_ratio": "optim.warmup",
+    "warmup_steps": "optim.warmup",
+}
+
+
+# ---- from settings to YAML -----------------------------------------------------------------------
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text like 1e3, which jsonargparse would read back as a number (YAML 1.2), and PyYAML
-    (1.1) would not."""
+    """Puts a text like 1e3 in quotes: jsonargparse (YAML 1.2) would read it back as a number."""
 
 
 _NUMBER = re.compile(r"[-+]?[\d._]+[eE][-+]?\d+")
@@ -38,172 +69,218 @@ def dump_yaml(settings) -> str:
     return yaml.dump(dataclasses.asdict(settings), Dumper=_Dumper, sort_keys=False)
 
 
+# ---- names of settings ---------------------------------------------------------------------------
+
+
 def _check_names(names, cls, where: str = "") -> None:
+    """Raise BadInput for a name that is no setting of `cls`, with the nearest one that is."""
     known = flatten(cls)
     for name in names:
-        if name in RENAMED:
-            raise BadInput(f"{where}{name}: renamed, use {RENAMED[name]}")
         if name in known:
             continue
         name = printable(name)
-        inside = [k for k in known if k.startswith(f"{name}.")]
+        inside = [x for x in known if x.startswith(f"{name}.")]
         if inside:
             raise BadInput(f"{where}{name}: a group: expected a setting in it, such as {inside[0]}")
-        near = [k for k in known if k.endswith("." + name)]
-        near = near or [x for x in (ELSEWHERE.get(name),) if x in known]
-        near = near or difflib.get_close_matches(name, known, 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        nearest = _nearest_name(name, known)
+        hint = f"; did you mean {nearest}?" if nearest else ""
         raise BadInput(f"{where}{name}: no such setting{hint}")
 
 
-def _refuse_twice(node, path: str, found: dict, prefix="") -> None:
-    """YAML keeps the last of two equal keys silently."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+def _nearest_name(name: str, known) -> str | None:
+    """The setting that was probably meant, or None."""
+    name = name.replace("-", "_")
+    name = NAMES_ELSEWHERE.get(name, name)
+    if name in known:
+        return name
+    same_ending = [x for x in known if x.endswith(f".{name}")]
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return next(iter(same_ending + similar), None)
+
+
+def _refuse_doubled_keys(node, path: str, found: dict, prefix: str = "") -> None:
+    """Raise BadInput for a key that stands twice: YAML would keep the last one silently."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
         name = f"{prefix}{key.value}"
-        if (first := found.setdefault(name, key)) is not key:
+        first = found.setdefault(name, key)
+        if first is not key:
             line, before = key.start_mark.line + 1, first.start_mark.line + 1
             raise BadInput(f"{path}:{line}: {printable(name)}: given in line {before} already")
-        _refuse_twice(value, path, found, f"{name}.")
+        _refuse_doubled_keys(value, path, found, f"{name}.")
 
 
-def _read_yaml(path: str, cls) -> list[str]:
-    """The names of the settings in a file, all known."""
+def _names_in_yaml(path: str, cls) -> list[str]:
+    """The names of the settings in a file, all of them known. Raises BadInput."""
     text = parse_file("config", path)
     try:
-        _refuse_twice(yaml.compose(text, yaml.SafeLoader), path, {})
-        node = yaml.safe_load(text)
+        _refuse_doubled_keys(yaml.compose(text, yaml.SafeLoader), path, {})
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise BadInput(f"{path}:{line}: {getattr(e, 'problem', None) or 'not YAML'}") from None
-    if not isinstance(node, dict):
+    if not isinstance(values, dict):
         raise BadInput(f"{path}:1: expected settings as `name: value`")
-    _check_names(flatten(node), cls, f"{path}: ")
-    return list(flatten(node))
+    names = list(flatten(values))
+    _check_names(names, cls, f"{path}: ")
+    return names
 
 
-def _arguments(argv: list[str], cls) -> tuple[list[str], list[str], list[str]]:
-    """(--config files, the rest, the settings that it names). A bare --flag of a yes/no setting
-    means true."""
-    flags = {f"--{n}" for n, k in flatten(cls).items() if bool in (k, *typing.get_args(k))}
-    pairs, configs, rest = zip(argv, [*argv[1:], None]), [], []
-    for word, following in pairs:
+def _split_arguments(argv: list[str], cls) -> tuple[list[str], list[str], list[str]]:
+    """-> the --config files, the other arguments, and the names of the settings that these give. A
+    bare --flag of a yes/no setting means true."""
+    types = flatten(cls)
+    flags = {f"--{name}" for name, t in types.items() if bool in (t, *typing.get_args(t))}
+    configs, rest = [], []
+    words = iter(zip(argv, [*argv[1:], None]))
+    for word, following in words:
         if word == "--config" and following is not None:
             configs.append(following)
-            next(pairs)
+            next(words)
         elif word.startswith("--config="):
             configs.append(word.removeprefix("--config="))
-        elif word in flags and (following or "-")[0] == "-":
+        elif word in flags and (following is None or following.startswith("-")):
             rest.append(f"{word}=true")
         else:
             rest.append(word)
-    names = [a[2:].split("=", 1)[0].removesuffix("+") for a in rest if a.startswith("--")]
+    names = [word[2:].split("=", 1)[0] for word in rest if word.startswith("--")]
+    names = [name.removesuffix("+") for name in names]
     names = [name for name in names if name not in ("config", "print_config", "help")]
     _check_names(names, cls)
     return configs, rest, names
 
 
-def parse(cls, argv: list[str] | None, doc: str, demo: str):
-    """Settings of type `cls` from the command line, or from argv where it is given. --config files
-    are read first, in order, so an override wins wherever it stands.
+# ---- from the command line to settings -----------------------------------------------------------
 
-    No arguments means `demo`, a file of config/. Naming --model or --config means your own run,
-    which must name data.train; naming data.train alone keeps the demo's model, but neither its
-    validation data nor its checker.
+
+def parse(cls, argv: list[str] | None, doc: str, demo: str):
+    """Settings of type `cls` from the command line (or from argv). Command-line options override
+    --config files, in any order; a later file overrides an earlier one.
+
+    Without --model and --config the run starts from `demo`, a file of config/. With one of them it
+    is the user's own run, which must name data.train. With data.train alone the demo's model stays,
+    but neither its validation data nor its checker. Raises BadInput.
     """
-    configs, rest, names = _arguments(sys.argv[1:] if argv is None else argv, cls)
-    merged = {name for c in configs for name in _read_yaml(c, cls)}
-    asks = {"-h", "--help", "--print_config"} & {word.split("=")[0] for word in rest}
+    configs, rest, names = _split_arguments(sys.argv[1:] if argv is None else argv, cls)
+    in_files = {name for path in configs for name in _names_in_yaml(path, cls)}
+    quiet = bool({"-h", "--help", "--print_config"} & {word.split("=")[0] for word in rest})
     if configs or "model" in names:
-        if not asks and "data.train" not in merged.union(names):
-            raise BadInput("data.train: required: the records to learn from")
-        stays = "data.train" in names and "data.val" in merged.difference(names)
-        if stays and not (asks or rank()):
-            print("your data.train: data.val stays what the configuration names")
-        if not (asks or configs or rank()):
-            print(f"your model: defaults, not config/{demo} (--print_config shows them)")
+        if not quiet:
+            _check_own_run(configs, names, in_files, demo)
     else:
-        known = flatten(cls)  # a fork may lack what the demo sets of another algorithm
-        here = flatten(yaml.safe_load((ROOT / "config" / demo).read_text())).items()
-        here = {n: x if isinstance(x, str) else json.dumps(x) for n, x in here if n in known}
-        here = [f"--{name}={value}" for name, value in here.items()]
-        if "data.train" in names:
-            here += ["--data.val=null", "--eval.check=none"]
-            if not asks and rank() == 0:
-                print("your data.train: the demo's validation data and checker are left out")
-        rest = [*here, *rest]
-    settings = _parse(cls, configs, rest, doc)
-    for name, value in flatten(settings).items():  # jsonargparse lets null pass for every type
-        if value is None and type(None) not in typing.get_args(flatten(cls)[name]):
-            raise BadInput(f"{name}: expected {_type_name(name, cls)}, got null")
+        rest = [*_demo_arguments(cls, names, demo, quiet), *rest]
+    settings = _parse_arguments(cls, configs, rest, doc)
+    _refuse_null(settings, cls)
     settings.validate()
-    if settings.lora.rank and settings.optim.lr == Optim().lr and rank() == 0:
-        print(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
+    if settings.lora.rank and settings.optim.lr == Optim().lr:
+        say(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
     errors.debug = settings.debug
     return settings
 
 
+def _check_own_run(configs: list[str], names: list[str], in_files: set[str], demo: str) -> None:
+    if "data.train" not in in_files.union(names):
+        raise BadInput("data.train: required: the records to learn from")
+    if "data.train" in names and "data.val" in in_files.difference(names):
+        say("your data.train: data.val stays what the configuration names")
+    if not configs:
+        say(f"your model: defaults, not config/{demo} (--print_config shows them)")
+
+
+def _demo_arguments(cls, names: list[str], demo: str, quiet: bool) -> list[str]:
+    """The demo's settings as arguments: those that `cls` has, since a fork may lack the others."""
+    known, arguments = flatten(cls), []
+    for name, value in flatten(yaml.safe_load((ROOT / "config" / demo).read_text())).items():
+        if name in known:
+            text = value if isinstance(value, str) else json.dumps(value)
+            arguments.append(f"--{name}={text}")
+    if "data.train" in names:
+        arguments += ["--data.val=null", "--eval.check=null"]
+        if not quiet:
+            say("your data.train: the demo's validation data and checker are left out")
+    return arguments
+
+
+def _refuse_null(settings, cls) -> None:
+    """jsonargparse lets null pass for every type."""
+    types = flatten(cls)
+    for name, value in flatten(settings).items():
+        if value is None and type(None) not in typing.get_args(types[name]):
+            raise BadInput(f"{name}: expected {_type_name(name, cls)}, got null")
+
+
 def parse_command(cls, doc: str, argv: list[str]):
-    """The settings of a command that is no run. Raises BadInput."""
-    configs, rest, _ = _arguments(argv, cls)
-    return _parse(cls, configs, rest, doc)
+    """The settings of a command that is no training run. Raises BadInput."""
+    configs, rest, _ = _split_arguments(argv, cls)
+    return _parse_arguments(cls, configs, rest, doc)
 
 
-def _parse(cls, configs: list[str], rest: list[str], doc: str):
+def _parse_arguments(cls, configs: list[str], rest: list[str], doc: str):
     import jsonargparse
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    usage = "python %(prog)s [--config FILE] [--SETTING VALUE ...]"
-    program = Path(sys.argv[0]).name
-    doc = doc.split("\n\n")[0]
-    parser = jsonargparse.ArgumentParser(program, usage, description=doc, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(
+        prog=Path(sys.argv[0]).name,
+        usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
+        description=doc.split("\n\n")[0],
+        exit_on_error=False,
+    )
     about = "A YAML file of these settings."
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help=about)
     parser.add_class_arguments(cls, None, as_group=False)
     _add_help(parser, cls)
+    files_first = [word for path in configs for word in ("--config", path)]
     try:
-        parsed = parser.parse_args([*(a for c in configs for a in ("--config", c)), *rest])
-        parsed = parser.instantiate_classes(parsed)
+        parsed = parser.instantiate_classes(parser.parse_args([*files_first, *rest]))
     except (jsonargparse.ArgumentError, TypeError, ValueError) as e:
         raise BadInput(_one_line(str(e), cls)) from None
     return cls(**{f.name: parsed[f.name] for f in dataclasses.fields(cls)})
 
 
+# ---- --help and messages -------------------------------------------------------------------------
+
+
 def _add_help(parser, cls) -> None:
-    """jsonargparse reads the sentences of a class itself only, not of its bases."""
+    """The sentences under inherited fields: jsonargparse reads those of the class itself only."""
     import docstring_parser
 
     options = parser._option_string_actions
-    kinds = typing.get_type_hints(cls).items()
-    groups = {f"{name}.": kind for name, kind in kinds if dataclasses.is_dataclass(kind)}
-    for prefix, group in {"": cls, **groups}.items():
+    groups = {"": cls}
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            groups[f"{name}."] = kind
+            options[f"--{name}"].help = argparse.SUPPRESS  # a file for one group: not among ours
+    for prefix, group in groups.items():
         for base in group.__mro__[1:-1]:
-            for x in docstring_parser.parse_from_object(base).params:
-                options[f"--{prefix}{x.arg_name}"].help = " ".join(x.description.split())
-    for group in {k.rsplit(".", 1)[0] for k in flatten(cls) if "." in k}:
-        options[f"--{group}"].help = argparse.SUPPRESS  # a file for a group: not among ours
+            for field in docstring_parser.parse_from_object(base).params:
+                sentence = " ".join(field.description.split())
+                options[f"--{prefix}{field.arg_name}"].help = sentence
     if issubclass(cls, RunSettings):
         _add_sections(parser)
 
 
 def _add_sections(parser) -> None:
-    """argparse lists options by group, in the order of its groups' lists."""
-    options = [a for group in parser._action_groups for a in group._group_actions]
+    """Sort the options into SECTIONS. argparse lists options by the groups of its own list."""
+    options = [action for group in parser._action_groups for action in group._group_actions]
     for group in parser._action_groups:
         group._group_actions.clear()
-    first = ("options", "", "help config print_config")
-    named = [(*section, names.split()) for *section, names in (first, *SECTIONS)]
-    known = {name for *_, names in named for name in names}
-    own = {a.dest.split(".")[0] for a in options} - known
-    for title, sentence, names in (named[0], ("algorithm", "What is learnt.", own), *named[1:]):
+    general = ["help", "config", "print_config"]
+    named = {name for *_, names in SECTIONS for name in names.split()}
+    own = {action.dest.split(".")[0] for action in options} - named - set(general)
+    sections = [("options", "", general), ("algorithm", "What is learnt.", own)]
+    sections += [(title, sentence, names.split()) for title, sentence, names in SECTIONS]
+    for title, sentence, names in sections:
         group = parser.add_argument_group(title, sentence)
         group._group_actions += [a for a in options if a.dest.split(".")[0] in names]
 
 
 def _type_name(name: str, cls) -> str:
     kind = flatten(cls)[name]
-    # to Python 3.10 list[str] is a type too
-    return str(kind).replace("None", "null") if typing.get_args(kind) else kind.__name__
+    if typing.get_args(kind):  # such as int | None, list[str]
+        return str(kind).replace("None", "null")
+    return kind.__name__
 
 
 def _one_line(message: str, cls) -> str:

@@ -1,4 +1,4 @@
-"""Files that a user gave, and files that are either whole or not there."""
+"""Paths and small files that the user gave; and files that are either whole or not there."""
 
 import hashlib
 import json
@@ -6,31 +6,45 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
-from runs.devices import on_rank_0
+from runs.devices import all_reduce, on_rank_0
 from runs.errors import BadInput, Failed, disk_error, parse_file, printable
 
 ROOT = Path(__file__).parent.parent  # of the project
 
 
 def find_path(source: str) -> Path:
-    """A path as given; the demo's own files also from elsewhere."""
+    """A path as given. The demo's own files are also found from another working directory."""
     path = Path(source).expanduser()
-    demo = source.startswith("demo/") and not path.exists()
-    return ROOT / source if demo else path
+    if source.startswith("demo/") and not path.exists():
+        return ROOT / source
+    return path
 
 
 def read_object(file: Path, parse) -> dict:
-    """A model's config. Raises BadInput."""
-    found = parse_file(None, file, parse)
-    if not isinstance(found, dict):
-        raise BadInput(f"{file}: expected an object, got {printable(found)}")
-    return found
+    """What a JSON or YAML file of a model holds, by `parse`. Raises BadInput if it is no object."""
+    value = parse_file(None, file, parse)
+    if not isinstance(value, dict):
+        raise BadInput(f"{file}: expected an object, got {printable(value)}")
+    return value
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    h = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(2**22):
+            h.update(block)
+    return h.hexdigest()
+
+
+# ---- one file ------------------------------------------------------------------------------------
 
 
 def sync(path: Path) -> None:
-    """Down to the disk: a file's bytes, or a folder's names."""
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -38,12 +52,13 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomically(path: Path, text: str | bytes) -> None:
-    """Whole or not at all, and on the disk. Its folder is made, but not one that held that."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is whole or not there, also after a power cut. Creates its parent
+    folder, but no folder above that. Raises Failed."""
     tmp = path.with_suffix(".tmp")
     with disk_error(path):
         path.parent.mkdir(exist_ok=True)
-        tmp.write_bytes(text.encode() if isinstance(text, str) else text)
+        tmp.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(tmp)
         tmp.replace(path)
 
@@ -52,66 +67,70 @@ def write_json(path: Path, value) -> None:
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def file_hash(path: Path) -> str:
-    h = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(2**22):
-            h.update(block)
-    return h.hexdigest()
+# ---- a folder with a manifest --------------------------------------------------------------------
 
 
-def publish_folder(fabric, write, out: Path, each=None) -> None:
-    """Rank 0 calls write(folder), if given, on a folder beside `out`, hashes it, and moves it there;
-    before, every rank calls each(folder). Fails on all ranks alike, if not in a collective."""
-    failed = None
-    tmp, old = (out.with_name(f".{out.name}.{kind}") for kind in ("tmp", "old"))
+def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> None:
+    """Make the folder `out` so that it is whole or not there.
+
+    write(folder) makes the files, in a folder beside `out`: called on rank 0, or on_every_rank.
+    Rank 0 then adds manifest.json (the files' hashes), waits for the disk, and renames the folder.
+    A collective; it fails on all ranks if it fails on one. Raises Failed, BadInput.
+    """
+    new, old = out.with_name(f".{out.name}.tmp"), out.with_name(f".{out.name}.old")
 
     def begin():
         with disk_error(out):
             out.parent.mkdir(exist_ok=True)
-            shutil.rmtree(tmp, ignore_errors=True)
-            tmp.mkdir()
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
 
     def finish():
-        try:
-            with disk_error(out, SafetensorError):  # safetensors has its own error for a full disk
-                if failed:
-                    raise failed
-                if write:
-                    write(tmp)
-                manifest = {p.name: file_hash(p) for p in sorted(tmp.iterdir())}
-                (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
-                for p in [*tmp.iterdir(), tmp]:
-                    sync(p)
-                shutil.rmtree(old, ignore_errors=True)
-                if out.exists():
-                    out.rename(old)
-                tmp.rename(out)
-                sync(out.parent)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+        with disk_error(out):
+            _write_manifest(new)
+            shutil.rmtree(old, ignore_errors=True)
+            if out.exists():
+                out.rename(old)
+            new.rename(out)
+            sync(out.parent)
         shutil.rmtree(old, ignore_errors=True)
 
-    on_rank_0(fabric, begin)
-    if each:
-        try:
-            with disk_error(out, SafetensorError):
-                each(tmp)
-        except Failed as e:  # maybe on this rank alone
-            failed = e
-    on_rank_0(fabric, finish)
-
-
-def verify_folder(folder: Path, needs) -> str | None:
-    """None if whole, else what is wrong."""
+    error = None
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        for name in needs:
-            if name not in manifest:
+        on_rank_0(fabric, begin)
+        if on_every_rank or fabric.global_rank == 0:
+            try:
+                with disk_error(out, SafetensorError):  # safetensors' own error for a full disk
+                    write(new)
+            except (BadInput, Failed) as e:
+                error = e
+        failed = torch.tensor(float(error is not None), device=fabric.device)
+        if all_reduce(failed, "max").item():
+            raise error or Failed(f"{out}: not saved: another rank could not write its part")
+        on_rank_0(fabric, finish)
+    finally:
+        if fabric.global_rank == 0:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def _write_manifest(folder: Path) -> None:
+    hashes = {p.name: file_hash(p) for p in sorted(folder.iterdir())}
+    (folder / "manifest.json").write_text(json.dumps(hashes, indent=1))
+    for path in [*folder.iterdir(), folder]:
+        sync(path)
+
+
+def verify_folder(folder: Path, required=()) -> str | None:
+    """What is wrong with a folder that publish_folder made; None if it is whole. `required`: names
+    that its manifest must have."""
+    try:
+        hashes = json.loads((folder / "manifest.json").read_text())
+        for name in required:
+            if name not in hashes:
                 return f"manifest.json names no {name}"
-        for name, known in manifest.items():
-            if file_hash(folder / name) not in (known, known[-1]):  # it was [size, hash] once
+        for name, known in hashes.items():
+            if file_hash(folder / name) != known:
                 return f"{name} is damaged"
-    except (OSError, ValueError, AttributeError, TypeError, LookupError) as e:
+    except (OSError, ValueError, AttributeError, TypeError) as e:
         return f"{type(e).__name__}: {e}"
     return None

@@ -1,4 +1,4 @@
-"""A run's folder: who holds it, which checkpoint a resume starts from, and what it refuses."""
+"""A run's folder: which process holds it, which checkpoint a resume starts from, what is refused."""
 
 import contextlib
 import fcntl
@@ -16,48 +16,58 @@ from runs.checkpoint import read_state, verify_checkpoint
 from runs.cli import dump_yaml
 from runs.console import say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, disk_error, user_error
+from runs.errors import BadInput, disk_error, rank, user_error
 from runs.files import file_hash, write_atomically
 from runs.settings import RunSettings, changed_settings, flatten
 
-
-def checkpoints_by_step(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, in order."""
-    named = ((re.fullmatch(r"step-(\d+)", p.name), p) for p in folder.glob("step-*"))
-    return dict(sorted((int(m[1]), p) for m, p in named if m))
-
-
-def newest_checkpoint(out: Path) -> Path | None:
-    """The newest checkpoint of a run that verifies."""
-    for path in reversed(checkpoints_by_step(out / "checkpoints").values()):
-        if (fault := verify_checkpoint(path)) is None:
-            return path
-        say(f"{path}: not used: {fault}")
-    return None
-
-
-def belongs_to_run(found: Path, out: Path) -> bool:
-    """Whether a checkpoint is of the run in this folder."""
-    return found.absolute().parent.parent.resolve() == out.resolve()  # checkpoints/ may be a link
+# ---- the folder checkpoints/ ---------------------------------------------------------------------
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def prune_checkpoints(folder: Path, keep_last: int, best: int | None) -> None:
-    """Remove old checkpoints, but neither the newest keep_last nor the best."""
-    for step, path in list(checkpoints_by_step(folder).items())[: -keep_last or None]:
-        if step != best:
-            gone = path.with_name(f".{path.name}.tmp")  # half of it is litter, not a checkpoint
+def checkpoints_by_step(checkpoints: Path) -> dict[int, Path]:
+    """The checkpoints in a folder by step, in order."""
+    found = {}
+    for path in checkpoints.glob("step-*"):
+        if match := re.fullmatch(r"step-(\d+)", path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The newest checkpoint of a run that is whole. Says which ones are not."""
+    for path in reversed(checkpoints_by_step(out / "checkpoints").values()):
+        fault = verify_checkpoint(path)
+        if fault is None:
+            return path
+        say(f"{path}: not used: {fault}")
+    return None
+
+
+def prune_checkpoints(checkpoints: Path, keep_last: int, best_step: int | None) -> None:
+    """Remove old checkpoints, but neither the newest `keep_last` nor the best one."""
+    for step, path in list(checkpoints_by_step(checkpoints).items())[:-keep_last]:
+        if step != best_step:
+            # renamed first: a checkpoint that is half removed must not look like one
+            removed = path.with_name(f".{path.name}.tmp")
             with contextlib.suppress(OSError):
-                path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+                path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def belongs_to_run(checkpoint: Path, out: Path) -> bool:
+    """Whether a checkpoint lies in the folder of this run. checkpoints/ may be a link."""
+    return checkpoint.absolute().parent.parent.resolve() == out.resolve()
+
+
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def take_lock(out: Path) -> int:
-    """The run's folder is this process's as long as this file stays open: the operating system's
-    lock ends with the process, however that ends. Raises BadInput."""
+    """Lock the run's folder for this process, until the returned file descriptor is closed or the
+    process ends, in whatever way. Raises BadInput if another process holds it."""
     fd = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,62 +83,130 @@ def take_lock(out: Path) -> int:
     return fd
 
 
+def refuse_taken_folder(cfg: RunSettings) -> None:
+    """Raise BadInput if out_dir holds another run, or another process writes into it. Called before
+    any data is read; nothing is changed. RunFolder looks again when it takes the folder."""
+    if rank() or not cfg.out_dir:
+        return
+    with user_error("out_dir", cfg.out_dir):
+        out = Path(cfg.out_dir)
+        if (out / ".lock").exists():
+            os.close(take_lock(out))
+        if not cfg.resume:
+            _refuse_held_folder(out)
+
+
+def _holds_a_run(out: Path) -> bool:
+    rows = out / "metrics.csv"
+    has_rows = rows.exists() and rows.stat().st_size > 0
+    return has_rows or bool(checkpoints_by_step(out / "checkpoints"))
+
+
+def _refuse_held_folder(out: Path) -> None:
+    if _holds_a_run(out):
+        raise BadInput(
+            f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder "
+            "starts anew"
+        )
+
+
+def _refuse_other_settings(checkpoint: Path, cfg: RunSettings, program: Path) -> list[str]:
+    """Raise BadInput if this program with these settings is not the run of the checkpoint. -> lines
+    to say"""
+    state, _ = read_state(checkpoint)
+    if Path(state.program).name != program.name:
+        raise BadInput(f"resume: {checkpoint}: a run of {state.program}, not of {program}")
+    lines = []
+    if state.source != file_hash(program):
+        lines.append(
+            f"{program} has changed since {checkpoint} was written: the run goes on with it as it "
+            "is now"
+        )
+    saved = flatten(yaml.safe_load((checkpoint / "settings.yaml").read_text()))
+    new = flatten(cfg)
+    fixed, cut = changed_settings(saved, new)
+    if fixed:
+        file = checkpoint.parent.parent / "settings.yaml"  # the run's
+        file = file if file.exists() else checkpoint / "settings.yaml"
+        lines = [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
+        advice = f"a resume uses the run's own settings (--config {file})"
+        raise BadInput("\n".join(lines) + f"; {advice}")
+    rounding = f"; equal to rounding only, since {', '.join(cut)} changed" if cut else ""
+    return [*lines, f"resumed from {checkpoint}{rounding}"]
+
+
+def refuse_other_identity(saved: dict[str, str], new: dict[str, str]) -> None:
+    """Raise BadInput if a resume meets another model, tokenizer or data than the run began with. A
+    hash that only `saved` has is compared by the algorithm that adds it (online.ratings)."""
+    names = sorted(name for name, value in new.items() if saved.get(name) != value)
+    if names:
+        raise BadInput("\n".join(f"resume: {n}: not what this run began with" for n in names))
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
 class RunFolder:
-    """A run's folder, decided on rank 0 for all ranks; nothing in it is changed before `begin`.
-    Refuses to mix two runs."""
+    """The folder of a run, locked for this process. Rank 0 decides for all ranks. Nothing in an
+    existing folder is changed before `begin`.
+
+    path: the folder. checkpoint: the folder of the checkpoint that this start goes on from, or None;
+    state: its RunState; is_own: whether that checkpoint is of the run in `path` (else this run
+    branches off another one). Raises BadInput if two runs would be mixed.
+    """
 
     def __init__(self, fabric, cfg: RunSettings, program: Path):
         self.lock = None
-        out, self.found, self.said = on_rank_0(fabric, lambda: self._open(cfg, program))
-        self.cfg = replace(cfg, out_dir=str(out))  # settings.yaml finds its own run
-        self.out, self.old = out, read_state(self.found)[0] if self.found else None
-        # else it is a branch of the run there
-        self.own = self.found and belongs_to_run(self.found, out)
+        self.path, self.checkpoint, self.lines = on_rank_0(fabric, lambda: self._take(cfg, program))
+        self.state = read_state(self.checkpoint)[0] if self.checkpoint else None
+        self.is_own = self.checkpoint is not None and belongs_to_run(self.checkpoint, self.path)
+        # settings.yaml alone must find its run
+        self.cfg = replace(cfg, out_dir=str(self.path))
 
-    def _open(self, cfg: RunSettings, program: Path) -> tuple[Path, Path | None, list[str]]:
-        found = None
+    def _take(self, cfg: RunSettings, program: Path) -> tuple[Path, Path | None, list[str]]:
+        """Create and lock the folder, find the checkpoint. -> path, checkpoint, lines to say"""
+        checkpoint = None
         if cfg.resume not in (None, "auto"):
-            found = Path(cfg.resume)
-            here = (found / "manifest.json").is_file()
-            fault = verify_checkpoint(found) if here else "no such checkpoint folder"
+            checkpoint = Path(cfg.resume)
+            exists = (checkpoint / "manifest.json").is_file()
+            fault = verify_checkpoint(checkpoint) if exists else "no such checkpoint folder"
             if fault:
                 raise BadInput(f"resume: {cfg.resume}: {fault}")
         with user_error("out_dir", cfg.out_dir):
-            out = Path(cfg.out_dir) if cfg.out_dir else _fresh_folder(program)
+            out = Path(cfg.out_dir) if cfg.out_dir else _new_folder(program)
             out.mkdir(parents=True, exist_ok=True)
             self.lock = take_lock(out)
             for name in ("checkpoints", "eval"):
                 (out / name).mkdir(exist_ok=True)
+        if not cfg.resume:
+            _refuse_held_folder(out)
         if cfg.resume == "auto":
-            found = newest_checkpoint(out)
-        saved, rows = checkpoints_by_step(out / "checkpoints"), out / "metrics.csv"
-        holds = saved or rows.exists() and rows.stat().st_size
-        if holds and not cfg.resume or saved and found and not belongs_to_run(found, out):
-            advice = "--resume auto goes on with it, another folder starts anew"
-            raise BadInput(f"out_dir: {out} holds a run already: {advice}")
-        if found:
-            return out, found, _refuse_another_run(found, cfg, program)
-        if saved:
+            checkpoint = newest_checkpoint(out)
+        has_checkpoints = bool(checkpoints_by_step(out / "checkpoints"))
+        if checkpoint and has_checkpoints and not belongs_to_run(checkpoint, out):
+            _refuse_held_folder(out)  # a branch of one run must not lie in the folder of another
+        if checkpoint:
+            return out, checkpoint, _refuse_other_settings(checkpoint, cfg, program)
+        if has_checkpoints:
             advice = "move it away, or give another --out_dir"
             raise BadInput(f"resume: {out}: none of its checkpoints is whole: {advice}")
-        if cfg.resume:
-            return out, None, [f"nothing to resume in {out}: starting"]
-        return out, None, []
+        lines = [f"nothing to resume in {out}: starting"] if cfg.resume else []
+        return out, None, lines
 
     def begin(self) -> None:
-        """On rank 0. From here on the run is this one: what it goes on from is said, its settings
-        are written, an earlier life's litter and newer checkpoints of a branch that it leaves are
-        put away."""
-        with disk_error(self.out):
+        """On rank 0, once nothing can be refused any more: clean up after an earlier process, put
+        aside newer checkpoints that this start leaves behind, write the settings, say so."""
+        with disk_error(self.path):
             for name in ("", "checkpoints", "eval", "iterations"):
-                _clear_litter(self.out / name)
-            if self.own:
-                _put_newer_aside(self.found.parent, self.old.step)
-        write_atomically(self.out / "settings.yaml", dump_yaml(self.cfg))
-        for line in (*self.said, f"run folder: {self.out}"):
+                _clear_litter(self.path / name)
+            if self.is_own:
+                _put_newer_aside(self.path / "checkpoints", self.state.step)
+        write_atomically(self.path / "settings.yaml", dump_yaml(self.cfg))
+        for line in (*self.lines, f"run folder: {self.path}"):
             say(line)
 
     def close(self) -> None:
+        """Give the lock back."""
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
@@ -136,52 +214,38 @@ class RunFolder:
     __del__ = close
 
 
-def _fresh_folder(program: Path) -> Path:
-    stem, n = Path("out") / f"{program.stem}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+def _new_folder(program: Path) -> Path:
+    """out/PROGRAM-DATE, with a number behind it if two runs begin in the same second."""
+    first = Path("out") / f"{program.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out, n = first, 1
     while True:
-        out, n = stem if n == 1 else stem.with_name(f"{stem.name}-{n}"), n + 1
-        with contextlib.suppress(FileExistsError):
+        try:
             out.mkdir(parents=True)
             return out
-
-
-def _refuse_another_run(found: Path, cfg: RunSettings, program: Path) -> list[str]:
-    """Raise BadInput where this is not the run that `found` belongs to. -> what to say"""
-    (state, _), said = read_state(found), []
-    if Path(state.program).name != program.name:
-        raise BadInput(f"resume: {found}: a run of {state.program}, not of {program}")
-    if state.source != file_hash(program):
-        was = f"{program} has changed since {found} was written"
-        said = [f"{was}: it goes on with what it is now"]
-    old = flatten(yaml.safe_load((found / "settings.yaml").read_text()))
-    fixed, moved = changed_settings(old, flatten(cfg))
-    if fixed:
-        raise BadInput("\n".join(f"{name}: a resume cannot change it" for name in fixed))
-    why = f"; equal to rounding only, since {', '.join(moved)} changed" if moved else ""
-    return [*said, f"resumed from {found}{why}"]
+        except FileExistsError:
+            n += 1
+            out = first.with_name(f"{first.name}-{n}")
 
 
 def _clear_litter(folder: Path) -> None:
-    """What an earlier life was writing or removing when it was killed."""
-    for old in folder.glob(".*.old"):  # it was about to be replaced
-        whole = folder / old.name[1:-4]
-        old.rename(whole) if not whole.exists() else shutil.rmtree(old, ignore_errors=True)
+    """Remove what a killed process was writing or removing."""
+    for old in folder.glob(".*.old"):  # publish_folder was about to replace it
+        published = folder / old.name[1:-4]
+        if published.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(published)
     for tmp in folder.glob("*.tmp"):
-        shutil.rmtree(tmp, ignore_errors=True) if tmp.is_dir() else tmp.unlink()
+        if tmp.is_dir():
+            shutil.rmtree(tmp, ignore_errors=True)
+        else:
+            tmp.unlink()
 
 
-def _put_newer_aside(folder: Path, found: int) -> None:
-    """Newer checkpoints are of a branch that this run now leaves."""
-    for step, newer in checkpoints_by_step(folder).items():
-        if step > found:
-            aside = newer.with_name(f"abandoned-{newer.name}")
+def _put_newer_aside(checkpoints: Path, step: int) -> None:
+    """Checkpoints after `step` are of a continuation that this start leaves behind."""
+    for newer_step, path in checkpoints_by_step(checkpoints).items():
+        if newer_step > step:
+            aside = path.with_name(f"abandoned-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
-            newer.rename(aside)
-
-
-def refuse_another_identity(old: dict[str, str], new: dict[str, str]) -> None:
-    """Raise BadInput where a resume meets another model, tokenizer or data than the run began with.
-    What only `old` has an algorithm adds, and compares, later."""
-    names = sorted(name for name, value in new.items() if old.get(name) != value)
-    if names:
-        raise BadInput("\n".join(f"resume: {n}: not what this run began with" for n in names))
+            path.rename(aside)

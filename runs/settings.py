@@ -1,4 +1,5 @@
-"""Settings that every program shares. The sentence under a field is its --help."""
+"""Settings that every program shares. The sentence under a field is its --help, and what a field may
+be stands with the field (`setting`). "Off" is always null."""
 
 import dataclasses
 import math
@@ -11,145 +12,205 @@ from runs.errors import BadInput, printable
 DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 EXPORT_DTYPES = ("source", "float32")
+MAX_INT, MAX_FLOAT = 10**12, 1e30  # of any number; float32 ends at 3e38
+
+NO_BF16 = """precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no \
+weight of 0.02); use bf16-mixed, or LoRA"""
 
 
-def refuse_unless(ok: bool, message: str) -> None:
-    """BadInput with this message where a condition does not hold."""
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def setting(default, *, at_least=None, above=None, at_most=None, below=None, choices=None):
+    """A field of a settings class with a default and the values that it may have. null is always
+    allowed where the field's type has None."""
+    limits = dict(at_least=at_least, above=above, at_most=at_most, below=below, choices=choices)
+    return field(default=default, metadata=limits)
+
+
+def path_setting(default: str | None = None):
+    """A field that holds a path, or the id of something on the Hub."""
+    return field(default=default, metadata={"path": True})
+
+
+def refuse_unless(ok, message: str) -> None:
+    """Raise BadInput with this message unless `ok`."""
     if not ok:
         raise BadInput(message)
 
 
-def refuse_out_of_range(values: dict[str, object]) -> None:
-    """BadInput where a number, by the last part of its dotted name, cannot be meant."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        finite = f"{name}: expected a finite number, got {value}"
-        refuse_unless(not isinstance(value, float) or math.isfinite(value), finite)
-        leaf = name.split(".")[-1]
-        for words, holds, names in RANGES:
-            if leaf in names.split():
-                refuse_unless(holds(value), f"{name}: expected {words}, got {printable(value)}")
-        top = TOP.get(leaf, 1e30 if isinstance(value, float) else 10**12)  # float32 ends at 3e38
-        less = f"{name}: expected less than {top}, got {printable(value)}"
-        refuse_unless(abs(value) < top, less)
+def check_fields(settings, prefix: str = "") -> None:
+    """Raise BadInput for a field, also of a group, whose value its `setting` does not allow."""
+    for f in dataclasses.fields(settings):
+        name, value = prefix + f.name, getattr(settings, f.name)
+        if dataclasses.is_dataclass(value):
+            check_fields(value, f"{name}.")
+        elif value is not None:
+            check_value(name, value, f.metadata)
+
+
+def check_value(name: str, value, limits) -> None:
+    """Raise BadInput for a value outside of its limits (see `setting`)."""
+    got = f"got {printable(value)}"
+    if choices := limits.get("choices"):
+        refuse_unless(value in choices, f"{name}: expected {', '.join(choices)}; {got}")
+    if limits.get("path"):
+        control = re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value)
+        # safetensors opens only paths in UTF-8
+        refuse_unless(value and not control, f"{name}: expected a path in UTF-8 or an id, {got}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    refuse_unless(math.isfinite(value), f"{name}: expected a finite number, {got}")
+    for words, holds in (
+        ("at_least", lambda limit: value >= limit),
+        ("above", lambda limit: value > limit),
+        ("at_most", lambda limit: value <= limit),
+        ("below", lambda limit: value < limit),
+    ):
+        limit = limits.get(words)
+        if limit is not None:
+            refuse_unless(
+                holds(limit), f"{name}: expected {words.replace('_', ' ')} {limit}, {got}"
+            )
+    most = MAX_FLOAT if isinstance(value, float) else MAX_INT
+    refuse_unless(abs(value) < most, f"{name}: expected below {most}, {got}")
+
+
+# ---- groups --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Data:
     """Which records to learn from, and how they become tokens."""
 
-    train: str
+    train: str = field(metadata={"path": True})
     """Rated or paired records: a .jsonl, .json, .csv, .tsv (also .gz) or .parquet file, a folder of
     save_to_disk or a Hub id (id, id:split or id:config:split). Several by commas, patterns
     (more/*.jsonl), shares of a mix: a.jsonl:0.7,b.jsonl:0.3."""
-    val: str | None = None
+    val: str | None = path_setting()
     """Records to validate on, in the same forms."""
-    test: str | None = None
+    test: str | None = path_setting()
     """Records evaluated once at the end, with the final weights and with the best ones."""
     split: str | None = None
-    """Cut data.train into train,val,test, e.g. 980,10,10; a prompt's ratings stay together."""
+    """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a prompt stay together."""
     shuffle: bool = True
-    """A new order each epoch, a function of seed and epoch only. False: file order."""
-    max_prompt: int | None = None
-    """Longest prompt in tokens; a longer one loses its head. Default: 1024, or half the context."""
-    max_completion: int | None = None
-    """Longest completion in tokens; what is longer loses its tail and its EOS. Default: likewise."""
+    """A new order in each epoch, which depends on the seed and the epoch only. False: file order."""
+    max_prompt: int | None = setting(None, at_least=1)
+    """Longest prompt in tokens; a longer one loses its beginning. Default: 1024, or half the
+    context."""
+    max_completion: int | None = setting(None, at_least=1)
+    """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or half
+    the context."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template (it wins over one that has)."""
+    """A jinja file, for a tokenizer without a chat template. It is used in place of the tokenizer's
+    own."""
     score_prompt: bool = False
-    """Count the prompt's tokens, from the second on, in the log-probs of both completions."""
+    """Add the log-probs of the prompt's tokens, from the second on, to those of each completion."""
     date: str | None = None
-    """Today, for chat templates that ask for it: 2026-01-31. The real day would make runs differ."""
+    """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
     columns: str | None = None
-    """Where the source's names are not ours: prompt=question,label=good."""
-    score_turns: str = "last"
-    """last: of a completion (or dialogue) of several turns, the last is scored. all: each of the
-    assistant's turns is an example of its own."""
-    cache: str = "~/.cache/kto"
-    """Folder for the token ids of large files, by content; an empty text is none."""
+    """Names of the records' fields where they are not ours: prompt=question,label=good."""
+    score_turns: str = setting("last", choices=("last", "all"))
+    """Of a completion (or dialogue) with several turns: last scores the last turn only; all makes an
+    example of each of the assistant's turns."""
+    cache: str | None = "~/.cache/kto"
+    """Folder that keeps the token ids of files of 16 MB and more. null: no cache."""
     extra: str | None = None
-    """More fields, that every record must have, for a loss or metric to read: weight,source."""
+    """More fields that every record must have, for a loss or a metric to read: weight,source."""
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in (self.extra or "").split(",") if name.strip())
+        names = (name.strip() for name in (self.extra or "").split(","))
+        return tuple(name for name in names if name)
+
+
+def with_limits(data: Data, context: int) -> Data:
+    """Fill in max_prompt and max_completion so that both together fit into a model's context (in
+    tokens). Raises BadInput where the given ones do not."""
+    longest = data.max_prompt
+    if longest is None:
+        longest = max(1, min(1024, context // 2, context - (data.max_completion or 1)))
+    answer = data.max_completion or min(1024, context - longest)
+    if longest + answer > context or answer < 1:
+        both = f"{longest} + data.max_completion {data.max_completion or 'at least 1'}"
+        raise BadInput(f"data.max_prompt {both} exceed the context of {context}")
+    return dataclasses.replace(data, max_prompt=longest, max_completion=answer)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters (arXiv 2106.09685). The reference is then the model with them off."""
+    """Low-rank adapters (arXiv 2106.09685). The reference is then the model with its adapters off."""
 
-    rank: int = 0
-    """Rank of the adapters; 0 trains every weight."""
-    alpha: int = 16
-    """The adapters' output is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout before the adapters. Above 0, policy and reference differ by design, even at step 0."""
-    targets: list[str] | str = field(default_factory=lambda: list(LORA_TARGETS[:-1]))
-    """Which linear layers get adapters: any of query, key, value, projection, mlp, head; or as PEFT
-    names the model's own: q_proj, o_proj, all-linear, ..."""
+    rank: int | None = setting(None, at_least=1, below=2**13)
+    """Rank of the adapters. null: no adapters, every weight is trained."""
+    alpha: int = setting(16, at_least=1, below=2**31)
+    """The adapters' output is multiplied by alpha / rank."""
+    dropout: float = setting(0.0, at_least=0, below=1)
+    """Dropout before the adapters. Above 0 policy and reference differ even at step 0."""
+    targets: str = ",".join(LORA_TARGETS[:-1])
+    """Which linear layers get adapters, by commas: any of query, key, value, projection, mlp, head;
+    or PEFT's names: q_proj, o_proj, all-linear, ..."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
-    base: str = ""
-    """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes); they are
-    exported as they were. Default: as they are."""
+    """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+    base: str | None = setting(None, choices=("nf4", "int8"))
+    """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes). The export
+    has them as they were. null: not quantised."""
 
 
 @dataclass(frozen=True)
 class Optim:
     """AdamW: warmup, constant, decay to min_lr. Norms, biases and embeddings do not decay."""
 
-    name: str = "adamw"
-    """adamw, or adamw8bit: its states in 8 bits, through bitsandbytes."""
-    lr: float = 1e-6
-    """Peak learning rate; 0 is a dry evaluation."""
-    min_lr: float = 0.0
-    """Where the schedule ends."""
-    schedule: str = "cosine"
-    """cosine, linear, or constant (after the warmup)."""
-    warmup: int | float = 0
+    name: str = setting("adamw", choices=("adamw", "adamw8bit"))
+    """adamw, or adamw8bit: optimizer states in 8 bits, through bitsandbytes."""
+    lr: float = setting(1e-6, at_least=0)
+    """Peak learning rate; at 0 the run only evaluates."""
+    min_lr: float = setting(0.0, at_least=0)
+    """Learning rate at the end of the schedule."""
+    schedule: str = setting("cosine", choices=("cosine", "linear", "constant"))
+    """How the learning rate falls after the warmup; constant: it does not."""
+    warmup: int | float = setting(0, at_least=0)
     """Steps of linear warmup from 0; a float is a fraction of an epoch."""
-    constant: int | float = 0
-    """Steps at peak between warmup and decay; a float is a fraction of an epoch."""
-    weight_decay: float = 0.0
+    constant: int | float = setting(0, at_least=0)
+    """Steps at the peak between warmup and decay; a float is a fraction of an epoch."""
+    weight_decay: float = setting(0.0, at_least=0)
     """Decoupled weight decay."""
-    beta1: float = 0.9
+    beta1: float = setting(0.9, at_least=0, below=1)
     """Decay of the gradient's running mean."""
-    beta2: float = 0.999
+    beta2: float = setting(0.999, at_least=0, below=1)
     """Decay of the squared gradient's running mean."""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, above=0)
     """Added to the denominator."""
-    clip: float = 1.0
-    """Gradient norm above which the gradient is scaled down; 0 is never."""
+    clip: float | None = setting(1.0, above=0)
+    """Largest gradient norm; a larger gradient is scaled down to it. null: no clipping."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How completions are sampled from a policy."""
 
-    temperature: float = 1.0
+    temperature: float = setting(1.0, at_least=0)
     """Sampling temperature; 0 is greedy."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens only; 0 is all."""
-    top_p: float = 1.0
+    top_k: int | None = setting(None, at_least=1)
+    """Sample among the k likeliest tokens only. null: among all."""
+    top_p: float = setting(1.0, above=0, at_most=1)
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that are there, multiplies negative ones; 1 is none."""
+    repetition_penalty: float = setting(1.0, above=0)
+    """Divides the positive logits of tokens that are there already, and multiplies negative ones; 1
+    changes nothing."""
     stop: list[str] = field(default_factory=list)
-    """A completion ends before the first of these texts too, not only at EOS."""
-    min_new_tokens: int = 0
-    """No EOS before so many tokens."""
-    max_new_tokens: int | None = None
+    """A completion also ends before the first of these texts, not only at EOS."""
+    min_new_tokens: int = setting(0, at_least=0)
+    """No EOS before this many tokens."""
+    max_new_tokens: int | None = setting(None, at_least=1, below=2**24)
     """Longest sampled completion. Default: data.max_completion."""
-    batch_size: int = 256
+    batch_size: int = setting(256, at_least=1)
     """Prompts answered at once on a device."""
-    cache_gb: float | None = None
-    """Memory for their keys and values on a device; what needs more is answered in waves. Default:
-    half of what is free on a GPU (to a power of two), 8 on a CPU."""
+    cache_gb: float | None = setting(None, above=0)
+    """Memory for their keys and values on a device; prompts that do not fit are answered afterwards.
+    Default: half of the free memory of a GPU (to a power of two), 8 on a CPU."""
 
     def validate(self, group: str) -> None:
-        refuse_out_of_range({f"{group}.{k}": v for k, v in flatten(self).items()})
         refuse_unless("" not in self.stop, f"{group}.stop: a stop text is not empty")
 
 
@@ -157,174 +218,35 @@ class Sampling:
 class Eval(Sampling):
     """Completions of the policy: shown at each validation, checked before and after the run."""
 
-    check: str = "none"
-    """What says if an answer is right: none, or demo's; your own by code: main(checker=...)."""
-    check_interval: int | float | None = None
+    check: str | None = setting(None, choices=("demo",))
+    """A checker that decides which answers are right: demo's. Your own is given in code,
+    main(checker=...). null: no checker."""
+    check_interval: int | float | None = setting(None, above=0)
     """Steps (a float: epochs) between checks of the answers; also at step 0 and at the end."""
-    prompts: int = 500
-    """At most this many distinct prompts of data.val are answered and checked, the first ones."""
-    samples: int = 4
-    """So many completions are shown and saved at each validation; 0 turns it off."""
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings shared by all programs."""
-
-    model: str
-    """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
-    ours or one of its checkpoints."""
-    data: Data
-    reference: str | None = None
-    """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
-    reference_cache: str | None = None
-    """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
-    All that the run will need is computed before its first step, or found there, and the reference
-    is released."""
-    out_dir: str | None = None
-    """Folder of this run. Default: a fresh one under out/."""
-    resume: str | None = None
-    """auto: from out_dir's newest whole checkpoint, if there is one. Or a checkpoint's folder."""
-    seed: int = 1
-    """Seeds order, adapters, dropout and sampling."""
-    deterministic: bool = False
-    """Bit-identical reruns on a GPU too, at some cost in speed. On a CPU they always are."""
-
-    accelerator: str = "auto"
-    """auto, cpu or gpu."""
-    devices: int = 1
-    """Devices per node. Under torchrun, its own number."""
-    num_nodes: int = 1
-    """Nodes."""
-    strategy: str = "auto"
-    """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
-    precision: str | None = None
-    """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
-    in fp32). Default: bf16-mixed on a GPU, 32-true on a CPU."""
-
-    epochs: int = 1
-    """Passes over data.train; the smaller of epochs and max_steps ends the run."""
-    max_steps: int | None = None
-    """Optimizer steps."""
-    max_time: str | None = None
-    """Stop, saved and resumable, after this long: HH:MM:SS or D-HH:MM:SS, in quotes in a YAML file."""
-    stop_at: int | None = None
-    """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
-    limit_train: int | float | None = None
-    """Use so many steps of each epoch; a float is a fraction of it."""
-    limit_val: int | float | None = None
-    """Validate on the first so many examples; a float is a fraction of them."""
-    batch_size: int = 64
-    """Examples per optimizer step over all devices. The only batch that the result depends on."""
-    micro_batch_size: int | None = None
-    """Examples per forward on a device. Memory and speed only."""
-    micro_batch_tokens: int | None = None
-    """Tokens per forward instead; an over-long example goes alone. Given neither: 16384."""
-    no_grad_tokens: int | None = None
-    """The same budget for the no-gradient pass, which needs less memory. Default: twice the other."""
-    activation_checkpointing: bool = False
-    """Compute blocks again in the backward pass: less memory, a quarter slower."""
-
-    lora: Lora = field(default_factory=Lora)
-    optim: Optim = field(default_factory=Optim)
-    eval: Eval = field(default_factory=Eval)
-
-    log_interval: int = 1
-    """Steps between lines of metrics.csv. A line describes its own step, of all devices."""
-    val_interval: int | float | None = 1.0
-    """Steps (a float: epochs) between validations; also at step 0 and at the end."""
-    save_interval: int | float | None = 1.0
-    """Steps (a float: epochs) between checkpoints; also at the end, or when stopped."""
-    keep_last: int = 2
-    """Checkpoints to keep."""
-    keep_best: str | None = None
-    """Keep the best by this column of val.csv too: loss and kl are low, all others high."""
-    export_dtype: str = "source"
-    """Of the exported weights: source (as the model that we start from), or float32."""
-    examples_at: int | None = None
-    """Write a table of this step's examples with their columns, largest loss first."""
-    debug: bool = False
-    """Let exceptions through to pdb, and skip the start check, validation and progress: the first
-    breakpoint in a loss is then the first training micro-batch."""
-    estimate: bool = False
-    """Print how much memory a device would need, from config.json and these settings alone, and end.
-    It is of a GPU, present or not, unless accelerator is cpu."""
-    estimate_gb: float = 80.0
-    """Memory of a device, for what fits it."""
-    logger: str = "csv"
-    """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
-    project: str = "kto"
-    """Project name for wandb."""
-    progress: bool = True
-    """A progress bar on a terminal, a line now and then elsewhere."""
-
-    def validate(self) -> None:
-        """Raise BadInput for settings that cannot be meant."""
-        values = flatten(self)
-        for name, choices in CHOICES.items():
-            allowed, value = ", ".join(c for c in choices if c), values[name]
-            expected = f"{name}: expected {allowed}; got {printable(value)}"
-            refuse_unless(value in choices, expected)
-        refuse_out_of_range(values)
-        for name in PATHS.split():
-            text = values[name]
-            plain = text is None or text and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text)
-            expected = f"{name}: expected a path in UTF-8 or an id"  # safetensors knows no other
-            refuse_unless(plain, f"{expected}, got '{printable(text)}'")
-        self._validate_together()
-        self.eval.validate("eval")
-
-    def _validate_together(self) -> None:
-        o, two = self.optim, "does not work with strategy fsdp; use"
-        fsdp, validated = self.strategy == "fsdp", self.data.val or self.data.split
-        both = self.micro_batch_size and self.micro_batch_tokens
-        base, double = self.lora.base, self.precision == "64-true"
-        lost = self.resume == "auto" and not self.out_dir
-        targets = f"lora.targets: expected some of {', '.join(LORA_TARGETS)}; got none"
-        for wrong, message in (
-            (o.min_lr > o.lr, f"optim.min_lr: {o.min_lr} is above optim.lr, {o.lr}"),
-            (both, "micro_batch_size and micro_batch_tokens: give one, not both"),
-            (not self.lora.targets, targets),
-            (base and not self.lora.rank, "lora.base: needs lora.rank: it stays frozen"),
-            (base and fsdp, f"lora.base: {base} {two} ddp"),
-            (base and double, f"lora.base: {base} does not work with precision 64-true"),
-            (self.precision == "bf16-true" and not self.lora.rank, NO_BF16),
-            (double and fsdp, f"precision: 64-true {two} ddp"),
-            (o.name == "adamw8bit" and fsdp, f"optim.name: adamw8bit {two} adamw, or ddp"),
-            (lost, "resume: auto needs --out_dir, the run's own"),
-            (self.max_time is not None and not self.seconds(), "max_time: expected more than 0"),
-            (self.keep_best and not validated, "keep_best: needs data.val or data.split"),
-        ):
-            refuse_unless(not wrong, message)
-
-    def seconds(self) -> float:
-        """max_time in seconds."""
-        m = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6}):(\d\d):(\d\d)", self.max_time or "", re.ASCII)
-        expected = "max_time: expected HH:MM:SS or D-HH:MM:SS"
-        refuse_unless(m, f"{expected}, got {printable(self.max_time)}")
-        days, hours, minutes, seconds = (int(x or 0) for x in m.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    prompts: int = setting(500, at_least=0)
+    """Number of distinct prompts of data.val that are answered and checked: the first ones."""
+    samples: int = setting(4, at_least=0)
+    """Number of completions that are shown and saved at each validation."""
 
 
 @dataclass(frozen=True)
 class PreferenceSettings:
     """What the objectives of kto.py and dpo.py share."""
 
-    beta: float = 0.1
-    """Strength of the pull back to the reference; larger keeps the policy closer."""
+    beta: float = setting(0.1, above=0)
+    """Strength of the pull back to the reference; a larger one keeps the policy closer."""
     average_logps: bool = False
     """Divide log-probabilities by the number of scored tokens, in z too."""
-    preference_loss_weight: float = 1.0
-    """Weight of the loss itself."""
-    sft_loss_weight: float = 0.0
+    preference_loss_weight: float = setting(1.0, at_least=0)
+    """Weight of the preference loss."""
+    sft_loss_weight: float = setting(0.0, at_least=0)
     """Weight of the negative log-likelihood of the desirable (chosen) completions."""
     sft_average_logps: bool | None = None
-    """Divide that by its tokens. Default: as average_logps."""
+    """Divide that log-likelihood by its number of tokens. Default: as average_logps."""
 
     @property
     def sft_average(self) -> bool:
-        own = self.sft_average_logps
-        return self.average_logps if own is None else own
+        return self.average_logps if self.sft_average_logps is None else self.sft_average_logps
 
     def validate(self, group: str) -> None:
         both = f"{group}: preference_loss_weight and sft_loss_weight are both 0"
@@ -332,35 +254,180 @@ class PreferenceSettings:
         refuse_unless(max(losses) > 0, f"{both}: nothing to learn")
 
 
-NO_BF16 = """precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no \
-weight of 0.02); use bf16-mixed, or LoRA"""
-CHOICES = {
-    "strategy": ("auto", "ddp", "fsdp"),
-    "precision": (None, "32-true", "bf16-mixed", "bf16-true", "64-true"),
-    "accelerator": ("auto", "cpu", "gpu"),
-    "export_dtype": EXPORT_DTYPES,
-    "eval.check": ("none", "demo"),
-    "logger": ("csv", "tensorboard", "wandb"),
-    "optim.name": ("adamw", "adamw8bit"),
-    "lora.base": ("", "nf4", "int8"),
-    "optim.schedule": ("cosine", "linear", "constant"),
-}
-RANGES = (
-    ("at least 1", lambda x: x >= 1, "batch_size epochs devices num_nodes log_interval keep_last "
-     "alpha max_prompt max_completion examples_at stop_at max_new_tokens"),
-    ("more than 0", lambda x: x > 0, "micro_batch_size micro_batch_tokens no_grad_tokens max_steps "
-     "limit_train limit_val val_interval save_interval check_interval eps top_p beta "
-     "repetition_penalty cache_gb estimate_gb"),
-    ("at least 0", lambda x: x >= 0, "rank dropout lr min_lr warmup constant weight_decay beta1 "
-     "beta2 clip seed temperature top_k min_new_tokens prompts samples preference_loss_weight "
-     "sft_loss_weight"),
-    ("at most 1", lambda x: x <= 1, "top_p"),
-)  # fmt: skip
-TOP = {"dropout": 1, "beta1": 1, "beta2": 1, "seed": 2**32, "rank": 2**13, "alpha": 2**31}
-TOP |= {"max_new_tokens": 2**24, "devices": 2**16, "num_nodes": 2**16}
-PATHS = "model reference reference_cache out_dir resume data.train data.val data.test"
+# ---- a run ---------------------------------------------------------------------------------------
 
-# Of --help: a section's title, its sentence, its settings; what is in none is the algorithm's own
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings shared by all programs. A program's own are a subclass with one more group."""
+
+    model: str = field(metadata={"path": True})
+    """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
+    ours or one of its checkpoints."""
+    data: Data
+    reference: str | None = path_setting()
+    """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
+    reference_cache: str | None = path_setting()
+    """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
+    All log-probs that the run needs are computed before its first step, or found there; then the
+    reference is released."""
+    out_dir: str | None = path_setting()
+    """Folder of this run. Default: a new one under out/."""
+    resume: str | None = path_setting()
+    """auto: from out_dir's newest whole checkpoint, if there is one. Or a checkpoint's folder."""
+    seed: int = setting(1, at_least=0, below=2**32)
+    """Seeds the order of the examples, adapters, dropout and sampling."""
+    deterministic: bool = False
+    """Bit-identical reruns on a GPU too, at some cost in speed. On a CPU they always are."""
+
+    accelerator: str = setting("auto", choices=("auto", "cpu", "gpu"))
+    """auto, cpu or gpu."""
+    devices: int = setting(1, at_least=1, below=2**16)
+    """Devices per node. Under torchrun: its number of processes."""
+    num_nodes: int = setting(1, at_least=1, below=2**16)
+    """Nodes."""
+    strategy: str = setting("auto", choices=("auto", "ddp", "fsdp"))
+    """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
+    precision: str | None = setting(None, choices=("32-true", "bf16-mixed", "bf16-true", "64-true"))
+    """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
+    in fp32). Default: bf16-mixed on a GPU, 32-true on a CPU."""
+
+    epochs: int = setting(1, at_least=1)
+    """Passes over data.train; the smaller of epochs and max_steps ends the run."""
+    max_steps: int | None = setting(None, above=0)
+    """Optimizer steps."""
+    max_time: str | None = None
+    """Stop, saved and resumable, after this long: HH:MM:SS or D-HH:MM:SS, in quotes in a YAML file."""
+    stop_at: int | None = setting(None, at_least=1)
+    """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
+    limit_train: int | float | None = setting(None, above=0)
+    """Use this many steps of each epoch; a float is a fraction of it."""
+    limit_val: int | float | None = setting(None, above=0)
+    """Validate on the first examples only, this many; a float is a fraction of them."""
+    batch_size: int = setting(64, at_least=1)
+    """Examples per optimizer step over all devices. The only batch size that the result depends on."""
+    micro_batch_size: int | None = setting(None, above=0)
+    """Examples per forward on a device. It changes memory and speed only."""
+    micro_batch_tokens: int | None = setting(None, above=0)
+    """Tokens per forward instead; a longer example is computed alone. Default: 16384."""
+    no_grad_tokens: int | None = setting(None, above=0)
+    """The same for the no-gradient pass, which needs less memory. Default: twice the other."""
+    activation_checkpointing: bool = False
+    """Compute blocks again in the backward pass: less memory, a quarter slower."""
+
+    lora: Lora = field(default_factory=Lora)
+    optim: Optim = field(default_factory=Optim)
+    eval: Eval = field(default_factory=Eval)
+
+    log_interval: int = setting(1, at_least=1)
+    """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
+    val_interval: int | float | None = setting(1.0, above=0)
+    """Steps (a float: epochs) between validations; also at step 0 and at the end."""
+    save_interval: int | float | None = setting(1.0, above=0)
+    """Steps (a float: epochs) between checkpoints; also at the end, or when stopped."""
+    keep_last: int = setting(2, at_least=1)
+    """Number of newest checkpoints to keep."""
+    keep_best: str | None = None
+    """Also keep the best checkpoint by this column of val.csv: loss and kl low, all others high."""
+    export_dtype: str = setting("source", choices=EXPORT_DTYPES)
+    """Type of the exported weights: source (as in the model that we start from), or float32."""
+    examples_at: int | None = setting(None, at_least=1)
+    """Write a table of this step's examples with their columns, largest loss first."""
+    debug: bool = False
+    """Let exceptions through to pdb, and skip the start check, validation and progress: the first
+    breakpoint in a loss is then in the first training micro-batch."""
+    estimate: bool = False
+    """Print how much memory a device would need, from config.json and these settings alone, and end.
+    It is for a GPU, present or not, unless accelerator is cpu."""
+    estimate_gb: float = setting(80.0, above=0)
+    """Memory of a device in GB, for --estimate."""
+    logger: str = setting("csv", choices=("csv", "tensorboard", "wandb"))
+    """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
+    project: str = "kto"
+    """Project name for wandb."""
+    progress: bool = True
+    """A progress bar on a terminal, a line now and then elsewhere."""
+
+    def validate(self) -> None:
+        """Raise BadInput for values that a field does not allow, and for fields that do not go
+        together."""
+        check_fields(self)
+        for name, group in vars(self).items():
+            if hasattr(group, "validate"):
+                group.validate(name)
+        if self.max_time is not None:
+            refuse_unless(self.seconds() > 0, "max_time: expected more than 0")
+        self._validate_models()
+        self._validate_together()
+
+    def _validate_models(self) -> None:
+        base, fsdp = self.lora.base, self.strategy == "fsdp"
+        double = self.precision == "64-true"
+        refuse_unless(
+            self.lora.targets, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}"
+        )
+        refuse_unless(
+            self.lora.rank or not base,
+            "lora.base: a quantised model cannot be trained itself; set lora.rank",
+        )
+        refuse_unless(
+            not (base and fsdp), f"lora.base: {base} does not work with strategy fsdp; use ddp"
+        )
+        refuse_unless(
+            not (base and double), f"lora.base: {base} does not work with precision 64-true"
+        )
+        refuse_unless(self.precision != "bf16-true" or self.lora.rank, NO_BF16)
+        refuse_unless(
+            not (double and fsdp), "precision: 64-true does not work with strategy fsdp; use ddp"
+        )
+        refuse_unless(
+            not (self.optim.name == "adamw8bit" and fsdp),
+            "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
+        )
+
+    def _validate_together(self) -> None:
+        optim = self.optim
+        refuse_unless(
+            optim.min_lr <= optim.lr, f"optim.min_lr: {optim.min_lr} is above optim.lr, {optim.lr}"
+        )
+        refuse_unless(
+            not (self.micro_batch_size and self.micro_batch_tokens),
+            "micro_batch_size and micro_batch_tokens: give one, not both",
+        )
+        refuse_unless(
+            self.resume != "auto" or self.out_dir, "resume: auto needs --out_dir, the run's own"
+        )
+        validated = self.data.val or self.data.split
+        refuse_unless(validated or not self.keep_best, "keep_best: needs data.val or data.split")
+
+    def seconds(self) -> float:
+        """max_time in seconds."""
+        pattern = r"(?:(\d{1,5})-)?(\d{1,6}):(\d\d):(\d\d)"  # D-HH:MM:SS
+        m = re.fullmatch(pattern, self.max_time or "", re.ASCII)
+        got = printable(self.max_time)
+        refuse_unless(m, f"max_time: expected HH:MM:SS or D-HH:MM:SS, got {got}")
+        days, hours, minutes, seconds = (int(x or 0) for x in m.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+# ---- what a resume may change, and --help's sections ---------------------------------------------
+
+# How a step is cut into micro-batches and over devices: after a change of one of these a resumed
+# run is equal to rounding only.
+CUT_SETTINGS = {
+    "accelerator", "devices", "num_nodes", "strategy",
+    "micro_batch_size", "micro_batch_tokens", "no_grad_tokens", "reference_cache",
+}  # fmt: skip
+# What else a resume may change. A change of any other setting would make it another run.
+FREE_SETTINGS = CUT_SETTINGS | {
+    "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
+    "logger", "project", "progress", "max_time", "stop_at", "examples_at", "debug", "estimate",
+    "estimate_gb", "export_dtype", "data.cache", "eval.samples", "eval.batch_size",
+    "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
+}  # fmt: skip
+
+# Sections of --help: (title, its sentence, its settings). A setting that is in none of them is the
+# algorithm's own.
 SECTIONS = (
     ("model", "What is trained, and what it is compared with.",
      "model reference reference_cache lora"),
@@ -371,24 +438,16 @@ SECTIONS = (
      "micro_batch_tokens no_grad_tokens activation_checkpointing optim seed"),
     ("precision and devices", "The same run on a CPU, one GPU or many.",
      "accelerator devices num_nodes strategy precision deterministic estimate estimate_gb"),
-    ("checkpoints", "Where a run lies, goes on and ends.",
+    ("checkpoints", "Where a run lies, how it goes on and how it ends.",
      "out_dir resume save_interval keep_last keep_best export_dtype"),
     ("evaluation and logging", "What is measured, shown and written.",
      "val_interval limit_val eval log_interval logger project progress examples_at debug"),
 )  # fmt: skip
 
-# How a step is cut: a resume may change it, and is then equal to rounding only
-CUT = """accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens no_grad_tokens
-reference_cache"""
-# What else a resume may change; anything beyond would make it another run
-FREE = """resume out_dir log_interval val_interval save_interval keep_last logger project progress
-max_time stop_at examples_at debug estimate estimate_gb export_dtype data.cache eval.samples
-eval.batch_size eval.check_interval eval.cache_gb activation_checkpointing"""
-CUT, FREE = set(CUT.split()), set(f"{CUT} {FREE}".split())
-
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:
-    """Dotted names and values: of settings, of what YAML sets, or (types for values) of a class."""
+    """Dotted names and values: of a settings object, of a dict from YAML, or (types in place of
+    values) of a settings class."""
     if isinstance(settings, type):
         settings = typing.get_type_hints(settings)
     out = {}
@@ -401,19 +460,9 @@ def flatten(settings, prefix: str = "") -> dict[str, object]:
 
 
 def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
-    """(changed settings that a resume cannot change, changed settings of the cut), by dotted name.
-    A setting that the old run did not have is a change too."""
-    moved = [k for k in new if k not in old or old[k] != new[k]]
-    return [k for k in moved if k not in FREE], [k for k in moved if k in CUT]
-
-
-def with_limits(d: Data, context: int) -> Data:
-    """max_prompt and max_completion filled in, so that both fit the model's context."""
-    if d.score_turns not in ("last", "all"):
-        raise BadInput(f"data.score_turns: expected last or all, got {d.score_turns}")
-    longest = d.max_prompt or max(1, min(1024, context // 2, context - (d.max_completion or 1)))
-    answer = d.max_completion or min(1024, context - longest)
-    if longest + answer > context or answer < 1:
-        both = f"{longest} + data.max_completion {d.max_completion or 'at least 1'}"
-        raise BadInput(f"data.max_prompt {both} exceed the context of {context}")
-    return dataclasses.replace(d, max_prompt=longest, max_completion=answer)
+    """Compare the flat settings of a saved run with new ones. -> dotted names of the changed
+    settings that a resume cannot change, and of the changed ones of CUT_SETTINGS. A setting that
+    the saved run does not have counts as changed."""
+    changed = [name for name in new if name not in old or old[name] != new[name]]
+    fixed = [name for name in changed if name not in FREE_SETTINGS]
+    return fixed, [name for name in changed if name in CUT_SETTINGS]

@@ -1,6 +1,8 @@
-"""Sharded tensors on disk, by torch.distributed.checkpoint in safetensors
-files (its usual ones are pickles): every rank writes and reads its own
-part, and nothing is gathered. Names are kind|parameter|moment."""
+"""A checkpoint's tensors on disk, by torch.distributed.checkpoint in safetensors files (its own files
+are pickles): every rank writes and reads its own part, and nothing is gathered.
+
+Names are `kind|parameter` or `kind|parameter|moment`, such as "optimizer|lm_head.weight|exp_avg".
+"""
 
 import warnings
 from pathlib import Path
@@ -15,65 +17,68 @@ from runs.tensors import LazyTensors
 
 
 def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """shard-...safetensors: of each rank a file for the weights and one for
-    each of the optimizer's moments, one after the other, so that little is
-    held twice. A collective. Raises Failed on all ranks alike."""
-    moments = {n: "".join(n.split("|")[2:]) for n in tensors}
-    files = sorted(set(moments.values()))
-    where = {n: files.index(m) + 1 for n, m in moments.items()}
-    Writer = hf_storage.HuggingFaceStorageWriter
-    writer = Writer(str(folder), where, save_distributed=True)
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # what torch 2.10 itself calls
+    """Write shard-*.safetensors: of each rank one file for the weights and one for each of the
+    optimizer's moments, one after the other, so that little memory is needed. A collective. Raises
+    Failed on all ranks."""
+    moment_of = {name: "".join(name.split("|")[2:]) for name in tensors}
+    moments = sorted(set(moment_of.values()))
+    file_of = {name: moments.index(moment) + 1 for name, moment in moment_of.items()}
+    writer = hf_storage.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer)
+        with warnings.catch_warnings():
+            # It warns that a single process saves alone; torch 2.10 of what it calls itself.
+            warnings.simplefilter("ignore")
+            dcp.save(dict(sorted(tensors.items())), storage_writer=writer)
     except CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
-        why = getattr(error, "strerror", None) or error
-        raise Failed(f"{folder}: not saved: {why}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise Failed(f"{folder}: not saved: {reason}") from None
 
 
 class _Reader(hf_storage.HuggingFaceStorageReader):
-    """Reads the headers of all files, which say what lies where, once."""
+    """Reads the headers of all files, which say which tensor lies where, only once."""
 
-    known = None
+    known_metadata = None
 
     def read_metadata(self):
-        self.known = self.known or super().read_metadata()
-        return self.known
+        if self.known_metadata is None:
+            self.known_metadata = super().read_metadata()
+        return self.known_metadata
 
-    def like(self, kind: str) -> dict[str, torch.Tensor]:
-        """A kind's tensors by name, on the meta device."""
+    def tensors_like(self, kind: str) -> dict[str, torch.Tensor]:
+        """A kind's tensors by name, on the meta device: shapes and types only."""
         out = {}
-        for key, m in self.read_metadata().state_dict_metadata.items():
-            found, _, name = key.partition("|")
-            if found == kind:
-                out[name] = torch.empty(m.size, dtype=m.properties.dtype, device="meta")
+        for key, found in self.read_metadata().state_dict_metadata.items():
+            its_kind, _, name = key.partition("|")
+            if its_kind == kind:
+                dtype = found.properties.dtype
+                out[name] = torch.empty(found.size, dtype=dtype, device="meta")
         return out
 
-    def fill(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
-        wanted = {f"{kind}|{n}": x for n, x in tensors.items()}
+    def read_into(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
+        wanted = {f"{kind}|{name}": x for name, x in tensors.items()}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no rank need wait for another is meant
+            warnings.simplefilter("ignore")  # it warns that no rank waits for another, as we want
             dcp.load(wanted, storage_reader=self, no_dist=True)
 
 
 def load_shards(folder: Path, kind: str, make) -> dict[str, torch.Tensor]:
-    """A kind's tensors by name, read into make(name, one like it): of
-    shards each rank its own, however many ranks wrote them."""
+    """Read all tensors of a kind into make(name, a meta tensor of its shape): a rank reads the shards
+    that it holds, however many ranks wrote them. -> the tensors by name"""
     reader = _Reader(str(folder))
-    tensors = {name: make(name, x) for name, x in reader.like(kind).items()}
-    reader.fill(kind, tensors)
+    tensors = {name: make(name, like) for name, like in reader.tensors_like(kind).items()}
+    reader.read_into(kind, tensors)
     return tensors
 
 
 def open_shards(folder: Path, kind: str) -> LazyTensors:
-    """The same, whole, each when it is asked for."""
+    """The tensors of a kind, whole, each read when it is asked for."""
     reader = _Reader(str(folder))
-    like = reader.like(kind)
+    like = reader.tensors_like(kind)
 
-    def get(name):
+    def read(name):
         x = torch.empty_like(like[name], device="cpu")
-        reader.fill(kind, {name: x})
+        reader.read_into(kind, {name: x})
         return x
 
-    return LazyTensors(like, get)
+    return LazyTensors(like, read)

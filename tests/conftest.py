@@ -169,6 +169,18 @@ def demos(tmp_path_factory) -> Path:
     return file
 
 
+def checkpoint_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights or optimizer state."""
+    from runs.shards import open_shards
+
+    return dict(open_shards(folder, kind))
+
+
+def first_shard(folder: Path) -> Path:
+    """A checkpoint's file of weights."""
+    return sorted(folder.glob("shard-*.safetensors"))[0]
+
+
 def start(program: str, argv: list[str]) -> None:
     """A program's main in this process, as if it had been started."""
     module = import_module(program)
@@ -192,8 +204,6 @@ class Started:
                 self._redirect(stdout, env.pop("PYTHONIOENCODING", "utf-8"))
                 if first:
                     first()
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, errors._at_once)
                 if program.endswith(".py"):  # as typed
                     sys.argv = [program, *map(str, argv)]
                     runpy.run_path(program, run_name="__main__")

@@ -19,6 +19,8 @@ from conftest import (
     PARITY,
     Started,
     assert_same,
+    checkpoint_tensors,
+    first_shard,
     killed_and_resumed,
     numbers,
     ranks,
@@ -31,11 +33,11 @@ from safetensors.torch import load_file
 import kto
 from runs import checkpoint, tensors
 from runs.cli import parse
-from runs.devices import Stop
 from runs.errors import BadInput, Failed, run_cli
 from runs.files import file_hash, verify_folder
 from runs.folder import checkpoints_by_step
 from runs.settings import RunSettings
+from runs.stop import Stop
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true")  # fmt: skip
@@ -125,7 +127,8 @@ def done(finished):
         yield out, run
 
 
-FILES = ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+SHARDS = [f"shard-00001-model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
+FILES = [SHARDS[0], SHARDS[-1], "state.json", "manifest.json"]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -324,7 +327,7 @@ def assert_last_exported(out: Path):
     last = list(checkpoints_by_step(out / "checkpoints").values())[-1]
     ours: dict = {}
     gpt2_from_hf(None, ours, load_file(out / "final" / "model.safetensors"))
-    theirs = load_file(last / "weights.safetensors")
+    theirs = checkpoint_tensors(last, "weights")
     assert all(torch.equal(ours[n], x) for n, x in theirs.items())
 
 
@@ -442,9 +445,9 @@ def test_a_run_is_written_over_neither_by_a_branch_nor_by_one_that_lost_its_chec
     with pytest.raises(BadInput, match="out_dir: .*b holds a run already: --resume auto goes on"):
         train(tiny, ratings, tmp_path / "b", *RUN, "--seed=97", f"--resume={last}")
     (last,) = (tmp_path / "b" / "checkpoints").iterdir()
-    weights = bytearray((last / "weights.safetensors").read_bytes())
+    weights = bytearray(first_shard(last).read_bytes())
     weights[-1] ^= 1
-    (last / "weights.safetensors").write_bytes(weights)
+    first_shard(last).write_bytes(weights)
     with pytest.raises(BadInput, match="resume: .*b: none of its checkpoints is whole"):
         train(tiny, ratings, tmp_path / "b", *RUN, "--seed=98", "--resume=auto")
     assert (tmp_path / "b" / "metrics.csv").read_bytes() == rows and last.is_dir()

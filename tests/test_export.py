@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import PARITY, start, train
+from conftest import PARITY, checkpoint_tensors, first_shard, start, train
 from models import GQA, logits, made, refused, same, same_weights
 from safetensors.torch import load_file, save_file
 
@@ -23,7 +23,7 @@ STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")
 LORA = (
     "--lora.rank=2",
     "--lora.alpha=3",
-    "--lora.targets=[q_proj,o_proj,gate_proj,up_proj,down_proj]",
+    "--lora.targets=q_proj,o_proj,gate_proj,up_proj,down_proj",
 )
 IDS = list(range(3, 40))
 
@@ -80,7 +80,7 @@ def test_final_is_the_last_step_and_best_the_best_in_the_source_s_dtype(full, ll
         assert found.keys() == load_file(llama / "model.safetensors").keys()
         assert {x.dtype for x in found.values()} == {torch.bfloat16}
         assert hugging(full / name).dtype == torch.bfloat16
-        trained = load_file(full / "checkpoints" / f"step-{step:08d}" / "weights.safetensors")
+        trained = checkpoint_tensors(full / "checkpoints" / f"step-{step:08d}", "weights")
         ours = model.load_model(full / name).unique_parameters()
         rounded = {n: x.bfloat16().float() for n, x in trained.items()}
         assert same_weights({n: p.detach() for n, p in ours.items()}, rounded)
@@ -115,7 +115,7 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, ca
 
 def test_a_damaged_checkpoint_is_no_model_and_a_run_without_final_says_what_to_do(full, tmp_path):
     shutil.copytree(full / "checkpoints" / "step-00000002", tmp_path / "step-00000002")
-    with open(tmp_path / "step-00000002" / "weights.safetensors", "r+b") as f:
+    with open(first_shard(tmp_path / "step-00000002"), "r+b") as f:
         f.seek(2000)
         f.write(b"\0\1\2\3")
     refused("weights.safetensors is damaged", fetch_model, str(tmp_path / "step-00000002"))
@@ -209,7 +209,7 @@ def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
     assert same(own(both), own(last), 1e-5) and same(by_peft(llama, both), own(last), 1e-5)
     config = json.loads((both / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama) and config["r"] == 4
-    argv = (*STEPS, "--max_steps=1", "--lora.rank=3", "--lora.targets=[q_proj,v_proj]")
+    argv = (*STEPS, "--max_steps=1", "--lora.rank=3", "--lora.targets=q_proj,v_proj")
     train(both, ratings, tmp_path / "on", *argv, "--lora.rslora=true")
     last, three = (tmp_path / "on" / x for x in ("checkpoints/step-00000001", "final_adapter"))
     assert same(by_peft(llama, three), own(last), 1e-5) and not same(own(last), own(both), 1e-3)

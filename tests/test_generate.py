@@ -137,7 +137,7 @@ def test_top_k_and_top_p_cut_the_tail_and_leave_the_rest_in_proportion():
     for one in (dict(top_k=1), dict(top_p=0.01), dict(top_p=0.39), dict(temperature=0)):
         assert support(**one) == {1}
     assert support(top_k=3) == support(top_p=0.8) == {1, 3, 4}
-    assert support(top_k=100) == support(top_k=0) == support(top_p=1.0) == {0, 1, 3, 4, 5}
+    assert support(top_k=100) == support(top_k=None) == support(top_p=1.0) == {0, 1, 3, 4, 5}
     assert support(top_p=0.41) == {1, 3}
     assert support(top_k=3, top_p=0.7) == {1, 3}, "top_p is of what top_k left: 0.4 + 0.25 of 0.85"
     for settings in (dict(top_k=2), dict(top_p=0.5)):

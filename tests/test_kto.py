@@ -18,6 +18,7 @@ import kto
 import model
 from data import Batch
 from records.examples import Example
+from reference import Reference
 from runs.checkpoint import RunState
 from runs.errors import Failed
 from runs.metrics import auc
@@ -53,21 +54,25 @@ def recorded_batch(batch, pairs: bool) -> Batch:
 
 def trainer_of(objective, policy=None, reference=None) -> Trainer:
     """As much of one as a step on one device needs."""
-    trainer = object.__new__(Trainer)
-    trainer.fabric, trainer.objective = Fabric(accelerator="cpu", devices=1), objective
-    trainer.policy = policy and trainer.fabric.setup_module(policy)
-    trainer.reference, trainer.tokenizer, trainer.state = reference, None, RunState()
-    data = SimpleNamespace(score_prompt=False)
-    cut = dict(micro_batch_size=99, micro_batch_tokens=None, no_grad_tokens=None)
-    trainer.cfg = SimpleNamespace(data=data, **cut)
-    return trainer
+    fabric, data = Fabric(accelerator="cpu", devices=1), SimpleNamespace(score_prompt=False)
+    cut = dict(micro_batch_size=99, micro_batch_tokens=None, no_grad_tokens=None, strategy="auto")
+    run = SimpleNamespace(
+        fabric=fabric,
+        objective=objective,
+        policy=policy and fabric.setup_module(policy),
+        reference=reference and Reference(fabric, None, reference),
+        tokenizer=None,
+        state=RunState(),
+        cfg=SimpleNamespace(data=data, **cut),
+    )
+    return Trainer(run)
 
 
 def score(objective, policy, reference, batch):
     """One step of both passes, with the gradient left in the policy. -> NoGrad, columns, metrics"""
     trainer = trainer_of(objective, policy, reference)
     columns, kl = trainer.forward_backward(batch)
-    no_grad = trainer.no_gradient_pass(batch, policy, objective)
+    no_grad = trainer.no_gradient_pass(batch, trainer.forward_packed, objective)
     assert no_grad.kl.z.item() == pytest.approx(kl.z.item(), abs=1e-5)
     return no_grad, columns, objective.metrics(columns, kl)
 
@@ -316,7 +321,7 @@ def test_the_check_at_start_refuses_another_reference(tiny):
         if same:
             trainer.check_start(batch)
             continue
-        with pytest.raises(Failed, match="not the model we start from"):
+        with pytest.raises(Failed, match="not the model that the run starts from"):
             trainer.check_start(batch)
 
 

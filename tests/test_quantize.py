@@ -6,9 +6,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, killed, numbers, ranks, start, train
+from conftest import assert_same, checkpoint_tensors, killed, numbers, ranks, start, train
 from models import HF, made, ragged, same
-from safetensors.torch import load_file
 from torch import nn
 
 import generate
@@ -41,9 +40,8 @@ def llama(tiny, tmp_path_factory):
 
 
 def adapters_of(out) -> dict:
-    return load_file(
-        list(checkpoints_by_step(out / "checkpoints").values())[-1] / "weights.safetensors"
-    )
+    *_, last = checkpoints_by_step(out / "checkpoints").values()
+    return checkpoint_tensors(last, "weights")
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -180,12 +178,13 @@ def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_pat
     shutil.copytree(llama, folder)
     from kto import KTO, Settings
     from runs.cli import parse
+    from setup import setup
     from train import Trainer
 
     argv = [f"--model={folder}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}",
             *RUN, "--max_steps=1", "--lora.base=nf4"]  # fmt: skip
     cfg = parse(Settings, argv, "", "none")
-    with Trainer(cfg, KTO(cfg.kto)) as trainer:
+    with Trainer(setup(cfg, KTO(cfg.kto))) as trainer:
         torch.manual_seed(99)  # a run's own seed might give the same weights again
         made(HF["llama"].__class__(**read_config(folder)[1]), folder)
         with pytest.raises(Failed, match="not the weights that this run began with"):
@@ -194,7 +193,10 @@ def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_pat
 
 REFUSED = {
     "widths of a multiple of 64, not 32": ("kto", ()),
-    "needs lora.rank": ("kto", ("--lora.rank=0",)),
+    "lora.base: a quantised model cannot be trained itself; set lora.rank": (
+        "kto",
+        ("--lora.rank=null",),
+    ),
     "strategy fsdp": ("kto", ("--strategy=fsdp",)),
     "precision 64-true": ("kto", ("--precision=64-true",)),
     "expected nf4, int8; got fp4": ("kto", ("--lora.base=fp4",)),
@@ -223,6 +225,6 @@ def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
     killed(1, out, "metrics.csv", 4, lambda rank: train(tiny, ratings, out, *argv))
     assert_same(train(tiny, ratings, out, "--resume=auto", *argv), whole)
     last = list(checkpoints_by_step(out / "checkpoints").values())[-1]
-    states = load_file(last / "optimizer.safetensors")
+    states = checkpoint_tensors(last, "optimizer")
     assert states["transformer.wte.weight|state1"].dtype == torch.uint8
     assert np.prod(states["transformer.wte.weight|state1"].shape) == 512 * 32

@@ -17,6 +17,7 @@ from hub.weights import export_weights
 from runs.cli import parse
 from runs.errors import BadInput
 from runs.optimizer import make_plan
+from setup import setup
 from train import Trainer
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
@@ -175,10 +176,10 @@ def test_a_second_fit_on_other_examples_is_refused_by_name(tiny, ratings, tmp_pa
     argv += [f"--reference_cache={tmp_path / 'cache'}", "--max_steps=2", "--progress=false"]
     cfg = parse(kto.Settings, argv, "", "none")
     with pytest.raises(BadInput, match="^reference_cache: fit: other examples than the first"):
-        with Trainer(cfg, kto.KTO(cfg.kto)) as trainer:
-            examples = trainer.examples["train"]
+        with Trainer(setup(cfg, kto.KTO(cfg.kto))) as trainer:
+            examples = trainer.run.examples["train"]
             assert trainer.fit(examples[:14])
-            plan = make_plan(trainer.cfg, 10)._replace(begin=2, end=3)
+            plan = make_plan(cfg, 10)._replace(begin=2, end=3)
             trainer.fit(examples[14:], plan)
 
 

@@ -1,0 +1,524 @@
+"""From settings to a Run, in the order in which it happens; and what may happen to a Run later.
+
+Reading order: Run (what lives during a run), setup (how it is made), then the parts of setup in the
+order of their calls. Nobody needs this file to change an algorithm.
+"""
+
+import copy
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+import model
+from evaluate import Evaluator
+from head import Chunks
+from hub.card import model_card
+from hub.estimate import Estimate
+from hub.families import read_config
+from hub.lora import export_adapter, merge_adapters, reset_adapters
+from hub.quantize import quantize_base
+from hub.weights import (
+    base_and_adapters,
+    copy_tokenizer_files,
+    export_weights,
+    fetch_model,
+    folders_on_top,
+    weights_hash,
+)
+from records.examples import Example, examples_hash, load_splits
+from records.tokenizer import Tokenizer
+from reference import CachedReference, Reference
+from runs.checkpoint import (
+    RunState,
+    load_checkpoint,
+    load_weights,
+    program_file,
+    read_state,
+    save_checkpoint,
+)
+from runs.cli import dump_yaml
+from runs.console import say
+from runs.devices import launch, leave_process_group, on_rank_0, resolve_devices
+from runs.errors import BadInput, Failed, user_error
+from runs.files import file_hash, find_path, publish_folder, verify_folder
+from runs.folder import (
+    RunFolder,
+    checkpoint_folder,
+    prune_checkpoints,
+    refuse_other_identity,
+    refuse_taken_folder,
+)
+from runs.logger import TABLES, Logger, read_claimed_rows
+from runs.optimizer import make_optimizer, make_plan
+from runs.settings import RunSettings, with_limits
+from runs.stop import Stop
+from runs.tensors import (
+    LazyTensors,
+    gather_tensor,
+    open_safetensors,
+    override_tensors,
+    place_like,
+    rename_tensors,
+    set_weights,
+    write_safetensors,
+)
+from runs.throughput import Throughput, least_passes
+
+# ---- what lives during a run ---------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """All that lives during a run: a sentence each, and who may change it."""
+
+    cfg: RunSettings
+    """The settings, resolved and frozen."""
+    fabric: object
+    """Fabric, launched: this process's rank and device. Never changed."""
+    source: Path
+    """The Hugging Face folder of the model that the run starts from. Never changed."""
+    tokenizer: Tokenizer
+    """Never changed."""
+    examples: dict[str, Sequence[Example]]
+    """train, val and test, as token ids. Never changed."""
+    objective: object
+    """The algorithm (train.Objective). Changed by use_objective."""
+    validation: object
+    """The objective of val.csv; most often the same one. Never changed."""
+    policy: nn.Module
+    """The model that learns, as Fabric wraps it. Its weights are changed by the optimizer's step and
+    by new_reference, which merges adapters into the base."""
+    reference: Reference | CachedReference | None
+    """The frozen model that the policy is compared with; None if no objective needs one. Its weights
+    are changed by new_reference."""
+    optimizer: object
+    """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
+    state: RunState
+    """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the
+    iteration by begin_iteration, the rest by save."""
+    folder: RunFolder
+    """The folder of the run and its lock."""
+    logger: Logger
+    """Writes metrics.csv and val.csv, and to the terminal."""
+    evaluator: Evaluator
+    """Samples answers to held-out prompts and asks the checker."""
+    throughput: Throughput
+    """Counts tokens and FLOPs between two rows of metrics.csv."""
+    stop: Stop
+    """Whether a signal or the time limit asks the run to end."""
+    rollout: Callable | None = None
+    """An engine that answers prompts in place of our sampler (see rollout.py)."""
+    saved_step: int = 0
+    """The step of the last checkpoint. Changed by save."""
+    reference_step: int = 0
+    """After which step the policy was the reference. Changed by new_reference."""
+
+    # ---- what an outer loop may change
+
+    def use_objective(self, objective) -> None:
+        """Train with another objective from the next fit on."""
+        self.objective = objective
+
+    def begin_iteration(self, i: int, moving_reference: bool) -> None:
+        """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the policy,
+        as it is now, becomes the reference."""
+        state, before = self.state, self.state.started_from
+        state.iteration, state.moved = i, moving_reference
+        if moving_reference:
+            state.started_from = self.new_reference(i)
+        else:
+            state.started_from = weights_hash(self.merged_weights())
+        if state.started_from == before and self.cfg.optim.lr:
+            say(f"iteration {i}: the last iteration has not changed the policy")
+
+    def new_reference(self, i: int) -> str:
+        """The policy becomes the reference, which is written to iterations/i for a resume. LoRA's
+        adapters are merged into the base, which is their reference; then they begin anew, and with
+        them the optimizer's state. -> the fingerprint of the new reference"""
+        module, uses_adapters = self.policy.module, self.reference.frozen is None
+        weights = self.merged_weights()
+        if uses_adapters:
+            base = (name for name in module.unique_parameters() if "lora_" not in name)
+            weights = rename_tensors(weights, {n: n.replace(".linear.", ".") for n in base})
+        folder = self.folder.path / "iterations" / f"{i}"
+        self.publish(folder, lambda new: write_safetensors(new, weights, "weights"))
+        if uses_adapters:
+            reset_adapters(module, self.cfg.seed + 7919 * i, place_like)
+            self.optimizer.optimizer.state.clear()
+        self.reference_step = self.state.step
+        return self.restore_reference()
+
+    def restore_reference(self) -> str:
+        """Read the reference of the current iteration from the disk. -> its fingerprint. Raises
+        BadInput."""
+        file = self.folder.path / "iterations" / f"{self.state.iteration}" / "weights.safetensors"
+        if not file.exists():
+            raise BadInput(f"resume: {file}: missing: give --out_dir, the run's own folder")
+        if fault := verify_folder(file.parent, [file.name]):
+            raise BadInput(f"resume: {file.parent}: {fault}")
+        weights = open_safetensors(file)
+        set_weights(self.reference.frozen or self.policy, weights)
+        return weights_hash(weights)
+
+    # ---- weights
+
+    def weights(self) -> LazyTensors:
+        """The policy's weights by their plain names, adapters apart, each gathered when it is asked
+        for: of a sharded policy that is a collective. A quantised base is read from its source
+        again, so that rounded numbers never leave."""
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        if quantized:
+            own = {name: p for name, p in params.items() if p.requires_grad}
+        else:
+            own = params
+        weights = LazyTensors(own, lambda name: gather_tensor(own[name]))
+        if quantized:
+            base = [name for name in params if "lora_" not in name]
+            weights = override_tensors(weights, self._source_weights(base))
+        return weights
+
+    def _source_weights(self, names: list[str]) -> LazyTensors:
+        """What a quantised base was made of."""
+        stored = model.read_folder_weights(self.source, dtype_of(self.cfg.precision))
+        weights = rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
+        if weights_hash(weights) != self.state.identity["model weights"]:
+            raise Failed(f"{self.source}: not the weights that this run began with: put them back")
+        return weights
+
+    def merged_weights(self) -> LazyTensors:
+        """The same with the adapters merged in."""
+        return merge_adapters(self.weights(), self.policy.module)
+
+    def publish(self, out: Path, write) -> None:
+        """publish_folder for a folder of the policy's weights: write(a new folder) on rank 0. Of a
+        sharded policy all ranks call write(None) too, since its weights are gathered."""
+        sharded, first = self.cfg.strategy == "fsdp", self.fabric.global_rank == 0
+        publish_folder(
+            self.fabric, lambda new: write(new if first else None), out, on_every_rank=sharded
+        )
+
+    # ---- checkpoints, and the end
+
+    def save(self) -> None:
+        """Write a checkpoint of the step that was just done, and remove old ones."""
+        self.state.objective = self.objective.state_dict()
+        self.state.rows = self.logger.sync()
+        checkpoints = self.folder.path / "checkpoints"
+        new = checkpoint_folder(checkpoints, self.state.step)
+        save_checkpoint(self.fabric, new, self.policy, self.optimizer, self.state, self.cfg)
+        self.saved_step = self.state.step
+        if self.fabric.global_rank == 0:
+            prune_checkpoints(checkpoints, self.cfg.keep_last, self.state.best_step)
+
+    def save_and_say_how_to_go_on(self, last_step: int) -> None:
+        """For a run that stops before its last step."""
+        if self.saved_step < self.state.step:
+            self.save()
+        say(
+            f"stopped by {self.stop.reason} at step {self.state.step} of {last_step}, saved; go on with"
+        )
+        settings = str(self.folder.path / "settings.yaml")
+        command = ["python", self.state.program, "--config", settings, "--resume", "auto"]
+        say(f"  {shlex.join(command)}")
+
+    def close(self, failed: bool) -> None:
+        """Close the files and, unless the run has failed, end the processes together."""
+        self.logger.close()
+        self.folder.close()
+        if not failed:
+            self.policy = self.reference = self.optimizer = self.evaluator = None
+            leave_process_group(self.fabric)
+
+
+# ---- how it is made ------------------------------------------------------------------------------
+
+
+def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=None) -> Run:
+    """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
+
+    validation: the objective of val.csv, if it is another one. checker: a function (prompt,
+    completion) -> bool. rollout: an engine that answers prompts (see rollout.py). With
+    cfg.estimate the program ends here. Raises BadInput, Failed.
+    """
+    validation = validation or objective
+    refuse_taken_folder(cfg)
+    check_memory(objective)
+    needs_reference = objective.needs_reference or validation.needs_reference
+
+    # the model's folder and its tokenizer
+    source = fetch_model(cfg.model, weights=not cfg.estimate)
+    arguments, config, names = read_config(source)  # refuses what could not be exported
+    if cfg.estimate:
+        make = partial(model.make_model, arguments, names=names)
+        tied = config["tie_word_embeddings"]
+        say(Estimate(cfg, make, tied, needs_reference, Chunks.of).describe())
+        sys.exit(0)
+    tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
+    data = with_limits(cfg.data, arguments["block_size"])
+    cfg = replace(cfg, data=data, **resolve_devices(cfg))
+
+    # the records
+    with user_error("data", cfg.data.train):
+        kinds = objective.records, validation.records
+        examples = load_splits(cfg.data, tokenizer, *kinds, say)
+    if cfg.keep_best and not examples["val"]:
+        raise BadInput("keep_best: data.val: no examples")
+    if objective.records != "prompts":  # too few examples are refused before any work
+        make_plan(cfg, len(examples["train"]))
+
+    # the processes and the run's folder
+    fabric = launch(cfg)
+    program = program_file(type(objective))
+    folder = RunFolder(fabric, cfg, program)
+    cfg = folder.cfg
+
+    # the models
+    state = RunState(str(program), file_hash(program))
+    if cfg.data.chat_template:
+        state.chat_template = tokenizer.source
+    policy, frozen, state.identity = load_models(
+        cfg, fabric, source, tokenizer, examples, needs_reference
+    )
+    optimizer = fabric.setup_optimizers(make_optimizer(cfg.optim, policy.module))
+    reference = Reference(fabric, policy, frozen) if needs_reference else None
+    if reference and cfg.reference_cache:
+        reference = CachedReference(fabric, reference, cfg, state.identity)
+
+    # a new run, or the one that it goes on from
+    rows = begin_folder(fabric, folder, state, source)
+    if folder.state:
+        load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
+        state = replace(folder.state, source=state.source)
+        objective.load_state_dict(folder.state.objective)
+
+    runs_reference = objective.needs_reference and not cfg.reference_cache
+    passes = least_passes(objective.kl_pairs, runs_reference, bool(cfg.lora.rank))
+    return Run(
+        cfg=cfg,
+        fabric=fabric,
+        source=source,
+        tokenizer=tokenizer,
+        examples=examples,
+        objective=objective,
+        validation=validation,
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        state=state,
+        folder=folder,
+        logger=Logger(cfg, rows),
+        evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker),
+        throughput=Throughput(fabric, cfg.precision, policy.module, passes),
+        stop=Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at),
+        rollout=rollout,
+        saved_step=state.step,
+    )
+
+
+def check_memory(objective) -> None:
+    """Raise BadInput if an objective's state_dict cannot be saved: now, not at the first checkpoint.
+    Say so if it remembers something that no checkpoint saves."""
+    kind = type(objective)
+    with user_error("state_dict", kind.__name__, TypeError):
+        memory = json.dumps(objective.state_dict())
+    if memory == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
+        say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
+
+
+def begin_folder(fabric, folder: RunFolder, state: RunState, source: Path) -> list[bytes] | None:
+    """Refuse what can still be refused, and only then write into the folder. -> the rows of
+    metrics.csv and val.csv that a resume goes on from; None for a new run. Raises BadInput."""
+    if folder.state:
+        refuse_other_identity(folder.state.identity, state.identity)
+    claims = folder.state.rows if folder.is_own else {}
+
+    def work():
+        rows = [
+            read_claimed_rows(folder.path / name, claims.get(name), folder.checkpoint)
+            for name in TABLES
+        ]
+        # a source whose tokenizer files cannot be copied is refused now, not at the export
+        copy_tokenizer_files(source, folder.path / ".final.tmp")
+        folder.begin()
+        return rows
+
+    rows = on_rank_0(fabric, work)
+    return rows if folder.state else None
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Of the weights."""
+    return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+
+
+def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, needs_reference: bool):
+    """-> the policy, the frozen reference (None: there is none, or it is the policy with its
+    adapters off), and the hashes by which a resume knows them again. Of a sharded run rank 0 alone
+    reads the weights."""
+    sharded, first = cfg.strategy == "fsdp", fabric.global_rank == 0
+    has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
+    policy = other = identity = frozen = None
+    if first or not sharded:
+        policy = load_policy(cfg, source, tokenizer)
+        if has_copy and cfg.reference:
+            other = load_other_reference(cfg, policy, tokenizer)
+    if first:
+        reference = (other or policy) if has_copy else None
+        identity = run_identity(cfg, source, examples, policy, reference)
+    identity = fabric.broadcast(identity)
+    if has_copy and sharded:
+        frozen = model.shard_over_ranks(fabric, other or policy, cfg.precision, learns=False)
+    elif has_copy:  # not wrapped: DDP refuses a module that never trains
+        frozen = (other or copy.deepcopy(policy)).requires_grad_(False).eval()
+        if cfg.precision == "bf16-mixed":
+            model.cast_linears_to_bfloat16(frozen)
+        frozen = fabric.to_device(frozen)
+    if cfg.lora.base:  # only now: the hashes are of the source's own weights
+        quantize_base(policy, cfg.lora.base, fabric.device)
+    # from here on ranks may draw different random numbers (dropout)
+    torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
+    if sharded:
+        policy = model.shard_over_ranks(fabric, policy, cfg.precision, learns=True)
+    else:
+        policy = fabric.setup_module(policy)
+    policy.module.activation_checkpointing = cfg.activation_checkpointing
+    return policy, frozen, identity
+
+
+def load_policy(cfg: RunSettings, source: Path, tokenizer: Tokenizer) -> nn.Module:
+    policy = model.load_model(source, cfg.lora, dtype_of(cfg.precision))
+    if tokenizer.n_vocab > policy.config.padded_vocab_size:
+        n = tokenizer.n_vocab
+        raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
+    return policy
+
+
+def load_other_reference(cfg: RunSettings, policy, tokenizer: Tokenizer) -> nn.Module:
+    """The model of --reference. Raises BadInput if its token ids mean something else."""
+    folder = fetch_model(cfg.reference, "reference")
+    reference = model.load_model(folder, None, dtype_of(cfg.precision))
+    same_size = reference.config.padded_vocab_size == policy.config.padded_vocab_size
+    if not same_size or not tokenizer.same(Tokenizer(folder)):
+        raise BadInput(
+            f"reference: {cfg.reference}: another tokenizer or vocabulary than {cfg.model}"
+        )
+    return reference
+
+
+def run_identity(cfg: RunSettings, source: Path, examples, policy, reference) -> dict[str, str]:
+    """Hashes of what a resume must find again, by the name that a refusal shows."""
+    hashes = {"data (token ids and labels)": examples_hash(examples)}
+    hashes |= model_hashes("model", policy)
+    if reference is policy:
+        hashes |= {f"reference {x}": hashes[f"model {x}"] for x in ("weights", "config")}
+    elif reference is not None:
+        hashes |= model_hashes("reference", reference)
+    names = ["config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+    files = {name: source / name for name in [*names, "chat_template.jinja"]}
+    if cfg.data.chat_template:
+        files["data.chat_template"] = Path(cfg.data.chat_template)
+    return hashes | {name: file_hash(file) for name, file in files.items() if file.is_file()}
+
+
+def model_hashes(name: str, gpt) -> dict[str, str]:
+    """Of a model's weights and config, adapters left aside."""
+    base = {n: p for n, p in gpt.unique_parameters().items() if "lora_" not in n}
+    config = sorted((k, str(v)) for k, v in vars(gpt.config).items() if not k.startswith("lora_"))
+    return {
+        f"{name} weights": weights_hash(base),
+        f"{name} config": hashlib.sha256(str(config).encode()).hexdigest(),
+    }
+
+
+# ---- a run's end: Hugging Face folders -----------------------------------------------------------
+
+
+def export_models(run: Run) -> None:
+    """Write final; with LoRA final_adapter, in PEFT's format; and best, if keep_best kept one."""
+    cfg, fabric, out = run.cfg, run.fabric, run.folder.path
+    weights = run.weights()
+    merged = merge_adapters(weights, run.policy.module)
+
+    def write_final(new):
+        notes = notes_of(dump_yaml(cfg), run.state, out)
+        export_weights(merged, run.source, new, cfg.export_dtype, notes)
+
+    run.publish(out / "final", write_final)
+    if cfg.lora.rank:
+        base_names = [name for name in weights if "lora_" not in name]
+        base_hash = weights_hash(rename_tensors(weights, dict(zip(base_names, base_names))))
+        # SPIN folds the adapters of an iteration into the base of the next one
+        moved = run.state.iteration > 1 and base_hash != run.state.identity["model weights"]
+        from_run = any((x / "state.json").exists() for x in folders_on_top(run.source))
+        if fabric.broadcast(bool(moved or from_run)):
+            say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
+        else:
+            run.publish(out / "final_adapter", partial(write_adapter, run, weights))
+    best = checkpoint_folder(out / "checkpoints", run.state.best_step or 0)
+    if fabric.broadcast(best.is_dir()):
+        write_best = partial(export_checkpoint, best, dtype=cfg.export_dtype)
+        publish_folder(fabric, write_best, out / "best")
+
+
+def write_adapter(run: Run, weights: LazyTensors, new: Path | None) -> None:
+    cfg, source = run.cfg, run.source
+    if folders_on_top(source):
+        base, adapters = base_and_adapters(source)
+    else:
+        base, adapters = cfg.model, []
+    folder = fetch_model(base) if adapters else source
+    if find_path(base).exists():
+        base = str(folder.resolve())
+    export_adapter(weights, new, run.policy.module, source, base, cfg.lora, adapters)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
+    """Write a checkpoint, or a PEFT folder, with its base as a Hugging Face folder. Raises
+    BadInput."""
+    folder = fetch_model(str(checkpoint), "export")
+    if not folders_on_top(folder):
+        raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
+    notes, read_as = [], torch.float32
+    if (checkpoint / "state.json").exists():
+        settings = (checkpoint / "settings.yaml").read_text()
+        notes = notes_of(settings, read_state(checkpoint)[0], checkpoint.parent.parent)
+        own = dtype_of(yaml.safe_load(settings)["precision"])
+        read_as = torch.promote_types(own, torch.float32)
+    export_weights(model.read_folder_weights(folder, read_as), folder, out, dtype, notes)
+
+
+def notes_of(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]:
+    """More files of an exported model, as (name, text): its card, and the chat template if the run
+    used another one than the model's."""
+    notes = [("README.md", model_card(settings, state, run))]
+    if file := yaml.safe_load(settings)["data"]["chat_template"]:
+        notes.append(("chat_template.jinja", Path(file).read_text()))
+    return notes
+
+
+def load_best_weights(run: Run) -> bool:
+    """Put the weights of the best checkpoint into the policy, if there is one that is not the last
+    step and belongs on this base. -> whether that was done"""
+    step = run.state.best_step
+    if step is None or step == run.state.step:
+        return False
+    best = checkpoint_folder(run.folder.path / "checkpoints", step)
+    if not best.is_dir():  # it may lie in the folder of the run that this one branched off
+        return False
+    # adapters of an earlier iteration of SPIN belong on another base
+    if run.cfg.lora.rank and read_state(best)[0].iteration != run.state.iteration:
+        return False
+    load_weights(best, run.policy)
+    return True
