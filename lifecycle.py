@@ -24,15 +24,15 @@ from records.tokenizer import Tokenizer
 from reference import CachedReference
 from runs import checkpoint, devices, tensors
 from runs.checkpoint import RunState
-from runs.console import say
+from runs.console import format_before_after, say
 from runs.devices import Stop, all_reduce, launch, leave_process_group, resolve_devices
 from runs.errors import BadInput, Failed, user_error
 from runs.files import file_hash, write_json
 from runs.folder import RunFolder, checkpoint_folder, prune_checkpoints, refuse_another_identity
-from runs.logger import TABLES, Logger, format_before_after, read_claimed_rows
+from runs.logger import TABLES, Logger, read_claimed_rows
+from runs.metrics import Throughput, least_passes
 from runs.optimizer import Plan, make_plan
 from runs.settings import RunSettings, with_limits
-from runs.throughput import Throughput, least_passes
 
 
 class Lifecycle(Models):

@@ -26,20 +26,19 @@ import model
 from evaluate import Evaluator
 from records.examples import Example
 from runs.checkpoint import RunState
-from runs.console import format_table, say
-from runs.errors import BadInput, Failed
-from runs.files import write_json
-from runs.logger import (
-    Csv,
-    Logger,
+from runs.console import (
     Progress,
+    fit_80_columns,
     format_before_after,
-    make_tracker,
-    read_claimed_rows,
+    format_table,
+    say,
     wilson_interval,
 )
+from runs.errors import BadInput, Failed
+from runs.files import write_json
+from runs.logger import Csv, Logger, make_tracker, read_claimed_rows
+from runs.metrics import Throughput, least_passes
 from runs.settings import Data, Eval
-from runs.throughput import Throughput, least_passes
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,9 +50,9 @@ def run_settings(out: Path, **kw) -> kto.Settings:
 # ---- metrics.csv ---------------------------------------------------------------------------------
 
 
-def write(path, *rows, kept: bytes = b"") -> list:
+def write(path, *rows, claimed_rows: bytes = b"") -> list:
     """-> what a checkpoint after these rows claims"""
-    file = Csv(path, kept)
+    file = Csv(path, claimed_rows)
     for row in rows:
         file.row(row)
     claim = file.sync()
@@ -61,21 +60,21 @@ def write(path, *rows, kept: bytes = b"") -> list:
     return claim
 
 
-FOUND = Path("out/run/checkpoints/step-00000002")
+CHECKPOINT = Path("out/run/checkpoints/step-00000002")
 
 
 def test_a_resume_keeps_the_rows_that_its_checkpoint_claims_and_goes_on_after_them(tmp_path):
     path = tmp_path / "m.csv"
     rows = [{"step": i, "loss": i / 7} for i in range(5)]
     claim = write(path, *rows[:3])
-    whole = path.read_bytes()
-    write(path, *rows[3:], kept=whole)
-    kept = read_claimed_rows(path, claim, FOUND)
-    assert claim[0] == 4 and kept == whole, "a header and three rows"
-    again = write(path, {"step": 3, "loss": 0.5}, kept=kept)
+    saved = path.read_bytes()
+    write(path, *rows[3:], claimed_rows=saved)
+    claimed_rows = read_claimed_rows(path, claim, CHECKPOINT)
+    assert claim[0] == 4 and claimed_rows == saved, "a header and three rows"
+    next_claim = write(path, {"step": 3, "loss": 0.5}, claimed_rows=claimed_rows)
     lines = path.read_text().splitlines()
     assert lines == ["step,loss", "0,0.0", f"1,{1 / 7}", f"2,{2 / 7}", "3,0.5"]
-    assert read_claimed_rows(path, again, FOUND) == path.read_bytes(), "the hash goes on too"
+    assert read_claimed_rows(path, next_claim, CHECKPOINT) == path.read_bytes()
     assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
 
 
@@ -83,10 +82,11 @@ def test_a_resume_keeps_the_rows_that_its_checkpoint_claims_and_goes_on_after_th
 def test_what_follows_the_claimed_rows_is_cut_whatever_it_says(tmp_path):
     path = tmp_path / "m.csv"
     claim = write(path, {"step": 1, "loss": 0.1})
-    for torn in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0", "\xff"):
-        path.write_bytes(b"step,loss\n1,0.1\n" + torn.encode("latin-1"))
-        write(path, {"step": 2, "loss": 0.25}, kept=read_claimed_rows(path, claim, FOUND))
-        assert path.read_text() == "step,loss\n1,0.1\n2,0.25\n", "it may lack digits"
+    for rest in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0", "\xff", "1,0.1\n", "words\n2,0.2\n"):
+        path.write_bytes(b"step,loss\n1,0.1\n" + rest.encode("latin-1"))
+        claimed_rows = read_claimed_rows(path, claim, CHECKPOINT)
+        write(path, {"step": 2, "loss": 0.25}, claimed_rows=claimed_rows)
+        assert path.read_text() == "step,loss\n1,0.1\n2,0.25\n"
 
 
 ROWS = b"step,loss\n1,0.5\n2,0.25\n"
@@ -98,6 +98,8 @@ DAMAGES = {
     "a flipped header": ROWS.replace(b"loss", b"lorr"),
     "a flipped digit": ROWS.replace(b"25", b"26"),
     "not UTF-8": ROWS.replace(b"0.5", b"\xff.5"),
+    "a row twice": b"step,loss\n1,0.5\n1,0.5\n2,0.25\n",
+    "a line that is no row": b"step,loss\n1,0.5\nwords\n2,0.25\n",
 }
 
 
@@ -106,7 +108,7 @@ DAMAGES = {
 def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(tmp_path, damage):
     path = tmp_path / "m.csv"
     claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
-    assert path.read_bytes() == ROWS and read_claimed_rows(path, claim, FOUND) == ROWS
+    assert path.read_bytes() == ROWS and read_claimed_rows(path, claim, CHECKPOINT) == ROWS
     path.unlink()
     if damage in DAMAGES:
         path.write_bytes(DAMAGES[damage])
@@ -115,30 +117,17 @@ def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(
     elif damage == "a dangling link":
         path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(BadInput) as e:
-        read_claimed_rows(path, claim, FOUND)
-    here = {"a row lost": "2", "a flipped digit": "1, 2", "cut": "1", "NULs": "1"}
-    here |= {"a flipped header": "1, 2", "not UTF-8": "1, 2"}
+        read_claimed_rows(path, claim, CHECKPOINT)
+    steps = {"a row lost": "2", "a flipped digit": "1, 2", "cut": "1", "NULs": "1"}
+    steps |= {"a flipped header": "1, 2", "not UTF-8": "1, 2"}
+    steps |= {"a row twice": "1, 1, 2", "a line that is no row": "1, 2"}
     assert str(e.value) == (
-        f"resume: {path}: not the 2 rows that step-00000002 was saved with (here are steps "
-        f"{here.get(damage, 'none')}); put the file back, or go on elsewhere: --resume {FOUND} "
-        "--out_dir <a new folder>"
+        f"resume: {path}: not the 2 rows that step-00000002 was saved with (steps in the file: "
+        f"{steps.get(damage, 'none')}); put the file back, or continue in a new folder: "
+        f"--resume {CHECKPOINT} --out_dir <a new folder>"
     )
-    assert (
-        read_claimed_rows(path, [0, "any"], FOUND) == b"" == read_claimed_rows(path, None, FOUND)
-    ), "none is claimed"
-
-
-@pytest.mark.survive("R8")
-def test_rows_that_stand_twice_and_lines_that_are_none_are_left_out_and_it_is_said(
-    tmp_path, capsys
-):
-    path = tmp_path / "m.csv"
-    claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
-    path.write_bytes(b"step,loss\n1,0.5\n1,0.5\n\0\0\nwords\n2,0.25\n3,0.1\n")
-    assert read_claimed_rows(path, claim, FOUND) == ROWS
-    assert (
-        capsys.readouterr().out == f"{path}: lines that stand twice or are no rows are left out\n"
-    )
+    no_claim = read_claimed_rows(path, None, CHECKPOINT)
+    assert no_claim == read_claimed_rows(path, [0, "any"], CHECKPOINT) == b""
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
@@ -177,7 +166,7 @@ def test_columns_stay_where_the_first_row_put_them_and_none_is_empty(tmp_path):
     path = tmp_path / "m.csv"
     first, second = {"step": 1, "loss": None, "kl": 0.0}, {"kl": 2.0, "step": 2, "loss": 3.0}
     write(path, first, second)
-    write(path, {"step": 3, "kl": 4.0}, kept=path.read_bytes())
+    write(path, {"step": 3, "kl": 4.0}, claimed_rows=path.read_bytes())
     whole = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
     assert path.read_text() == whole, "0.0 is a value, None is none"
 
@@ -186,7 +175,7 @@ def test_numbers_come_back_to_the_bit(tmp_path):
     numbers = [0.1 + 0.2, 1 / 3, 1e-300, 5e-324, -0.0, math.pi * 1e20, 123456789.123456789]
     numbers.append(math.inf)
     write(tmp_path / "m.csv", *({"step": i, "x": x} for i, x in enumerate(numbers)))
-    write(tmp_path / "m.csv", kept=(tmp_path / "m.csv").read_bytes())  # rewritten once
+    write(tmp_path / "m.csv", claimed_rows=(tmp_path / "m.csv").read_bytes())  # rewritten once
     back = [float(row["x"]) for row in rows(tmp_path / "m.csv")]
     assert list(map(repr, back)) == list(map(repr, numbers))
 
@@ -216,9 +205,9 @@ def alone(monkeypatch):
 
 def test_without_a_terminal_progress_is_about_twenty_lines(capsys, alone):
     said = progress(capsys, 1000)
-    shown = "step 1/1000  loss 0.2500  margins 1.5000  tokens/s 1,234  ETA 0:00:"
-    assert said[0].startswith(shown)
+    assert said[0].startswith("step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 00:")
     assert said[1].startswith("step 50/") and said[-1].startswith("step 1000/") and len(said) == 21
+    assert all(len(line) <= 80 for line in said)
     for total, interval in ((30, 1), (39, 1), (1000, 7), (2100, 100), (999, 10), (1010, 50)):
         lines = progress(capsys, total, log_interval=interval)
         assert 10 <= len(lines) <= 30, (total, interval)
@@ -228,13 +217,18 @@ def test_without_a_terminal_progress_is_about_twenty_lines(capsys, alone):
 
 
 def test_progress_says_where_the_clamp_made_z_zero(capsys, alone):
-    for clamped, shown in (
-        (1.0, "kl 0 (clamped)  "),
-        (0.0, "kl 0.0000  "),
-        (None, "kl 0.0000  "),
-    ):
+    for clamped, shown in ((1.0, "kl 0 (clamped)"), (0.0, "kl 0.0000"), (None, "kl 0.0000")):
         (line,) = progress(capsys, 1, kl=0.0, **{"kl/clamped": clamped})
-        assert f"loss 0.2500  {shown}margins" in line
+        assert f"loss 0.2500 {shown} margins" in line
+
+
+def test_a_line_that_would_be_longer_than_80_columns_is_two(capsys, alone):
+    row = {"kl": 0.0, "kl/clamped": 1.0, "tokens/s": 123456.0, "rewards/margins": -12.5}
+    head, rest = progress(capsys, 100_000, start=99_999, **row)
+    assert head == "step 100000/100000:"
+    assert rest.startswith("  loss 0.2500 kl 0 (clamped) margins -12.5000 tok/s 123,456 ETA ")
+    assert fit_80_columns("a", "b" * 77) == "a: " + "b" * 77
+    assert fit_80_columns("a", "b" * 78) == "a:\n  " + "b" * 78
 
 
 def test_progress_off_says_nothing(capsys):
@@ -443,8 +437,9 @@ def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program,
 
 def test_a_run_says_how_many_steps_it_will_have(tracked):
     out, _, stdout, _ = tracked["kto", "tensorboard"]
-    assert "\n3 steps of 4, 6 an epoch, which leaves out 0 of 24\n" in stdout
-    assert "\nstep 1/3  loss " in stdout and f"\nrun folder: {out}\n" in stdout
+    assert "\n3 steps of 4 examples\n" in stdout
+    assert "\n6 steps per epoch, which leaves out 0 of 24 examples\n" in stdout
+    assert "\nstep 1/3: loss " in stdout and f"\nrun folder: {out}\n" in stdout
 
 
 @pytest.mark.parametrize("program, K", [("kto", 1), ("dpo", 2), ("spin", 2)])
@@ -510,7 +505,7 @@ def test_a_resumed_run_goes_on_with_its_own_in_wandb(tmp_path):
 def test_wandb_online_without_a_key_is_refused_at_once_in_one_line(tmp_path):
     (said,) = wandb_elsewhere(tmp_path / "run", 1, WANDB_API_KEY="")
     assert said.startswith("logger: wandb: ") and "\n" not in said
-    assert said.endswith("; WANDB_MODE=offline needs neither key nor network")
+    assert said.endswith("; WANDB_MODE=offline needs neither a key nor a network")
 
 
 # ---- tables --------------------------------------------------------------------------------------
