@@ -138,20 +138,26 @@ def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
 
 
 @pytest.mark.survive("R6")
-@pytest.mark.parametrize("how", ["renamed", "gone", "another"])
-def test_a_file_that_is_no_longer_there_fails_at_the_next_row_and_at_the_next_save(tmp_path, how):
+@pytest.mark.parametrize("change", ["renamed", "gone", "another"])
+def test_a_file_that_is_no_longer_there_fails_at_the_next_row_and_at_the_next_save(
+    tmp_path, change
+):
     folder = tmp_path / "run"
     folder.mkdir()
     file = Csv(folder / "m.csv")
     file.row({"step": 1, "loss": 0.5})
-    folder.rename(tmp_path / "elsewhere") if how != "gone" else (folder / "m.csv").unlink()
-    if how == "another":
+    if change == "gone":
+        (folder / "m.csv").unlink()
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    reason = "No such file or directory"
+    if change == "another":
         folder.mkdir()
         (folder / "m.csv").touch()
-    why = "another file stands there now" if how == "another" else "No such file or directory"
-    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {why}$"):
+        reason = "another file stands there now"
+    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {reason}$"):
         file.row({"step": 2, "loss": 0.5})
-    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {why}$"):
+    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {reason}$"):
         file.sync()
     file.file.close()
 
@@ -167,8 +173,8 @@ def test_columns_stay_where_the_first_row_put_them_and_none_is_empty(tmp_path):
     first, second = {"step": 1, "loss": None, "kl": 0.0}, {"kl": 2.0, "step": 2, "loss": 3.0}
     write(path, first, second)
     write(path, {"step": 3, "kl": 4.0}, claimed_rows=path.read_bytes())
-    whole = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
-    assert path.read_text() == whole, "0.0 is a value, None is none"
+    content = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
+    assert path.read_text() == content, "0.0 is a value, None is an empty cell"
 
 
 def test_numbers_come_back_to_the_bit(tmp_path):
@@ -189,10 +195,12 @@ def rows(path: Path) -> list[dict]:
 
 
 def progress(capsys, total, start=0, log_interval=1, on=True, **row) -> list[str]:
-    bar = Progress(total, start, on)
+    """The lines of a run, each of whose rows has the same numbers."""
+    display = Progress(total, start, on)
     row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5, "auc": 0.5} | row
     for step in range(start + 1, total + 1):
-        bar.step(step, row if step % log_interval == 0 or step == total else None)
+        has_row = step % log_interval == 0 or step == total
+        display.step(step, row if has_row else None)
     return capsys.readouterr().out.splitlines()
 
 
@@ -204,16 +212,17 @@ def alone(monkeypatch):
 
 
 def test_without_a_terminal_progress_is_about_twenty_lines(capsys, alone):
-    said = progress(capsys, 1000)
-    assert said[0].startswith("step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 00:")
-    assert said[1].startswith("step 50/") and said[-1].startswith("step 1000/") and len(said) == 21
-    assert all(len(line) <= 80 for line in said)
+    lines = progress(capsys, 1000)
+    assert len(lines) == 21
+    assert lines[0].startswith("step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 00:")
+    assert lines[1].startswith("step 50/") and lines[-1].startswith("step 1000/")
+    assert all(len(line) <= 80 for line in lines)
     for total, interval in ((30, 1), (39, 1), (1000, 7), (2100, 100), (999, 10), (1010, 50)):
         lines = progress(capsys, total, log_interval=interval)
         assert 10 <= len(lines) <= 30, (total, interval)
     assert len(progress(capsys, 3)) == 3
-    steps = [x.split("/")[0] for x in progress(capsys, 1000, start=900)]
-    assert steps == ["step 901", "step 950", "step 1000"], "a resumed run says that it goes on"
+    steps = [line.split("/")[0] for line in progress(capsys, 1000, start=900)]
+    assert steps == ["step 901", "step 950", "step 1000"], "a resumed run prints its first step too"
 
 
 def test_progress_says_where_the_clamp_made_z_zero(capsys, alone):
@@ -248,27 +257,35 @@ def test_on_a_terminal_progress_is_a_bar(capsys, monkeypatch):
 
 
 def screen(folder: Path, program: str, argv: list[str]) -> list[str]:
-    """What stands on a terminal of 80 columns after a program, line by line."""
-    ours, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    """What stands on a terminal of 80 columns after a program, line by line, without empty lines."""
+    our_end, program_end = os.openpty()
+    fcntl.ioctl(program_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     folder.mkdir()
-    child = Started(folder, program, argv, first=lambda: [os.dup2(its, fd) for fd in (1, 2)])
-    os.close(its)
-    said = b""
+
+    def use_terminal():
+        for fd in (1, 2):
+            os.dup2(program_end, fd)
+
+    child = Started(folder, program, argv, first=use_terminal)
+    os.close(program_end)
+    printed = b""
     try:
-        while some := os.read(ours, 65536):
-            said += some
-    except OSError:  # nobody writes to it any more
-        os.close(ours)
-    assert child.ended()[0] == 0 and b"\x1b" not in said.replace(b"\x1b[A", b"")
-    assert b"3 loss " in said, "there was a bar"
-    found = []
-    for line in said.decode().replace("\r\n", "\n").split("\n"):
+        while block := os.read(our_end, 65536):
+            printed += block
+    except OSError:  # the program has ended
+        os.close(our_end)
+    assert child.ended()[0] == 0
+    assert b"\x1b" not in printed.replace(b"\x1b[A", b""), "no escape but `cursor up`"
+    assert b"3 loss " in printed, "there was a bar"
+    lines = []
+    for line in printed.decode().replace("\r\n", "\n").split("\n"):
         cells = []
-        for part in line.split("\r"):
+        for part in line.split("\r"):  # each part overwrites the line from its beginning
             cells[: len(part)] = part
-        found.append("".join(cells).rstrip())
-    return [line for line in found if line]
+        text = "".join(cells).rstrip()
+        if text:
+            lines.append(text)
+    return lines
 
 
 @pytest.mark.parametrize("program", ["kto", "spin"])
@@ -276,10 +293,10 @@ def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, demos, 
     sources = {"kto": ROOT / "tests/parity/kto_data.jsonl", "spin": demos}
     out = tmp_path / "run"
     argv = ["--model", tiny, "--data.train", sources[program], "--out_dir", out, *TINY.split()]
-    two = ["--spin.max_iterations=2", "--spin.max_new_tokens=3", "--epochs=1"]
-    argv += two if program == "spin" else []
-    *_, why, command = screen(tmp_path / "a", program, [*argv, "--stop_at=2"])
-    assert why == "stopped by stop_at at step 2 of 3, saved; go on with"
+    if program == "spin":
+        argv += ["--spin.max_iterations=2", "--spin.max_new_tokens=3", "--epochs=1"]
+    *_, stopped, command = screen(tmp_path / "a", program, [*argv, "--stop_at=2"])
+    assert stopped == "stopped by stop_at at step 2 of 3, saved; go on with"
     assert command.startswith("  python ") and command.endswith("--resume auto")
     lines = screen(tmp_path / "b", program, [*argv, "--resume=auto"])
     assert lines[-1] == f"exported to {out / 'final'}"
@@ -287,10 +304,10 @@ def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, demos, 
 
 
 def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
-    for rank, said, files in (("0", "hi\n", {"metrics.csv", "val.csv"}), ("1", "", set())):
+    for rank, printed, files in (("0", "hi\n", {"metrics.csv", "val.csv"}), ("1", "", set())):
         monkeypatch.setenv("RANK", rank)
         say("hi")
-        assert capsys.readouterr().out == said
+        assert capsys.readouterr().out == printed
         (tmp_path / rank).mkdir()
         logger = Logger(run_settings(tmp_path / rank), None)
         if rank == "1":
@@ -302,10 +319,11 @@ def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
 
 
 def test_the_end_of_a_run_closes_what_it_writes_to(tmp_path, monkeypatch):
-    ended, logger = [], Logger(run_settings(tmp_path), None)
-    monkeypatch.setattr(logger.tracker, "close", lambda: ended.append(True))
+    logger = Logger(run_settings(tmp_path), None)
+    closed = []
+    monkeypatch.setattr(logger.tracker, "close", lambda: closed.append("tracker"))
     logger.close()
-    assert ended and logger.metrics.file.closed and logger.val.file.closed
+    assert closed == ["tracker"] and logger.metrics.file.closed and logger.val.file.closed
 
 
 # ---- trackers, through whole runs ----------------------------------------------------------------
@@ -324,22 +342,27 @@ def tracked(tiny, ratings, pairs, demos, tmp_path_factory):
 
     def run(program, logger):
         out = root / f"{program}-{logger}"
-        (folder := root / f"said-{out.name}").mkdir()
+        folder = root / f"printed-{out.name}"
+        folder.mkdir()
         argv = ["--model", tiny, "--out_dir", out, f"--logger={logger}", *TINY.split()]
         argv += ["--data.train", sources[program], "--data.val", sources[program]]
-        argv += SPIN.split() if program == "spin" else []
-        return out, *Started(
-            folder, program, argv, first=without_wandb, **OFFLINE, HOME=str(root)
-        ).ended()
+        if program == "spin":
+            argv += SPIN.split()
+        child = Started(folder, program, argv, first=without_wandb, **OFFLINE, HOME=str(root))
+        return out, *child.ended()
 
-    asked = [(program, logger) for logger in ("tensorboard", "wandb") for program in sources]
-    return {x: run(*x) for x in asked}
+    runs = {}
+    for logger in ("tensorboard", "wandb"):
+        for program in sources:
+            runs[program, logger] = run(program, logger)
+    return runs
 
 
 def without_wandb():
-    """No setting of the machine's, nor a warning for what wandb leaves."""
-    for name in [k for k in os.environ if k.startswith("WANDB_") and k not in OFFLINE]:
-        del os.environ[name]
+    """Remove this machine's own settings of wandb. wandb leaves files open, which would warn."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_") and name not in OFFLINE:
+            del os.environ[name]
     warnings.simplefilter("ignore")
 
 
@@ -348,15 +371,17 @@ def events(out: Path) -> dict[tuple[str, int], float | str]:
     from tensorboardX.proto.event_pb2 import Event
 
     (file,) = (out / "tensorboard").glob("events.out.tfevents.*")
-    raw, found = file.read_bytes(), {}
-    while raw:  # a record: its length (8 bytes), a checksum (4), itself, a checksum (4)
+    raw = file.read_bytes()
+    values = {}
+    while raw:  # a record: its length (8 bytes), a checksum (4), its content, a checksum (4)
         n = int.from_bytes(raw[:8], "little")
-        event, raw = Event.FromString(raw[12 : 12 + n]), raw[16 + n :]
-        for v in event.summary.value:
-            assert (v.tag, event.step) not in found
-            text = b"".join(v.tensor.string_val).decode()
-            found[v.tag, event.step] = text or v.simple_value
-    return found
+        event = Event.FromString(raw[12 : 12 + n])
+        raw = raw[16 + n :]
+        for value in event.summary.value:
+            assert (value.tag, event.step) not in values
+            text = b"".join(value.tensor.string_val).decode()
+            values[value.tag, event.step] = text or value.simple_value
+    return values
 
 
 def history(out: Path) -> dict[tuple[str, int], float]:
@@ -364,39 +389,48 @@ def history(out: Path) -> dict[tuple[str, int], float]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = (out / "wandb").glob("offline-run-*/*.wandb")
-    raw, at, record, found = file.read_bytes(), 7, b"", {}
+    raw = file.read_bytes()
+    at = 7  # behind the file's header
+    record = b""
+    values = {}
     while at < len(raw):  # parts in blocks of 32 KiB: checksum (4 bytes), length (2), kind (1)
-        if (room := 32768 - at % 32768) < 7:
-            at += room
+        left_in_block = 32768 - at % 32768
+        if left_in_block < 7:
+            at += left_in_block
             continue
-        n, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
-        record, at = record + raw[at + 7 : at + 7 + n], at + 7 + n
-        if kind in (1, 4):  # a whole record, or its last part
-            entry, record = Record.FromString(record).history, b""
-            values = {"/".join(i.nested_key): json.loads(i.value_json) for i in entry.item}
-            ours = {k: v for k, v in values.items() if k[0] != "_" and isinstance(v, float | int)}
-            found |= {(k, entry.step.num): v for k, v in ours.items()}
-    return found
+        n = int.from_bytes(raw[at + 4 : at + 6], "little")
+        kind = raw[at + 6]
+        record += raw[at + 7 : at + 7 + n]
+        at += 7 + n
+        if kind in (1, 4):  # a complete record, or its last part
+            entry = Record.FromString(record).history
+            record = b""
+            for item in entry.item:
+                name, value = "/".join(item.nested_key), json.loads(item.value_json)
+                if not name.startswith("_") and isinstance(value, float | int):
+                    values[name, entry.step.num] = value
+    return values
 
 
 def logged(out: Path) -> dict[tuple[str, int], float]:
     """What a tracker should have: all cells of metrics.csv and val.csv."""
-    wanted = {}
-    for name, prefix in (("metrics.csv", ""), ("val.csv", "val/")):
-        for row in rows(out / name):
-            values = {f"{prefix}{k}": float(v) for k, v in row.items() if v and k != "step"}
-            wanted |= {(k, int(row["step"])): pytest.approx(v, rel=1e-6) for k, v in values.items()}
-    assert {("loss", step) for step in (1, 2, 3)} | {("val/loss", 0), ("val/loss", 3)} <= set(
-        wanted
-    )
-    return wanted
+    expected = {}
+    for file, prefix in (("metrics.csv", ""), ("val.csv", "val/")):
+        for row in rows(out / file):
+            step = int(row["step"])
+            for name, cell in row.items():
+                if cell and name != "step":
+                    expected[f"{prefix}{name}", step] = pytest.approx(float(cell), rel=1e-6)
+    for key in (("loss", 1), ("loss", 2), ("loss", 3), ("val/loss", 0), ("val/loss", 3)):
+        assert key in expected
+    return expected
 
 
 def samples(out: Path, step: int) -> list[list[str]]:
     """The prompts and completions that were shown at a step."""
-    found = json.loads((out / "eval" / f"step-{step}.json").read_text())["samples"]
-    assert len(found) == 2
-    return [[x["prompt"], x["completion"]] for x in found]
+    answers = json.loads((out / "eval" / f"step-{step}.json").read_text())["samples"]
+    assert len(answers) == 2
+    return [[answer["prompt"], answer["completion"]] for answer in answers]
 
 
 @pytest.mark.survive("R1")
@@ -405,12 +439,13 @@ def samples(out: Path, step: int) -> list[list[str]]:
 def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, program):
     out, code, _, stderr = tracked[program, "tensorboard"]
     assert code == 0, stderr
-    found = events(out)
-    texts = {step: x for (_, step), x in found.items() if isinstance(x, str)}
-    assert {k: v for k, v in found.items() if not isinstance(v, str)} == logged(out)
+    values = events(out)
+    texts = {step: value for (_, step), value in values.items() if isinstance(value, str)}
+    assert {k: v for k, v in values.items() if not isinstance(v, str)} == logged(out)
     assert set(texts) == {0, 3}
     for step, text in texts.items():
-        assert all(f"{prompt} **{said}**" in text for prompt, said in samples(out, step))
+        for prompt, completion in samples(out, step):
+            assert f"{prompt} **{completion}**" in text
 
 
 @pytest.mark.survive("R1")
@@ -418,19 +453,19 @@ def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, progr
 def test_wandb_gets_every_value_at_its_step_and_the_samples_offline(tracked, program):
     out, code, _, stderr = tracked[program, "wandb"]
     assert code == 0, stderr
-    found, wanted = history(out), logged(out)
-    assert {k: found.get(k) for k in wanted} == wanted
-    tables = (out / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
-    shown = [json.loads(path.read_text())["data"] for path in tables]
-    assert sorted(shown) == sorted(samples(out, step) for step in (0, 3))
+    values, expected = history(out), logged(out)
+    assert {key: values.get(key) for key in expected} == expected
+    files = (out / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
+    tables = [json.loads(file.read_text())["data"] for file in files]
+    assert sorted(tables) == sorted(samples(out, step) for step in (0, 3))
 
 
 @pytest.mark.parametrize("program, empty", [("kto", True), ("dpo", True), ("spin", False)])
 def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program, empty):
     out, _, stdout, _ = tracked[program, "tensorboard"]
-    said = re.findall(r"^validation at step (\d+):\s+(.*)$", stdout, re.M)
-    assert [step for step, _ in said] == ["0", "3"]
-    assert [line.endswith(", no accuracy (r is 0)") for _, line in said] == [empty, False]
+    lines = re.findall(r"^validation at step (\d+):\s+(.*)$", stdout, re.M)
+    assert [step for step, _ in lines] == ["0", "3"]
+    assert [line.endswith(", no accuracy (r is 0)") for _, line in lines] == [empty, False]
     if empty:
         assert [row["accuracy"] != "" for row in rows(out / "val.csv")] == [False, True]
 
@@ -445,12 +480,12 @@ def test_a_run_says_how_many_steps_it_will_have(tracked):
 @pytest.mark.parametrize("program, K", [("kto", 1), ("dpo", 2), ("spin", 2)])
 def test_a_steps_examples_are_a_table_with_the_largest_loss_first(tracked, program, K):
     out, *_ = tracked[program, "tensorboard"]
-    found = rows(out / "examples-2.csv")
-    losses = [float(row["loss"]) for row in found]
-    assert len(found) == 4 and losses == sorted(losses, reverse=True)
+    examples = rows(out / "examples-2.csv")
+    losses = [float(row["loss"]) for row in examples]
+    assert len(examples) == 4 and losses == sorted(losses, reverse=True)
     mean = next(float(row["loss"]) for row in rows(out / "metrics.csv") if row["step"] == "2")
     assert sum(losses) / 4 == pytest.approx(mean)
-    for row in found:
+    for row in examples:
         assert row["where"].split(":")[0].endswith(".jsonl") and row["prompt"]
         assert row["label"] in ("True", "False") and row["weight"] == "1.0"
         assert all(int(row[f"tokens {k}"]) > 0 for k in range(1, K + 1))
@@ -466,46 +501,50 @@ def test_the_csv_logger_tracks_nowhere_else(tmp_path):
 
 
 def wandb_elsewhere(out: Path, runs: int, **env) -> list[str] | None:
-    """What `runs` trackers, the second one resumed, say in a process of their own (wandb leaves
-    threads and hooks)."""
+    """Start `runs` wandb trackers, the second one resumed, in a process of their own, because wandb
+    leaves threads and hooks. Returns the ids of their wandb runs, or the error, as the last text;
+    None when 30 s were not enough."""
     pytest.importorskip("wandb")
     out.mkdir()
 
     def work():
-        for name in [k for k in os.environ if k.startswith("WANDB")]:
-            del os.environ[name]
+        for name in list(os.environ):
+            if name.startswith("WANDB"):
+                del os.environ[name]
         os.environ.update(HOME=str(out), NETRC=str(out / "none"), **env)
-        sys.stdin, said = open(os.devnull), []
+        sys.stdin = open(os.devnull)
         warnings.simplefilter("ignore")
+        texts = []
         try:
             for resumed in (False, True)[:runs]:
                 tracker = make_tracker(run_settings(out, logger="wandb"), out, resumed)
                 tracker.scalars({"loss": 0.5}, 1 + resumed)
                 tracker.close()
-                said.append((out / "wandb_id").read_text())
+                texts.append((out / "wandb_id").read_text())
                 sys.modules["wandb"].finish()
         except BadInput as e:
-            said.append(str(e))
-        (out / "said.json").write_text(json.dumps(said))
+            texts.append(str(e))
+        (out / "texts.json").write_text(json.dumps(texts))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(30)
     process.kill()
-    return json.loads((out / "said.json").read_text()) if (out / "said.json").exists() else None
+    file = out / "texts.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def test_a_resumed_run_goes_on_with_its_own_in_wandb(tmp_path):
-    said = wandb_elsewhere(tmp_path / "run", 2, WANDB_MODE="offline")
-    if said is None:
+    ids = wandb_elsewhere(tmp_path / "run", 2, WANDB_MODE="offline")
+    if ids is None:
         pytest.skip("wandb needs more than 30 s here")
-    assert len(said) == 2 and said[0] == said[1]
+    assert len(ids) == 2 and ids[0] == ids[1]
 
 
 def test_wandb_online_without_a_key_is_refused_at_once_in_one_line(tmp_path):
-    (said,) = wandb_elsewhere(tmp_path / "run", 1, WANDB_API_KEY="")
-    assert said.startswith("logger: wandb: ") and "\n" not in said
-    assert said.endswith("; WANDB_MODE=offline needs neither a key nor a network")
+    (message,) = wandb_elsewhere(tmp_path / "run", 1, WANDB_API_KEY="")
+    assert message.startswith("logger: wandb: ") and "\n" not in message
+    assert message.endswith("; WANDB_MODE=offline needs neither a key nor a network")
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -575,10 +614,8 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
 
     monkeypatch.setattr(evaluate, "generate", generate)
     val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
-    cfg, fabric = (
-        run_settings(out, eval=Eval(**settings)),
-        SimpleNamespace(global_rank=0, broadcast=lambda x: x),
-    )
+    cfg = run_settings(out, eval=Eval(**settings))
+    fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x)
     return Evaluator(fabric, cfg, None, plain(), val, checker)
 
 
@@ -617,13 +654,15 @@ def test_the_demos_checker_is_used_where_it_is_named_and_none_is_given(tmp_path,
 
 def best_of(keep_best, values) -> list[int]:
     """The steps at which a validation is the best so far."""
-    state, found = RunState(), []
+    state = RunState()
+    best_steps = []
     for step, value in enumerate(values):
         state.step = step
         row = dict(loss=value, kl=value, accuracy=value, checker_accuracy=value, auc=None)
-        found += [step] if state.is_best(row, keep_best) else []
-    assert state.best_step == (found[-1] if found else None)
-    return found
+        if state.is_best(row, keep_best):
+            best_steps.append(step)
+    assert state.best_step == (best_steps[-1] if best_steps else None)
+    return best_steps
 
 
 def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
@@ -668,19 +707,19 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 
 def test_only_passes_that_no_implementation_can_save_are_counted():
-    pairs, none = dict(kl_pairs=True), dict(kl_pairs=False)
-    assert least_passes(**none, reference=True, lora=False) == (4, 4)  # forward 1, backward 2
-    assert least_passes(**none, reference=False, lora=False) == (3, 3)
-    assert least_passes(**none, reference=True, lora=True) == (3, 3), "no gradient of matrices"
-    assert least_passes(**pairs, reference=True, lora=False) == (4, 6), "a prompt's pass is shared"
-    assert least_passes(**pairs, reference=False, lora=True) == (2, 3), "the reference is cached"
+    def passes(kl_pairs, reference, lora):
+        return least_passes(kl_pairs=kl_pairs, reference=reference, lora=lora)
+
+    assert passes(False, True, False) == (4, 4)  # policy: forward 1, backward 2; reference 1
+    assert passes(False, False, False) == (3, 3)
+    assert passes(False, True, True) == (3, 3), "with LoRA the matrices need no gradient"
+    assert passes(True, True, False) == (4, 6), "both completions share the passes of the prompt"
+    assert passes(True, False, True) == (2, 3), "the reference is cached"
 
 
 def test_useful_flops_are_two_for_each_weight_token_and_pass(tiny):
-    policy, fabric = (
-        model.load_model(tiny),
-        SimpleNamespace(device=torch.device("cpu"), world_size=1),
-    )
+    policy = model.load_model(tiny)
+    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     body = sum(p.numel() for p in policy.transformer.h.parameters())
     speed = Throughput(fabric, "32-true", policy, (4, 6))
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
