@@ -24,12 +24,17 @@ import yaml
 import report
 from runs.errors import BadInput, run_cli
 
-# A run's log (RUN.log) begins each attempt with its command; below it is what the run prints.
-#   $ python -u kto.py --seed=1 --stop_at=10 --out_dir=out/sweep-kto/seed=1 --resume=auto
+# The log of a run has, for each attempt, the command and below it what the command printed.
+# The command of an attempt:
+#   $ /usr/bin/python -u kto.py --seed=1 --stop_at=10 --out_dir=out/sweep-kto/run --resume=auto
 COMMAND_LINE = re.compile(r"^\$ .* --resume=auto$", re.MULTILINE)
-STOP_AT = re.compile(r" --stop_at=(\d+) ")  # in a command
+# The step in such a command:
+#   --stop_at=10
+STOP_AT = re.compile(r" --stop_at=(\d+) ")
+# What a run prints when stop_at or max_time ends it:
 #   stopped by max_time at step 120 of 300, saved; go on with
 STOPPED_LINE = re.compile(r"^stopped by \w+", re.MULTILINE)
+# What a run prints when it fails:
 #   error: data.train: ratings.jsonl: No such file or directory
 ERROR_LINE = re.compile(r"^error: (.*)", re.MULTILINE)
 
@@ -120,6 +125,7 @@ def skip_finished(command_line: str, log: str, folder: Path) -> Outcome | None:
     old = shlex.split(attempts[-1]) if attempts else []
     new = shlex.split(command_line)
     same_settings = sorted(old) == sorted(new)  # perhaps in another order
+    # The run may have begun with this command (and --stop_at) and gone on with another one.
     was_an_attempt = f"{command_line}\n" in log
     if same_settings or was_an_attempt:
         return Outcome(f"skipped, {reason}")

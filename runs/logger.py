@@ -49,7 +49,7 @@ class Csv:
         somebody moved or deleted the run folder, and rows would be lost without a word."""
         with disk_error(self.path):
             if not os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
-                raise FileNotFoundError(errno.ENOENT, "another file stands there now")
+                raise FileNotFoundError(errno.ENOENT, "another file is there now")
             yield
 
     def row(self, values: dict) -> None:

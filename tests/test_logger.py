@@ -154,7 +154,7 @@ def test_a_file_that_is_no_longer_there_fails_at_the_next_row_and_at_the_next_sa
     if change == "another":
         folder.mkdir()
         (folder / "m.csv").touch()
-        reason = "another file stands there now"
+        reason = "another file is there now"
     with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {reason}$"):
         file.row({"step": 2, "loss": 0.5})
     with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {reason}$"):

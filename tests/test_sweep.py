@@ -205,6 +205,14 @@ def test_what_its_own_settings_stop_has_not_failed_and_never_runs_past_stop_at(p
         assert lines(capsys.readouterr().out)[0] == f"1/2  seed=4  {said}", "going on is right"
 
 
+def test_a_command_that_began_a_run_skips_it_when_a_later_command_has_finished_it(place, capsys):
+    sweep.main(["kto.py", "--seed", "1", "--stop_at", "2"])
+    sweep.main(["kto.py", "--seed", "1"])
+    sweep.main(["kto.py", "--seed", "1", "--stop_at", "2"])
+    expected = ["stopped by stop_at", "finished", "skipped, finished"]
+    assert lines(capsys.readouterr().out) == [f"1/1  run  {text}" for text in expected]
+
+
 def test_a_mistake_ends_the_sweep_at_once_in_its_own_words(place):
     Path("how").write_text("2 mistake\n")
     with pytest.raises(BadInput, match="^sede: no such setting\ntwo of them$"):
