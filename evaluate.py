@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generate import completion_text, generate
-from runs.console import say
+from runs.console import format_before_after, say
 from runs.devices import on_rank_0
 from runs.files import write_json
-from runs.logger import format_before_after
 from runs.settings import RunSettings
 
 Checker = Callable[[str, str], bool]  # (prompt, completion) -> whether the completion is right

@@ -10,10 +10,10 @@ import argparse
 import io
 import json
 import sys
-from collections import namedtuple
 from html import escape
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -28,8 +28,9 @@ except ImportError as e:
     print(f"error: report: {e.name} is missing: pip install '.[report]'", file=sys.stderr)
     sys.exit(2)
 
-# Title: columns, the second dotted. Of a column x, x/stderr widens the band, x/clamped = 1
-# puts ticks above the plot. Columns that are not here come under "Other columns".
+# Title of a plot -> its columns of metrics.csv and val.csv; the second column is dotted. For a
+# column x, x/stderr widens the band, and x/clamped = 1 puts a tick above the plot. Columns that
+# are not here have a plot each under "Other columns".
 PLOTS = {
     "loss": ["loss"],
     "rewards": ["rewards/chosen", "rewards/rejected"],
@@ -41,23 +42,34 @@ PLOTS = {
     "tokens/s": ["tokens/s"],
     "memory": ["memory_gb"],
 }
-NUMBERS = {"step": "steps"} | {v[0]: k for k, v in PLOTS.items() if k != "rewards"}
-DRAWN = ["epoch", "samples", "kl/stderr", "kl/clamped", *sum(PLOTS.values(), [])]
+# Column -> its heading in the table of final numbers.
+NUMBERS = {"step": "steps"}
+NUMBERS |= {columns[0]: title for title, columns in PLOTS.items() if title != "rewards"}
+# Columns that have no plot under "Other columns".
+DRAWN = {column for columns in PLOTS.values() for column in columns}
+DRAWN |= {"epoch", "samples", "kl/stderr", "kl/clamped"}
+# Settings in which runs of one group may differ, besides the seed.
 BOOKKEEPING = ["out_dir", "resume", "logger", "project", "progress", "keep_last"]
+
 COLOURS = "#2e7fd6 #d9680b #239b56 #d8436a #8f67dc #0f96a3 #a06c3c #cf55b4".split()
-DASHES = {"-": "━━", "--": "╍╍", "-.": "━╍"}
-LOOKS = [(colour, dash) for dash in DASHES for colour in COLOURS]
-INK = "#010101"  # the page puts its own here, light or dark; COLOURS are seen on both
-STYLE = {f"{x}.color": INK for x in ("text", "xtick", "ytick")}
-STYLE |= {"axes.edgecolor": INK, "axes.labelcolor": INK, "grid.color": "#8885"}
-STYLE |= {"axes.grid": True, "savefig.transparent": True, "font.size": 9}
-STYLE |= {"svg.fonttype": "none", "text.parse_math": False}
-T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]  # Student's, 97.5%
-ABOUT = """train: end of the running mean over 4% of the rows; val: last validation;
-±: 95% interval of the mean over n runs, by Student's t"""
-LEGEND = """Lines: running means; light: the rows; dots: validation. Bands: smallest to largest
-of a group's runs, for kl (that is z) with its standard error. Ticks above kl: steps where z
-was clamped to 0. Dotted: rewards/rejected."""
+DASHES = {"-": "━━", "--": "╍╍", "-.": "━╍"}  # matplotlib's line style -> the page's legend
+LOOKS = [(colour, dash) for dash in DASHES for colour in COLOURS]  # of one group after another
+# Stands for the colour of text and axes. The page replaces it by its own text colour, which is
+# light or dark; the COLOURS can be seen on both.
+INK = "#010101"
+STYLE = {
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "grid.color": "#8885",
+    "axes.grid": True,
+    "savefig.transparent": True,
+    "font.size": 9,
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a column's name with $ in it is not a formula
+}
 CSS = """:root { color-scheme: light dark }
 body { font: 15px/1.4 system-ui; max-width: 1500px; margin: auto; padding: 0 14px }
 nav { position: sticky; top: 0; background: canvas; max-height: 25vh; overflow: auto }
@@ -66,179 +78,294 @@ section { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 
 svg { width: 100%; height: auto } div { overflow-x: auto }
 table { border-collapse: collapse } td, th { padding: 2px 6px; text-align: left }
 td { white-space: pre-wrap }"""
-Run = namedtuple("Run", "path seed settings tables samples")
-Groups = dict[str, list[Run]]  # by label
+LEGEND = """Lines: running means; faint lines: single rows; dots: validation. Bands: from the
+smallest to the largest run of a group; for kl (which is z) with its standard error. Ticks above
+kl: steps where z was clamped to 0. Dotted: rewards/rejected."""
+ABOUT = """train: the running mean over 4% of the rows, at its end; val: last validation;
+±: 95% confidence interval of the mean over n runs, by Student's t"""
+
+# 97.5% quantiles of Student's t for 1, 2, ..., 9 degrees of freedom.
+STUDENT_T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 
-def settings_of(text: str) -> dict[str, str]:
-    node = yaml.safe_load(text)
-    if not isinstance(node, dict):
+class RunResults(NamedTuple):
+    """What the report shows of a run folder."""
+
+    path: str
+    seed: str | None
+    settings: dict[str, str]  # dotted name -> value; without the seed and BOOKKEEPING
+    tables: dict[str, pd.DataFrame]  # by step: raw (metrics.csv), train (running mean of raw), val
+    samples: pd.DataFrame  # by prompt: the answers before and after training
+
+
+Groups = dict[str, list[RunResults]]  # label -> runs with equal settings
+
+
+# ---- reading a run folder -----------------------------------------------------------------------
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """settings.yaml as {dotted name: value as text}, without BOOKKEEPING."""
+    tree = yaml.safe_load(text)
+    if not isinstance(tree, dict):
         raise ValueError("expected settings as `name: value`")
-    return {name: repr(x) for name, x in sorted(flatten(node).items()) if name not in BOOKKEEPING}
+    settings = {}
+    for name, value in sorted(flatten(tree).items()):
+        if name not in BOOKKEEPING:
+            settings[name] = repr(value)
+    return settings
 
 
-def rows(text: str) -> pd.DataFrame:
-    whole = text[: text.rfind("\n") + 1]  # a kill tears the last line
-    table = pd.read_csv(io.StringIO(whole or "step\n"))
+def parse_table(text: str) -> pd.DataFrame:
+    """metrics.csv or val.csv as numbers by step; columns without any number are left out."""
+    complete_lines = text[: text.rfind("\n") + 1]  # a killed run may leave half a line at the end
+    table = pd.read_csv(io.StringIO(complete_lines or "step\n"))
     table = table.apply(pd.to_numeric, errors="coerce").astype(float)
     return table.groupby("step").last().dropna(axis=1, how="all")
 
 
-def read_answers_of(text: str) -> tuple[dict, float | None]:
-    """{prompt: completion}, and the share that a checker found right."""
-    node = json.loads(text)
-    share = node["right"] / node["of"] if node.get("of") else None
-    pairs = node.get("answers") or node["samples"]
-    return {x["prompt"]: x["completion"] for x in pairs}, share
+def parse_answers(text: str) -> tuple[dict[str, str], float | None]:
+    """A file of RUN/eval: {prompt: completion}, and the share of answers that the checker accepts
+    (None in a file of samples, which no checker has seen)."""
+    content = json.loads(text)
+    share = content["right"] / content["of"] if content.get("of") else None
+    pairs = content.get("answers") or content["samples"]
+    return {pair["prompt"]: pair["completion"] for pair in pairs}, share
 
 
-def read_run(folder: str) -> Run:
+def read_answers(file: Path | None) -> tuple[dict[str, str], float | None]:
+    """What parse_answers returns of a file; ({}, None) when there is no file."""
+    if file is None:
+        return {}, None
+    return parse_file(file.stem, file, parse_answers)
+
+
+def read_run(folder: str) -> RunResults:
+    """Read a run folder. Raises BadInput when a file is missing or broken, or has no rows."""
     path = Path(folder)
-    settings = parse_file("settings", path / "settings.yaml", settings_of)
-    settings["finished"] = str((path / "final").exists())  # no mean over both kinds
-    raw, file = parse_file("metrics", path / "metrics.csv", rows), path / "val.csv"
+    settings = parse_file("settings", path / "settings.yaml", parse_settings)
+    seed = settings.pop("seed", None)
+    # This entry keeps finished and unfinished runs in different groups: no mean over both.
+    settings["finished"] = str((path / "final").exists())
+
+    raw = parse_file("metrics", path / "metrics.csv", parse_table)
     if raw.empty:
         raise BadInput(f"metrics: {path / 'metrics.csv'}: no rows yet")
-    val = parse_file("val", file, rows) if file.exists() else rows("")
+    window = len(raw) // 25 + 1
+    train = raw.rolling(window, min_periods=1, center=True).mean()
+
+    val_file = path / "val.csv"
+    val = parse_file("val", val_file, parse_table) if val_file.exists() else parse_table("")
+    last_validation = val.loc[1:].index.max()  # nan when there is none
+
     files = {file.stem: file for file in path.glob("eval/*.json")}
     first = files.get("before") or files.get("step-0")
-    last = files.get("after") or files.get(f"step-{val.loc[1:].index.max():.0f}")
-    before, was = parse_file(first.stem, first, read_answers_of) if first else ({}, None)
-    after, became = parse_file(last.stem, last, read_answers_of) if last else ({}, None)
+    last = files.get("after") or files.get(f"step-{last_validation:.0f}")
+    answers_before, share_before = read_answers(first)
+    answers_after, share_after = read_answers(last)
+    samples = pd.DataFrame({"before": answers_before, "after": answers_after}).dropna()[:8]
     if "checker_accuracy" not in val:
-        shares = pd.Series({0: was, raw.index[-1]: became}, name="checker_accuracy")
+        shares = pd.Series({0: share_before, raw.index[-1]: share_after}, name="checker_accuracy")
         shares = shares.dropna().astype(float)
         val = val.join(shares, how="outer").dropna(axis=1, how="all")
-    samples = pd.DataFrame({"before": before, "after": after}).dropna()[:8]
-    mean = raw.rolling(len(raw) // 25 + 1, min_periods=1, center=True).mean()
-    tables = {"raw": raw, "train": mean, "val": val}
-    return Run(folder, settings.pop("seed", None), settings, tables, samples)
+
+    return RunResults(folder, seed, settings, {"raw": raw, "train": train, "val": val}, samples)
 
 
-def grouped(runs: list[Run]) -> tuple[Groups, pd.DataFrame]:
-    """-> groups by label, and the settings in which they differ. The same seed
-    again, as of a copied program, begins another group."""
-    teams = {}
+def group_runs(runs: list[RunResults]) -> tuple[Groups, pd.DataFrame]:
+    """Groups of runs with equal settings, and a table of the settings in which the groups differ
+    (a row for each setting, a column for each group).
+
+    A second run with the same settings and the same seed begins another group, because it comes from
+    another program, such as a copy of kto.py with another loss.
+    """
+    groups = {}
     for i, run in enumerate(runs):
-        again = sum((r.seed, r.settings) == (run.seed, run.settings) for r in runs[:i])
-        teams.setdefault(repr((again, run.settings)), []).append(run)
-    differ = pd.DataFrame([team[0].settings for team in teams.values()]).fillna("")
+        twins = [r for r in runs[:i] if r.seed == run.seed and r.settings == run.settings]
+        key = (len(twins), repr(run.settings))
+        groups.setdefault(key, []).append(run)
+
+    differ = pd.DataFrame([group[0].settings for group in groups.values()]).fillna("")
     differ = differ.loc[:, differ.nunique() > 1].T
-    labels = [", ".join(f"{n}={v}" for n, v in differ[i].items()) for i in differ]
-    if not 0 < len(differ) < 5 or len(set(labels)) < len(labels):
-        labels = [", ".join(run.path for run in team) for team in teams.values()]
-    return {f"{i}: {labels[i]}": team for i, team in enumerate(teams.values())}, differ
+    labels = []
+    for i in differ:
+        labels.append(", ".join(f"{name}={value}" for name, value in differ[i].items()))
+    is_short = 0 < len(differ) < 5
+    if not is_short or len(set(labels)) < len(labels):
+        labels = [", ".join(run.path for run in group) for group in groups.values()]
+    labelled = {}
+    for i, (label, group) in enumerate(zip(labels, groups.values())):
+        labelled[f"{i}: {label}"] = group
+    return labelled, differ
 
 
-def numbers(groups: Groups) -> pd.DataFrame:
-    """Rows for train and val of each group: means, and below them their
-    intervals."""
-    found = []
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def student_t(n: int) -> float:
+    """The 97.5% quantile of Student's t for n >= 2 values; within 0.3% from 11 values on."""
+    degrees = n - 1
+    if degrees <= len(STUDENT_T):
+        return STUDENT_T[degrees - 1]
+    return 1.96 + 2.6 / degrees
+
+
+def final_numbers(groups: Groups) -> pd.DataFrame:
+    """The last numbers of each group as texts: a row for train and a row for val with the mean over
+    its runs, and below each of them the half width of its 95% confidence interval."""
+    rows = []
     for i, runs in enumerate(groups.values()):
         for part in ("train", "val"):
+            # From step 1 on: a validation at step 0 is not a result of training.
             last = pd.concat([run.tables[part].loc[1:].ffill().tail(1) for run in runs])
-            if len(last) < len(runs):
+            if len(last) < len(runs):  # some runs have no row: a mean would not be of the group
                 continue
             last = last.rename_axis("step").reset_index().reindex(columns=NUMBERS)
-            n, mean = len(runs), last.mean(skipna=False).dropna()
-            found.append({"": f"{i}\u00a0{part}", "n": f"{n}", **mean.map(format_number)})
+            n = len(runs)
+            mean = last.mean(skipna=False).dropna()
+            rows.append({"": f"{i}\u00a0{part}", "n": str(n), **mean.map(format_number)})
             if n > 1:
-                t = T[n - 2] if n < 11 else 1.96 + 2.6 / (n - 1)
-                half = t * last.sem(skipna=False).dropna()
-                found.append({"": "±", **half.map(format_number)})
-    table = pd.DataFrame(found, columns=["", "n", *NUMBERS])
+                half_width = student_t(n) * last.sem(skipna=False).dropna()
+                rows.append({"": "±", **half_width.map(format_number)})
+    table = pd.DataFrame(rows, columns=["", "n", *NUMBERS])
     return table.dropna(axis=1, how="all").fillna("").rename(columns=NUMBERS)
 
 
 def format_number(x: float) -> str:
-    return f"{x:,.0f}" if abs(x) >= 1000 else f"{round(x, 4) + 0:.4g}"
+    """1234.5 as 1,234 and smaller numbers with four digits."""
+    if abs(x) >= 1000:
+        return f"{x:,.0f}"
+    return f"{round(x, 4) + 0:.4g}"  # + 0 makes 0 of -0
 
 
-def spread(runs: list[Run], part: str, column: str) -> pd.DataFrame:
-    """By step: the mean, smallest and largest of the runs that have a value
-    there."""
-    names = [column, f"{column}/stderr"]
-    tables = {run.path: run.tables[part].reindex(columns=names) for run in runs}
-    y, error = (pd.DataFrame({k: t[name] for k, t in tables.items()}) for name in names)
-    low = y.sub(error, fill_value=0).min(axis=1)
-    high = y.add(error, fill_value=0).max(axis=1)
-    band = pd.DataFrame({"mean": y.mean(axis=1), "low": low, "high": high})
+# ---- plots --------------------------------------------------------------------------------------
+
+
+def spread(runs: list[RunResults], part: str, column: str) -> pd.DataFrame:
+    """By step: mean, low and high over the runs that have a value at the step. low and high are the
+    smallest and the largest value, less and plus the standard error where there is one. Of a long
+    table about 500 steps are taken."""
+    values, errors = {}, {}
+    for run in runs:
+        table = run.tables[part].reindex(columns=[column, f"{column}/stderr"])
+        values[run.path] = table[column]
+        errors[run.path] = table[f"{column}/stderr"]
+    values, errors = pd.DataFrame(values), pd.DataFrame(errors)
+    band = pd.DataFrame(
+        {
+            "mean": values.mean(axis=1),
+            "low": values.sub(errors, fill_value=0).min(axis=1),
+            "high": values.add(errors, fill_value=0).max(axis=1),
+        }
+    )
     return band.dropna()[:: len(band) // 500 + 1]
 
 
 def draw(groups: Groups, columns: list[str], file: Path) -> str:
-    """The figure of some columns, with a legend into a file. -> SVG for the
-    page, without."""
+    """Write the plot of one or two columns, with a legend, into an SVG file. Returns the plot without
+    a legend, in the colours of the page, as <svg>...</svg>."""
     figure = Figure(figsize=(4.2, 2.6), layout="constrained")
-    ax, faint = figure.subplots(), 0.3 / len(sum(groups.values(), [])) ** 0.5
-    above = {"transform": ax.get_xaxis_transform(), "clip_on": False}
+    ax = figure.subplots()
+    n_runs = sum(len(runs) for runs in groups.values())
+    faint = 0.3 / n_runs**0.5  # opacity of the curves of single runs
     for i, ((label, runs), (colour, dash)) in enumerate(zip(groups.items(), cycle(LOOKS))):
-        ax.plot([], dash, color=colour, label=label[:50])
+        ax.plot([], dash, color=colour, label=label[:50])  # only for the legend
         for column, line in zip(columns, (dash, ":")):
-            y, v = (spread(runs, part, column) for part in ("train", "val"))
-            ax.plot(y["mean"], line, color=colour)
-            ax.fill_between(y.index, y.low, y.high, color=colour, alpha=0.2, lw=0)
-            ax.plot(v["mean"], "o" if len(y) else f"o{line}", ms=3, color=colour)
-            ax.vlines(v.index, v.low, v.high, color=colour)
+            train = spread(runs, "train", column)
+            val = spread(runs, "val", column)
+            ax.plot(train["mean"], line, color=colour)
+            ax.fill_between(train.index, train.low, train.high, color=colour, alpha=0.2, lw=0)
+            # Validations stand as dots on the curve; without a curve a line joins them.
+            val_style = "o" if len(train) else f"o{line}"
+            ax.plot(val["mean"], val_style, ms=3, color=colour)
+            ax.vlines(val.index, val.low, val.high, color=colour)
             for run in runs:
                 raw = run.tables["raw"].reindex(columns=[column, f"{column}/clamped"])
                 ax.plot(raw[column], color=colour, alpha=faint, lw=0.6)
-                ticks = raw.index[raw[f"{column}/clamped"] == 1]
-                ticks = ticks[:: len(ticks) // 500 + 1]
-                ax.plot(ticks, 0 * ticks + 1.03 + i % 8 / 25, "|", color=colour, ms=3, **above)
-    ax.set(xlabel="step", ylabel="\n".join(c[:34] for c in columns))
+                clamped = raw.index[raw[f"{column}/clamped"] == 1]
+                clamped = clamped[:: len(clamped) // 500 + 1]
+                height = 1.03 + i % 8 / 25  # as a share of the plot's height: above the plot
+                ax.plot(
+                    clamped,
+                    0 * clamped + height,
+                    "|",
+                    color=colour,
+                    ms=3,
+                    transform=ax.get_xaxis_transform(),
+                    clip_on=False,
+                )
+    ax.set(xlabel="step", ylabel="\n".join(column[:34] for column in columns))
     bare = io.StringIO()
     figure.savefig(bare, format="svg")
     figure.legend(loc="upper center", bbox_to_anchor=(0.5, 0))
     figure.savefig(file, bbox_inches="tight")
-    return "<svg" + bare.getvalue().partition("<svg")[2].replace(INK, "currentColor")
+    _, tag, rest = bare.getvalue().partition("<svg")  # without the XML header
+    return tag + rest.replace(INK, "currentColor")
+
+
+# ---- the page -----------------------------------------------------------------------------------
 
 
 def write_page(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
+    """Write the page to `out`, and the plots into a folder beside it (report-svg for report.html).
+
+    differ: what group_runs returns.
+    """
     folder = out.with_name(f"{out.stem}-svg")
     folder.mkdir(parents=True, exist_ok=True)
-    runs = sum(groups.values(), [])
-    columns = {c for run in runs for table in run.tables.values() for c in table}
-    others = {f"other-{c}": [c] for c in sorted(columns) if c not in DRAWN}
+    runs = [run for group in groups.values() for run in group]
+    columns = {column for run in runs for table in run.tables.values() for column in table}
+    others = {f"other-{column}": [column] for column in sorted(columns - DRAWN)}
     svgs = {}
     with rc_context(STYLE):
-        for name, wanted in (PLOTS | others).items():
-            file = folder / f"{name.replace('/', '-')}.svg"
-            svgs[name] = draw(groups, wanted, file) if columns & set(wanted) else ""
-    html = ["<!doctype html><meta charset=utf-8><title>Report</title>"]
-    html += ["<meta name=viewport content='width=device-width'>"]
-    html += ["<style>", CSS, "</style><nav>"]
+        for title, plotted in (PLOTS | others).items():
+            file = folder / f"{title.replace('/', '-')}.svg"
+            svgs[title] = draw(groups, plotted, file) if columns & set(plotted) else ""
+
+    html = [
+        "<!doctype html><meta charset=utf-8><title>Report</title>",
+        "<meta name=viewport content='width=device-width'>",
+        "<style>",
+        CSS,
+        "</style><nav>",
+    ]
     for label, (colour, dash) in zip(groups, cycle(LOOKS)):
         key = f"<b style='color:{colour}'>{DASHES[dash]}</b>"
-        html += [f"<span>{key} {escape(label)}</span>"]
-    html += ["</nav><p>", LEGEND, "<section>", *(svgs[name] for name in PLOTS), "</section>"]
-    html += ["<h2>Final numbers</h2><div>", numbers(groups).to_html(index=False), "</div>"]
+        html.append(f"<span>{key} {escape(label)}</span>")
+    html += ["</nav><p>", LEGEND, "<section>", *(svgs[title] for title in PLOTS), "</section>"]
+    html += ["<h2>Final numbers</h2><div>", final_numbers(groups).to_html(index=False), "</div>"]
     html += ["<p>", ABOUT]
-    for label, runs in groups.items():
-        html += [f"<h2>Samples of {escape(label)}</h2><div>", runs[0].samples.to_html(), "</div>"]
+    for label, group in groups.items():
+        samples = group[0].samples.to_html()
+        html += [f"<h2>Samples of {escape(label)}</h2><div>", samples, "</div>"]
     if len(differ):
         html += ["<h2>Settings that differ</h2><div>", differ.to_html(), "</div>"]
     else:
-        seeds = " ".join(f"{run.seed}" for run in runs)
-        table = pd.Series({"seed": seeds} | runs[0].settings)
-        html += ["<h2>Settings</h2><details>"]
-        html += [table.to_frame().to_html(header=False), "</details>"]
-    html += ["<h2>Other columns</h2><section>", *(svgs[name] for name in others)]
+        seeds = " ".join(str(run.seed) for run in runs)
+        settings = pd.Series({"seed": seeds} | runs[0].settings).to_frame()
+        html += ["<h2>Settings</h2><details>", settings.to_html(header=False), "</details>"]
+    html += ["<h2>Other columns</h2><section>", *(svgs[title] for title in others)]
     out.write_text("\n".join(html), encoding="utf-8")
-    print(f"{out}, {folder}/*.svg")
+    print(f"wrote {out} and {folder}/*.svg")
 
 
 def main(argv: list[str] | None = None, skip: bool = False) -> None:
-    """`skip`: a folder that cannot be read is left out, in one line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    """The report over the run folders in argv (default: the command line), as a page and as a table on
+    the console. skip: a folder that cannot be read is left out, with a line that says why; without
+    skip it raises BadInput."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", help="run folders")
-    about = "the page; plots go beside it (%(default)s, report-svg/)"
-    page = Path("report.html")
-    parser.add_argument("--out", type=Path, default=page, help=about)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        help="the page; plots go beside it (%(default)s, report-svg/)",
+    )
     args = parser.parse_args(argv)
     runs = []
-    for folder in dict.fromkeys(str(Path(folder)) for folder in args.folders):
+    for folder in dict.fromkeys(str(Path(folder)) for folder in args.folders):  # each once
         try:
             runs.append(read_run(folder))
         except BadInput as e:
@@ -247,9 +374,11 @@ def main(argv: list[str] | None = None, skip: bool = False) -> None:
             print(f"left out of the report: {e}")
     if not runs:
         return
-    groups, differ = grouped(runs)
-    print(*(label[:80] for label in groups), sep="\n")
-    print(numbers(groups).to_string(index=False, line_width=80), ABOUT, sep="\n")
+    groups, differ = group_runs(runs)
+    for label in groups:
+        print(label[:80])
+    print(final_numbers(groups).to_string(index=False, line_width=80))
+    print(ABOUT)
     with user_error("out", args.out, OSError):
         write_page(groups, differ, args.out)
 

@@ -58,6 +58,7 @@ from runs.folder import (
     refuse_taken_folder,
 )
 from runs.logger import TABLES, Logger, read_claimed_rows
+from runs.metrics import Throughput, least_passes
 from runs.optimizer import make_optimizer, make_plan
 from runs.settings import RunSettings, with_limits
 from runs.stop import Stop
@@ -71,7 +72,6 @@ from runs.tensors import (
     set_weights,
     write_safetensors,
 )
-from runs.throughput import Throughput, least_passes
 
 # ---- what lives during a run ---------------------------------------------------------------------
 

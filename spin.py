@@ -105,16 +105,16 @@ class Likelihood(Objective):
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
     """The demonstrations against the policy's answers, and against `mix` of the last iteration's."""
     demonstrations, mix = run.examples["train"], run.cfg.spin.mix
-    pairs = [_pair(e, ids) for e, ids in zip(demonstrations, answers)]
+    pairs = [_against(e, ids) for e, ids in zip(demonstrations, answers)]
     if i > 1 and mix:
         last_answers = read_answers(run, i - 1)
         order = epoch_order(len(demonstrations), i, run.cfg.seed, shuffle=True)
         chosen = order[: int(mix * len(demonstrations))]
-        pairs += [_pair(demonstrations[j], last_answers[j]) for j in chosen]
+        pairs += [_against(demonstrations[j], last_answers[j]) for j in chosen]
     return pairs
 
 
-def _pair(demonstration: Example, answer: list[int]) -> Example:
+def _against(demonstration: Example, answer: list[int]) -> Example:
     completions = (demonstration.completions[0], np.array(answer, dtype=np.int32))
     return demonstration._replace(completions=completions)
 

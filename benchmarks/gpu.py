@@ -157,7 +157,7 @@ def main() -> None:
     if "--no-trl" not in sys.argv:
         python = sys.executable if importlib.util.find_spec("trl") else vs_trl.environment()
     if gpu:
-        from runs.throughput import peak_flops
+        from runs.metrics import peak_flops
 
         sheet, rate = peak_flops(torch.device("cuda"), "bf16-mixed"), gemm()
     for shapes, is_lora in ((full, False), (lora, True)):

@@ -4,7 +4,7 @@
     python benchmarks/step.py where                 # or: share, tokens, completion, vocabulary, records
     python benchmarks/step.py where kto 30M 200/120 bf16
 
-The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs (runs/throughput.py counts them:
+The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs (runs/metrics.py counts them:
 no padding, nothing twice, the head on completion tokens, attention scores left out); the GEMM rate is that of
 products of 2048 x 2048 matrices, before and after. Each measurement of memory is a process of its own: the maximum
 resident set, libraries included.
@@ -133,7 +133,7 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
     named(model.GPT, "forward", forward)
     named(model.GPT, "logp", "head")
     named(Fabric, "backward", "backward")
-    named(train, "clip", "clip")
+    named(train, "clip_gradient", "clip")
     named(torch.optim.AdamW, "step", "optimizer")
     step, state = Logger.step, {}
 

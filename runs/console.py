@@ -1,27 +1,177 @@
-"""What a person reads on the terminal: lines, tables."""
+"""What a person reads on the terminal: lines, progress, tables. Only rank 0 prints.
 
+The numbers of a run are in metrics.csv and val.csv (runs/logger.py); the console shows some of them.
+"""
+
+import math
 import shutil
+import sys
+import time
 
 from tqdm import tqdm
 
 from runs.errors import rank
 
+# Column of a row -> how the console shows its value; other columns are only in the files.
+STEP_CELLS = {
+    "loss": "loss {:.4f}",
+    "kl": "kl {:.4f}",
+    "rewards/margins": "margins {:.4f}",
+    "tokens/s": "tok/s {:,.0f}",
+}
+VALIDATION_CELLS = {
+    "loss": "loss {:.4f}",
+    "kl": "kl {:.4f}",
+    "accuracy": "accuracy {:.4f}",
+    "rewards/margins": "margins {:.4f}",
+    "checker_accuracy": "checker {:.4f}",
+}
+KL_CLAMPED = "kl 0 (clamped)"  # a bare "kl 0.0000" would look like a bug
+
+
+# ---- lines --------------------------------------------------------------------------------------
+
 
 def say(line: str) -> None:
-    """On the first process only, before and after launching; above a progress bar that is there."""
+    """Print a line on rank 0, also before ranks are launched; it stands above a progress bar."""
     if rank() == 0:
         with tqdm.external_write_mode():
             print(line, flush=True)
 
 
+def fit_80_columns(head: str, rest: str) -> str:
+    """The text `head: rest` on one line, or on two lines when one is longer than 80 columns."""
+    line = f"{head}: {rest}"
+    if len(line) <= 80:
+        return line
+    return f"{head}:\n  {rest}"
+
+
+def format_cells(row: dict, formats: dict[str, str]) -> list[str]:
+    """The values of `row` that have a format, as texts. A missing column and None are left out."""
+    cells = []
+    for name, cell_format in formats.items():
+        if row.get(name) is not None:
+            cells.append(cell_format.format(row[name]))
+    return cells
+
+
+# ---- progress -----------------------------------------------------------------------------------
+
+
+class Progress:
+    """A progress bar on a terminal; about twenty lines a run where the output is not a terminal.
+
+    total: the last step of the run. start: the step that a resumed run continues after; 0 in a new
+    run. on: False prints nothing at all.
+    """
+
+    def __init__(self, total: int, start: int, on: bool):
+        self.total = total
+        self.start = start
+        self.on = on
+        self.began = time.monotonic()
+        self.every = max(1, round(total / 20))  # steps between two lines
+        # The next line is printed at this step or at the first step after it that has a row:
+        # log_interval need not divide `every`.
+        self.next = 0
+        self.bar = None
+        if on and sys.stderr.isatty():
+            self.bar = tqdm(
+                total=total,
+                initial=start,
+                dynamic_ncols=True,
+                bar_format="{n}/{total} {desc}ETA {remaining} {bar}",  # the bar fills the line
+                leave=False,  # a bar that stays would be drawn below the last message
+            )
+
+    def step(self, step: int, row: dict | None) -> None:
+        """Show an optimizer step. row: its row of metrics.csv; None when this step has no row."""
+        row = row or {}
+        formats = dict(STEP_CELLS)
+        if row.get("kl/clamped"):
+            formats["kl"] = KL_CLAMPED
+        cells = format_cells(row, formats)
+        if self.bar is not None:
+            if cells:
+                self.bar.set_description_str(" ".join(cells) + " ", refresh=False)
+            self.bar.update()
+        elif self.on and cells and (step >= self.next or step == self.total):
+            self.next = step - step % self.every + self.every
+            seconds_per_step = (time.monotonic() - self.began) / max(1, step - self.start)
+            eta = tqdm.format_interval(round((self.total - step) * seconds_per_step))
+            say(fit_80_columns(f"step {step}/{self.total}", " ".join([*cells, f"ETA {eta}"])))
+
+    def say(self, line: str) -> None:
+        """Print a line, unless progress is off."""
+        if self.on:
+            say(line)
+
+    def close(self) -> None:
+        """Remove the bar, if there is one."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
 def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table of short texts, as wide as the terminal. Of a prompt, the first column, its end is
-    shown: a template begins all alike."""
-    columns = shutil.get_terminal_size((110, 0)).columns
-    width = min(34, columns // len(head) - 2)
-    cells = [[c.replace("\n", " ") for c in row] for row in (head, *rows)]
-    ends = [p if len(p) <= width else f"…{p[len(p) - width + 1 :]}" for p, *_ in cells]
-    cells = [[p, *(c[:width] for c in row[1:])] for p, row in zip(ends, cells)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    padded = [[c.ljust(w) for c, w in zip(row, widths)] for row in cells]
-    return "\n".join("  " + "  ".join(row).rstrip() for row in padded)
+    """A table of texts as lines that fit the terminal; each cell has at most 34 characters.
+
+    The first column is a prompt. A long prompt is cut at its beginning, because all prompts of a
+    chat template begin with the same words; other cells are cut at their end.
+    """
+    terminal_width = shutil.get_terminal_size((110, 0)).columns
+    cell_width = min(34, terminal_width // len(head) - 2)
+    table = []
+    for row in (head, *rows):
+        prompt, *others = [cell.replace("\n", " ") for cell in row]
+        if len(prompt) > cell_width:
+            prompt = "…" + prompt[len(prompt) - cell_width + 1 :]
+        table.append([prompt, *[cell[:cell_width] for cell in others]])
+    widths = [max(len(cell) for cell in column) for column in zip(*table)]
+    lines = []
+    for row in table:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  " + "  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def wilson_interval(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95% confidence interval (low, high) of a share k / n, with n at least 1 (Wilson 1927).
+
+    The usual k/n ± 2 sigma is too narrow near 0 and 1, and may leave [0, 1].
+    """
+    middle = (k + z * z / 2) / (n + z * z)
+    half_width = z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z)
+    return max(0.0, middle - half_width), min(1.0, middle + half_width)
+
+
+def format_before_after(before: dict, after: dict, n: int = 5) -> str:
+    """The checker's accuracy before and after training, with 95% intervals, and n answers.
+
+    `before` and `after` are verdicts of Evaluator.check: {"right": how many answers the checker
+    accepts, "of": how many there are, "answers": [{"prompt": ..., "completion": ...}, ...]}, with
+    the same prompts in the same order. Answers that changed come first.
+    """
+    lines = ["", "held-out accuracy by the checker (95% interval)"]
+    for name, verdict in (("before", before), ("after", after)):
+        right, total = verdict["right"], verdict["of"]
+        low, high = wilson_interval(right, total)
+        percent = f"{100 * (right / total):5.1f}%"
+        interval = f"({100 * low:.1f} to {100 * high:.1f})"
+        lines.append(f"  {name:<7} {percent}  {interval}  {right} of {total}")
+    gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
+    lines += [f"  gain    {gain:+5.1f} points", ""]
+
+    changed, unchanged = [], []
+    for old, new in zip(before["answers"], after["answers"]):
+        row = (old["prompt"], old["completion"], new["completion"])
+        if old["completion"] != new["completion"]:
+            changed.append(row)
+        else:
+            unchanged.append(row)
+    rows = [*changed, *unchanged][:n]
+    lines.append(format_table(("prompt", "before", "after"), rows))
+    return "\n".join(lines)

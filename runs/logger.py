@@ -1,110 +1,126 @@
-"""metrics.csv and val.csv, which survive a kill and a resume; trackers; the progress line; tables.
+"""What a run writes between two checkpoints: csv files, eval/*.json, examples-N.csv, a tracker.
 
-Rank 0 writes; on the others every method does nothing.
+metrics.csv (training) and val.csv (validation) survive a kill and a resume: a checkpoint claims
+the rows written so far (Csv.sync), and a resume continues after them (read_claimed_rows).
 """
 
 import contextlib
 import csv
 import errno
 import hashlib
-import math
 import os
 import re
-import sys
-import time
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
-from tqdm import tqdm
-
-from runs.console import format_table, say
+from runs.console import VALIDATION_CELLS, Progress, fit_80_columns, format_cells, say
 from runs.errors import BadInput, disk_error, printable, rank
 from runs.files import write_atomically, write_json
 from runs.optimizer import Plan
 from runs.settings import RunSettings
 
-TABLES = ("metrics.csv", "val.csv")
-# what the console shows of a row, and in which form
-STEP = {"loss": "loss {:.4f}", "kl": "kl {:.4f}", "rewards/margins": "margins {:.4f}"}
-STEP |= {"tokens/s": "tokens/s {:,.0f}"}
-VALIDATION = {"loss": "loss {:.4f}", "kl": "kl {:.4f}", "accuracy": "accuracy {:.4f}"}
-VALIDATION |= {"rewards/margins": "margins {:.4f}", "checker_accuracy": "checker {:.4f}"}
+TABLES = ("metrics.csv", "val.csv")  # the files whose rows a checkpoint claims
+
+
+# ---- csv files ----------------------------------------------------------------------------------
 
 
 class Csv:
-    """Rows by step, flushed a line at a time. `kept`: what a resume goes on from, see `claimed`."""
+    """A csv file to which rows are added; each row is in the file when row() returns.
 
-    def __init__(self, path: Path, kept: bytes = b""):
-        self.path, self.names = path, None
-        if kept:
-            self.names = next(csv.reader(kept.decode().split("\n")[:1]))
-            write_atomically(path, kept)
+    claimed_rows: the header and rows that a resumed run continues after (see read_claimed_rows);
+    empty for a new file. An older file at `path` is replaced.
+    """
+
+    def __init__(self, path: Path, claimed_rows: bytes = b""):
+        self.path = path
+        self.names: list[str] | None = None  # the columns; None until the first row
+        if claimed_rows:
+            header = claimed_rows.decode().split("\n")[0]
+            self.names = next(csv.reader([header]))
+            write_atomically(path, claimed_rows)
+        mode = "a" if claimed_rows else "w"
         with disk_error(path):
-            self.file = open(path, "a" if kept else "w", encoding="utf-8", newline="")
+            self.file = open(path, mode, encoding="utf-8", newline="")
 
     @contextlib.contextmanager
     def _writing(self):
-        """Fails where the run's folder has been moved away or deleted, too."""
+        """Raises Failed when a write fails, and when the open file no longer stands at `path`:
+        somebody moved or deleted the run folder, and rows would be lost without a word."""
         with disk_error(self.path):
             if not os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
-                raise FileNotFoundError(errno.ENOENT, "another file stands there now")
+                raise FileNotFoundError(errno.ENOENT, "another file is there now")
             yield
 
     def row(self, values: dict) -> None:
-        """The first one's names are the columns. None, or no value, is an empty cell."""
+        """Add a row. The names in the first row of the file are its columns: a later name that is
+        not among them is dropped; a missing one, or None, is an empty cell. Raises Failed."""
         with self._writing():
-            names = self.names or list(values)
-            table = csv.DictWriter(self.file, names, "", "ignore", lineterminator="\n")
-            if self.names is None:
-                table.writeheader()
-            self.names = names
-            table.writerow(values)
+            is_first = self.names is None
+            if is_first:
+                self.names = list(values)
+            writer = csv.DictWriter(
+                self.file, self.names, restval="", extrasaction="ignore", lineterminator="\n"
+            )
+            if is_first:
+                writer.writeheader()
+            writer.writerow(values)
             self.file.flush()
 
     def sync(self) -> list:
-        """To the disk. -> [lines, their hash], which a checkpoint claims."""
+        """Wait until the file is on the disk, and return what a checkpoint claims of it:
+        [number of lines with the header, SHA-256 of the lines]. Raises Failed."""
         with self._writing():
             os.fsync(self.file.fileno())
-            lines = self.path.read_bytes()
-        return [lines.count(b"\n"), hashlib.sha256(lines).hexdigest()]
+            content = self.path.read_bytes()
+        return [content.count(b"\n"), hashlib.sha256(content).hexdigest()]
 
 
-def read_claimed_rows(path: Path, claim: list | None, found: Path) -> bytes:
-    """The lines of a file that a checkpoint claims: those after it are written again. Lines that
-    stand twice or are no rows are left out. Raises BadInput where a claimed one is missing."""
-    n, expected = claim or (0, "")
+def read_claimed_rows(path: Path, claim: list | None, checkpoint: Path) -> bytes:
+    """The header and the rows of a csv file that a checkpoint claims. Later rows are left out: the
+    resumed run writes them again.
+
+    claim: what Csv.sync returned when `checkpoint` was saved. With None, or a claim of 0 lines, the
+    result is empty. Raises BadInput when the file does not begin with the claimed lines.
+    """
+    if claim is None or claim[0] == 0:
+        return b""
+    n_lines, claimed_hash = claim
     try:
-        lines = path.read_bytes().splitlines(keepends=True) if n else []
-    except OSError:
-        lines = []
-    whole = (x for x in lines if x.endswith(b"\n") and b"\0" not in x)
-    rows = dict.fromkeys(x for x in whole if x.count(b",") == lines[0].count(b","))
-    for some in (lines, list(rows)):
-        kept = b"".join(some[:n])
-        if not n or hashlib.sha256(kept).hexdigest() == expected:
-            if some is not lines:
-                say(f"{path}: lines that stand twice or are no rows are left out")
-            return kept
-    here = re.findall(r"^(\d+),", b"".join(rows).decode(errors="replace"), re.M)
-    here = printable(", ".join(here), 200) or "none"
-    saved = f"not the {n - 1} rows that {found.name} was saved with (here are steps {here})"
-    advice = f"put the file back, or go on elsewhere: --resume {found} --out_dir <a new folder>"
-    raise BadInput(f"resume: {path}: {saved}; {advice}")
+        content = path.read_bytes()
+    except OSError:  # a file that cannot be read has none of the claimed rows
+        content = b""
+    claimed_rows = b"".join(content.splitlines(keepends=True)[:n_lines])
+    if hashlib.sha256(claimed_rows).hexdigest() == claimed_hash:
+        return claimed_rows
+    steps = re.findall(rb"^(\d+),.*\n", content, re.M)
+    listed = printable(", ".join(step.decode() for step in steps), 200) or "none"
+    raise BadInput(
+        f"resume: {path}: not the {n_lines - 1} rows that {checkpoint.name} was saved with (steps in "
+        f"the file: {listed}); put the file back, or continue in a new folder: "
+        f"--resume {checkpoint} --out_dir <a new folder>"
+    )
 
 
 # ---- trackers -----------------------------------------------------------------------------------
 
 
 class Tracker:
-    """csv: nothing beside the files that are always written."""
+    """logger csv: nothing besides the files that are always written."""
 
-    def scalars(self, *_) -> None: ...
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Log the numbers of a step by their names."""
 
-    samples = close = scalars
+    def samples(self, rows: list[dict], step: int) -> None:
+        """Log answers of the policy: [{"prompt": ..., "completion": ...}, ...]."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
 
 
 class TensorBoard(Tracker):
+    """logger tensorboard: event files in RUN/tensorboard."""
+
     def __init__(self, out: Path):
         from tensorboardX import SummaryWriter
 
@@ -115,186 +131,162 @@ class TensorBoard(Tracker):
             self.writer.add_scalar(name, value, step)
 
     def samples(self, rows, step):
-        text = "\n\n".join(f"{r['prompt']} **{r['completion']}**" for r in rows)
+        text = "\n\n".join(f"{row['prompt']} **{row['completion']}**" for row in rows)
         self.writer.add_text("val/samples", text, step)
 
     def close(self):
-        self.writer.close()  # flush does not wait for its own queue: the last lines would be lost
+        # Not flush(): it does not wait for the writer's own queue, and the last values would be lost.
+        self.writer.close()
 
 
 class Wandb(Tracker):
-    """A resumed run goes on with its own id. wandb's exit hook tells a crash from an end."""
+    """logger wandb. A resumed run continues the same wandb run, whose id is in RUN/wandb_id.
+
+    There is no close(): wandb ends its run when Python exits, and marks it as crashed after an
+    exception. Raises BadInput when wandb cannot start, as without a key or a network.
+    """
 
     def __init__(self, out: Path, cfg: RunSettings, resumed: bool):
         import wandb
 
-        self.wandb, file = wandb, out / "wandb_id"
-        run_id = file.read_text() if resumed and file.exists() else None
-        kw = dict(project=cfg.project, dir=out, config=asdict(cfg), name=out.name)
+        self.wandb = wandb
+        id_file = out / "wandb_id"
+        run_id = None
+        if resumed and id_file.exists():
+            run_id = id_file.read_text()
         try:
-            self.run = wandb.init(**kw, id=run_id, resume="allow")
-        except Exception as e:  # no key, no network: wandb has its own errors for each
-            why = " ".join(str(e).split())
-            advice = "WANDB_MODE=offline needs neither key nor network"
-            raise BadInput(f"logger: wandb: {why}; {advice}") from None
-        file.write_text(self.run.id)
+            self.run = wandb.init(
+                project=cfg.project,
+                dir=out,
+                config=asdict(cfg),
+                name=out.name,
+                id=run_id,
+                resume="allow",
+            )
+        except Exception as e:  # wandb raises different classes for a missing key, no network, ...
+            reason = " ".join(str(e).split())
+            raise BadInput(
+                f"logger: wandb: {reason}; WANDB_MODE=offline needs neither a key nor a network"
+            ) from None
+        id_file.write_text(self.run.id)
 
     def scalars(self, values, step):
         self.run.log(values, step=step)
 
     def samples(self, rows, step):
-        table = self.wandb.Table(["prompt", "completion"], [list(r.values()) for r in rows])
+        table = self.wandb.Table(["prompt", "completion"], [list(row.values()) for row in rows])
         self.run.log({"val/samples": table}, step=step)
 
 
 def make_tracker(cfg: RunSettings, out: Path, resumed: bool) -> Tracker:
+    """The tracker that cfg.logger names, for the run folder `out`."""
     if cfg.logger == "wandb":
         return Wandb(out, cfg, resumed)
-    return TensorBoard(out) if cfg.logger == "tensorboard" else Tracker()
+    if cfg.logger == "tensorboard":
+        return TensorBoard(out)
+    return Tracker()
 
 
-# ---- the console --------------------------------------------------------------------------------
-
-
-def format_cells(row: dict, forms: dict[str, str]) -> list[str]:
-    """The cells of a row that are not empty."""
-    return [form.format(row[k]) for k, form in forms.items() if row.get(k) is not None]
-
-
-class Progress:
-    """A bar on a terminal; elsewhere about twenty lines a run."""
-
-    def __init__(self, total: int, start: int, on: bool):
-        self.total, self.start, self.on, self.bar = total, start, on, None
-        self.every, self.began = max(1, round(total / 20)), time.monotonic()
-        self.next = 0  # lines come each log_interval, so maybe later than at a multiple of `every`
-        if on and sys.stderr.isatty():
-            line = "{n}/{total} {desc}ETA {remaining} {bar}"  # the bar takes what width is left
-            kw = dict(total=total, initial=start, dynamic_ncols=True, bar_format=line)
-            self.bar = tqdm(**kw, leave=False)  # else it would be drawn below the last message
-
-    def step(self, step: int, row: dict | None) -> None:
-        row = row or {}
-        # a bare 0.0000 would read like a bug
-        clamped = {"kl": "kl 0 (clamped)"} if row.get("kl/clamped") else {}
-        words = format_cells(row, STEP | clamped)
-        if self.bar is not None:
-            if words:
-                self.bar.set_description_str(" ".join([*words, ""]), refresh=False)
-            self.bar.update()
-        elif self.on and words and (step >= self.next or step == self.total):
-            self.next = step - step % self.every + self.every
-            each = (time.monotonic() - self.began) / max(1, step - self.start)
-            left = timedelta(seconds=round((self.total - step) * each))
-            say("  ".join([f"step {step}/{self.total}", *words, f"ETA {left}"]))
-
-    def say(self, line: str) -> None:
-        if self.on:
-            say(line)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+# ---- all of them --------------------------------------------------------------------------------
 
 
 class Logger:
-    """All that a run writes between steps, but for checkpoints."""
+    """All that a run writes between two checkpoints. On ranks other than 0 every method does nothing.
 
-    def __init__(self, cfg: RunSettings, kept: list[bytes] | None = None):
-        self.main, self.cfg, self.out = rank() == 0, cfg, Path(cfg.out_dir)
-        self.progress = None
+    claimed_rows: in a resumed run, the claimed rows of each file of TABLES; None in a new run.
+    """
+
+    def __init__(self, cfg: RunSettings, claimed_rows: list[bytes] | None = None):
+        self.main = rank() == 0
+        self.cfg = cfg
+        self.out = Path(cfg.out_dir)
+        self.progress: Progress | None = None  # begin() makes it
         if self.main:
-            files = zip((self.out / name for name in TABLES), kept or (b"", b""))
-            self.metrics, self.val = (Csv(path, lines) for path, lines in files)
-            self.tracker = make_tracker(cfg, self.out, kept is not None)
+            metrics_rows, val_rows = claimed_rows or (b"", b"")
+            self.metrics = Csv(self.out / "metrics.csv", metrics_rows)
+            self.val = Csv(self.out / "val.csv", val_rows)
+            self.tracker = make_tracker(cfg, self.out, resumed=claimed_rows is not None)
 
     def begin(self, plan: Plan, n: int, batch_size: int, start: int) -> None:
-        """Before the first step of the first iteration, which learns from n examples."""
-        if not self.main or self.progress:
+        """Say how long the run is, and start the progress display. Later calls (of the later
+        iterations of SPIN or online.py) do nothing.
+
+        n: the number of training examples. start: the step that a resumed run continues after.
+        """
+        if not self.main or self.progress is not None:
             return
-        rest = n - plan.per_epoch * batch_size
-        each = f"{plan.per_epoch:,} an epoch, which leaves out {rest:,} of {n:,}"
-        say(f"{plan.total:,} steps of {batch_size}, {each}")
+        left_out = n - plan.per_epoch * batch_size
+        say(f"{plan.total:,} steps of {batch_size:,} examples")
+        say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
         self.progress = Progress(plan.total, start, self.cfg.progress and not self.cfg.debug)
 
     def step(self, step: int, row: dict | None) -> None:
-        """After an optimizer step, with its row of metrics.csv or none."""
+        """After an optimizer step. row: its row of metrics.csv, or None where no row is due."""
         if not self.main:
             return
         if row:
             self.metrics.row({"step": step, **row})
-            self.tracker.scalars({k: v for k, v in row.items() if v is not None}, step)
+            numbers = {name: value for name, value in row.items() if value is not None}
+            self.tracker.scalars(numbers, step)
         self.progress.step(step, row)
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
-        """A row of val.csv, and eval/step-N.json with samples."""
+        """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
         if not self.main:
             return
         self.val.row({"step": step, **row})
-        words = format_cells(row, VALIDATION)
+        cells = format_cells(row, VALIDATION_CELLS)
         if "accuracy" in row and row["accuracy"] is None:
-            words += ["no accuracy (r is 0)" if step == 0 else "no accuracy"]
-        line = f"validation at step {step}: {', '.join(words)}"
-        self.progress.say(line if len(line) <= 80 else line.replace(": ", ":\n  ", 1))
-        self.tracker.scalars({f"val/{k}": v for k, v in row.items() if v is not None}, step)
+            cells.append("no accuracy (r is 0)" if step == 0 else "no accuracy")
+        self.progress.say(fit_80_columns(f"validation at step {step}", ", ".join(cells)))
+        numbers = {f"val/{name}": value for name, value in row.items() if value is not None}
+        self.tracker.scalars(numbers, step)
         if samples:
             self.tracker.samples(samples, step)
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
 
     def examples(self, step: int, batch, columns: dict) -> None:
-        """examples-N.csv: a row for each example of a step, largest loss first."""
+        """Write examples-N.csv: a row for each example of a step, largest loss first.
+
+        columns: name -> a value for each example of batch.examples, in their order.
+        """
         if not self.main:
             return
-        decode, table = batch.tokenizer.decode, Csv(self.out / f"examples-{step}.csv")
+        decode = batch.tokenizer.decode
+        table = Csv(self.out / f"examples-{step}.csv")
         for i in columns["loss"].argsort(descending=True).tolist():
-            e = batch.examples[i]
-            row = {"where": e.where, "prompt": decode(e.prompt)}
-            for k, y in enumerate(e.completions, 1):
-                row |= {f"completion {k}": decode(y), f"tokens {k}": len(y)}
-            row |= {"label": e.label, "weight": e.weight, **e.extra}
-            table.row(row | {name: column[i].item() for name, column in columns.items()})
+            example = batch.examples[i]
+            row = {"where": example.where, "prompt": decode(example.prompt)}
+            for k, completion in enumerate(example.completions, start=1):
+                row[f"completion {k}"] = decode(completion)
+                row[f"tokens {k}"] = len(completion)
+            row["label"] = example.label
+            row["weight"] = example.weight
+            row.update(example.extra)
+            for name, column in columns.items():
+                row[name] = column[i].item()
+            table.row(row)
         table.file.close()
-        self.progress.say(f"examples of step {step}, largest loss first: {table.path}")
+        title = f"examples of step {step}, largest loss first"
+        self.progress.say(fit_80_columns(title, str(table.path)))
 
     def sync(self) -> dict[str, list]:
-        """To the disk, before a checkpoint claims these steps. -> what it claims"""
-        files = (self.metrics, self.val) if self.main else ()
-        return {file.path.name: file.sync() for file in files}
+        """Wait until all rows are on the disk. Returns what a checkpoint claims: file name -> what
+        Csv.sync returns; nothing on ranks other than 0. Raises Failed."""
+        if not self.main:
+            return {}
+        return {"metrics.csv": self.metrics.sync(), "val.csv": self.val.sync()}
 
     def close(self) -> None:
-        if self.main:
-            for file in (self.metrics.file, self.val.file):
-                with contextlib.suppress(OSError):  # a row that found no room is said already
-                    file.close()
-            self.tracker.close()
-            if self.progress:
-                self.progress.close()
-
-
-# ---- tables -------------------------------------------------------------------------------------
-
-
-def wilson_interval(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """A 95% confidence interval for k of n (Wilson 1927): honest near 0 and 1, where k/n +- 2
-    sigma is not."""
-    mid = (k + z * z / 2) / (n + z * z)
-    width = z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z)
-    return max(0.0, mid - width), min(1.0, mid + width)
-
-
-def format_before_after(before: dict, after: dict, n: int = 5) -> str:
-    """The checker's accuracy before and after with 95% intervals, and a few answers, first
-    those that changed."""
-    lines = ["", "held-out accuracy by the checker (95% interval)"]
-    for name, v in (("before", before), ("after", after)):
-        (low, high), share = wilson_interval(v["right"], v["of"]), v["right"] / v["of"]
-        interval = f"({100 * low:.1f} to {100 * high:.1f})"
-        counts = f"{v['right']} of {v['of']}"
-        lines.append(f"  {name:<7} {100 * share:5.1f}%  {interval}  {counts}")
-    gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
-    lines += [f"  gain    {gain:+5.1f} points", ""]
-    pairs = zip(before["answers"], after["answers"])
-    rows = [(a["prompt"], a["completion"], b["completion"]) for a, b in pairs]
-    rows = sorted(rows, key=lambda row: row[1] == row[2])[:n]
-    return "\n".join([*lines, format_table(("prompt", "before", "after"), rows)])
+        """Close the files, the tracker and the progress bar."""
+        if not self.main:
+            return
+        for table in (self.metrics, self.val):
+            # Closing flushes. An error there is a row that did not fit on the disk, and the error
+            # of that row has been raised already.
+            with contextlib.suppress(OSError):
+                table.file.close()
+        self.tracker.close()
+        if self.progress is not None:
+            self.progress.close()

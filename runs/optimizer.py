@@ -1,4 +1,4 @@
-"""How far and how fast: the steps of a run, the learning rate, AdamW, clipping."""
+"""The steps of a run and of its iterations, the learning rate, AdamW, clipping."""
 
 import math
 from typing import NamedTuple
@@ -10,82 +10,138 @@ from runs.settings import Optim, RunSettings
 
 
 class Plan(NamedTuple):
-    """How long a run is and what happens when, in optimizer steps."""
+    """How long a run is and what happens when. Every number counts optimizer steps.
+
+    KTO and DPO have one iteration; SPIN and online.py have several, with a plan for each.
+    """
 
     per_epoch: int
-    total: int  # of the whole run: what the learning rate's schedule spans
-    val: int | None
-    save: int | None
-    check: int | None = None
-    begin: int = 0  # an iteration's steps are begin + 1 to end; KTO and DPO have one iteration
+    total: (
+        int  # of the whole run, all iterations together: the length of the learning rate schedule
+    )
+    val: int | None  # between two validations; None: only at step 0 and at the end
+    save: int | None  # between two checkpoints; None: no checkpoints at regular steps
+    check: int | None = None  # between two checks of answers by the checker; None as for val
+    begin: int = 0  # this iteration has the steps begin + 1, ..., end
     end: int = 0
 
 
+# ---- steps --------------------------------------------------------------------------------------
+
+
 def steps_of(interval: int | float | None, per_epoch: int) -> int | None:
-    """An int is steps, a float a fraction of an epoch."""
-    return max(1, round(interval * per_epoch)) if isinstance(interval, float) else interval
+    """An interval in steps: an int is steps already, a float is a fraction of an epoch and at least
+    1 step, None stays None."""
+    if isinstance(interval, float):
+        return max(1, round(interval * per_epoch))
+    return interval
 
 
 def is_due(step: int, interval: int | None) -> bool:
+    """Whether something that happens every `interval` steps happens after this step."""
     return interval is not None and step % interval == 0
 
 
-def lr_at(step: int, plan: Plan, o: Optim) -> float:
-    """The learning rate of step 1, 2, ...: warmup, constant, decay."""
-    warmup, constant = ((steps_of(x, plan.per_epoch) if x else 0) for x in (o.warmup, o.constant))
-    if step <= warmup:
-        return o.lr * step / warmup
-    done = max(0, step - 1 - warmup - constant) / max(1, plan.total - warmup - constant)
-    if o.schedule == "constant":
-        return o.lr
-    shape = (1 + math.cos(math.pi * done)) / 2 if o.schedule == "cosine" else 1 - done
-    return o.min_lr + (o.lr - o.min_lr) * shape
-
-
 def make_plan(cfg: RunSettings, n: int) -> Plan:
-    """The plan of `epochs` passes over n examples; a remainder below batch_size is left out."""
+    """The plan of cfg.epochs passes over n examples. An epoch leaves out the remainder that does not
+    fill a batch. Raises BadInput when n is smaller than batch_size."""
     per_epoch = n // cfg.batch_size
-    if not per_epoch:
-        few = f"{n} examples are fewer than batch_size={cfg.batch_size}"
-        raise BadInput(f"{cfg.data.train}: {few}")
+    if per_epoch == 0:
+        raise BadInput(
+            f"{cfg.data.train}: {n} examples are fewer than batch_size={cfg.batch_size}; "
+            "give more examples or a smaller batch_size"
+        )
     if cfg.limit_train:
         per_epoch = min(per_epoch, steps_of(cfg.limit_train, per_epoch))
     total = min(cfg.epochs * per_epoch, cfg.max_steps or math.inf)
-    intervals = cfg.val_interval, cfg.save_interval, cfg.eval.check_interval
-    return Plan(per_epoch, total, *(steps_of(x, per_epoch) for x in intervals), 0, total)
+    return Plan(
+        per_epoch=per_epoch,
+        total=total,
+        val=steps_of(cfg.val_interval, per_epoch),
+        save=steps_of(cfg.save_interval, per_epoch),
+        check=steps_of(cfg.eval.check_interval, per_epoch),
+        begin=0,
+        end=total,
+    )
 
 
 def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
-    """A plan for each iteration over so many examples, end to end. All have the whole total."""
-    plans, begin = [], 0
+    """A plan for each iteration, one after the other; iteration i has sizes[i] examples. All plans
+    have the total of all iterations. Iterations that begin after max_steps are left out."""
+    plans = []
+    begin = 0
     for n in sizes:
-        p = make_plan(cfg, n)
-        end = min(begin + cfg.epochs * p.per_epoch, cfg.max_steps or math.inf)
-        plans.append(p._replace(begin=begin, end=end))
+        plan = make_plan(cfg, n)
+        end = min(begin + cfg.epochs * plan.per_epoch, cfg.max_steps or math.inf)
+        if end > begin:
+            plans.append(plan._replace(begin=begin, end=end))
         begin = end
-    return [p._replace(total=begin) for p in plans if p.end > p.begin]
+    return [plan._replace(total=begin) for plan in plans]
 
 
-def make_optimizer(o: Optim, module):
-    """AdamW. Weight decay skips biases, norms (one dimension) and embeddings."""
-    skipped = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
-    decayed, plain = [], []
-    for p in module.parameters():
-        if p.requires_grad:
-            (plain if p.ndim < 2 or id(p) in skipped else decayed).append(p)
-    groups = [{"params": decayed, "weight_decay": o.weight_decay}]
-    groups += [{"params": plain, "weight_decay": 0.0}]
-    groups = [g for g in groups if g["params"]]
-    kw = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+# ---- the learning rate --------------------------------------------------------------------------
+
+
+def lr_at(step: int, plan: Plan, o: Optim) -> float:
+    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to o.lr, then o.lr for
+    o.constant, then a decay that would reach o.min_lr one step after the last."""
+    warmup = steps_of(o.warmup, plan.per_epoch) if o.warmup else 0
+    if step <= warmup:
+        return o.lr * step / warmup
+    if o.schedule == "constant":
+        return o.lr
+    constant = steps_of(o.constant, plan.per_epoch) if o.constant else 0
+    decay_steps = max(1, plan.total - warmup - constant)
+    progress = max(0, step - 1 - warmup - constant) / decay_steps  # 0 to 1
+    if o.schedule == "cosine":
+        scale = (1 + math.cos(math.pi * progress)) / 2
+    else:  # linear
+        scale = 1 - progress
+    return o.min_lr + (o.lr - o.min_lr) * scale
+
+
+# ---- AdamW --------------------------------------------------------------------------------------
+
+
+def make_optimizer(o: Optim, module: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW, or bitsandbytes' 8-bit AdamW, of the parameters that require a gradient. Weight decay
+    skips biases and norms (both have one dimension) and embeddings."""
+    embeddings = set()
+    for submodule in module.modules():
+        if isinstance(submodule, torch.nn.Embedding):
+            embeddings.add(id(submodule.weight))
+    with_decay, without_decay = [], []
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim < 2 or id(parameter) in embeddings:
+            without_decay.append(parameter)
+        else:
+            with_decay.append(parameter)
+    groups = []
+    if with_decay:
+        groups.append({"params": with_decay, "weight_decay": o.weight_decay})
+    if without_decay:
+        groups.append({"params": without_decay, "weight_decay": 0.0})
+    options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
     if o.name == "adamw8bit":
-        import bitsandbytes  # slow to import
+        import bitsandbytes  # here, because it is slow to import
 
-        return bitsandbytes.optim.AdamW8bit(groups, **kw)
-    return torch.optim.AdamW(groups, **kw, fused=True)
+        return bitsandbytes.optim.AdamW8bit(groups, **options)
+    return torch.optim.AdamW(groups, **options, fused=True)
+
+
+# ---- clipping -----------------------------------------------------------------------------------
 
 
 def clip_gradient(fabric, policy, optimizer, max_norm: float) -> torch.Tensor:
-    """Scale the gradient to at most max_norm (0: leave it); its norm before, on the device."""
-    most = max_norm or math.inf
-    norm = fabric.clip_gradients(policy, optimizer, max_norm=most, error_if_nonfinite=False)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    """Scale the gradient to a norm of at most max_norm; 0 leaves it as it is.
+
+    Returns the norm before, as a scalar tensor on the device. The norm may be nan or inf: the loop
+    refuses the step then.
+    """
+    limit = max_norm or math.inf
+    norm = fabric.clip_gradients(policy, optimizer, max_norm=limit, error_if_nonfinite=False)
+    if hasattr(norm, "full_tensor"):  # with FSDP2 it is a DTensor, of which each rank has a part
+        return norm.full_tensor()
+    return norm

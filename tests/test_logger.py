@@ -26,20 +26,19 @@ import model
 from evaluate import Evaluator
 from records.examples import Example
 from runs.checkpoint import RunState
-from runs.console import format_table, say
-from runs.errors import BadInput, Failed
-from runs.files import write_json
-from runs.logger import (
-    Csv,
-    Logger,
+from runs.console import (
     Progress,
+    fit_80_columns,
     format_before_after,
-    make_tracker,
-    read_claimed_rows,
+    format_table,
+    say,
     wilson_interval,
 )
+from runs.errors import BadInput, Failed
+from runs.files import write_json
+from runs.logger import Csv, Logger, make_tracker, read_claimed_rows
+from runs.metrics import Throughput, least_passes
 from runs.settings import Data, Eval
-from runs.throughput import Throughput, least_passes
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,9 +50,9 @@ def run_settings(out: Path, **kw) -> kto.Settings:
 # ---- metrics.csv ---------------------------------------------------------------------------------
 
 
-def write(path, *rows, kept: bytes = b"") -> list:
+def write(path, *rows, claimed_rows: bytes = b"") -> list:
     """-> what a checkpoint after these rows claims"""
-    file = Csv(path, kept)
+    file = Csv(path, claimed_rows)
     for row in rows:
         file.row(row)
     claim = file.sync()
@@ -61,21 +60,21 @@ def write(path, *rows, kept: bytes = b"") -> list:
     return claim
 
 
-FOUND = Path("out/run/checkpoints/step-00000002")
+CHECKPOINT = Path("out/run/checkpoints/step-00000002")
 
 
 def test_a_resume_keeps_the_rows_that_its_checkpoint_claims_and_goes_on_after_them(tmp_path):
     path = tmp_path / "m.csv"
     rows = [{"step": i, "loss": i / 7} for i in range(5)]
     claim = write(path, *rows[:3])
-    whole = path.read_bytes()
-    write(path, *rows[3:], kept=whole)
-    kept = read_claimed_rows(path, claim, FOUND)
-    assert claim[0] == 4 and kept == whole, "a header and three rows"
-    again = write(path, {"step": 3, "loss": 0.5}, kept=kept)
+    saved = path.read_bytes()
+    write(path, *rows[3:], claimed_rows=saved)
+    claimed_rows = read_claimed_rows(path, claim, CHECKPOINT)
+    assert claim[0] == 4 and claimed_rows == saved, "a header and three rows"
+    next_claim = write(path, {"step": 3, "loss": 0.5}, claimed_rows=claimed_rows)
     lines = path.read_text().splitlines()
     assert lines == ["step,loss", "0,0.0", f"1,{1 / 7}", f"2,{2 / 7}", "3,0.5"]
-    assert read_claimed_rows(path, again, FOUND) == path.read_bytes(), "the hash goes on too"
+    assert read_claimed_rows(path, next_claim, CHECKPOINT) == path.read_bytes()
     assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
 
 
@@ -83,10 +82,11 @@ def test_a_resume_keeps_the_rows_that_its_checkpoint_claims_and_goes_on_after_th
 def test_what_follows_the_claimed_rows_is_cut_whatever_it_says(tmp_path):
     path = tmp_path / "m.csv"
     claim = write(path, {"step": 1, "loss": 0.1})
-    for torn in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0", "\xff"):
-        path.write_bytes(b"step,loss\n1,0.1\n" + torn.encode("latin-1"))
-        write(path, {"step": 2, "loss": 0.25}, kept=read_claimed_rows(path, claim, FOUND))
-        assert path.read_text() == "step,loss\n1,0.1\n2,0.25\n", "it may lack digits"
+    for rest in ("2,0.2", "2,0.", "2", "2,", '2,"', "\0\0\0", "\xff", "1,0.1\n", "words\n2,0.2\n"):
+        path.write_bytes(b"step,loss\n1,0.1\n" + rest.encode("latin-1"))
+        claimed_rows = read_claimed_rows(path, claim, CHECKPOINT)
+        write(path, {"step": 2, "loss": 0.25}, claimed_rows=claimed_rows)
+        assert path.read_text() == "step,loss\n1,0.1\n2,0.25\n"
 
 
 ROWS = b"step,loss\n1,0.5\n2,0.25\n"
@@ -98,6 +98,8 @@ DAMAGES = {
     "a flipped header": ROWS.replace(b"loss", b"lorr"),
     "a flipped digit": ROWS.replace(b"25", b"26"),
     "not UTF-8": ROWS.replace(b"0.5", b"\xff.5"),
+    "a row twice": b"step,loss\n1,0.5\n1,0.5\n2,0.25\n",
+    "a line that is no row": b"step,loss\n1,0.5\nwords\n2,0.25\n",
 }
 
 
@@ -106,7 +108,7 @@ DAMAGES = {
 def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(tmp_path, damage):
     path = tmp_path / "m.csv"
     claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
-    assert path.read_bytes() == ROWS and read_claimed_rows(path, claim, FOUND) == ROWS
+    assert path.read_bytes() == ROWS and read_claimed_rows(path, claim, CHECKPOINT) == ROWS
     path.unlink()
     if damage in DAMAGES:
         path.write_bytes(DAMAGES[damage])
@@ -115,30 +117,17 @@ def test_a_resume_is_refused_where_a_claimed_row_is_missing_and_says_what_to_do(
     elif damage == "a dangling link":
         path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(BadInput) as e:
-        read_claimed_rows(path, claim, FOUND)
-    here = {"a row lost": "2", "a flipped digit": "1, 2", "cut": "1", "NULs": "1"}
-    here |= {"a flipped header": "1, 2", "not UTF-8": "1, 2"}
+        read_claimed_rows(path, claim, CHECKPOINT)
+    steps = {"a row lost": "2", "a flipped digit": "1, 2", "cut": "1", "NULs": "1"}
+    steps |= {"a flipped header": "1, 2", "not UTF-8": "1, 2"}
+    steps |= {"a row twice": "1, 1, 2", "a line that is no row": "1, 2"}
     assert str(e.value) == (
-        f"resume: {path}: not the 2 rows that step-00000002 was saved with (here are steps "
-        f"{here.get(damage, 'none')}); put the file back, or go on elsewhere: --resume {FOUND} "
-        "--out_dir <a new folder>"
+        f"resume: {path}: not the 2 rows that step-00000002 was saved with (steps in the file: "
+        f"{steps.get(damage, 'none')}); put the file back, or continue in a new folder: "
+        f"--resume {CHECKPOINT} --out_dir <a new folder>"
     )
-    assert (
-        read_claimed_rows(path, [0, "any"], FOUND) == b"" == read_claimed_rows(path, None, FOUND)
-    ), "none is claimed"
-
-
-@pytest.mark.survive("R8")
-def test_rows_that_stand_twice_and_lines_that_are_none_are_left_out_and_it_is_said(
-    tmp_path, capsys
-):
-    path = tmp_path / "m.csv"
-    claim = write(path, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25})
-    path.write_bytes(b"step,loss\n1,0.5\n1,0.5\n\0\0\nwords\n2,0.25\n3,0.1\n")
-    assert read_claimed_rows(path, claim, FOUND) == ROWS
-    assert (
-        capsys.readouterr().out == f"{path}: lines that stand twice or are no rows are left out\n"
-    )
+    no_claim = read_claimed_rows(path, None, CHECKPOINT)
+    assert no_claim == read_claimed_rows(path, [0, "any"], CHECKPOINT) == b""
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
@@ -149,20 +138,26 @@ def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
 
 
 @pytest.mark.survive("R6")
-@pytest.mark.parametrize("how", ["renamed", "gone", "another"])
-def test_a_file_that_is_no_longer_there_fails_at_the_next_row_and_at_the_next_save(tmp_path, how):
+@pytest.mark.parametrize("change", ["renamed", "gone", "another"])
+def test_a_file_that_is_no_longer_there_fails_at_the_next_row_and_at_the_next_save(
+    tmp_path, change
+):
     folder = tmp_path / "run"
     folder.mkdir()
     file = Csv(folder / "m.csv")
     file.row({"step": 1, "loss": 0.5})
-    folder.rename(tmp_path / "elsewhere") if how != "gone" else (folder / "m.csv").unlink()
-    if how == "another":
+    if change == "gone":
+        (folder / "m.csv").unlink()
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    reason = "No such file or directory"
+    if change == "another":
         folder.mkdir()
         (folder / "m.csv").touch()
-    why = "another file stands there now" if how == "another" else "No such file or directory"
-    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {why}$"):
+        reason = "another file is there now"
+    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {reason}$"):
         file.row({"step": 2, "loss": 0.5})
-    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {why}$"):
+    with pytest.raises(Failed, match=f"^{folder}/m.csv: not saved: {reason}$"):
         file.sync()
     file.file.close()
 
@@ -177,16 +172,16 @@ def test_columns_stay_where_the_first_row_put_them_and_none_is_empty(tmp_path):
     path = tmp_path / "m.csv"
     first, second = {"step": 1, "loss": None, "kl": 0.0}, {"kl": 2.0, "step": 2, "loss": 3.0}
     write(path, first, second)
-    write(path, {"step": 3, "kl": 4.0}, kept=path.read_bytes())
-    whole = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
-    assert path.read_text() == whole, "0.0 is a value, None is none"
+    write(path, {"step": 3, "kl": 4.0}, claimed_rows=path.read_bytes())
+    content = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
+    assert path.read_text() == content, "0.0 is a value, None is an empty cell"
 
 
 def test_numbers_come_back_to_the_bit(tmp_path):
     numbers = [0.1 + 0.2, 1 / 3, 1e-300, 5e-324, -0.0, math.pi * 1e20, 123456789.123456789]
     numbers.append(math.inf)
     write(tmp_path / "m.csv", *({"step": i, "x": x} for i, x in enumerate(numbers)))
-    write(tmp_path / "m.csv", kept=(tmp_path / "m.csv").read_bytes())  # rewritten once
+    write(tmp_path / "m.csv", claimed_rows=(tmp_path / "m.csv").read_bytes())  # rewritten once
     back = [float(row["x"]) for row in rows(tmp_path / "m.csv")]
     assert list(map(repr, back)) == list(map(repr, numbers))
 
@@ -200,10 +195,12 @@ def rows(path: Path) -> list[dict]:
 
 
 def progress(capsys, total, start=0, log_interval=1, on=True, **row) -> list[str]:
-    bar = Progress(total, start, on)
+    """The lines of a run, each of whose rows has the same numbers."""
+    display = Progress(total, start, on)
     row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5, "auc": 0.5} | row
     for step in range(start + 1, total + 1):
-        bar.step(step, row if step % log_interval == 0 or step == total else None)
+        has_row = step % log_interval == 0 or step == total
+        display.step(step, row if has_row else None)
     return capsys.readouterr().out.splitlines()
 
 
@@ -215,26 +212,32 @@ def alone(monkeypatch):
 
 
 def test_without_a_terminal_progress_is_about_twenty_lines(capsys, alone):
-    said = progress(capsys, 1000)
-    shown = "step 1/1000  loss 0.2500  margins 1.5000  tokens/s 1,234  ETA 0:00:"
-    assert said[0].startswith(shown)
-    assert said[1].startswith("step 50/") and said[-1].startswith("step 1000/") and len(said) == 21
+    lines = progress(capsys, 1000)
+    assert len(lines) == 21
+    assert lines[0].startswith("step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 00:")
+    assert lines[1].startswith("step 50/") and lines[-1].startswith("step 1000/")
+    assert all(len(line) <= 80 for line in lines)
     for total, interval in ((30, 1), (39, 1), (1000, 7), (2100, 100), (999, 10), (1010, 50)):
         lines = progress(capsys, total, log_interval=interval)
         assert 10 <= len(lines) <= 30, (total, interval)
     assert len(progress(capsys, 3)) == 3
-    steps = [x.split("/")[0] for x in progress(capsys, 1000, start=900)]
-    assert steps == ["step 901", "step 950", "step 1000"], "a resumed run says that it goes on"
+    steps = [line.split("/")[0] for line in progress(capsys, 1000, start=900)]
+    assert steps == ["step 901", "step 950", "step 1000"], "a resumed run prints its first step too"
 
 
 def test_progress_says_where_the_clamp_made_z_zero(capsys, alone):
-    for clamped, shown in (
-        (1.0, "kl 0 (clamped)  "),
-        (0.0, "kl 0.0000  "),
-        (None, "kl 0.0000  "),
-    ):
+    for clamped, shown in ((1.0, "kl 0 (clamped)"), (0.0, "kl 0.0000"), (None, "kl 0.0000")):
         (line,) = progress(capsys, 1, kl=0.0, **{"kl/clamped": clamped})
-        assert f"loss 0.2500  {shown}margins" in line
+        assert f"loss 0.2500 {shown} margins" in line
+
+
+def test_a_line_that_would_be_longer_than_80_columns_is_two(capsys, alone):
+    row = {"kl": 0.0, "kl/clamped": 1.0, "tokens/s": 123456.0, "rewards/margins": -12.5}
+    head, rest = progress(capsys, 100_000, start=99_999, **row)
+    assert head == "step 100000/100000:"
+    assert rest.startswith("  loss 0.2500 kl 0 (clamped) margins -12.5000 tok/s 123,456 ETA ")
+    assert fit_80_columns("a", "b" * 77) == "a: " + "b" * 77
+    assert fit_80_columns("a", "b" * 78) == "a:\n  " + "b" * 78
 
 
 def test_progress_off_says_nothing(capsys):
@@ -254,27 +257,35 @@ def test_on_a_terminal_progress_is_a_bar(capsys, monkeypatch):
 
 
 def screen(folder: Path, program: str, argv: list[str]) -> list[str]:
-    """What stands on a terminal of 80 columns after a program, line by line."""
-    ours, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    """What stands on a terminal of 80 columns after a program, line by line, without empty lines."""
+    our_end, program_end = os.openpty()
+    fcntl.ioctl(program_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     folder.mkdir()
-    child = Started(folder, program, argv, first=lambda: [os.dup2(its, fd) for fd in (1, 2)])
-    os.close(its)
-    said = b""
+
+    def use_terminal():
+        for fd in (1, 2):
+            os.dup2(program_end, fd)
+
+    child = Started(folder, program, argv, first=use_terminal)
+    os.close(program_end)
+    printed = b""
     try:
-        while some := os.read(ours, 65536):
-            said += some
-    except OSError:  # nobody writes to it any more
-        os.close(ours)
-    assert child.ended()[0] == 0 and b"\x1b" not in said.replace(b"\x1b[A", b"")
-    assert b"3 loss " in said, "there was a bar"
-    found = []
-    for line in said.decode().replace("\r\n", "\n").split("\n"):
+        while block := os.read(our_end, 65536):
+            printed += block
+    except OSError:  # the program has ended
+        os.close(our_end)
+    assert child.ended()[0] == 0
+    assert b"\x1b" not in printed.replace(b"\x1b[A", b""), "no escape but `cursor up`"
+    assert b"3 loss " in printed, "there was a bar"
+    lines = []
+    for line in printed.decode().replace("\r\n", "\n").split("\n"):
         cells = []
-        for part in line.split("\r"):
+        for part in line.split("\r"):  # each part overwrites the line from its beginning
             cells[: len(part)] = part
-        found.append("".join(cells).rstrip())
-    return [line for line in found if line]
+        text = "".join(cells).rstrip()
+        if text:
+            lines.append(text)
+    return lines
 
 
 @pytest.mark.parametrize("program", ["kto", "spin"])
@@ -282,10 +293,10 @@ def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, demos, 
     sources = {"kto": ROOT / "tests/parity/kto_data.jsonl", "spin": demos}
     out = tmp_path / "run"
     argv = ["--model", tiny, "--data.train", sources[program], "--out_dir", out, *TINY.split()]
-    two = ["--spin.max_iterations=2", "--spin.max_new_tokens=3", "--epochs=1"]
-    argv += two if program == "spin" else []
-    *_, why, command = screen(tmp_path / "a", program, [*argv, "--stop_at=2"])
-    assert why == "stopped by stop_at at step 2 of 3, saved; go on with"
+    if program == "spin":
+        argv += ["--spin.max_iterations=2", "--spin.max_new_tokens=3", "--epochs=1"]
+    *_, stopped, command = screen(tmp_path / "a", program, [*argv, "--stop_at=2"])
+    assert stopped == "stopped by stop_at at step 2 of 3, saved; go on with"
     assert command.startswith("  python ") and command.endswith("--resume auto")
     lines = screen(tmp_path / "b", program, [*argv, "--resume=auto"])
     assert lines[-1] == f"exported to {out / 'final'}"
@@ -293,10 +304,10 @@ def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, demos, 
 
 
 def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
-    for rank, said, files in (("0", "hi\n", {"metrics.csv", "val.csv"}), ("1", "", set())):
+    for rank, printed, files in (("0", "hi\n", {"metrics.csv", "val.csv"}), ("1", "", set())):
         monkeypatch.setenv("RANK", rank)
         say("hi")
-        assert capsys.readouterr().out == said
+        assert capsys.readouterr().out == printed
         (tmp_path / rank).mkdir()
         logger = Logger(run_settings(tmp_path / rank), None)
         if rank == "1":
@@ -308,10 +319,11 @@ def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
 
 
 def test_the_end_of_a_run_closes_what_it_writes_to(tmp_path, monkeypatch):
-    ended, logger = [], Logger(run_settings(tmp_path), None)
-    monkeypatch.setattr(logger.tracker, "close", lambda: ended.append(True))
+    logger = Logger(run_settings(tmp_path), None)
+    closed = []
+    monkeypatch.setattr(logger.tracker, "close", lambda: closed.append("tracker"))
     logger.close()
-    assert ended and logger.metrics.file.closed and logger.val.file.closed
+    assert closed == ["tracker"] and logger.metrics.file.closed and logger.val.file.closed
 
 
 # ---- trackers, through whole runs ----------------------------------------------------------------
@@ -330,22 +342,27 @@ def tracked(tiny, ratings, pairs, demos, tmp_path_factory):
 
     def run(program, logger):
         out = root / f"{program}-{logger}"
-        (folder := root / f"said-{out.name}").mkdir()
+        folder = root / f"printed-{out.name}"
+        folder.mkdir()
         argv = ["--model", tiny, "--out_dir", out, f"--logger={logger}", *TINY.split()]
         argv += ["--data.train", sources[program], "--data.val", sources[program]]
-        argv += SPIN.split() if program == "spin" else []
-        return out, *Started(
-            folder, program, argv, first=without_wandb, **OFFLINE, HOME=str(root)
-        ).ended()
+        if program == "spin":
+            argv += SPIN.split()
+        child = Started(folder, program, argv, first=without_wandb, **OFFLINE, HOME=str(root))
+        return out, *child.ended()
 
-    asked = [(program, logger) for logger in ("tensorboard", "wandb") for program in sources]
-    return {x: run(*x) for x in asked}
+    runs = {}
+    for logger in ("tensorboard", "wandb"):
+        for program in sources:
+            runs[program, logger] = run(program, logger)
+    return runs
 
 
 def without_wandb():
-    """No setting of the machine's, nor a warning for what wandb leaves."""
-    for name in [k for k in os.environ if k.startswith("WANDB_") and k not in OFFLINE]:
-        del os.environ[name]
+    """Remove this machine's own settings of wandb. wandb leaves files open, which would warn."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_") and name not in OFFLINE:
+            del os.environ[name]
     warnings.simplefilter("ignore")
 
 
@@ -354,15 +371,17 @@ def events(out: Path) -> dict[tuple[str, int], float | str]:
     from tensorboardX.proto.event_pb2 import Event
 
     (file,) = (out / "tensorboard").glob("events.out.tfevents.*")
-    raw, found = file.read_bytes(), {}
-    while raw:  # a record: its length (8 bytes), a checksum (4), itself, a checksum (4)
+    raw = file.read_bytes()
+    values = {}
+    while raw:  # a record: its length (8 bytes), a checksum (4), its content, a checksum (4)
         n = int.from_bytes(raw[:8], "little")
-        event, raw = Event.FromString(raw[12 : 12 + n]), raw[16 + n :]
-        for v in event.summary.value:
-            assert (v.tag, event.step) not in found
-            text = b"".join(v.tensor.string_val).decode()
-            found[v.tag, event.step] = text or v.simple_value
-    return found
+        event = Event.FromString(raw[12 : 12 + n])
+        raw = raw[16 + n :]
+        for value in event.summary.value:
+            assert (value.tag, event.step) not in values
+            text = b"".join(value.tensor.string_val).decode()
+            values[value.tag, event.step] = text or value.simple_value
+    return values
 
 
 def history(out: Path) -> dict[tuple[str, int], float]:
@@ -370,39 +389,48 @@ def history(out: Path) -> dict[tuple[str, int], float]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = (out / "wandb").glob("offline-run-*/*.wandb")
-    raw, at, record, found = file.read_bytes(), 7, b"", {}
+    raw = file.read_bytes()
+    at = 7  # behind the file's header
+    record = b""
+    values = {}
     while at < len(raw):  # parts in blocks of 32 KiB: checksum (4 bytes), length (2), kind (1)
-        if (room := 32768 - at % 32768) < 7:
-            at += room
+        left_in_block = 32768 - at % 32768
+        if left_in_block < 7:
+            at += left_in_block
             continue
-        n, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
-        record, at = record + raw[at + 7 : at + 7 + n], at + 7 + n
-        if kind in (1, 4):  # a whole record, or its last part
-            entry, record = Record.FromString(record).history, b""
-            values = {"/".join(i.nested_key): json.loads(i.value_json) for i in entry.item}
-            ours = {k: v for k, v in values.items() if k[0] != "_" and isinstance(v, float | int)}
-            found |= {(k, entry.step.num): v for k, v in ours.items()}
-    return found
+        n = int.from_bytes(raw[at + 4 : at + 6], "little")
+        kind = raw[at + 6]
+        record += raw[at + 7 : at + 7 + n]
+        at += 7 + n
+        if kind in (1, 4):  # a complete record, or its last part
+            entry = Record.FromString(record).history
+            record = b""
+            for item in entry.item:
+                name, value = "/".join(item.nested_key), json.loads(item.value_json)
+                if not name.startswith("_") and isinstance(value, float | int):
+                    values[name, entry.step.num] = value
+    return values
 
 
 def logged(out: Path) -> dict[tuple[str, int], float]:
     """What a tracker should have: all cells of metrics.csv and val.csv."""
-    wanted = {}
-    for name, prefix in (("metrics.csv", ""), ("val.csv", "val/")):
-        for row in rows(out / name):
-            values = {f"{prefix}{k}": float(v) for k, v in row.items() if v and k != "step"}
-            wanted |= {(k, int(row["step"])): pytest.approx(v, rel=1e-6) for k, v in values.items()}
-    assert {("loss", step) for step in (1, 2, 3)} | {("val/loss", 0), ("val/loss", 3)} <= set(
-        wanted
-    )
-    return wanted
+    expected = {}
+    for file, prefix in (("metrics.csv", ""), ("val.csv", "val/")):
+        for row in rows(out / file):
+            step = int(row["step"])
+            for name, cell in row.items():
+                if cell and name != "step":
+                    expected[f"{prefix}{name}", step] = pytest.approx(float(cell), rel=1e-6)
+    for key in (("loss", 1), ("loss", 2), ("loss", 3), ("val/loss", 0), ("val/loss", 3)):
+        assert key in expected
+    return expected
 
 
 def samples(out: Path, step: int) -> list[list[str]]:
     """The prompts and completions that were shown at a step."""
-    found = json.loads((out / "eval" / f"step-{step}.json").read_text())["samples"]
-    assert len(found) == 2
-    return [[x["prompt"], x["completion"]] for x in found]
+    answers = json.loads((out / "eval" / f"step-{step}.json").read_text())["samples"]
+    assert len(answers) == 2
+    return [[answer["prompt"], answer["completion"]] for answer in answers]
 
 
 @pytest.mark.survive("R1")
@@ -411,12 +439,13 @@ def samples(out: Path, step: int) -> list[list[str]]:
 def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, program):
     out, code, _, stderr = tracked[program, "tensorboard"]
     assert code == 0, stderr
-    found = events(out)
-    texts = {step: x for (_, step), x in found.items() if isinstance(x, str)}
-    assert {k: v for k, v in found.items() if not isinstance(v, str)} == logged(out)
+    values = events(out)
+    texts = {step: value for (_, step), value in values.items() if isinstance(value, str)}
+    assert {k: v for k, v in values.items() if not isinstance(v, str)} == logged(out)
     assert set(texts) == {0, 3}
     for step, text in texts.items():
-        assert all(f"{prompt} **{said}**" in text for prompt, said in samples(out, step))
+        for prompt, completion in samples(out, step):
+            assert f"{prompt} **{completion}**" in text
 
 
 @pytest.mark.survive("R1")
@@ -424,38 +453,39 @@ def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, progr
 def test_wandb_gets_every_value_at_its_step_and_the_samples_offline(tracked, program):
     out, code, _, stderr = tracked[program, "wandb"]
     assert code == 0, stderr
-    found, wanted = history(out), logged(out)
-    assert {k: found.get(k) for k in wanted} == wanted
-    tables = (out / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
-    shown = [json.loads(path.read_text())["data"] for path in tables]
-    assert sorted(shown) == sorted(samples(out, step) for step in (0, 3))
+    values, expected = history(out), logged(out)
+    assert {key: values.get(key) for key in expected} == expected
+    files = (out / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
+    tables = [json.loads(file.read_text())["data"] for file in files]
+    assert sorted(tables) == sorted(samples(out, step) for step in (0, 3))
 
 
 @pytest.mark.parametrize("program, empty", [("kto", True), ("dpo", True), ("spin", False)])
 def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program, empty):
     out, _, stdout, _ = tracked[program, "tensorboard"]
-    said = re.findall(r"^validation at step (\d+):\s+(.*)$", stdout, re.M)
-    assert [step for step, _ in said] == ["0", "3"]
-    assert [line.endswith(", no accuracy (r is 0)") for _, line in said] == [empty, False]
+    lines = re.findall(r"^validation at step (\d+):\s+(.*)$", stdout, re.M)
+    assert [step for step, _ in lines] == ["0", "3"]
+    assert [line.endswith(", no accuracy (r is 0)") for _, line in lines] == [empty, False]
     if empty:
         assert [row["accuracy"] != "" for row in rows(out / "val.csv")] == [False, True]
 
 
 def test_a_run_says_how_many_steps_it_will_have(tracked):
     out, _, stdout, _ = tracked["kto", "tensorboard"]
-    assert "\n3 steps of 4, 6 an epoch, which leaves out 0 of 24\n" in stdout
-    assert "\nstep 1/3  loss " in stdout and f"\nrun folder: {out}\n" in stdout
+    assert "\n3 steps of 4 examples\n" in stdout
+    assert "\n6 steps per epoch, which leaves out 0 of 24 examples\n" in stdout
+    assert "\nstep 1/3: loss " in stdout and f"\nrun folder: {out}\n" in stdout
 
 
 @pytest.mark.parametrize("program, K", [("kto", 1), ("dpo", 2), ("spin", 2)])
 def test_a_steps_examples_are_a_table_with_the_largest_loss_first(tracked, program, K):
     out, *_ = tracked[program, "tensorboard"]
-    found = rows(out / "examples-2.csv")
-    losses = [float(row["loss"]) for row in found]
-    assert len(found) == 4 and losses == sorted(losses, reverse=True)
+    examples = rows(out / "examples-2.csv")
+    losses = [float(row["loss"]) for row in examples]
+    assert len(examples) == 4 and losses == sorted(losses, reverse=True)
     mean = next(float(row["loss"]) for row in rows(out / "metrics.csv") if row["step"] == "2")
     assert sum(losses) / 4 == pytest.approx(mean)
-    for row in found:
+    for row in examples:
         assert row["where"].split(":")[0].endswith(".jsonl") and row["prompt"]
         assert row["label"] in ("True", "False") and row["weight"] == "1.0"
         assert all(int(row[f"tokens {k}"]) > 0 for k in range(1, K + 1))
@@ -471,46 +501,50 @@ def test_the_csv_logger_tracks_nowhere_else(tmp_path):
 
 
 def wandb_elsewhere(out: Path, runs: int, **env) -> list[str] | None:
-    """What `runs` trackers, the second one resumed, say in a process of their own (wandb leaves
-    threads and hooks)."""
+    """Start `runs` wandb trackers, the second one resumed, in a process of their own, because wandb
+    leaves threads and hooks. Returns the ids of their wandb runs, or the error, as the last text;
+    None when 30 s were not enough."""
     pytest.importorskip("wandb")
     out.mkdir()
 
     def work():
-        for name in [k for k in os.environ if k.startswith("WANDB")]:
-            del os.environ[name]
+        for name in list(os.environ):
+            if name.startswith("WANDB"):
+                del os.environ[name]
         os.environ.update(HOME=str(out), NETRC=str(out / "none"), **env)
-        sys.stdin, said = open(os.devnull), []
+        sys.stdin = open(os.devnull)
         warnings.simplefilter("ignore")
+        texts = []
         try:
             for resumed in (False, True)[:runs]:
                 tracker = make_tracker(run_settings(out, logger="wandb"), out, resumed)
                 tracker.scalars({"loss": 0.5}, 1 + resumed)
                 tracker.close()
-                said.append((out / "wandb_id").read_text())
+                texts.append((out / "wandb_id").read_text())
                 sys.modules["wandb"].finish()
         except BadInput as e:
-            said.append(str(e))
-        (out / "said.json").write_text(json.dumps(said))
+            texts.append(str(e))
+        (out / "texts.json").write_text(json.dumps(texts))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(30)
     process.kill()
-    return json.loads((out / "said.json").read_text()) if (out / "said.json").exists() else None
+    file = out / "texts.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def test_a_resumed_run_goes_on_with_its_own_in_wandb(tmp_path):
-    said = wandb_elsewhere(tmp_path / "run", 2, WANDB_MODE="offline")
-    if said is None:
+    ids = wandb_elsewhere(tmp_path / "run", 2, WANDB_MODE="offline")
+    if ids is None:
         pytest.skip("wandb needs more than 30 s here")
-    assert len(said) == 2 and said[0] == said[1]
+    assert len(ids) == 2 and ids[0] == ids[1]
 
 
 def test_wandb_online_without_a_key_is_refused_at_once_in_one_line(tmp_path):
-    (said,) = wandb_elsewhere(tmp_path / "run", 1, WANDB_API_KEY="")
-    assert said.startswith("logger: wandb: ") and "\n" not in said
-    assert said.endswith("; WANDB_MODE=offline needs neither key nor network")
+    (message,) = wandb_elsewhere(tmp_path / "run", 1, WANDB_API_KEY="")
+    assert message.startswith("logger: wandb: ") and "\n" not in message
+    assert message.endswith("; WANDB_MODE=offline needs neither a key nor a network")
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -580,10 +614,8 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
 
     monkeypatch.setattr(evaluate, "generate", generate)
     val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
-    cfg, fabric = (
-        run_settings(out, eval=Eval(**settings)),
-        SimpleNamespace(global_rank=0, broadcast=lambda x: x),
-    )
+    cfg = run_settings(out, eval=Eval(**settings))
+    fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x)
     return Evaluator(fabric, cfg, None, plain(), val, checker)
 
 
@@ -622,13 +654,15 @@ def test_the_demos_checker_is_used_where_it_is_named_and_none_is_given(tmp_path,
 
 def best_of(keep_best, values) -> list[int]:
     """The steps at which a validation is the best so far."""
-    state, found = RunState(), []
+    state = RunState()
+    best_steps = []
     for step, value in enumerate(values):
         state.step = step
         row = dict(loss=value, kl=value, accuracy=value, checker_accuracy=value, auc=None)
-        found += [step] if state.is_best(row, keep_best) else []
-    assert state.best_step == (found[-1] if found else None)
-    return found
+        if state.is_best(row, keep_best):
+            best_steps.append(step)
+    assert state.best_step == (best_steps[-1] if best_steps else None)
+    return best_steps
 
 
 def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
@@ -673,19 +707,19 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 
 def test_only_passes_that_no_implementation_can_save_are_counted():
-    pairs, none = dict(kl_pairs=True), dict(kl_pairs=False)
-    assert least_passes(**none, reference=True, lora=False) == (4, 4)  # forward 1, backward 2
-    assert least_passes(**none, reference=False, lora=False) == (3, 3)
-    assert least_passes(**none, reference=True, lora=True) == (3, 3), "no gradient of matrices"
-    assert least_passes(**pairs, reference=True, lora=False) == (4, 6), "a prompt's pass is shared"
-    assert least_passes(**pairs, reference=False, lora=True) == (2, 3), "the reference is cached"
+    def passes(kl_pairs, reference, lora):
+        return least_passes(kl_pairs=kl_pairs, reference=reference, lora=lora)
+
+    assert passes(False, True, False) == (4, 4)  # policy: forward 1, backward 2; reference 1
+    assert passes(False, False, False) == (3, 3)
+    assert passes(False, True, True) == (3, 3), "with LoRA the matrices need no gradient"
+    assert passes(True, True, False) == (4, 6), "both completions share the passes of the prompt"
+    assert passes(True, False, True) == (2, 3), "the reference is cached"
 
 
 def test_useful_flops_are_two_for_each_weight_token_and_pass(tiny):
-    policy, fabric = (
-        model.load_model(tiny),
-        SimpleNamespace(device=torch.device("cpu"), world_size=1),
-    )
+    policy = model.load_model(tiny)
+    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     body = sum(p.numel() for p in policy.transformer.h.parameters())
     speed = Throughput(fabric, "32-true", policy, (4, 6))
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))

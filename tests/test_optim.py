@@ -1,4 +1,4 @@
-"""How far and how fast: steps of a run, the learning rate by hand, what decays, clipping."""
+"""Steps of a run, the learning rate against numbers by hand, what decays, clipping."""
 
 import math
 import re
@@ -98,15 +98,15 @@ def test_the_warmup_is_a_straight_line_to_the_peak():
 def test_linear_goes_from_the_peak_to_min_lr():
     # 2 up, 2 flat, then 0.9 down in 6
     expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]
-    given = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="linear")
-    assert given == pytest.approx(expected)
+    computed = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="linear")
+    assert computed == pytest.approx(expected)
 
 
 def test_cosine_goes_from_the_peak_to_min_lr():
     # 0.1 + 0.9 (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
     expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.9397114317, 0.775, 0.55, 0.325, 0.1602885683]
-    given = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="cosine")
-    assert given == pytest.approx(expected)
+    computed = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="cosine")
+    assert computed == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -155,14 +155,14 @@ def decayed(module) -> dict[str, bool]:
 
 
 def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(tiny):
-    fate = decayed(model.load_model(tiny))
-    assert fate["transformer.h.0.attn.qkv.weight"] and fate["transformer.h.1.mlp.proj.weight"]
-    kept = [n for n, shrinks in fate.items() if not shrinks]
+    shrinks = decayed(model.load_model(tiny))
+    assert shrinks["transformer.h.0.attn.qkv.weight"] and shrinks["transformer.h.1.mlp.proj.weight"]
+    unchanged = [name for name, does_shrink in shrinks.items() if not does_shrink]
     names = ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head")
-    assert {f"{name}.weight" for name in names} <= set(kept)
+    assert {f"{name}.weight" for name in names} <= set(unchanged)
     skipped = re.compile("bias|norm|ln_f|wte|wpe|lm_head")  # this model's head is its embedding
-    assert [n for n in fate if skipped.search(n)] == kept
-    assert sum(fate.values()) == 8, "four matrices in each of two layers"
+    assert [name for name in shrinks if skipped.search(name)] == unchanged
+    assert sum(shrinks.values()) == 8, "four matrices in each of two layers"
 
 
 def test_a_head_of_its_own_decays_and_a_tied_one_does_not():
@@ -178,18 +178,18 @@ def test_a_head_of_its_own_decays_and_a_tied_one_does_not():
 
 def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
     policy = model.load_model(tiny, Lora(rank=2))
-    fate = decayed(policy)
-    assert fate and all("lora_" in name for name in fate) and all(fate.values())
+    shrinks = decayed(policy)
+    assert shrinks and all("lora_" in name for name in shrinks) and all(shrinks.values())
     assert len(make_optimizer(Optim(), policy).param_groups) == 1, "no empty group"
 
 
-def test_the_optimizer_is_built_as_told():
+def test_the_optimizer_has_the_numbers_of_the_settings():
     o = Optim(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
     optimizer = make_optimizer(o, nn.Linear(4, 4))
     assert isinstance(optimizer, torch.optim.AdamW)
     for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
-        told = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
-        assert {name: group[name] for name in told} == told
+        expected = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
+        assert {name: group[name] for name in expected} == expected
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -232,7 +232,7 @@ def test_clipping_scales_to_the_norm_and_returns_what_it_was():
     assert clipped([3.0, 4.0], 6.0) == (5.0, [3.0, 4.0]), "below the limit it is left alone"
 
 
-def test_a_limit_of_0_is_no_clipping_but_the_norm_is_told():
+def test_a_limit_of_0_is_no_clipping_but_the_norm_is_returned():
     assert clipped([3.0, 4.0], 0) == (5.0, [3.0, 4.0])
 
 

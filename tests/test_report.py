@@ -63,18 +63,19 @@ def show(tmp_path, monkeypatch, capsys):
 
 
 def row_of(out: str, name: str, which=0) -> dict[str, str]:
-    """The row of the printed table that begins with a name, by column."""
-    lines = out.replace("\u00a0", "~").splitlines()
+    """A row of the printed table by column: the row (of several, the one at `which`) whose first
+    cell is `name`. Cells are right-aligned: each ends where its heading ends."""
+    lines = out.replace("\u00a0", "~").splitlines()  # the space in "0 train" does not break a cell
     head = next(i for i, line in enumerate(lines) if " steps " in line)
-    ends = {m[0]: m.end() for m in re.finditer(r"\S+", lines[head])}
-    rows = [line for line in lines[head + 1 :] if line.split()[:1] == [name.replace(" ", "~")]]
-    starts = [0, *ends.values()]
-    line = rows[which].ljust(100)
-    first = len(re.match(r"\s*\S+", line)[0])
-    return {
-        n: line[max(first, s) : e].strip()
-        for n, s, e in zip(ends, [first, *starts[1:]], ends.values())
-    }
+    first_cell = name.replace(" ", "~")
+    matches = [line for line in lines[head + 1 :] if line.split()[:1] == [first_cell]]
+    line = matches[which].ljust(100)
+    start = len(re.match(r"\s*\S+", line)[0])
+    cells = {}
+    for heading in re.finditer(r"\S+", lines[head]):
+        cells[heading[0]] = line[start : heading.end()].strip()
+        start = heading.end()
+    return cells
 
 
 def marks(file: str) -> int:
@@ -201,6 +202,7 @@ def test_the_same_seed_again_is_another_programs_and_never_averaged_in(tmp_path,
     out, page = show(*runs)
     assert row_of(out, "0 train")["n"] == row_of(out, "1 train")["n"] == "2"
     assert f"1: {tmp_path}/mine1, {tmp_path}/mine2<" in page
+    assert re.search(r"seed</th>\s*<td>1 2 1 2</td>", page), "the seeds of both groups"
 
 
 def test_an_unfinished_run_is_never_averaged_with_finished_ones(tmp_path, show):
@@ -318,8 +320,8 @@ def test_a_verdict_from_before_training_is_not_a_final_number(tmp_path, show):
 
 def test_samples_before_and_after_stand_side_by_side(tmp_path, show):
     run = a_run(tmp_path / "a", val={"step": [0, 1, 2], "loss": [1, 1, 1]})
-    for step, said in ((0, "first words"), (1, "words between"), (2, "last words")):
-        verdict(run, f"step-{step}", question=said, **{"x" * 20: "y" * 300})
+    for step, answer in ((0, "first words"), (1, "words between"), (2, "last words")):
+        verdict(run, f"step-{step}", question=answer, **{"x" * 20: "y" * 300})
     _, page = show(run)
     assert re.search(r"question</th>\s*<td>first words</td>\s*<td>last words</td>", page)
     assert "words between" not in page
@@ -391,12 +393,8 @@ def test_a_line_torn_by_a_kill_is_left_out(tmp_path, show, torn):
     run = a_run(tmp_path / "a", {"step": [1, 2], "loss": [1, 2], "auc": [0.5, 0.75]})
     with open(tmp_path / "a" / "metrics.csv", "a") as file:
         file.write(torn)
-    assert row_of(show(run)[0], "0 train") | {} == {
-        "n": "1",
-        "steps": "2",
-        "loss": "2",
-        "auc": "0.75",
-    }
+    expected = {"n": "1", "steps": "2", "loss": "2", "auc": "0.75"}
+    assert row_of(show(run)[0], "0 train") == expected
 
 
 @pytest.mark.parametrize("val", [None, "", "step,loss\n", "step,lo"])
@@ -469,8 +467,8 @@ def test_the_command_ends_with_2_and_one_line(tmp_path):
 def test_help_says_where_the_page_and_the_plots_go():
     done = outside("--help", COLUMNS="80")
     assert done.returncode == 0 and "\n    python report.py out/a out/b" in done.stdout
-    told = " ".join(done.stdout.split())
-    assert "--out OUT the page; plots go beside it (report.html, report-svg/)" in told
+    text = " ".join(done.stdout.split())
+    assert "--out OUT the page; plots go beside it (report.html, report-svg/)" in text
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path):

@@ -16,7 +16,8 @@ from runs.errors import BadInput  # noqa: E402
 
 HERE = Path(sweep.__file__).parent
 
-# Three steps. It dies, stops or fails where the file `how` says, and goes on with --resume auto.
+# A run of three steps that --resume=auto continues. The file `how` has lines `SEED BEHAVIOUR`: what
+# the run with this seed does instead of finishing (die, stop, refuse, ...).
 FAKE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -25,10 +26,10 @@ given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 out, resume = Path(given.pop("out_dir")), given.pop("resume")
 stop_at = int(given.pop("stop_at", 0))
 how = Path("how").read_text() if Path("how").exists() else ""
-mine = dict(line.split() for line in how.splitlines()).get(given["seed"])
-if mine == "refuse":
+behaviour = dict(line.split() for line in how.splitlines()).get(given["seed"])
+if behaviour == "refuse":
     sys.exit("error: seed: 2 is not welcome")
-if mine == "mistake":
+if behaviour == "mistake":
     print("error: sede: no such setting\\nerror: two of them", file=sys.stderr)
     sys.exit(2)
 text = "".join(f"{name}: {value}\\n" for name, value in given.items())
@@ -53,22 +54,22 @@ with open(table, "a") as file:
     if not step:
         file.write("step,loss\\n")
         file.flush()
-    if mine == "early":
+    if behaviour == "early":
         sys.exit(1)
     while step < 3:
         step += 1
         file.write(f"{step},{float(given['seed']) / step}\\n")
         file.flush()
-        if mine == "die" and step == 2:
+        if behaviour == "die" and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        if mine == "leave":
+        if behaviour == "leave":
             sys.exit(0)
-        if step == stop_at or mine == "time" and step == 2:
+        if step == stop_at or behaviour == "time" and step == 2:
             (out / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-            why = "stop_at" if stop_at else "max_time"
-            print(f"stopped by {why} at step {step} of 3, saved; go on with")
+            reason = "stop_at" if stop_at else "max_time"
+            print(f"stopped by {reason} at step {step} of 3, saved; go on with")
             sys.exit(0)
-        if mine == "wait" and step == 2:
+        if behaviour == "wait" and step == 2:
             print("waiting")
             while not stop:
                 time.sleep(0.01)
@@ -154,7 +155,7 @@ def test_the_message_of_a_run_that_refuses_is_passed_on(place, capsys):
     Path("how").write_text("1 leave\n")
     with pytest.raises(SystemExit, match="failed: seed=1$"):
         sweep.main(["kto.py", "--seed", "1,2", "--lr", "1e-3"])
-    assert "error: " not in capsys.readouterr().out, "only what this attempt told"
+    assert "error: " not in capsys.readouterr().out, "only what this attempt printed"
 
 
 def test_a_run_that_ends_well_but_is_not_finished_did_not_succeed(place, capsys):
@@ -202,6 +203,14 @@ def test_what_its_own_settings_stop_has_not_failed_and_never_runs_past_stop_at(p
     for said in ("stopped by max_time", "finished"):
         sweep.main(["kto.py", "--seed", "4,5"])
         assert lines(capsys.readouterr().out)[0] == f"1/2  seed=4  {said}", "going on is right"
+
+
+def test_a_command_that_began_a_run_skips_it_when_a_later_command_has_finished_it(place, capsys):
+    sweep.main(["kto.py", "--seed", "1", "--stop_at", "2"])
+    sweep.main(["kto.py", "--seed", "1"])
+    sweep.main(["kto.py", "--seed", "1", "--stop_at", "2"])
+    expected = ["stopped by stop_at", "finished", "skipped, finished"]
+    assert lines(capsys.readouterr().out) == [f"1/1  run  {text}" for text in expected]
 
 
 def test_a_mistake_ends_the_sweep_at_once_in_its_own_words(place):
@@ -255,8 +264,9 @@ def test_a_folder_that_cannot_be_read_is_left_out_of_the_report_in_one_line(plac
         Path("out/sweep-kto/report.html").unlink()
         capsys.readouterr()
         sweep.main(["kto.py", "--seed", "1,2"])
-        said = [x for x in capsys.readouterr().out.splitlines() if "left out" in x]
-        assert len(said) == 1 and said[0].startswith(f"left out of the report: metrics: {spoilt}: ")
+        printed = capsys.readouterr().out.splitlines()
+        (line,) = [line for line in printed if "left out" in line]
+        assert line.startswith(f"left out of the report: metrics: {spoilt}: ")
         assert "seed=2" in Path("out/sweep-kto/report.html").read_text()
 
 
@@ -347,8 +357,8 @@ def test_folders_are_safe_and_no_two_runs_share_one(place):
         (["kto.py", "--seed", "1", "2"], "sweep: 2: expected"),
         (["kto.py", "--seed", "1", "--seed=2"], "sweep: --seed: .*once"),
         (["kto.py", "--seed", "1,[2"], r"sweep: --seed: 1,\[2: unbalanced"),
-        (["kto.py", "--out_dir", "x"], "sweep: --out_dir: "),
-        (["kto.py", "--resume=auto"], "sweep: --resume: "),
+        (["kto.py", "--out_dir", "x"], "sweep: --out_dir: leave it out"),
+        (["kto.py", "--resume=auto"], "sweep: --resume: leave it out"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(place, argv, message):
