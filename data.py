@@ -1,11 +1,21 @@
-"""A step's batch with its circular-shift KL pairs, micro-batches, and packing.
+"""One step's batch with its mismatched (KL) pairs, its micro-batches, and packing.
 
-Knows no model and no loss. Reading order: the batch of a step and its mismatched pairs (Batch), how
-a step is cut into micro-batches (cut), how a micro-batch becomes one sequence of tokens (pack).
-From a file to examples: records/examples.py.
+This file knows no model and no loss. Reading order: a step's batch and its mismatched pairs (Batch), how the batch
+is cut into micro-batches (cut_micro_batches), how a micro-batch becomes one row of tokens (pack). How the records of
+a file become examples: records/examples.py.
 
-Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, N packed
-tokens, T targets (tokens that are predicted and scored).
+Shape letters; model.py uses the same ones:
+
+    G  examples of a step, on all ranks together
+    B  examples of a micro-batch
+    K  completions of an example
+    J  = K + 1, segments of an example: its prompt (number 0) and its completions (numbers 1 to K)
+    N  packed input tokens of a micro-batch
+    P  those of the N that belong to prompts
+    M  those of the N that belong to completions; at least 1 (see PackedBatch.completion_M)
+    T  targets: tokens that are predicted and scored
+    L  gathered keys of attention
+    S  = B * K + 1, where attention's B * K sequences begin, and where the last one ends
 """
 
 import functools
@@ -26,75 +36,103 @@ from runs.errors import BadInput
 
 @dataclass(frozen=True)
 class Batch:
-    """The G examples of a step (or of a whole validation split), the same on every rank."""
+    """The G examples of a step (or of a whole validation split), the same on every rank.
+
+    `micro` and `packed` are filled by pack_ahead, in another thread, before the step begins. Both stay empty in
+    validation: there the micro-batches are cut and packed when they are needed.
+    """
 
     examples: list[Example]
-    partners: list[int] | None = None  # whose completion example i borrows; -1: nobody's
+    # partners[i] is the example whose completion example i borrows for its KL pair; -1: it has no partner
+    partners: list[int] | None = None
     score_prompt: bool = False
     tokenizer: Tokenizer | None = None
-    micro: dict = field(default_factory=dict)  # no-gradient pass? -> its micro-batches
-    packed: dict = field(default_factory=dict)  # what has been packed ahead
+    # this rank's micro-batches: micro[False] of the gradient pass, micro[True] of the no-gradient pass
+    micro: dict[bool, list["Micro"]] = field(default_factory=dict)
+    # results of pack, by its arguments: (example numbers, own, borrowed)
+    packed: dict[tuple[tuple[int, ...], bool, bool], "PackedBatch"] = field(default_factory=dict)
 
     def pack_ahead(self, no_grad: bool, micros: list["Micro"]) -> None:
-        """Pack what the pass over these micro-batches will ask for."""
-        borrowed = no_grad and self.partners is not None
+        """Remember a pass's micro-batches, and pack what the pass will ask for."""
         self.micro[no_grad] = micros
+        if no_grad and self.partners is not None:
+            kinds = [(True, True), (False, True)]  # for the reference; for the policy's KL pairs
+        else:
+            kinds = [(True, False)]
         for micro in micros:
-            for kind in [(True, borrowed), (False, True)][: 1 + borrowed]:
-                self.packed[(*micro.index, kind)] = self.pack(micro.index, *kind)
+            for own, borrowed in kinds:
+                key = (tuple(micro.index), own, borrowed)
+                self.packed[key] = self.pack(micro.index, own, borrowed)
 
     def pack(self, index: list[int], own: bool = True, borrowed: bool = False) -> "PackedBatch":
-        """The prompts of these examples with their own completions, the borrowed one (the last of
-        K), or both. Where nobody's is borrowed any will do: it is left out of the KL mean."""
-        if ready := self.packed.get((*index, (own, borrowed))):
-            return ready
+        """These examples' prompts with their own completions, with the borrowed one, or with both (the borrowed one
+        is then the last of the K). The result is on the CPU."""
+        key = (tuple(index), own, borrowed)
+        if key in self.packed:
+            return self.packed[key]
         prompts, completions = [], []
         for i in index:
-            e, kl = self.examples[i], ()
+            example = self.examples[i]
+            chosen = example.completions if own else ()
             if borrowed:
-                kl = (self.examples[max(self.partners[i], 0)].completions[0],)
-            prompts.append(e.prompt)
-            completions.append((e.completions if own else ()) + kl)
+                chosen = (*chosen, self.borrowed_completion(i))
+            prompts.append(example.prompt)
+            completions.append(chosen)
         return pack(prompts, completions, self.score_prompt, index)
 
+    def borrowed_completion(self, i: int) -> np.ndarray:
+        """The token ids of the completion that example i borrows. An example without a partner borrows that of
+        example 0, to keep the shape; its pair is left out of the KL mean."""
+        return self.examples[max(self.partners[i], 0)].completions[0]
+
     def sizes(self, borrowed: bool = False) -> list[int]:
-        """Tokens of each example in a PackedBatch."""
-        sizes = [len(e.prompt) + sum(map(len, e.completions)) for e in self.examples]
-        if borrowed and self.partners is not None:
-            kl = [self.examples[max(j, 0)].completions[0] for j in self.partners]
-            sizes = [n + len(y) for n, y in zip(sizes, kl)]
+        """The number of tokens of each example: its prompt, its completions and, on request, the borrowed one."""
+        sizes = []
+        for i, example in enumerate(self.examples):
+            size = len(example.prompt) + sum(map(len, example.completions))
+            if borrowed and self.partners is not None:
+                size += len(self.borrowed_completion(i))
+            sizes.append(size)
         return sizes
 
     def micro_batch(self, index: list[int], length_BK: torch.Tensor) -> "MicroBatch":
-        """What a loss sees of these examples."""
-        examples, device = [self.examples[i] for i in index], length_BK.device
-        label_B = to_device(torch.tensor([e.label for e in examples]), device)
-        weight_B = to_device(torch.tensor([e.weight for e in examples]), device)
-        n_desirable = sum(e.label for e in self.examples)
-        step = (len(self.examples), n_desirable, self.tokenizer)
-        return MicroBatch(examples, label_B, weight_B, length_BK, *step)
+        """What a loss sees of these examples. length_BK: their numbers of scored tokens, on the device."""
+        examples = [self.examples[i] for i in index]
+        device = length_BK.device
+        return MicroBatch(
+            examples,
+            label=to_device(torch.tensor([e.label for e in examples]), device),
+            weight=to_device(torch.tensor([e.weight for e in examples]), device),
+            length=length_BK,
+            step_size=len(self.examples),
+            step_desirable=sum(e.label for e in self.examples),
+            tokenizer=self.tokenizer,
+        )
 
 
 def to_device(x, device):
-    """x on a device, without waiting for what runs there."""
+    """x on a device. A copy to a GPU does not wait for the work that is queued there."""
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 class MicroBatch(NamedTuple):
-    """B examples of a step, as a loss sees them. Tensors are on the device of the log-probs."""
+    """B examples of a step, as a loss sees them. Its tensors are on the device of the log-probs."""
 
     examples: list[Example]
-    label: torch.Tensor  # (B,) bool, desirable
-    weight: torch.Tensor  # (B,) the records' own weights, 1 where they have none
+    label: torch.Tensor  # (B,) bool, True: desirable
+    weight: torch.Tensor  # (B,) the records' own weights, 1 where a record has none
     length: torch.Tensor  # (B, K) scored tokens
     step_size: int  # G
-    step_desirable: int  # desirable examples among the step's G
+    step_desirable: int  # number of desirable examples among the step's G
     tokenizer: Tokenizer | None = None
 
     def extra(self, name: str):
-        """A field that data.extra names: (B,) numbers, or a list of B texts."""
+        """A field of the records that data.extra names: a (B,) tensor of numbers, or a list of B texts.
+
+        Raises BadInput if the field was not read.
+        """
         if not all(name in e.extra for e in self.examples):
             raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
         values = [e.extra[name] for e in self.examples]
@@ -103,34 +141,45 @@ class MicroBatch(NamedTuple):
         return to_device(torch.tensor(values), self.label.device)
 
     def text(self, i: int) -> str:
-        """Example i of this micro-batch, decoded."""
-        e, decode = self.examples[i], self.tokenizer.decode
-        label = "desirable" if e.label else "undesirable"
-        answers = [f"completion: {decode(c)!r}" for c in e.completions]
-        return "\n".join([f"{e.where}, {label}", f"prompt: {decode(e.prompt)!r}", *answers])
+        """Example i of this micro-batch as lines of text: its place in the data, its label, prompt and completions."""
+        example, decode = self.examples[i], self.tokenizer.decode
+        label = "desirable" if example.label else "undesirable"
+        lines = [f"{example.where}, {label}", f"prompt: {decode(example.prompt)!r}"]
+        lines += [f"completion: {decode(c)!r}" for c in example.completions]
+        return "\n".join(lines)
 
 
 def mismatched(examples: list[Example]) -> list[int]:
-    """Circular shift: for each example the next one, in order, with another prompt and another
-    completion; -1 if there is none.
+    """For each example the number of its partner, or -1 if it has none.
 
-    Shifting by one and hoping is not enough: two ratings of one prompt often stand side by side,
-    and y' would be y itself.
+    The partner is the next example, in circular order, with another prompt and another completion. Shifting by one is
+    not enough: two ratings of one prompt often stand side by side, and the mismatched completion could then equal the
+    example's own one.
     """
     keys = [e.keys for e in examples]
-    n, partners = len(keys), []
-    if 1 in (len(set(column)) for column in zip(*keys)):  # else each would look at all others
-        return [-1] * n
+    n = len(keys)
+    n_prompts = len({prompt for prompt, _ in keys})
+    n_completions = len({completion for _, completion in keys})
+    if n_prompts == 1 or n_completions == 1:
+        return [-1] * n  # a shortcut: the search below would compare each example with all others
+    partners = []
     for i, (prompt, completion) in enumerate(keys):
-        others = ((i + d) % n for d in range(1, n))
-        fit = (j for j in others if keys[j][0] != prompt and keys[j][1] != completion)
-        partners.append(next(fit, -1))
+        partner = -1
+        for distance in range(1, n):
+            j = (i + distance) % n
+            if keys[j][0] != prompt and keys[j][1] != completion:
+                partner = j
+                break
+        partners.append(partner)
     return partners
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """A permutation, a function of its arguments alone: a resume needs no sampler state."""
+    """The order of an epoch's n examples. It depends on the arguments alone, so a resume needs no sampler state.
+
+    The list is cached: do not change it.
+    """
     if not shuffle:
         return list(range(n))
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
@@ -138,11 +187,16 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
 
 
 def next_items(items: list, i: int, n: int | None, seed: int) -> list:
-    """Iteration i's n items: a slice of one seeded permutation after another."""
-    n, picked = n or len(items), []
+    """The n items (None: all) of iteration i, which counts from 1.
+
+    Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
+    """
+    n = n or len(items)
+    picked = []
     for j in range((i - 1) * n, i * n):
         epoch, k = divmod(j, len(items))
-        picked.append(items[epoch_order(len(items), epoch, seed, True)[k]])
+        order = epoch_order(len(items), epoch, seed, True)
+        picked.append(items[order[k]])
     return picked
 
 
@@ -150,189 +204,281 @@ def next_items(items: list, i: int, n: int | None, seed: int) -> list:
 
 
 class Micro(NamedTuple):
-    index: list[int]  # which examples of the step
-    filler: bool = False  # run for the collectives' sake only: its weight in the loss is 0
+    """Which examples of a step form a micro-batch."""
+
+    index: list[int]
+    # A filler runs only because a sharded forward is a collective; its weight in the loss is 0.
+    filler: bool = False
 
 
 def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
-    """Each rank's part of a step: in turn, or balanced by tokens (longest first, to the lightest)."""
+    """Each rank's part of a step, as numbers of examples.
+
+    by_tokens: the longest example goes first, each to the rank with the fewest tokens so far. Otherwise ranks take
+    examples in turn.
+    """
     if not by_tokens:
         return [list(range(rank, len(sizes), ranks)) for rank in range(ranks)]
-    parts, tokens_R = [[] for _ in range(ranks)], [0] * ranks
+    parts = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lightest = tokens_R.index(min(tokens_R))
+        lightest = tokens.index(min(tokens))
         parts[lightest].append(i)
-        tokens_R[lightest] += sizes[i]
+        tokens[lightest] += sizes[i]
     return parts
 
 
 def cut_micro_batches(
     sizes: list[int], parts: list[list[int]], batch_size: int | None, tokens: int | None
 ) -> list[list[Micro]]:
-    """Micro-batches of each rank's part, by number or by tokens (into the first with room).
+    """Cut each rank's part into micro-batches of at most `tokens` tokens or, where that is None, of `batch_size`
+    examples.
 
-    Equally many on all ranks, since collectives inside a sharded forward must meet: a rank without
-    examples left repeats example 0 as a filler.
+    All ranks get equally many, because collectives inside a sharded forward must match: a rank with fewer repeats
+    example 0 as a filler.
     """
-    micros = [
-        _first_fit(part, sizes, tokens)
-        if tokens
-        else [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
-        for part in parts
-    ]
+    micros = []
+    for part in parts:
+        if tokens:
+            cut = _first_fit(part, sizes, tokens)
+        else:
+            cut = [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
+        micros.append([Micro(sorted(index)) for index in cut])
     most = max(map(len, micros))
-    filler = Micro([0], True)
-    return [
-        [Micro(sorted(index)) for index in mine] + [filler] * (most - len(mine)) for mine in micros
-    ]
+    for rank_micros in micros:
+        rank_micros += [Micro([0], filler=True)] * (most - len(rank_micros))
+    return micros
 
 
 def _first_fit(part: list[int], sizes: list[int], tokens: int) -> list[list[int]]:
-    """Longest first; an example over the budget goes alone."""
-    out, room = [], []
+    """First-fit decreasing: the longest example first, each into the first micro-batch with room for it. An example
+    over the budget is a micro-batch of its own."""
+    cut, room = [], []
     for i in sorted(part, key=lambda i: -sizes[i]):
-        at = next((j for j, free in enumerate(room) if free >= sizes[i]), len(out))
-        if at == len(out):
-            out.append([])
+        first = next((j for j, free in enumerate(room) if free >= sizes[i]), None)
+        if first is None:
+            first = len(cut)
+            cut.append([])
             room.append(tokens)
-        out[at].append(i)
-        room[at] -= sizes[i]
-    return out
+        cut[first].append(i)
+        room[first] -= sizes[i]
+    return cut
 
 
 # ---- packing ------------------------------------------------------------------------------------
 
+# The tensors of a PackedBatch, in the order in which they lie in its buffer. Torch indexes with int64; flash attention
+# takes int32.
+INT64_FIELDS = (
+    "token_N",
+    "position_N",
+    "example_N",
+    "branch_N",
+    "source_T",
+    "target_T",
+    "segment_T",
+    "length_BK",
+    "index_B",
+    "prompt_P",
+    "completion_M",
+    "key_L",
+)
+INT32_FIELDS = ("query_start_S", "completion_query_start_S", "key_start_S")
+
 
 class PackedBatch(NamedTuple):
-    """B prompts, each followed by its K completions, in one sequence of N tokens without padding.
+    """B prompts, each followed by its K completions, in one row of N input tokens without padding.
 
-    A completion's positions continue its prompt's. Its last token is never an input: nothing
-    follows it. All tensors are parts of one buffer, so that one copy brings them to a device.
+    A completion's positions continue those of its prompt, and its tokens see the prompt and themselves, never another
+    completion. Its last token is no input, because nothing follows it.
 
-    Attention has B x K segments: the first completion's with its prompt, causal; each other one's
-    own tokens, over [its prompt; themselves], causal from the lower right. Where prompts were
-    computed before, the queries are the completions' own tokens only ("own").
+    For flash attention the row has B * K sequences, each a completion with its prompt. A sequence's keys are the
+    prompt and the completion. Its queries are the completion and, in the first of an example's K sequences, the
+    prompt. The last query sees all keys, the one before it all keys but the last, and so on ("bottom-right causal").
+    If the prompts' keys and values come from a cache (model.PromptCache), the queries are the completions alone.
     """
 
     token_N: torch.Tensor
     position_N: torch.Tensor
-    example_N: torch.Tensor
-    branch_N: torch.Tensor  # 0: prompt, 1..K: completion. A token sees its prompt and own branch
-    source_T: torch.Tensor  # which token's hidden state predicts
-    target_T: torch.Tensor  # what it should predict
-    segment_T: torch.Tensor  # (K + 1) * example + completion; the last of K + 1: the scored prompt
-    length_BK: torch.Tensor  # scored tokens
-    index_B: torch.Tensor  # each example's place in its step
-    prompt_P: torch.Tensor  # which tokens are prompts
-    own_M: torch.Tensor  # which are completions; token 0 where none is, since layers want one
-    key_L: torch.Tensor  # which tokens are the segments' keys; empty: all in their order (K = 1)
-    start_S: torch.Tensor  # int32, where a segment's queries begin, and the end
-    start_own_S: torch.Tensor  # the same among own queries
-    start_key_S: torch.Tensor  # the same of its keys
-    parts: tuple[tuple[int, ...], ...]  # per example: input tokens of prompt and each completion
-    longest: tuple[int, int, int]  # segment's queries, own queries, keys
-    buffer: torch.Tensor  # int32, on the CPU
+    example_N: torch.Tensor  # the token's example, 0 to B - 1
+    branch_N: torch.Tensor  # 0: the token belongs to the prompt; k: to completion k
+    source_T: torch.Tensor  # the input token whose hidden state predicts the target
+    target_T: torch.Tensor  # the token id to predict
+    segment_T: (
+        torch.Tensor
+    )  # J * example + branch: to which of the B * J segments the target belongs
+    length_BK: (
+        torch.Tensor
+    )  # scored tokens of each completion, with the prompt's if they are scored
+    index_B: torch.Tensor  # the example's number in its step
+    prompt_P: torch.Tensor  # which of the N tokens belong to prompts
+    # Which of the N tokens belong to completions. If none does (all completions have one token), this is token 0:
+    # the model's layers need at least one query.
+    completion_M: torch.Tensor
+    # Which of the N tokens are the keys, one sequence after the other. Empty for K = 1: all N tokens, as they lie.
+    key_L: torch.Tensor
+    # Where each sequence's queries begin, and where the last one's end: the cu_seq_q of torch's varlen_attn.
+    query_start_S: torch.Tensor
+    completion_query_start_S: torch.Tensor  # the same if only the M completion tokens are queries
+    key_start_S: torch.Tensor  # the same for the keys: cu_seq_k
+    segment_sizes: tuple[tuple[int, ...], ...]  # (B, J) input tokens of each segment
+    max_queries: int  # the most queries of a sequence
+    max_completion_queries: int  # the same if only the M completion tokens are queries
+    max_keys: int  # the most keys of a sequence
+    buffer: torch.Tensor  # all tensors above, one after the other, as int32 on the CPU
 
     def to(self, device) -> "PackedBatch":
+        """This batch on a device. One copy moves all tensors, without waiting for the work queued on the device."""
         if torch.device(device).type == "cpu":
             return self
         buffer = self.buffer.to(device, non_blocking=True)
-        tensors = _views(buffer, [x.shape for x in self[:-3]])
-        return PackedBatch(*tensors, *self[-3:])
+        return self._replace(**_buffer_views(buffer, self._shapes()))
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: getattr(self, name).shape for name in (*INT64_FIELDS, *INT32_FIELDS)}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Input tokens of each example."""
-        return tuple(map(sum, self.parts))
+        """(B,) input tokens of each example."""
+        return tuple(map(sum, self.segment_sizes))
 
     def digests(self) -> list[list[bytes]]:
-        """By example and completion: a hash of (prompt, completion), of their token ids."""
-        host = _views(self.buffer, [x.shape for x in self[:-3]])
-        token, target = host[0].numpy(), host[5].numpy()
-        at, t, out = 0, 0, []
-        for (prompt, *rest), length in zip(self.parts, host[7].tolist()):
-            head, row = token[at : at + prompt].tobytes(), []
-            for n in rest:
-                content = len(head).to_bytes(8, "big") + head + target[t : t + n + 1].tobytes()
+        """(B, K) hashes of 16 bytes, each of the token ids of a prompt and one of its completions."""
+        host = _buffer_views(self.buffer, self._shapes())  # the batch itself may be on a GPU
+        token, target = host["token_N"].numpy(), host["target_T"].numpy()
+        digests = []
+        token_start = target_start = 0
+        for sizes, lengths in zip(self.segment_sizes, host["length_BK"].tolist()):
+            prompt_size, *completion_sizes = sizes
+            prompt = token[token_start : token_start + prompt_size].tobytes()
+            row = []
+            for size in completion_sizes:
+                end = target_start + size + 1  # all of its tokens are targets, the last one too
+                completion = target[target_start:end].tobytes()
+                content = len(prompt).to_bytes(8, "big") + prompt + completion
                 row.append(hashlib.blake2b(content, digest_size=16).digest())
-                t += n + 1
-            t += length[0] - rest[0] - 1  # the scored prompt
-            at += prompt + sum(rest)
-            out.append(row)
-        return out
+                target_start = end
+            # a scored prompt's targets come after its completions' and are counted in each length
+            target_start += lengths[0] - (completion_sizes[0] + 1)
+            token_start += sum(sizes)
+            digests.append(row)
+        return digests
 
 
-def _views(buffer, shapes) -> list[torch.Tensor]:
-    """A buffer's parts: int64, as indices must be; the segments' starts int32, as kernels want."""
-    sizes = [math.prod(shape) for shape in shapes]
-    n_indices = sum(sizes[:12])
-    wide = buffer[:n_indices].long().split(sizes[:12])
-    narrow = buffer[n_indices:].int().split(sizes[12:])
-    return [x.view(shape) for x, shape in zip((*wide, *narrow), shapes)]
+def _buffer_views(buffer: torch.Tensor, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """The tensors of a PackedBatch, by name, from its buffer. They share its device."""
+    int64_sizes = [math.prod(shapes[name]) for name in INT64_FIELDS]
+    int32_sizes = [math.prod(shapes[name]) for name in INT32_FIELDS]
+    n_int64 = sum(int64_sizes)
+    tensors = [*buffer[:n_int64].long().split(int64_sizes), *buffer[n_int64:].split(int32_sizes)]
+    names = (*INT64_FIELDS, *INT32_FIELDS)
+    return {name: x.view(shapes[name]) for name, x in zip(names, tensors)}
 
 
-def _runs(length_R):
-    """Runs of these lengths, end to end -> of each element its run, and its place in it."""
-    run = np.repeat(np.arange(len(length_R)), length_R)
-    return run, np.arange(len(run)) - (np.cumsum(length_R) - length_R)[run]
+def _runs(lengths):
+    """For runs of these lengths, one after the other: the number of each element's run, and its offset in the run.
+
+    [2, 0, 3] -> [0, 0, 2, 2, 2], [0, 1, 0, 1, 2]
+    """
+    run = np.repeat(np.arange(len(lengths)), lengths)
+    start = np.cumsum(lengths) - lengths
+    return run, np.arange(len(run)) - start[run]
 
 
 def pack(prompts, completions, score_prompt: bool = False, index=None) -> PackedBatch:
-    """prompts: B id arrays; completions: B tuples of K id arrays, all non-empty; index: the
-    examples' places in their step."""
+    """Pack B prompts and their completions. The result is on the CPU.
+
+    prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty. score_prompt: the prompts'
+    tokens from the second on are targets, too. index: the examples' numbers in their step (default: 0 to B - 1).
+    """
     B, K = len(prompts), len(completions[0])
-    length_BK = np.array([[len(y) for y in ys] for ys in completions])
-    prompt_B = np.array([len(p) for p in prompts])
-    parts_BK = np.column_stack([prompt_B, length_BK - 1])  # a completion's last is no input
-    start_BK = (np.cumsum(parts_BK) - parts_BK.ravel()).reshape(B, K + 1)
-    part_N, offset_N = _runs(parts_BK.ravel())
-    example_N, branch_N = np.divmod(part_N, K + 1)
+    J = K + 1
+    prompt_B = np.array([len(prompt) for prompt in prompts])
+    completion_BK = np.array([[len(y) for y in ys] for ys in completions])
+
+    # Inputs: each example's prompt, then its completions without their last tokens.
+    size_BJ = np.column_stack([prompt_B, completion_BK - 1])
+    start_BJ = (np.cumsum(size_BJ) - size_BJ.ravel()).reshape(B, J)
+    inputs = []
+    for prompt, ys in zip(prompts, completions):
+        inputs.append(prompt)
+        inputs += [y[:-1] for y in ys]
+    segment_N, offset_N = _runs(size_BJ.ravel())
+    example_N, branch_N = np.divmod(segment_N, J)
     position_N = offset_N + np.where(branch_N > 0, prompt_B[example_N], 0)
-    inputs = [x for p, ys in zip(prompts, completions) for x in (p, *(y[:-1] for y in ys))]
-    # targets: the completions' tokens and, last, the scored prompt's
-    scored_BK, first_BK = length_BK, start_BK[:, 1:] - 1
-    targets = completions
-    if score_prompt:
-        scored_BK = np.column_stack([length_BK, prompt_B - 1])
-        first_BK = np.column_stack([first_BK, start_BK[:, 0]])
-        targets = [(*ys, p[1:]) for p, ys in zip(prompts, completions)]
-    run_T, offset_T = _runs(scored_BK.ravel())
-    example_T, segment_T = np.divmod(run_T, scored_BK.shape[1])
-    prompt_end_T = (start_BK[:, 0] + prompt_B - 1)[example_T]
-    begins = (offset_T == 0) & (segment_T < K)  # the prompt's end predicts a first token
-    source_T = np.where(begins, prompt_end_T, first_BK.ravel()[run_T] + offset_T)
-    segment_T = segment_T + example_T * (K + 1)
-    # segments: their queries, the own ones among them, and their keys
-    own_BK = parts_BK[:, 1:].copy()
-    queries_BK, keys_BK = own_BK.copy(), own_BK + prompt_B[:, None]
+
+    # Targets: each example's completions and, last, its prompt from the second token on if that is scored.
+    scored_prompt_B = prompt_B - 1 if score_prompt else np.zeros_like(prompt_B)
+    targets = []
+    for prompt, ys in zip(prompts, completions):
+        targets += ys
+        if score_prompt:
+            targets.append(prompt[1:])
+    run_T, offset_T = _runs(np.column_stack([completion_BK, scored_prompt_B]).ravel())
+    example_T, run_T = np.divmod(run_T, J)
+    branch_T = (run_T + 1) % J  # the prompt, branch 0, is the last run
+    segment_T = example_T * J + branch_T
+    # The source of a target is the token before it. Before a completion's first token this is the prompt's last one.
+    before_T = start_BJ.ravel()[segment_T] + offset_T - (branch_T > 0)
+    prompt_end_T = (start_BJ[:, 0] + prompt_B - 1)[example_T]
+    source_T = np.where((branch_T > 0) & (offset_T == 0), prompt_end_T, before_T)
+
+    # Attention's sequences: their queries and keys (see PackedBatch).
+    completion_M = np.flatnonzero(branch_N)
+    completion_queries_BK = size_BJ[:, 1:].copy()
+    if not len(completion_M):
+        completion_M = np.zeros(1, int)
+        completion_queries_BK[0, 0] = 1
+    queries_BK = size_BJ[:, 1:].copy()
     queries_BK[:, 0] += prompt_B
-    own_M = np.flatnonzero(branch_N)
-    if not len(own_M):
-        own_M, own_BK[0, 0] = np.zeros(1, int), 1
+    keys_BK = size_BJ[:, 1:] + prompt_B[:, None]
     key_L = np.zeros(0, int)
     if K > 1:
-        segment_L, offset_L = _runs(keys_BK.ravel())
-        prompt_L, example_L = np.repeat(prompt_B, K)[segment_L], segment_L // K
-        own_L = start_BK[:, 1:].ravel()[segment_L] + offset_L - prompt_L
-        key_L = np.where(offset_L < prompt_L, start_BK[example_L, 0] + offset_L, own_L)
-    starts = [np.append(0, np.cumsum(x)) for x in (queries_BK, own_BK, keys_BK)]
-    columns = [np.concatenate(inputs), position_N, example_N, branch_N]
-    columns += [source_T, np.concatenate([y for ys in targets for y in ys]), segment_T]
-    columns += [length_BK + (prompt_B[:, None] - 1) * score_prompt]
-    columns += [np.arange(B) if index is None else np.array(index)]
-    columns += [np.flatnonzero(branch_N == 0), own_M, key_L, *starts]
-    # numpy alone: a torch operation in the packing thread would bring threads of its own, which
-    # wait in a loop and take a CPU's cores from the step that runs
-    flat = np.concatenate([x.ravel() for x in columns])
+        sequence_L, offset_L = _runs(keys_BK.ravel())
+        example_L = sequence_L // K
+        prompt_L = prompt_B[example_L]
+        in_prompt_L = start_BJ[:, 0][example_L] + offset_L
+        in_completion_L = start_BJ[:, 1:].ravel()[sequence_L] + offset_L - prompt_L
+        key_L = np.where(offset_L < prompt_L, in_prompt_L, in_completion_L)
+
+    arrays = {
+        "token_N": np.concatenate(inputs),
+        "position_N": position_N,
+        "example_N": example_N,
+        "branch_N": branch_N,
+        "source_T": source_T,
+        "target_T": np.concatenate(targets),
+        "segment_T": segment_T,
+        "length_BK": completion_BK + scored_prompt_B[:, None],
+        "index_B": np.arange(B) if index is None else np.array(index),
+        "prompt_P": np.flatnonzero(branch_N == 0),
+        "completion_M": completion_M,
+        "key_L": key_L,
+        "query_start_S": np.append(0, np.cumsum(queries_BK)),
+        "completion_query_start_S": np.append(0, np.cumsum(completion_queries_BK)),
+        "key_start_S": np.append(0, np.cumsum(keys_BK)),
+    }
+    # Numpy does all the work here. This function runs in a thread of its own, where a torch operation would start a
+    # second set of OpenMP threads; between operations they wait in a loop, on the cores that the training step needs.
+    flat = [arrays[name].ravel() for name in (*INT64_FIELDS, *INT32_FIELDS)]
     pinned = torch.cuda.is_initialized()
-    buffer = torch.empty(len(flat), dtype=torch.int32, pin_memory=pinned)
-    buffer.numpy()[:] = flat
-    longest = tuple(int(x.max()) for x in (queries_BK, own_BK, keys_BK))
-    tensors = _views(torch.from_numpy(flat), [x.shape for x in columns])
-    return PackedBatch(*tensors, tuple(map(tuple, parts_BK.tolist())), longest, buffer)
+    buffer = torch.empty(sum(map(len, flat)), dtype=torch.int32, pin_memory=pinned)
+    np.concatenate(flat, out=buffer.numpy(), casting="same_kind")
+    for name in INT64_FIELDS:
+        arrays[name] = arrays[name].astype(np.int64, copy=False)
+    for name in INT32_FIELDS:
+        arrays[name] = arrays[name].astype(np.int32)
+    return PackedBatch(
+        **{name: torch.from_numpy(array) for name, array in arrays.items()},
+        segment_sizes=tuple(map(tuple, size_BJ.tolist())),
+        max_queries=int(queries_BK.max()),
+        max_completion_queries=int(completion_queries_BK.max()),
+        max_keys=int(keys_BK.max()),
+        buffer=buffer,
+    )
 
 
-if __name__ == "__main__":  # python data.py FILE [--model M]: a file as a run would see it
+if __name__ == "__main__":  # python data.py FILE [--model M] shows a file as a run would see it
     from records.preview import main
     from runs.errors import run_cli
 

@@ -1,24 +1,30 @@
-"""The LM head: log-probs of target tokens, a chunk at a time, so that T x V logits never exist.
+"""The LM head: log-probs of target tokens, a chunk of targets at a time, so that (T, V) logits never exist together.
 
-Shape letters: T targets, C width, V vocabulary.
+Shape letters: T targets (of a call, of a chunk, or of a block within it), C width of the hidden states, V vocabulary.
 """
 
 from typing import NamedTuple
 
 import torch
 
-# The head makes so many logits at a time (64 MiB in float32), whatever N is. It saves the gradients
-# of the first ones for its backward and recomputes the rest. Its softmax takes fewer: a CPU gets
-# blocks over 32 MiB page by page, and a smaller head would round the matrix's gradient more often.
-HEAD_LOGITS, HEAD_SAVED, HEAD_SOFTMAX = 2**24, 2**26, 2**22
-# A GPU reaches its rate from so many rows on, has room for more, and takes a softmax in one piece.
-GPU_ROWS, GPU_SAVED = 1024, 2**29
+# Logits of a chunk: 64 MiB in float32, however many targets there are.
+HEAD_LOGITS = 2**24
+# Logits of the first chunks, whose gradient the forward keeps for the backward. The other chunks compute it again.
+HEAD_SAVED = 2**26
+# Logits of one softmax on a CPU, where allocations above 32 MiB are slow. Smaller chunks would do as well, but the
+# matrix's gradient is rounded once per chunk.
+HEAD_SOFTMAX = 2**22
+# Targets that a GPU's chunk has at least: fewer do not reach its full speed. Its softmax takes a chunk in one piece.
+GPU_ROWS = 1024
+# The same as HEAD_SAVED, for a GPU, which has room for more.
+GPU_SAVED = 2**29
 
 
 def logp_of(logits_TV, target_T, all_tokens: bool = True):
-    """-> log-probs of the targets, and of all tokens (None where nobody asks for them)."""
+    """Log-probs (T,) of the targets, and (T, V) of all tokens (None unless all_tokens). At least float32."""
     if logits_TV.dtype != torch.float64:
-        logits_TV = logits_TV.float()  # bfloat16 would lose the differences of a log-ratio
+        # in bfloat16 the small differences between policy and reference would be lost
+        logits_TV = logits_TV.float()
     if not all_tokens:
         return logits_TV.gather(1, target_T[:, None])[:, 0] - logits_TV.logsumexp(-1), None
     logp_TV = logits_TV.log_softmax(-1)
@@ -29,82 +35,112 @@ class Chunks(NamedTuple):
     """How the head cuts its work."""
 
     size: int  # targets of a chunk
-    saved: int | None  # so many chunks save their gradient; None: none is wanted
-    softmax: int  # targets of a softmax
-    gpu: bool  # sum in float32, and skip what nobody asks for: a CPU would be slower
+    saved: int | None  # number of chunks whose gradient is kept; None when gradients are off
+    softmax: int  # targets of one softmax
+    # True: add the matrix's gradient up in float32, and compute log-probs of all tokens only for a gradient. Both
+    # would make a CPU slower.
+    gpu: bool
 
     @classmethod
     def of(cls, device: str, V: int) -> "Chunks":
-        gpu = device == "cuda"
-        size = max(GPU_ROWS if gpu else 1, HEAD_LOGITS // V)
-        saved = (GPU_SAVED if gpu else HEAD_SAVED) // max(HEAD_LOGITS, size * V)
-        softmax = size if gpu else max(1, HEAD_SOFTMAX // V)
-        return cls(size, saved if torch.is_grad_enabled() else None, softmax, gpu)
+        """For a type of device ("cuda", "cpu"), a vocabulary, and whether gradients are on now."""
+        if device == "cuda":
+            size = max(GPU_ROWS, HEAD_LOGITS // V)
+            softmax = size
+            saved_logits = GPU_SAVED
+        else:
+            size = max(1, HEAD_LOGITS // V)
+            softmax = max(1, HEAD_SOFTMAX // V)
+            saved_logits = HEAD_SAVED
+        saved = None
+        if torch.is_grad_enabled():
+            saved = saved_logits // max(HEAD_LOGITS, size * V)
+        return cls(size, saved, softmax, device == "cuda")
 
 
 class Head(torch.autograd.Function):
-    """Log-probs of the targets (T,), a chunk of them at a time: T x V logits never exist.
+    """Log-probs (T,) of the targets from hidden states (T, C) and the head's matrix (V, C), chunk by chunk.
 
-    The first chunks save their gradient by the logits, the rest recompute it. The matrix's gradient
-    is added up in one place. A frozen matrix needs neither: a token's gradient by h is then a
-    number times a vector that the forward knows.
+    The forward computes and keeps the gradient by the logits of the first chunks; the backward computes that of the
+    others again. The matrix's gradient is added up in one place.
+
+    If the matrix is frozen, every chunk's gradient by the logits is multiplied with the matrix at once: this leaves C
+    numbers a target, which the backward only multiplies with the gradient of the target's log-prob.
     """
 
     @staticmethod
     def forward(ctx, h_TC, w_VC, target_T, cap, chunks: Chunks):
-        frozen, wide = not ctx.needs_input_grad[1], w_VC.dtype
+        """cap: softcap of the logits, or None."""
+        frozen = not ctx.needs_input_grad[1]
+        ctx.sum_dtype = h_TC.dtype
+        if chunks.gpu:
+            ctx.sum_dtype = torch.promote_types(w_VC.dtype, torch.float32)
         w_VC = w_VC.to(h_TC.dtype)
         ctx.save_for_backward(h_TC, w_VC, target_T)
-        ctx.cap, ctx.chunks, ctx.grads, logp = cap, chunks, [], []
-        ctx.sum_dtype = torch.promote_types(wide, torch.float32) if chunks.gpu else w_VC.dtype
+        ctx.cap, ctx.chunks = cap, chunks
+        ctx.grads = []  # of the logits; of the hidden states if the matrix is frozen
+        logps = []
         for i, (h, target) in enumerate(zip(h_TC.split(chunks.size), target_T.split(chunks.size))):
             save = chunks.saved is not None and (frozen or i < chunks.saved)
-            logp_T, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
-            logp.append(logp_T)
+            logp, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
+            logps.append(logp)
             if save:
                 ctx.grads.append(grad_TV @ w_VC if frozen else grad_TV)
-        return torch.cat(logp)
+        return torch.cat(logps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_T):
+        """g_T: gradient of the loss by the log-probs."""
         h_TC, w_VC, target_T = ctx.saved_tensors
-        g_T1 = -g_T[:, None]
+        minus_g_T1 = -g_T[:, None]  # Head.chunk returns minus the gradient of a log-prob
         if not ctx.needs_input_grad[1]:
-            return (g_T1 * torch.cat(ctx.grads)).to(h_TC.dtype), *[None] * 4
-        saved, ctx.grads = iter(ctx.grads), None
-        dh_TC, dw_VC = torch.empty_like(h_TC), torch.zeros_like(w_VC, dtype=ctx.sum_dtype)
-        gh_TC = (g_T1 * h_TC).to(h_TC.dtype)  # g goes to the narrow side of each product
-        parts = (x.split(ctx.chunks.size) for x in (h_TC, gh_TC, target_T, dh_TC))
-        for h, gh, target, dh in zip(*parts):
+            dh_TC = (minus_g_T1 * torch.cat(ctx.grads)).to(h_TC.dtype)
+            return dh_TC, None, None, None, None
+        saved = iter(ctx.grads)
+        ctx.grads = None  # the graph may outlive this call; the kept gradients should not
+        dh_TC = torch.empty_like(h_TC)
+        dw_VC = torch.zeros_like(w_VC, dtype=ctx.sum_dtype)
+        # g multiplies the (T, C) side of each product, which is smaller than (T, V)
+        gh_TC = (minus_g_T1 * h_TC).to(h_TC.dtype)
+        size = ctx.chunks.size
+        parts = zip(h_TC.split(size), gh_TC.split(size), target_T.split(size), dh_TC.split(size))
+        for h, gh, target, dh in parts:
             grad_TV = next(saved, None)
             if grad_TV is None:
-                grad_TV = Head.chunk(h, w_VC, target, ctx.cap, ctx.chunks, True)[1]
+                _, grad_TV = Head.chunk(h, w_VC, target, ctx.cap, ctx.chunks, True)
             torch.mm(grad_TV, w_VC, out=dh)
             add_product(dw_VC, grad_TV.T, gh)
-        return (g_T1 * dh_TC).to(h_TC.dtype), dw_VC, *[None] * 3
+        return (minus_g_T1 * dh_TC).to(h_TC.dtype), dw_VC, None, None, None
 
     @staticmethod
     def chunk(h_TC, w_VC, target_T, cap, chunks: Chunks, need_grad: bool):
-        """-> log-probs of the targets; minus their gradient by the logits: softmax - one-hot."""
-        logits_TV, logp, every = h_TC @ w_VC.T, [], need_grad or not chunks.gpu
+        """Log-probs (T,) of the targets, and minus their gradient by the logits (T, V): softmax - one-hot, times the
+        softcap's derivative. The gradient is None unless need_grad."""
+        logits_TV = h_TC @ w_VC.T
+        all_tokens = need_grad or not chunks.gpu
+        logps = []
         for logits, target in zip(logits_TV.split(chunks.softmax), target_T.split(chunks.softmax)):
-            tanh = None if cap is None else (logits / cap).tanh_()
-            logp_T, grad = logp_of(logits if cap is None else cap * tanh, target, every)
-            logp.append(logp_T)
+            capped = logits
+            if cap is not None:
+                tanh = (logits / cap).tanh_()
+                capped = cap * tanh
+            logp, grad = logp_of(capped, target, all_tokens)
+            logps.append(logp)
             if need_grad:
-                grad.exp_()[torch.arange(len(target), device=target.device), target] -= 1
+                row = torch.arange(len(target), device=target.device)
+                grad.exp_()[row, target] -= 1
                 if cap is not None:
                     grad *= 1 - tanh.square()
-                logits.copy_(grad)
-        return torch.cat(logp), logits_TV if need_grad else None
+                logits.copy_(grad)  # in place: the logits are not needed any more
+        return torch.cat(logps), logits_TV if need_grad else None
 
 
 def add_product(out, a, b) -> None:
-    """out += a @ b, added up in out's own precision."""
+    """out += a @ b, added up in the dtype of `out`."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif out.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:  # a CPU's product has no wider result
+    else:  # on a CPU addmm has no out_dtype
         out += a.to(out.dtype) @ b.to(out.dtype)

@@ -1,10 +1,25 @@
-"""A GPT on packed batches: attention that shares prompts, a cache for sampling, loading.
+"""A GPT on packed batches: attention that shares prompts, a key/value cache for sampling, loading.
 
-Blocks, LoRA layers and the conversion of weights are litgpt's.
+The blocks, the LoRA layers and the conversion of weights are litgpt's. Reading order: PackedAttention, _PackedGPT;
+the LM head is in head.py.
 
-Shape letters: B examples, K completions, N packed tokens, M queries (all N, or the completions'),
-P prompt tokens, T targets, C width, H heads, D head size, V vocabulary.
-Reading order: PackedAttention, _PackedGPT; the head is in head.py.
+Shape letters; B, K, J, N, P, M, T, L and S are those of data.py:
+
+    B  examples of a micro-batch; in sampling, sequences
+    K  completions of an example
+    J  = K + 1, segments of an example: its prompt (0) and its completions (1 to K)
+    N  packed input tokens of a batch
+    P  those of the N that belong to prompts
+    M  those of the N that belong to completions
+    Q  queries, the tokens that a forward computes: all N, or the M where the prompts come from a PromptCache;
+       in sampling, one a sequence after the first forward
+    R  rows of Q queries: B in sampling after the first forward, else 1
+    T  targets: tokens that are predicted and scored
+    L  gathered keys, S  starts of attention's sequences: see data.PackedBatch
+    C  width of the hidden states
+    H  query heads (keys and values may have fewer: grouped-query attention)
+    D  size of a head
+    V  vocabulary
 """
 
 import functools
@@ -12,6 +27,7 @@ import inspect
 import itertools
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import litgpt.lora
 import litgpt.model
@@ -29,8 +45,11 @@ from runs.errors import BadInput
 from runs.settings import Lora
 from runs.tensors import LazyTensors, set_weights
 
-TILE_TOKENS = 128  # tokens of examples that share a tile of attention
+# Examples of up to so many tokens together share one tile of attention. A larger tile means fewer calls, but more
+# scores that are computed only to be masked.
+TILE_TOKENS = 128
 
+# Torch 2.10 lacks some of these arguments (see flash_fits).
 VARLEN = inspect.signature(varlen_attn).parameters
 
 
@@ -38,142 +57,212 @@ VARLEN = inspect.signature(varlen_attn).parameters
 
 
 class PromptCache:
-    """Keys, values and last hidden states of a batch's prompts: a forward fills it, others of the
-    same prompts, without gradient, read it."""
+    """Keys, values and last hidden states of a batch's prompts.
+
+    The first forward that gets the cache fills it. Later forwards, without gradient and over the same prompts with
+    other completions, read it.
+    """
 
     def __init__(self):
-        self.batch, self.tensors = None, {}
+        self.batch: PackedBatch | None = None  # the one that filled the cache
+        self.tensors = {}  # name -> values for all N tokens of that batch
+
+
+class Tile(NamedTuple):
+    """One call of scaled_dot_product_attention: the next queries, over the first keys of their group of examples."""
+
+    group: int
+    n_queries: int
+    n_keys: int
+    mask: torch.Tensor | None  # (n_queries, n_keys), True: attend; None: plain causal attention
 
 
 class PackedAttention:
-    """Who attends to whom in a packed batch, for one forward; layers share its tiles' masks.
-
-    With a filled prompt cache the M queries are the completions' own tokens only.
-    """
+    """Which token attends to which in a packed batch, for one forward. All layers share it, with its tiles' masks."""
 
     def __init__(self, batch: PackedBatch, prompt_cache: PromptCache | None = None):
-        self.batch, self.cache, self.tiles_of = batch, prompt_cache, {}
-        self.cached = prompt_cache is not None and prompt_cache.batch is not None
-        if self.cached:
-            prompts = ([parts[0] for parts in b.parts] for b in (prompt_cache.batch, batch))
-            assert len(set(map(tuple, prompts))) == 1, "other prompts than those computed before"
-        elif prompt_cache is not None:
-            prompt_cache.batch = batch
+        self.batch = batch
+        self.cache = prompt_cache
+        self.cached = False  # whether the prompts come from the cache
+        self.tiles_of_window = {}
+        if prompt_cache is None:
+            return
+        if prompt_cache.batch is None:
+            prompt_cache.batch = batch  # this forward fills it
+            return
+        self.cached = True
+        cached_prompts = [sizes[0] for sizes in prompt_cache.batch.segment_sizes]
+        prompts = [sizes[0] for sizes in batch.segment_sizes]
+        assert prompts == cached_prompts, "the cache is of other prompts: log-probs would be wrong"
 
     def queries(self, x_N):
-        return x_N[self.batch.own_M] if self.cached else x_N
+        """The part of x_N that belongs to the Q queries."""
+        return x_N[self.batch.completion_M] if self.cached else x_N
 
     def all_tokens(self, name, x, dim: int):
-        """x of the queries -> of all tokens: the prompts' part comes from the cache."""
+        """Values of the Q queries -> values of all N tokens, along dimension `dim`.
+
+        The prompts' values come from the prompt cache, under `name`; a forward that fills the cache leaves them there.
+        """
         if self.cache is None:
             return x
-        known = self.cache.tensors.setdefault(name, x.detach())
+        # setdefault: a block that activation checkpointing runs again must not replace what was saved
+        cached = self.cache.tensors.setdefault(name, x.detach())
         if not self.cached:
             return x
-        out = x.new_empty([*x.shape[:dim], len(self.batch.token_N), *x.shape[dim + 1 :]])
-        prompt = known.index_select(dim, self.cache.batch.prompt_P)
-        out.index_copy_(dim, self.batch.own_M, x)
+        prompt = cached.index_select(dim, self.cache.batch.prompt_P)
+        shape = list(x.shape)
+        shape[dim] = len(self.batch.token_N)
+        out = x.new_empty(shape)
+        # completions first: if token 0 stands in for them, its prompt's values must win
+        out.index_copy_(dim, self.batch.completion_M, x)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
 
     def attend(self, attn, q, k, v):
-        """q, k, v (1, H, M, D) -> (1, H, M, D)."""
-        k, v = self.all_tokens((attn, "k"), k, 2), self.all_tokens((attn, "v"), v, 2)
+        """q (1, H, Q, D), k and v (1, key heads, Q, D) of layer `attn` -> (1, H, Q, D)."""
+        k = self.all_tokens((attn, "k"), k, 2)
+        v = self.all_tokens((attn, "v"), v, 2)
         if flash_fits(attn, q):
-            return self.segments(attn, q, k, v)
+            return self.flash(attn, q, k, v)
         return self.tiled(attn, q, k, v)
 
-    def segments(self, attn, q, k, v):
-        """In one call of flash attention: a query sees its segment's keys, causal from the lower
-        right."""
-        b, (most, most_own, most_keys) = self.batch, self.batch.longest
-        if len(b.key_L):
-            k, v = k[:, :, b.key_L], v[:, :, b.key_L]
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        starts, most = (b.start_own_S, most_own) if self.cached else (b.start_S, most)
+    def flash(self, attn, q, k, v):
+        """One call of flash attention for all sequences (data.PackedBatch says what these are)."""
+        batch = self.batch
+        if len(batch.key_L):
+            k, v = k[:, :, batch.key_L], v[:, :, batch.key_L]
+        if self.cached:
+            query_start_S, max_queries = (
+                batch.completion_query_start_S,
+                batch.max_completion_queries,
+            )
+        else:
+            query_start_S, max_queries = batch.query_start_S, batch.max_queries
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
+        # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
         options = dict(scale=attn.scale, window_size=((attn.window or 0) - 1, 0))
         if "enable_gqa" in VARLEN:
             options["enable_gqa"] = k.shape[1] < q.shape[1]
-        # a longest segment of 1 with empty ones beside it fails (flash-attention issue 1537)
-        most = max(2, most), max(2, most_keys)
-        out = varlen_attn(q, k, v, starts, b.start_key_S, *most, **options)
+        # The kernel fails for a maximum of 1 if some sequences are empty (flash-attention issue 1537).
+        max_queries, max_keys = max(2, max_queries), max(2, batch.max_keys)
+        key_start_S = batch.key_start_S
+        out = varlen_attn(q, k, v, query_start_S, key_start_S, max_queries, max_keys, **options)
         return out.transpose(0, 1)[None]
 
-    def tiles(self, window: int | None):
-        """Everywhere else: short examples together under one mask, a long one part by part, so that
-        little is computed to be masked. -> tokens of each group of examples, [(group, queries,
-        keys, mask)]. A tile's keys are the group's first; no mask stands for plain causal."""
-        N, K, groups, tiles = len(self.batch.token_N), self.batch.length_BK.shape[1], [], []
-        token_N = torch.arange(N, device=self.batch.token_N.device)
-        for parts, queries in zip(self.batch.parts, self.query_counts()):
-            if groups and groups[-1][0] + sum(parts) <= TILE_TOKENS:
-                groups[-1][0] += sum(parts)
+    def tiled(self, attn, q, k, v):
+        """Attention where flash attention does not fit: tile by tile."""
+        if attn.window not in self.tiles_of_window:
+            self.tiles_of_window[attn.window] = self.tiles(attn.window)
+        group_sizes, tiles = self.tiles_of_window[attn.window]
+        # split instead of slices: its backward is a single cat
+        k_groups, v_groups = k.split(group_sizes, 2), v.split(group_sizes, 2)
+        out = []
+        for q_tile, tile in zip(q.split([tile.n_queries for tile in tiles], 2), tiles):
+            k_tile, v_tile = k_groups[tile.group], v_groups[tile.group]
+            if tile.n_keys < group_sizes[tile.group]:
+                k_tile, v_tile = k_tile[:, :, : tile.n_keys], v_tile[:, :, : tile.n_keys]
+            out.append(sdpa(attn, q_tile, k_tile, v_tile, tile.mask))
+        return torch.cat(out, dim=2)
+
+    def tiles(self, window: int | None) -> tuple[list[int], list[Tile]]:
+        """The number of tokens of each group of examples, and the tiles in the order of their queries.
+
+        Short examples form a group with one tile under one mask. A long example is a group of its own with a tile for
+        each segment, so that few scores are computed only to be masked.
+        """
+        batch = self.batch
+        sizes, K = batch.sizes, batch.length_BK.shape[1]
+        token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
+        token_Q = self.queries(token_N)
+        queries_BJ = self.query_counts()
+        group_sizes, tiles = [], []
+        first_token = first_query = 0
+        for group, examples in enumerate(self.groups()):
+            group_size = sum(sizes[b] for b in examples)
+            group_sizes.append(group_size)
+            b = examples[0]
+            if len(examples) > 1:
+                n_queries = sum(sum(queries_BJ[b]) for b in examples)
+                cuts = [(n_queries, group_size, False)]
+            elif K == 1 and not self.cached:
+                cuts = [
+                    (group_size, group_size, True)
+                ]  # a prompt with one completion is plain causal
             else:
-                groups.append([sum(parts), []])
-            groups[-1][1].append((parts, queries))
-        start, m, token_M = 0, 0, self.queries(token_N)
-        for g, (size, examples) in enumerate(groups):
-            parts, queries = examples[0]
-            alone = len(examples) == 1
-            whole = not alone or (K == 1 and not self.cached)
-            ends = [size] if whole else list(itertools.accumulate(parts))
-            counts = [sum(sum(q) for _, q in examples)] if whole else queries
-            for end, n in zip(ends, counts):
-                if not n:
+                ends = list(itertools.accumulate(batch.segment_sizes[b]))
+                causal = [end == ends[0] for end in ends]  # the prompt alone is plain causal
+                cuts = list(zip(queries_BJ[b], ends, causal))
+            for n_queries, n_keys, causal in cuts:
+                if n_queries == 0:
                     continue
                 mask = None
-                if window is not None or not alone or not (whole or end == parts[0]):
-                    own = token_M[m : m + n, None]
-                    mask = self.mask(own, token_N[None, start : start + end], window)
-                tiles.append((g, n, end, mask))
-                m += n
-            start += size
-        return [size for size, _ in groups], tiles
+                if window is not None or not causal:
+                    i = token_Q[first_query : first_query + n_queries, None]
+                    j = token_N[None, first_token : first_token + n_keys]
+                    mask = self.mask(i, j, window)
+                tiles.append(Tile(group, n_queries, n_keys, mask))
+                first_query += n_queries
+            first_token += group_size
+        return group_sizes, tiles
 
-    def query_counts(self):
-        """Queries of each example's parts."""
-        if not self.cached:
-            return self.batch.parts
-        own = [(0, *rest) for _, *rest in self.batch.parts]
-        if not any(map(sum, own)):  # the one that stands in
-            own[0] = (1, *own[0][1:])
-        return own
+    def groups(self) -> list[list[int]]:
+        """Consecutive examples that share a tile: up to TILE_TOKENS tokens together, or a longer example alone."""
+        groups, group_size = [], 0
+        for b, size in enumerate(self.batch.sizes):
+            if groups and group_size + size <= TILE_TOKENS:
+                groups[-1].append(b)
+                group_size += size
+            else:
+                groups.append([b])
+                group_size = size
+        return groups
+
+    def query_counts(self) -> list[list[int]]:
+        """(B, J) queries of each example's segments."""
+        counts_BJ = [list(sizes) for sizes in self.batch.segment_sizes]
+        if self.cached:
+            for counts in counts_BJ:
+                counts[0] = 0
+            if not any(map(sum, counts_BJ)):
+                counts_BJ[0][0] = 1  # token 0 stands in: see PackedBatch.completion_M
+        return counts_BJ
 
     def mask(self, i, j, window: int | None):
-        """Whether i attends to j: of its example, not after it, in the prompt or its completion."""
-        position, example, branch = self.batch[1:4]
-        mask = (example[i] == example[j]) & (j <= i)
-        mask = mask & ((branch[j] == 0) | (branch[j] == branch[i]))
-        return mask if window is None else mask & (position[i] - position[j] < window)
-
-    def tiled(self, attn, q, k, v):
-        if attn.window not in self.tiles_of:
-            self.tiles_of[attn.window] = self.tiles(attn.window)
-        sizes, tiles = self.tiles_of[attn.window]
-        # split, not slices: its backward is one cat
-        groups = list(zip(k.split(sizes, 2), v.split(sizes, 2)))
-        queries, out = q.split([n for _, n, _, _ in tiles], 2), []
-        for q_tile, (group, _, keys, mask) in zip(queries, tiles):
-            kv = (x if keys == sizes[group] else x[:, :, :keys] for x in groups[group])
-            out.append(sdpa(attn, q_tile, *kv, mask))
-        return torch.cat(out, dim=2)
+        """Whether token i attends to token j: one of its example, not after it, of the prompt or of its completion,
+        and within the window."""
+        batch = self.batch
+        mask = (batch.example_N[i] == batch.example_N[j]) & (j <= i)
+        mask = mask & ((batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i]))
+        if window is not None:
+            mask = mask & (batch.position_N[i] - batch.position_N[j] < window)
+        return mask
 
 
 def flash_fits(attn, q) -> bool:
-    """Whether torch's flash attention takes these queries: an Ampere GPU or later, two bytes a
-    number, no softcap, scale and window as arguments (torch 2.11)."""
+    """Whether torch's flash attention can compute this layer: on an Ampere GPU or later, in bfloat16 or float16, with
+    a head size of up to 256 that is a multiple of 8, without softcap, and with a torch whose varlen_attn takes scale
+    and window_size (2.11)."""
     if q.device.type != "cuda" or attn.cap is not None or "scale" not in VARLEN:
         return False
-    narrow = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256
-    return narrow and q.shape[3] % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    D = q.shape[3]
+    return D <= 256 and D % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
 def sdpa(attn, q, k, v, mask):
-    """Attention under a boolean mask (True: attend), or causal where mask is None."""
+    """Attention of q (B, H, queries, D) to k and v (B, key heads, keys, D) -> (B, H, queries, D).
+
+    mask: boolean, True: attend; None: plain causal.
+    """
     if k.shape[1] < q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        per_key_head = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(per_key_head, dim=1)
+        v = v.repeat_interleave(per_key_head, dim=1)
     if attn.cap is None:
-        run, causal = nn.functional.scaled_dot_product_attention, mask is None
-        return run(q, k, v, attn_mask=mask, is_causal=causal, scale=attn.scale)
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=attn.scale
+        )
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     score = attn.cap * torch.tanh(q @ k.mT * attn.scale / attn.cap)
@@ -181,56 +270,80 @@ def sdpa(attn, q, k, v, mask):
 
 
 class KVCache:
-    """Keys and values of B sequences for generation. Slot p holds position p, so ragged prompts
-    need no padding: slots after a sequence's position are masked, and overwritten later.
+    """Keys and values of B sequences (prompts and their answers so far), for sampling.
 
-    The first forward takes the prompts, packed; each later one a token per sequence (see at).
+    Slot p of a sequence holds its position p, so prompts of different lengths need no padding: slots beyond a
+    sequence's position are masked, and overwritten later. The first forward takes the packed prompts; each later one
+    takes one token of each sequence (see `at`).
     """
 
     def __init__(self, batch: PackedBatch, slots: int):
-        self.slots, self.packed = slots, PackedAttention(batch)
-        self.tensors, self.masks = {}, {}
-        self.token_BT, self.position_BT = batch.token_N[None], batch.position_N[None]
-        self.row_N = batch.example_N  # each token's sequence
-        self.last_B = batch.source_T  # which tokens predict the sequences' next ones
+        self.slots = slots
+        self.tensors = {}  # layer -> keys, values; each (B, key heads, slots, D)
+        self.masks = {}  # window -> mask of the current forward
+        # the tokens of the next forward
+        self.packed = PackedAttention(batch)  # None after the first forward
+        self.token_RQ = batch.token_N[None]
+        self.position_RQ = batch.position_N[None]
+        self.sequence_of_token = batch.example_N  # R * Q of them
+        self.last_B = batch.source_T  # which of these R * Q tokens predict the sequences' next ones
         self.row_B = torch.arange(len(batch.sizes), device=batch.token_N.device)
 
-    def at(self, token_B, position_B, longest: int):
-        """The next forward's tokens. No sequence attends beyond the slot `longest`."""
-        self.token_BT, self.position_BT = token_B[:, None], position_B[:, None]
-        self.row_N = self.last_B = self.row_B
-        self.packed, self.masks, self.length = None, {}, longest + 1
+    def at(self, token_B, position_B, longest: int) -> None:
+        """Set the tokens of the next forward. `longest` is the largest of their positions."""
+        self.token_RQ = token_B[:, None]
+        self.position_RQ = position_B[:, None]
+        self.sequence_of_token = self.row_B
+        self.last_B = self.row_B
+        self.packed = None
+        self.masks = {}
+        self.length = longest + 1
 
     def keep(self, rows: list[int]) -> list[int]:
-        """Drop all other sequences. -> these in their new order: the last ones fill the gaps."""
-        n, order = len(rows), list(range(len(rows)))
-        gaps, movers = sorted(set(order).difference(rows)), [i for i in rows if i >= n]
+        """Drop all other sequences. Of those that stay, the last ones move into the gaps.
+
+        Returns the row that each sequence had before, in the new order.
+        """
+        n = len(rows)
+        gaps = sorted(set(range(n)).difference(rows))
+        movers = [row for row in rows if row >= n]
         self.row_B = self.row_B[:n]
-        to, source = (to_device(torch.tensor(i), self.row_B.device) for i in (gaps, movers))
-        for layer, kv in self.tensors.items():
-            for x in kv if gaps else ():
-                x[to] = x[source]
-            self.tensors[layer] = tuple(x[:n] for x in kv)
+        if gaps:
+            to = to_device(torch.tensor(gaps), self.row_B.device)
+            source = to_device(torch.tensor(movers), self.row_B.device)
+        for layer, (k, v) in self.tensors.items():
+            if gaps:
+                k[to] = k[source]
+                v[to] = v[source]
+            self.tensors[layer] = k[:n], v[:n]
+        order = list(range(n))
         for gap, mover in zip(gaps, movers):
             order[gap] = mover
         return order
 
     def attend(self, attn, q, k, v):
+        """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Keys and values are saved."""
         if attn not in self.tensors:
             shape = len(self.row_B), k.shape[1], self.slots, k.shape[3]
             self.tensors[attn] = k.new_zeros(shape), v.new_zeros(shape)
-        for cached, x in zip(self.tensors[attn], (k, v)):
-            cached[self.row_N, :, self.position_BT.flatten()] = x.transpose(1, 2).flatten(0, 1)
+        cached_k, cached_v = self.tensors[attn]
+        slot = self.position_RQ.flatten()
+        cached_k[self.sequence_of_token, :, slot] = k.transpose(1, 2).flatten(0, 1)
+        cached_v[self.sequence_of_token, :, slot] = v.transpose(1, 2).flatten(0, 1)
         if self.packed:
             return self.packed.attend(attn, q, k, v)
-        # (B, 1, 1, slots): the same in all layers of a window
-        if attn.window not in self.masks:
-            slot = torch.arange(self.length, device=q.device)
-            back = (self.position_BT - slot)[:, None, None]
-            self.masks[attn.window] = (back >= 0) & (back < (attn.window or self.length))
-        k, v = (x[:, :, : self.length] for x in self.tensors[attn])
-        grouped = q.reshape(*k.shape[:2], -1, k.shape[3])  # the heads of a key as its queries
-        return sdpa(attn, grouped, k, v, self.masks[attn.window]).reshape(q.shape)
+        k, v = cached_k[:, :, : self.length], cached_v[:, :, : self.length]
+        # The query heads that share a key head become queries of this head: keys need not be repeated.
+        grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
+        return sdpa(attn, grouped, k, v, self.mask(attn.window)).reshape(q.shape)
+
+    def mask(self, window: int | None):
+        """(B, 1, 1, length): which slots the current tokens see."""
+        if window not in self.masks:
+            slot = torch.arange(self.length, device=self.position_RQ.device)
+            distance = (self.position_RQ - slot)[:, None, None]
+            self.masks[window] = (distance >= 0) & (distance < (window or self.length))
+        return self.masks[window]
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -239,7 +352,9 @@ class KVCache:
 class _PackedGPT:
     """Makes litgpt's GPT (plain or LoRA) take a PackedBatch or a KVCache."""
 
-    activation_checkpointing = False  # blocks run again in the backward instead of saving
+    activation_checkpointing = (
+        False  # True: the backward runs blocks again instead of saving their activations
+    )
 
     def __init__(self, config):
         super().__init__(config)
@@ -248,125 +363,159 @@ class _PackedGPT:
         if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         width = config.attention_scores_scalar or config.head_size
-        for attn in (block.attn for block in self.transformer.h):
-            windowed = attn.apply_sliding_window_attention
-            attn.window = config.sliding_window_size if windowed else None
+        for block in self.transformer.h:
+            attn = block.attn
+            attn.window = None
+            if attn.apply_sliding_window_attention:
+                attn.window = config.sliding_window_size
             attn.scale = attn.mscale**2 / math.sqrt(width)
             attn.cap = config.attention_logit_softcapping
-            attn.forward = functools.partial(_attend, attn)
-        self.lm_head.logp = functools.partial(_logp, self)  # of the head: shards gather before it
+            attn.forward = functools.partial(_attention_forward, attn)
+        # attached to lm_head, so that FSDP2 gathers the head's weight before the call
+        self.lm_head.logp = functools.partial(_logp, self)
         self._scale(**config.hf_config.get("scales", {}))
 
-    def _scale(self, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1):
-        """Granite's factors, for which litgpt's block has no place."""
-        parts = {self.transformer.wte: embedding_multiplier}
-        parts[self.transformer.ln_f] = 1 / logits_scaling
+    def _scale(self, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1) -> None:
+        """Granite's factors, for which litgpt's block has no place: they multiply the modules' outputs."""
+        factors = {
+            self.transformer.wte: embedding_multiplier,
+            self.transformer.ln_f: 1 / logits_scaling,
+        }
         for block in self.transformer.h:
-            norms = block.post_attention_norm, block.post_mlp_norm
-            parts |= dict.fromkeys(norms, residual_multiplier)
-        for part, factor in parts.items():
+            factors[block.post_attention_norm] = residual_multiplier
+            factors[block.post_mlp_norm] = residual_multiplier
+        for module, factor in factors.items():
             if factor != 1:
-                part.register_forward_hook(lambda m, args, y, factor=factor: y * factor)
+                module.register_forward_hook(lambda m, args, y, factor=factor: y * factor)
 
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
-        """PackedBatch -> (B, K) summed log-probs of the completions; KVCache -> (B, V) logits of
-        the next tokens. A first forward fills the prompt cache, later ones read it."""
+        """PackedBatch -> (B, K) summed log-probs of the completions, in nats: float64 for a float64 model, else
+        float32. With data.score_prompt each sum has the prompt's log-probs, too.
+
+        KVCache -> (B, V) logits of the next tokens, in float32.
+
+        prompt_cache: the first forward that gets it fills it; later ones read it and compute completions only.
+        """
         if isinstance(x, KVCache):
-            h_BTC = self.hidden(x.token_BT, x.position_BT, x)
-            return self.head(h_BTC.flatten(0, 1)[x.last_B]).float()
+            h_RQC = self.hidden(x.token_RQ, x.position_RQ, x)
+            return self.head(h_RQC.flatten(0, 1)[x.last_B]).float()
         attention = PackedAttention(x, prompt_cache)
-        token_M = attention.queries(x.token_N)
-        position_M = attention.queries(x.position_N)
-        h_MC = self.hidden(token_M[None], position_M[None], attention)[0]
-        # the head never runs on a position that predicts nothing
-        logp_T = self.lm_head.logp(attention.all_tokens("h", h_MC, 0)[x.source_T], x.target_T)
+        token_Q = attention.queries(x.token_N)
+        position_Q = attention.queries(x.position_N)
+        h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
+        # the head runs only on hidden states that predict a target
+        h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
+        logp_T = self.lm_head.logp(h_TC, x.target_T)
         B, K = x.length_BK.shape
-        # per example K completions and, last, the prompt itself (empty unless data.score_prompt)
-        logp_S = logp_T.new_zeros(B * (K + 1)).index_add(0, x.segment_T, logp_T)
-        logp_BS = logp_S.view(B, K + 1)
-        return logp_BS[:, :K] + logp_BS[:, K:]
+        J = K + 1
+        logp_BJ = logp_T.new_zeros(B * J).index_add(0, x.segment_T, logp_T).view(B, J)
+        # the prompt's sum is 0 unless data.score_prompt makes its tokens targets
+        return logp_BJ[:, 1:] + logp_BJ[:, :1]
 
-    @property
-    def tied(self) -> bool:
-        return getattr(self.lm_head, "linear", self.lm_head).weight is self.transformer.wte.weight
-
-    def cache_bytes(self, slots: int) -> int:
-        """Of a sequence's keys and values, at most."""
-        c, size = self.config, self.transformer.wte.weight.element_size()
-        return 2 * c.n_layer * c.n_query_groups * c.head_size * slots * size
-
-    def tie(self) -> None:
-        getattr(self.lm_head, "linear", self.lm_head).weight = self.transformer.wte.weight
-
-    def unique_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by name; a tied head only as the embedding that it is."""
-        # after a forward without backward FSDP2 leaves copies in its root's place
-        if hasattr(self, "reshard"):
-            self.reshard()
-        named = dict(self.named_parameters(remove_duplicate=False))
-        copies = ("lm_head.weight", "lm_head.linear.weight") if self.tied else ()
-        return {name: p for name, p in named.items() if name not in copies}
-
-    def hidden(self, token_BT, position_BT, attention):
-        x = self.transformer.wte(token_BT)
-        if self.config.scale_embeddings:
-            x = x * torch.tensor(self.config.n_embd**0.5, dtype=x.dtype)
+    def hidden(self, token_RQ, position_RQ, attention: PackedAttention | KVCache):
+        """-> last hidden states (R, Q, C)."""
+        config = self.config
+        x_RQC = self.transformer.wte(token_RQ)
+        if config.scale_embeddings:
+            x_RQC = x_RQC * torch.tensor(config.n_embd**0.5, dtype=x_RQC.dtype)
         if "wpe" in self.transformer:
-            x = x + self.transformer.wpe(position_BT)
-        cos, sin = self.cos[position_BT], self.sin[position_BT]
+            x_RQC = x_RQC + self.transformer.wpe(position_RQ)
+        cos, sin = self.cos[position_RQ], self.sin[position_RQ]
         for i, block in enumerate(self.transformer.h):
-            rope = (cos, sin)
-            if self.config.rope_indices is not None:  # Gemma 3: another base in its local layers
-                rope = tuple(r[..., self.config.rope_indices[i]] for r in rope)
+            block_cos, block_sin = cos, sin
+            if config.rope_indices is not None:  # Gemma 3: local layers have another base
+                block_cos = cos[..., config.rope_indices[i]]
+                block_sin = sin[..., config.rope_indices[i]]
+            # litgpt's block hands its fourth argument, there a mask, to its attention
+            inputs = x_RQC, block_cos, block_sin, attention
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, *rope, attention, use_reentrant=False)
+                x_RQC = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                x = block(x, *rope, attention)
-        return self.transformer.ln_f(x)
+                x_RQC = block(*inputs)
+        return self.transformer.ln_f(x_RQC)
 
-    def head(self, h_TC):
-        logits_TV, cap = self.lm_head(h_TC), self.config.final_logit_softcapping
-        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+    def head(self, h):
+        """Hidden states (..., C) -> logits (..., V), softcapped where the model does that."""
+        logits = self.lm_head(h)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _head_linear(self) -> nn.Module:
+        """The head's linear layer; a LoRA layer holds it as .linear."""
+        return getattr(self.lm_head, "linear", self.lm_head)
 
     @property
     def plain_head(self) -> bool:
-        """One matrix: no bias, no adapters."""
-        linear = getattr(self.lm_head, "linear", self.lm_head)
-        return linear.bias is None and not getattr(self.lm_head, "r", 0)
+        """Whether the head is one matrix: no bias, no adapters."""
+        return self._head_linear().bias is None and not getattr(self.lm_head, "r", 0)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's matrix is the embedding."""
+        return self._head_linear().weight is self.transformer.wte.weight
+
+    def tie(self) -> None:
+        """Make the embedding the head's matrix."""
+        self._head_linear().weight = self.transformer.wte.weight
+
+    def cache_bytes(self, slots: int) -> int:
+        """Bytes of a KVCache for one sequence, in the dtype of the embedding."""
+        c = self.config
+        numbers = 2 * c.n_layer * c.n_query_groups * c.head_size * slots
+        return numbers * self.transformer.wte.weight.element_size()
+
+    def unique_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by name. A tied head appears only as the embedding."""
+        # after a forward without backward FSDP2 leaves gathered copies in place of the root's parameters
+        if hasattr(self, "reshard"):
+            self.reshard()
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        if self.tied:
+            parameters.pop("lm_head.weight", None)
+            parameters.pop("lm_head.linear.weight", None)
+        return parameters
 
 
 def _logp(model: _PackedGPT, h_TC, target_T):
-    """Log-probs of the targets (T,)."""
-    head, device, cap = model.lm_head, h_TC.device.type, model.config.final_logit_softcapping
+    """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together."""
+    device, cap = h_TC.device.type, model.config.final_logit_softcapping
     chunks = Chunks.of(device, model.config.padded_vocab_size)
     if model.plain_head:
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else h_TC.dtype
-        weight = getattr(head, "linear", head).weight
-        return Head.apply(h_TC.to(dtype), weight, target_T, cap, chunks)
+        dtype = h_TC.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        return Head.apply(h_TC.to(dtype), model._head_linear().weight, target_T, cap, chunks)
 
-    def chunk(h_TC, target_T):  # by autograd, all recomputed
+    def chunk_logp(h_TC, target_T):
         return logp_of(model.head(h_TC), target_T)[0]
 
+    # a head with a bias or adapters: autograd, with the logits of each chunk computed again in the backward
     parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
-    return torch.cat([checkpoint(chunk, *p, use_reentrant=False) for p in parts])
+    return torch.cat([checkpoint(chunk_logp, h, t, use_reentrant=False) for h, t in parts])
 
 
-def _attend(attn, x, cos, sin, attention: PackedAttention | KVCache, *_):
-    """litgpt's attention, without its copies of grouped keys and of what is not rotated."""
-    c, D, n = attn.config, attn.config.head_size, attn.config.rope_n_elem
-    heads = c.n_head, c.n_query_groups, c.n_query_groups
-    q, k, v = attn.qkv(x).split([D * h for h in heads], dim=-1)
-    if c.norm_qk and c.norm_qk_type == "olmo2":
+def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, *_unused):
+    """The forward of litgpt's attention layer `attn`: (R, Q, C) -> (R, Q, C).
+
+    Unlike litgpt's own it copies neither grouped keys nor the elements that are not rotated.
+    """
+    config = attn.config
+    D, n_rotary = config.head_size, config.rope_n_elem
+    key_width = config.n_query_groups * D
+    q, k, v = attn.qkv(x).split([config.n_head * D, key_width, key_width], dim=-1)
+    if config.norm_qk and config.norm_qk_type == "olmo2":
         q, k = attn.norm_q(q), attn.norm_k(k)
-    # (1, H, M, D), or from a cache (B, H, 1, D)
-    q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))
-    if c.norm_qk and c.norm_qk_type == "default":
+    q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))  # (R, heads, Q, D)
+    if config.norm_qk and config.norm_qk_type == "default":
         q, k = attn.norm_q(q), attn.norm_k(k)
-    if n:
-        name = "apply_rope_interleave" if c.rope_interleave else "apply_rope"
-        rotated = [getattr(litgpt.model, name)(y[..., :n], cos, sin) for y in (q, k)]
-        q, k = (torch.cat([r, y[..., n:]], -1) if n < D else r for r, y in zip(rotated, (q, k)))
+    rotate = litgpt.model.apply_rope
+    if config.rope_interleave:
+        rotate = litgpt.model.apply_rope_interleave
+    if n_rotary == D:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    elif n_rotary:
+        q = torch.cat([rotate(q[..., :n_rotary], cos, sin), q[..., n_rotary:]], -1)
+        k = torch.cat([rotate(k[..., :n_rotary], cos, sin), k[..., n_rotary:]], -1)
     return attn.proj(attention.attend(attn, q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -378,24 +527,32 @@ class LoraGPT(_PackedGPT, litgpt.lora.GPT): ...
 
 @torch.no_grad()
 def cast_linears_to_bfloat16(model: nn.Module) -> None:
-    """As autocast casts them at each use: the same log-probs in half the memory."""
-    for m in model.modules():
-        if isinstance(m, nn.Linear) and m.weight is not model.transformer.wte.weight:
-            m.to(torch.bfloat16)
+    """Hold the linear layers in bfloat16, except a matrix that is the embedding, too. Under bfloat16 autocast, which
+    would cast them at each use, log-probs stay the same bits in half the memory."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not model.transformer.wte.weight:
+            module.to(torch.bfloat16)
+
+
+# ---- loading -------------------------------------------------------------------------------------
 
 
 def make_model(arguments: dict, lora: Lora | None, names: dict | None) -> nn.Module:
-    """A model without its weights, from arguments of litgpt's Config. `names` of the weights: see
-    hub/families.py."""
+    """A model whose weights are still to be loaded, from arguments of litgpt's Config; a LoraGPT if `lora` has a rank.
+
+    names: Hugging Face's names of the weights (see hub/families.py), which lora.targets may use; None for a litgpt
+    folder. Raises BadInput.
+    """
     adapters = adapter_arguments(lora, names)
-    Model, Config = (LoraGPT, litgpt.lora.Config) if adapters else (GPT, litgpt.Config)
-    return Model(Config(**arguments, **adapters))
+    if adapters:
+        return LoraGPT(litgpt.lora.Config(**arguments, **adapters))
+    return GPT(litgpt.Config(**arguments))
 
 
 def read_folder_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:
-    """A folder's weights by our names, adapters merged, each read when it is asked for. Raises
-    BadInput."""
-    source = arguments, _, names = read_source(folder)
+    """A folder's weights by our names, with adapters merged. Each is read when it is asked for. Raises BadInput."""
+    source = read_source(folder)
+    arguments, _, names = source
     with weights_must_fit(folder), torch.device("meta"):
         model = make_model(arguments, None, names)
     with weights_must_fit(folder):
@@ -405,14 +562,18 @@ def read_folder_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:
 def load_model(
     folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """A model with its weights in `dtype`, from a Hugging Face or a litgpt checkpoint folder. With
-    new adapters it is its base to the bit. Raises BadInput."""
-    source = arguments, _, names = read_source(folder)
+    """A model on the CPU with its weights in `dtype`, from a Hugging Face or a litgpt checkpoint folder.
+
+    New adapters start at zero: the model computes what its base computes, to the bit. Raises BadInput.
+    """
+    source = read_source(folder)
+    arguments, _, names = source
     with weights_must_fit(folder):
         with torch.device("meta"):
             model = make_model(arguments, lora, names)
         fill_model(model, folder, source, dtype)
-    model.cos, model.sin = (x.to(dtype) for x in rope_tables(model))
+    cos, sin = rope_tables(model)
+    model.cos, model.sin = cos.to(dtype), sin.to(dtype)
     model.requires_grad_(True)
     if isinstance(model, LoraGPT):
         create_adapters(model, dtype)

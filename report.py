@@ -133,7 +133,7 @@ def parse_answers(text: str) -> tuple[dict[str, str], float | None]:
     return {pair["prompt"]: pair["completion"] for pair in pairs}, share
 
 
-def read_answers(file: Path | None) -> tuple[dict[str, str], float | None]:
+def read_eval_file(file: Path | None) -> tuple[dict[str, str], float | None]:
     """What parse_answers returns of a file; ({}, None) when there is no file."""
     if file is None:
         return {}, None
@@ -161,8 +161,8 @@ def read_run(folder: str) -> RunResults:
     files = {file.stem: file for file in path.glob("eval/*.json")}
     first = files.get("before") or files.get("step-0")
     last = files.get("after") or files.get(f"step-{last_validation:.0f}")
-    answers_before, share_before = read_answers(first)
-    answers_after, share_after = read_answers(last)
+    answers_before, share_before = read_eval_file(first)
+    answers_after, share_after = read_eval_file(last)
     samples = pd.DataFrame({"before": answers_before, "after": answers_after}).dropna()[:8]
     if "checker_accuracy" not in val:
         shares = pd.Series({0: share_before, raw.index[-1]: share_after}, name="checker_accuracy")

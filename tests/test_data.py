@@ -867,39 +867,43 @@ def test_a_packed_batch_by_hand():
     assert r.position_N.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
     assert r.example_N.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert r.branch_N.tolist() == [0, 0, 0, 1, 2, 2, 0, 2]
-    # (place that predicts, token it should predict, for whom); 12, at place 2, begins two
-    first = [(2, 20, 0), (2, 30, 1), (3, 21, 0), (4, 31, 1), (5, 32, 1)]
-    assert targets(r) == [*first, (6, 22, 3), (6, 33, 4), (7, 34, 4)]
+    # (place that predicts, token it should predict, segment); 12, at place 2, begins two completions. The segments 0
+    # and 3 are the prompts
+    first = [(2, 20, 1), (2, 30, 2), (3, 21, 1), (4, 31, 2), (5, 32, 2)]
+    assert targets(r) == [*first, (6, 22, 4), (6, 33, 5), (7, 34, 5)]
     assert r.length_BK.tolist() == [[2, 3], [1, 2]]
-    assert r.sizes == (6, 2)
-    assert {x.dtype for x in r[:12]} == {torch.int64}
+    assert r.segment_sizes == ((3, 1, 2), (1, 0, 1)) and r.sizes == (6, 2)
+    assert {getattr(r, name).dtype for name in data.INT64_FIELDS} == {torch.int64}
 
 
-def test_the_segments_of_a_packed_batch_by_hand():
+def test_the_sequences_of_attention_by_hand():
     r = data.pack(PROMPTS, COMPLETIONS)
-    # the first completion's segment has its prompt's queries too; each has its prompt's keys
+    # each sequence has its prompt's keys; a first completion's has the prompt's queries, too
     assert r.key_L.tolist() == [*(0, 1, 2, 3), *(0, 1, 2, 4, 5), 6, *(6, 7)]
-    starts = r.start_S, r.start_own_S, r.start_key_S
-    assert [x.tolist() for x in starts] == [[0, 4, 6, 7, 8], [0, 1, 3, 3, 4], [0, 4, 9, 10, 12]]
-    assert r.longest == (4, 2, 5) and {x.dtype for x in starts} == {torch.int32}
-    assert (r.prompt_P.tolist(), r.own_M.tolist()) == ([0, 1, 2, 6], [3, 4, 5, 7])
+    assert r.query_start_S.tolist() == [0, 4, 6, 7, 8]
+    assert r.completion_query_start_S.tolist() == [0, 1, 3, 3, 4]
+    assert r.key_start_S.tolist() == [0, 4, 9, 10, 12]
+    assert (r.max_queries, r.max_completion_queries, r.max_keys) == (4, 2, 5)
+    assert {getattr(r, name).dtype for name in data.INT32_FIELDS} == {torch.int32}
+    assert (r.prompt_P.tolist(), r.completion_M.tolist()) == ([0, 1, 2, 6], [3, 4, 5, 7])
     one = data.pack(PROMPTS, [(np.array([5]),)] * 2)
     assert len(one.key_L) == 0, "all tokens in their order need no gather"
-    assert one.own_M.tolist() == [0] and one.start_own_S.tolist() == [0, 1, 1]
+    assert one.completion_M.tolist() == [0], "one query, though no completion has an input"
+    assert one.completion_query_start_S.tolist() == [0, 1, 1] and one.max_completion_queries == 1
 
 
 def test_a_scored_prompt_adds_its_tokens_from_the_second_on_to_both_completions():
     r, bare = (data.pack(PROMPTS, COMPLETIONS, score_prompt=on) for on in (True, False))
-    # segment (K + 1) * 0 + K = 2 is the first prompt; the second has one token, nothing before it
-    assert targets(r) == sorted([(0, 11, 2), (1, 12, 2), *targets(bare)])
+    # segment 0 is the first prompt; the second prompt has one token, which nothing predicts
+    assert targets(r) == sorted([(0, 11, 0), (1, 12, 0), *targets(bare)])
     assert r.length_BK.tolist() == [[4, 5], [1, 2]]
     for name in ("token_N", "position_N", "example_N", "branch_N"):
         assert torch.equal(getattr(r, name), getattr(bare, name))
 
 
 def test_every_target_is_what_follows_its_source():
-    """On random tokens: walking an example's own branch token by token gives its text back,
-    whatever K is."""
+    """On random tokens, for several K: the targets of a segment are its tokens, and their sources are the tokens
+    before them."""
     rng = np.random.default_rng(0)
     for K in (1, 2, 3):
         texts = [[rng.integers(0, 99, rng.integers(1, 5)) for _ in range(K + 1)] for _ in range(4)]
@@ -907,21 +911,53 @@ def test_every_target_is_what_follows_its_source():
         r = data.pack(prompts, completions, score_prompt=True)
         for b, (p, cs) in enumerate(zip(prompts, completions)):
             for k, c in enumerate(cs):
-                mine = r.segment_T == (K + 1) * b + k
-                assert r.target_T[mine].tolist() == c.tolist()
-                at = r.source_T[mine]
+                segment = r.segment_T == (K + 1) * b + k + 1
+                assert r.target_T[segment].tolist() == c.tolist()
+                at = r.source_T[segment]
                 assert r.position_N[at].tolist() == list(range(len(p) - 1, len(p) + len(c) - 1))
                 assert r.token_N[at].tolist() == [p[-1], *c[:-1]]
                 assert set(r.example_N[at].tolist()) == {b}
                 assert r.branch_N[at].tolist() == [0] + [k + 1] * (len(c) - 1)
                 assert r.length_BK[b, k] == len(c) + len(p) - 1
-            mine = r.segment_T == (K + 1) * b + K
-            assert r.target_T[mine].tolist() == p[1:].tolist()
-            assert r.token_N[r.source_T[mine]].tolist() == p[:-1].tolist()
+            segment = r.segment_T == (K + 1) * b
+            assert r.target_T[segment].tolist() == p[1:].tolist()
+            assert r.token_N[r.source_T[segment]].tolist() == p[:-1].tolist()
         assert sum(r.sizes) == len(r.token_N)
 
 
 def test_a_packed_batch_moves_as_one():
     r = data.pack(PROMPTS, COMPLETIONS)
     moved = r.to("meta")
-    assert all(x.device.type == "meta" for x in moved[:15]) and moved.sizes == r.sizes
+    names = (*data.INT64_FIELDS, *data.INT32_FIELDS)
+    assert all(getattr(moved, name).is_meta for name in names) and moved.sizes == r.sizes
+
+
+def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
+    """A copy of the buffer alone reaches a GPU: what is not in it, or at another place, would be wrong there."""
+    for K in (1, 2):
+        r = data.pack(PROMPTS, [ys[:K] for ys in COMPLETIONS], score_prompt=True, index=[7, 3])
+        assert r.buffer.dtype == torch.int32
+        tensors = {name: x for name, x in r._asdict().items() if isinstance(x, torch.Tensor)}
+        del tensors["buffer"]
+        views = data._buffer_views(r.buffer, {name: x.shape for name, x in tensors.items()})
+        assert views.keys() == tensors.keys()
+        for name, x in views.items():
+            assert x.dtype == tensors[name].dtype and torch.equal(x, tensors[name])
+
+
+def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
+    found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
+    batch, later = (Batch(found, data.mismatched(found)) for _ in range(2))
+    batch.pack_ahead(False, [Micro([0]), Micro([1, 2])])
+    batch.pack_ahead(True, [Micro([0, 1, 2])])
+    assert batch.micro == {False: [Micro([0]), Micro([1, 2])], True: [Micro([0, 1, 2])]}
+    asked = [([0], True, False), ([1, 2], True, False)]
+    asked += [([0, 1, 2], True, True), ([0, 1, 2], False, True)]
+    assert len(batch.packed) == len(asked)
+    for index, own, borrowed in asked:
+        packed = batch.pack(index, own, borrowed)
+        assert packed is batch.pack(index, own, borrowed), "packed once"
+        assert torch.equal(packed.buffer, later.pack(index, own, borrowed).buffer)
+    alone = Batch(found)
+    alone.pack_ahead(True, [Micro([0, 1])])
+    assert list(alone.packed) == [((0, 1), True, False)], "without partners nothing is borrowed"

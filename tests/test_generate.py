@@ -51,10 +51,22 @@ def letters(eos=EOS):
     return SimpleNamespace(stops=stops, decode=lambda ids: "".join(chr(97 + i) for i in ids))
 
 
-def answers(policy, prompts, max_new=12, context=48, seed=3, fabric=FABRIC, eos=EOS, **settings):
+def answers(
+    policy,
+    prompts,
+    max_new=12,
+    context=48,
+    seed=3,
+    fabric=FABRIC,
+    eos=EOS,
+    should_stop=None,
+    **settings,
+):
     policy.max_seq_length = context
     args = Sampling(**settings)
-    return generate.generate(fabric, policy, prompts, letters(eos), args, max_new, seed)
+    return generate.generate(
+        fabric, policy, prompts, letters(eos), args, max_new, seed, should_stop
+    )
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -170,7 +182,7 @@ class Alphabet(nn.Module):
         self.modes.add(self.training)
         if self.logits_V is not None:
             return self.logits_V.expand(B, -1)
-        return 100.0 * nn.functional.one_hot(cache.token_BT.flatten()[cache.last_B] + 1, 100)
+        return 100.0 * nn.functional.one_hot(cache.token_RQ.flatten()[cache.last_B] + 1, 100)
 
 
 def test_equal_prompts_get_different_answers_with_the_right_chances():
@@ -271,6 +283,68 @@ def test_the_training_mode_is_off_while_sampling_and_restored(training):
     policy = Alphabet().train(training)
     answers(policy, prompts_of([2, 3]), max_new=2)
     assert policy.training == training and policy.modes == {False}
+
+
+# ---- stopped from outside ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sampling_stops_before_the_next_token_when_it_should_and_gives_nothing(training):
+    policy, calls = Alphabet().train(training), []
+
+    def should_stop():
+        calls.append(len(policy.rows))
+        return len(calls) == 4
+
+    prompts = prompts_of([2, 3, 4])
+    assert answers(policy, prompts, max_new=9, eos=-2, should_stop=should_stop) is None
+    assert calls == [0, 1, 2, 3], "asked before every forward"
+    assert len(policy.rows) == 3, "no forward after it"
+    assert policy.training == training
+
+
+def test_sampling_stops_at_once_also_in_a_later_batch_of_rows():
+    policy, calls = Alphabet(), []
+
+    def should_stop():
+        calls.append(0)
+        return len(calls) == 8
+
+    given = dict(max_new=5, eos=-2, batch_size=1, temperature=0)
+    assert answers(policy, prompts_of([2, 3, 4]), should_stop=should_stop, **given) is None
+    assert policy.rows == [1] * 7, (
+        "5 tokens of the first prompt, 2 of the second, none of the third"
+    )
+
+
+def test_a_question_that_is_never_answered_yes_changes_nothing(tiny):
+    policy, prompts = policy_of("gpt2", tiny), prompts_of([4, 1, 9])
+    calls = []
+    asked = answers(policy, prompts, should_stop=lambda: calls.append(0) or False)
+    assert asked == answers(policy, prompts) == answers(policy, prompts, should_stop=None)
+    assert len(calls) == max(map(len, asked)), "once a token"
+    assert answers(policy, [], should_stop=lambda: True) == [], "nothing is sampled"
+
+
+def test_all_ranks_are_asked_equally_often_so_that_they_may_vote():
+    prompts = [np.array(p, "int32") for p in ([3], [18], [4], [17], [5])]
+
+    def work(rank):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        fabric.launch()
+        policy, calls = Alphabet(), []
+
+        def should_stop():
+            """Rank 1 alone wants to stop, at its 12th question: in its last batch, where it has no prompt."""
+            calls.append(0)
+            votes = torch.tensor(float(rank == 1 and len(calls) == 12))
+            torch.distributed.all_reduce(votes)
+            return bool(votes)
+
+        given = dict(context=32, eos=20, temperature=0, batch_size=2, should_stop=should_stop)
+        return answers(policy, prompts, max_new=9, fabric=fabric, **given), len(calls)
+
+    assert ranks(2, work) == [(None, 12), (None, 12)]
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import transformers
 from models import HF, gpt2_from_hf, made, ragged, same, shaken
 from torch import nn
 
+import data
 import head
 import model
 from data import pack
@@ -176,7 +177,7 @@ def test_a_completion_never_sees_its_sibling(shape, tiny, exact_norms):
 
 
 def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=None):
-    """torch's varlen_attn as documented: each segment by itself, causal from the lower right."""
+    """torch's varlen_attn as documented: each sequence by itself, bottom-right causal."""
     assert cu_q.dtype == cu_k.dtype == torch.int32 and min(max_q, max_k) >= 2
     grouped = k.shape[1] < q.shape[1]
     assert enable_gqa == (grouped if "enable_gqa" in model.VARLEN else None)
@@ -195,8 +196,8 @@ def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=
 
 
 @pytest.fixture(params=[("scale", "enable_gqa"), ("scale",)], ids=["torch 2.12", "torch 2.11"])
-def on_segments(request, monkeypatch):
-    """A switch: from then on attention takes the path of a GPU, with the stand-in."""
+def use_flash(request, monkeypatch):
+    """A function: after its call attention takes the path of a GPU, with the stand-in."""
     calls = []
     monkeypatch.setattr(model, "VARLEN", request.param)
 
@@ -216,7 +217,7 @@ def on_segments(request, monkeypatch):
 @pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "gemma 2"])
 def test_one_call_of_flash_attention_gives_what_the_tiles_give(
-    shape, K, score_prompt, tiny, on_segments, exact_norms
+    shape, K, score_prompt, tiny, use_flash, exact_norms
 ):
     gpt, *_ = pair(shape, tiny, torch.float64)
     (prompts, completions), (_, others) = ragged(K, 61, 0), ragged(K, 61, 1)
@@ -231,7 +232,8 @@ def test_one_call_of_flash_attention_gives_what_the_tiles_give(
         (first * torch.arange(1, K + 1)).sum().backward()
         return first.detach(), second, [p.grad for p in gpt.unique_parameters().values()]
 
-    tiles, calls = run(), on_segments()
+    tiles = run()
+    calls = use_flash()
     flash = run()
     assert len(calls) == 2 * gpt.config.n_layer
     assert same(tiles[0], flash[0], 1e-10) and same(tiles[1], flash[1], 1e-10)
@@ -241,13 +243,13 @@ def test_one_call_of_flash_attention_gives_what_the_tiles_give(
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("K", [1, 2])
 def test_completions_of_one_token_add_no_query_and_are_scored_on_their_prompt(
-    K, flash, tiny, on_segments
+    K, flash, tiny, use_flash
 ):
     gpt, (prompts, _) = model.load_model(tiny, dtype=torch.float64), ragged(K, 97, 0)
     batch = pack(prompts, [tuple(np.array([3 + k]) for k in range(K))] * 5)
     plain = gpt(batch)
     if flash:
-        on_segments()
+        use_flash()
     cache = model.PromptCache()
     first = gpt(batch, cache)
     with torch.no_grad():
@@ -291,8 +293,9 @@ def test_a_packed_batch_is_copied_to_a_device_in_one_piece(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", to)
     there = batch.to("meta")
     assert moved == [(torch.int32, {"non_blocking": True})]
-    shapes = [(x.shape, x.dtype) for x in batch[:-3]]
-    assert [(x.shape, x.dtype) for x in there[:-3]] == shapes and there.token_N.is_meta
+    for name in (*data.INT64_FIELDS, *data.INT32_FIELDS):
+        x, copied = getattr(batch, name), getattr(there, name)
+        assert (copied.shape, copied.dtype) == (x.shape, x.dtype) and copied.is_meta
     assert batch.index_B.tolist() == [4, 2, 7, 1, 0]
 
 
