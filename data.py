@@ -1,8 +1,8 @@
 """One step's batch with its mismatched (KL) pairs, its micro-batches, and packing.
 
-This file knows no model and no loss. Reading order: a step's batch and its mismatched pairs (Batch), how the batch
-is cut into micro-batches (cut_micro_batches), how a micro-batch becomes one row of tokens (pack). How the records of
-a file become examples: records/examples.py.
+This file knows no model and no loss. Reading order: which examples a step has (step_batches), a step's batch and its
+mismatched pairs (Batch), how the batch is cut into micro-batches (Cut), how a micro-batch becomes one row of tokens
+(pack). How the records of a file become examples: records/examples.py.
 
 Shape letters; model.py uses the same ones:
 
@@ -21,6 +21,8 @@ Shape letters; model.py uses the same ones:
 import functools
 import hashlib
 import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,39 +32,144 @@ import torch
 from records.examples import Example
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
+from runs.optimizer import Plan
+from runs.settings import DEFAULT_TOKENS, RunSettings
+
+# ---- which examples a step has ------------------------------------------------------------------
+
+
+def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
+    """The batches of the steps to come, until plan.end. While a step runs, a thread makes and packs the batch of the
+    next one."""
+    steps = range(run.state.step + 1, plan.end + 1)
+
+    def make(step):
+        batch = batch_of_step(run, examples, plan, step)
+        batch.pack_ahead(run.objective.needs_no_gradient_pass)
+        return batch
+
+    if run.cfg.debug:  # a breakpoint wants the main thread
+        yield from map(make, steps)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        next_batch = thread.submit(make, steps[0]) if steps else None
+        for step in steps:
+            batch = next_batch.result()
+            if step < plan.end:
+                next_batch = thread.submit(make, step + 1)
+            yield batch
+
+
+def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
+    """The batch of a step: a slice of its epoch's order. It depends on seed, epoch and step only, so it is the same on
+    every rank, and a resume needs no sampler state."""
+    G = run.cfg.batch_size
+    epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
+    order = epoch_order(len(examples), plan.begin + epoch, run.cfg.seed, run.cfg.data.shuffle)
+    return make_batch(run, [examples[j] for j in order[i * G : (i + 1) * G]], run.objective)
+
+
+def make_batch(run, examples, objective) -> "Batch":
+    """These examples as the batch of a step of this objective, with mismatched pairs if it asks for them."""
+    partners = mismatched(examples) if objective.kl_pairs else None
+    cut = Cut.of(run.cfg, run.fabric)
+    return Batch(examples, partners, run.cfg.data.score_prompt, run.tokenizer, cut)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
+    """The order of an epoch's n examples. It depends on the arguments alone.
+
+    The list is cached: do not change it.
+    """
+    if not shuffle:
+        return list(range(n))
+    generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def next_items(items: list, i: int, n: int | None, seed: int) -> list:
+    """The n items (None: all) of iteration i, which counts from 1.
+
+    Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
+    """
+    n = n or len(items)
+    picked = []
+    for j in range((i - 1) * n, i * n):
+        epoch, k = divmod(j, len(items))
+        order = epoch_order(len(items), epoch, seed, True)
+        picked.append(items[order[k]])
+    return picked
+
 
 # ---- the batch of a step ------------------------------------------------------------------------
 
 
+class Cut(NamedTuple):
+    """How a step is cut into micro-batches. It changes memory and speed only."""
+
+    rank: int = 0
+    ranks: int = 1
+    examples: int | None = None  # of a micro-batch
+    tokens: int | None = DEFAULT_TOKENS  # of a micro-batch of the gradient pass
+    no_grad_tokens: int | None = (
+        2 * DEFAULT_TOKENS
+    )  # of the no-gradient pass, which needs less memory
+
+    @classmethod
+    def of(cls, cfg: RunSettings, fabric) -> "Cut":
+        tokens = cfg.micro_batch_tokens
+        if tokens is None and cfg.micro_batch_size is None:
+            tokens = DEFAULT_TOKENS
+        no_grad_tokens = cfg.no_grad_tokens
+        if no_grad_tokens is None and tokens is not None:
+            no_grad_tokens = 2 * tokens
+        rank, ranks = fabric.global_rank, fabric.world_size
+        return cls(rank, ranks, cfg.micro_batch_size, tokens, no_grad_tokens)
+
+
 @dataclass(frozen=True)
 class Batch:
-    """The G examples of a step (or of a whole validation split), the same on every rank.
-
-    `micro` and `packed` are filled by pack_ahead, in another thread, before the step begins. Both stay empty in
-    validation: there the micro-batches are cut and packed when they are needed.
-    """
+    """The G examples of a step (or of a whole validation split), the same on every rank."""
 
     examples: list[Example]
     # partners[i] is the example whose completion example i borrows for its KL pair; -1: it has no partner
     partners: list[int] | None = None
     score_prompt: bool = False
     tokenizer: Tokenizer | None = None
-    # this rank's micro-batches: micro[False] of the gradient pass, micro[True] of the no-gradient pass
+    cut: Cut = Cut()
+    # results of micro_batches, by its argument
     micro: dict[bool, list["Micro"]] = field(default_factory=dict)
-    # results of pack, by its arguments: (example numbers, own, borrowed)
+    # results of pack that were made ahead, by its arguments: (example numbers, own, borrowed)
     packed: dict[tuple[tuple[int, ...], bool, bool], "PackedBatch"] = field(default_factory=dict)
 
-    def pack_ahead(self, no_grad: bool, micros: list["Micro"]) -> None:
-        """Remember a pass's micro-batches, and pack what the pass will ask for."""
-        self.micro[no_grad] = micros
-        if no_grad and self.partners is not None:
-            kinds = [(True, True), (False, True)]  # for the reference; for the policy's KL pairs
-        else:
-            kinds = [(True, False)]
-        for micro in micros:
-            for own, borrowed in kinds:
-                key = (tuple(micro.index), own, borrowed)
-                self.packed[key] = self.pack(micro.index, own, borrowed)
+    def micro_batches(self, no_grad: bool = False) -> list["Micro"]:
+        """This rank's micro-batches of the gradient pass or of the no-gradient pass. Both passes cut the same part of
+        the step, and all ranks have equally many."""
+        if no_grad not in self.micro:
+            cut, sizes = self.cut, self.sizes()
+            parts = split_over_ranks(sizes, cut.ranks, by_tokens=cut.tokens is not None)
+            tokens = cut.tokens
+            if no_grad:
+                sizes, tokens = self.sizes(borrowed=True), cut.no_grad_tokens
+            of_ranks = cut_micro_batches(sizes, parts, cut.examples, tokens)
+            self.micro[no_grad] = of_ranks[cut.rank]
+        return self.micro[no_grad]
+
+    def pack_ahead(self, no_gradient_pass: bool) -> None:
+        """Pack what the passes of the step will ask for."""
+        for no_grad in (False, True) if no_gradient_pass else (False,):
+            if no_grad and self.partners is not None:
+                kinds = [
+                    (True, True),
+                    (False, True),
+                ]  # for the reference; for the policy's KL pairs
+            else:
+                kinds = [(True, False)]
+            for micro in self.micro_batches(no_grad):
+                for own, borrowed in kinds:
+                    key = (tuple(micro.index), own, borrowed)
+                    self.packed[key] = self.pack(micro.index, own, borrowed)
 
     def pack(self, index: list[int], own: bool = True, borrowed: bool = False) -> "PackedBatch":
         """These examples' prompts with their own completions, with the borrowed one, or with both (the borrowed one
@@ -172,32 +279,6 @@ def mismatched(examples: list[Example]) -> list[int]:
                 break
         partners.append(partner)
     return partners
-
-
-@functools.lru_cache(maxsize=2)
-def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """The order of an epoch's n examples. It depends on the arguments alone, so a resume needs no sampler state.
-
-    The list is cached: do not change it.
-    """
-    if not shuffle:
-        return list(range(n))
-    generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
-    return torch.randperm(n, generator=generator).tolist()
-
-
-def next_items(items: list, i: int, n: int | None, seed: int) -> list:
-    """The n items (None: all) of iteration i, which counts from 1.
-
-    Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
-    """
-    n = n or len(items)
-    picked = []
-    for j in range((i - 1) * n, i * n):
-        epoch, k = divmod(j, len(items))
-        order = epoch_order(len(items), epoch, seed, True)
-        picked.append(items[order[k]])
-    return picked
 
 
 # ---- micro-batches ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ pairs of a step (n <= G).
 
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -26,10 +26,9 @@ from data import (
     Batch,
     Micro,
     MicroBatch,
-    cut_micro_batches,
-    epoch_order,
-    mismatched,
-    split_over_ranks,
+    batch_of_step,
+    make_batch,
+    step_batches,
     to_device,
 )
 from reference import CachedReference
@@ -39,7 +38,6 @@ from runs.errors import Failed
 from runs.files import write_json
 from runs.metrics import mean
 from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
-from runs.settings import DEFAULT_TOKENS
 from setup import Run, export_models, load_best_weights
 
 
@@ -155,9 +153,9 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> tuple[dict, KL]:
         """Add the step's gradient to the policy's. -> {column: (G,)} and KL, of all ranks"""
         run, columns, first_forward = self.run, {}, None
-        micros = self.micro_batches(batch)
+        micros = batch.micro_batches()
         score_pairs = self.forward_packed
-        if run.objective.kl_pairs and len(micros) == len(self.micro_batches(batch, True)) == 1:
+        if run.objective.kl_pairs and len(micros) == len(batch.micro_batches(no_grad=True)) == 1:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = model.PromptCache()
@@ -182,7 +180,7 @@ class Trainer:
         run, G, device = self.run, len(batch.examples), self.run.fabric.device
         has_pairs, ref_logps = batch.partners is not None, None
         kl_G = torch.zeros(G, device=device, dtype=torch.float64)
-        micros = self.micro_batches(batch, no_grad=True) if objective.needs_no_gradient_pass else []
+        micros = batch.micro_batches(no_grad=True) if objective.needs_no_gradient_pass else []
         for micro in micros:
             packed, ref_BK = self.pack(batch, micro.index, borrowed=has_pairs), None
             if objective.needs_reference:
@@ -255,56 +253,9 @@ class Trainer:
 
     # ---- parts of a step ------------------------------------------------------------------------
 
-    def batches(self, examples, plan: Plan):
-        """The batches of the steps to come. While one is trained on, a thread packs the next."""
-        run = self.run
-
-        def make(step):
-            batch = self.batch_of(examples, plan, step)
-            batch.pack_ahead(False, self.micro_batches(batch))
-            if run.objective.needs_no_gradient_pass:
-                batch.pack_ahead(True, self.micro_batches(batch, no_grad=True))
-            return batch
-
-        steps = range(run.state.step + 1, plan.end + 1)
-        if run.cfg.debug:  # a breakpoint wants the main thread
-            yield from map(make, steps)
-            return
-        with ThreadPoolExecutor(1) as thread:
-            next_batch = thread.submit(make, steps[0]) if steps else None
-            for step in steps:
-                batch = next_batch.result()
-                if step < plan.end:
-                    next_batch = thread.submit(make, step + 1)
-                yield batch
-
-    def batch_of(self, examples, plan: Plan, step: int) -> Batch:
-        """The G examples of a step: a slice of its epoch's order, the same on every rank."""
-        cfg, G = self.run.cfg, self.run.cfg.batch_size
-        epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
-        order = epoch_order(len(examples), plan.begin + epoch, cfg.seed, cfg.data.shuffle)
-        chosen = [examples[j] for j in order[i * G : (i + 1) * G]]
-        return self.make_batch(chosen, self.run.objective)
-
-    def make_batch(self, examples, objective: Objective) -> Batch:
-        """Called in the packing thread, a step before the batch is used."""
-        partners = mismatched(examples) if objective.kl_pairs else None
-        return Batch(examples, partners, self.run.cfg.data.score_prompt, self.run.tokenizer)
-
-    def micro_batches(self, batch: Batch, no_grad: bool = False) -> list[Micro]:
-        """This rank's part of a batch, cut to the token budget. Both passes cut the same part, and
-        all ranks have equally many micro-batches."""
-        if no_grad in batch.micro:
-            return batch.micro[no_grad]
-        cfg, fabric, sizes = self.run.cfg, self.run.fabric, batch.sizes()
-        tokens = cfg.micro_batch_tokens
-        if tokens is None and cfg.micro_batch_size is None:
-            tokens = DEFAULT_TOKENS
-        parts = split_over_ranks(sizes, fabric.world_size, by_tokens=tokens is not None)
-        if no_grad:
-            sizes = batch.sizes(borrowed=True)
-            tokens = cfg.no_grad_tokens or (tokens and 2 * tokens)
-        return cut_micro_batches(sizes, parts, cfg.micro_batch_size, tokens)[fabric.global_rank]
+    def batches(self, examples, plan: Plan) -> Iterator[Batch]:
+        """The batches of the steps to come. They are made a step ahead, in another thread."""
+        return step_batches(self.run, examples, plan)
 
     def pack(self, batch: Batch, index, own: bool = True, borrowed: bool = False):
         return batch.pack(index, own, borrowed).to(self.run.fabric.device)
@@ -360,9 +311,9 @@ class Trainer:
             return {}
         run, columns = self.run, {}
         run.policy.eval()
-        batch = self.make_batch(examples, run.validation)
+        batch = make_batch(run, examples, run.validation)
         no_grad = self.no_gradient_pass(batch, self.forward_packed, run.validation)
-        for micro in self.micro_batches(batch):
+        for micro in batch.micro_batches():
             packed, logps = self.forward(batch, micro)
             self.loss(run.validation, batch, micro, packed, logps, no_grad, columns)
         run.policy.train()
@@ -397,7 +348,7 @@ class Trainer:
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
         starts_equal = step == run.reference_step and not cfg.reference
         if starts_equal and run.objective.needs_reference and not cfg.debug:
-            self.check_start(self.make_batch(examples[: cfg.batch_size], run.objective))
+            self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0:
@@ -410,7 +361,7 @@ class Trainer:
         packed batch r is exactly 0."""
         run = self.run
         run.policy.eval()
-        index = self.micro_batches(batch)[0].index
+        index = batch.micro_batches()[0].index
         packed = self.pack(batch, index, borrowed=batch.partners is not None)
         r_BK = self.forward_packed(packed) - run.reference.compute(packed)
         largest = all_reduce(r_BK.abs().max().double()).item()
@@ -431,9 +382,9 @@ class Trainer:
             return torch.zeros(packed.length_BK.shape, device=run.fabric.device)
 
         steps = range(run.state.step + 1, plan.end + 1)
-        batches = ((self.batch_of(examples, plan, step), run.objective) for step in steps)
+        batches = ((batch_of_step(run, examples, plan, step), run.objective) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
-        held_out = ((self.make_batch(x, run.validation), run.validation) for x in splits if x)
+        held_out = ((make_batch(run, x, run.validation), run.validation) for x in splits if x)
         for batch, objective in chain(batches, held_out):
             self.no_gradient_pass(batch, zeros, objective)
         run.reference.release()

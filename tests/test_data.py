@@ -947,11 +947,11 @@ def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
 
 def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
-    batch, later = (Batch(found, data.mismatched(found)) for _ in range(2))
-    batch.pack_ahead(False, [Micro([0]), Micro([1, 2])])
-    batch.pack_ahead(True, [Micro([0, 1, 2])])
-    assert batch.micro == {False: [Micro([0]), Micro([1, 2])], True: [Micro([0, 1, 2])]}
-    asked = [([0], True, False), ([1, 2], True, False)]
+    cut = data.Cut(tokens=8, no_grad_tokens=99)
+    batch, later = (Batch(found, data.mismatched(found), cut=cut) for _ in range(2))
+    batch.pack_ahead(no_gradient_pass=True)
+    assert batch.micro == {False: [Micro([0, 1]), Micro([2])], True: [Micro([0, 1, 2])]}
+    asked = [([0, 1], True, False), ([2], True, False)]
     asked += [([0, 1, 2], True, True), ([0, 1, 2], False, True)]
     assert len(batch.packed) == len(asked)
     for index, own, borrowed in asked:
@@ -959,5 +959,5 @@ def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
         assert packed is batch.pack(index, own, borrowed), "packed once"
         assert torch.equal(packed.buffer, later.pack(index, own, borrowed).buffer)
     alone = Batch(found)
-    alone.pack_ahead(True, [Micro([0, 1])])
-    assert list(alone.packed) == [((0, 1), True, False)], "without partners nothing is borrowed"
+    alone.pack_ahead(no_gradient_pass=True)
+    assert list(alone.packed) == [((0, 1, 2), True, False)], "without partners nothing is borrowed"

@@ -16,6 +16,7 @@ from test_step import assert_equal, start
 
 import dpo
 import model
+from data import make_batch
 from records.examples import Example
 from runs.errors import BadInput
 
@@ -29,7 +30,7 @@ def pair(prompt, chosen, rejected, rewards=(None, None)):
 
 def score(args, policy, reference, examples):
     objective = dpo.DPO(args)
-    batch = trainer_of(objective).make_batch(examples, objective)
+    batch = make_batch(trainer_of(objective).run, examples, objective)
     return score_batch(objective, policy, reference, batch)[1:]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import kto
 import model
-from data import Batch
+from data import Batch, make_batch
 from records.examples import Example
 from reference import Reference
 from runs.checkpoint import RunState
@@ -150,7 +150,7 @@ def tables(labels=(True, False, True, True), **kw):
     """Four examples; completion i is of i + 1 tokens i. Nothing symmetric."""
     examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate(labels)]
     objective = kto.KTO(kto.KTOSettings(beta=0.1, **kw))
-    return objective, trainer_of(objective).make_batch(examples, objective)
+    return objective, make_batch(trainer_of(objective).run, examples, objective)
 
 
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
@@ -317,7 +317,7 @@ def test_the_check_at_start_refuses_another_reference(tiny):
         (model.load_model(PARITY / "ref"), False),
     ):
         trainer = trainer_of(objective, model.load_model(tiny), reference)
-        batch = trainer.make_batch(examples, objective)
+        batch = make_batch(trainer.run, examples, objective)
         if same:
             trainer.check_start(batch)
             continue

@@ -10,6 +10,7 @@ from conftest import assert_same, checkpoint_tensors, killed_and_resumed, ranks,
 from models import same_weights
 from safetensors.torch import load_file
 
+import data
 import model
 import rollout
 import spin
@@ -23,7 +24,6 @@ from runs.errors import BadInput
 from runs.folder import checkpoints_by_step
 from runs.optimizer import iteration_plans
 from runs.settings import Data, Lora
-from train import Trainer
 
 RUN = ("--batch_size=4", "--epochs=2", "--optim.lr=1e-3", "--spin.max_iterations=3",
        "--spin.max_new_tokens=6", "--spin.rollout_batch_size=3", "--save_interval=2",
@@ -158,14 +158,14 @@ def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
 def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     tiny, demos, tmp_path, monkeypatch, capsys
 ):
-    seen, real = [], Trainer.batch_of
+    seen, real = [], data.batch_of_step
 
-    def batch_of(self, *args):
-        batch = real(self, *args)
-        seen.append((self.objective.args.beta, batch.examples))
+    def batch_of_step(run, *args):
+        batch = real(run, *args)
+        seen.append((run.objective.args.beta, batch.examples))
         return batch
 
-    monkeypatch.setattr(Trainer, "batch_of", batch_of)
+    monkeypatch.setattr(data, "batch_of_step", batch_of_step)
     argv = ("--spin.max_iterations=2", "--spin.beta=[0.2,0.7]", "--spin.mix=0.5", "--epochs=1")
     go(tiny, demos, tmp_path, *argv)
     own = [ids_of(tmp_path, i) for i in (1, 2)]

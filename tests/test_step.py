@@ -18,6 +18,7 @@ from models import GQA, gpt2_from_hf, made
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+import data
 import kto
 import model
 from runs import checkpoint
@@ -212,14 +213,14 @@ def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, mo
 @pytest.fixture
 def drawn(monkeypatch) -> list:
     """The examples of each step from here on."""
-    steps, real = [], Trainer.batch_of
+    steps, real = [], data.batch_of_step
 
-    def batch_of(self, *args):
-        batch = real(self, *args)
+    def batch_of_step(*args):
+        batch = real(*args)
         steps.append(batch.examples)
         return batch
 
-    monkeypatch.setattr(Trainer, "batch_of", batch_of)
+    monkeypatch.setattr(data, "batch_of_step", batch_of_step)
     return steps
 
 
