@@ -1,7 +1,4 @@
-"""BCO (arXiv 2404.04656): a baseline with memory.
-
-python examples/bco.py
-"""
+"""BCO (arXiv 2404.04656): a baseline with memory. Run it: python examples/bco.py"""
 
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""KTO with z as an exponential average over steps.
-
-python examples/ema_z.py
-"""
+"""KTO with z as an exponential average over steps. Run it: python examples/ema_z.py"""
 
 import sys
 

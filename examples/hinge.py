@@ -1,7 +1,4 @@
-"""max(0, margin - h) on pairs, with h as in DPO.
-
-python examples/hinge.py
-"""
+"""max(0, margin - h) on pairs, with h as in DPO. Run it: python examples/hinge.py"""
 
 import sys
 from dataclasses import dataclass

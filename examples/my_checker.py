@@ -1,7 +1,4 @@
-"""A checker of one's own: short answers are right.
-
-python examples/my_checker.py
-"""
+"""A checker of one's own: short answers are right. Run it: python examples/my_checker.py"""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""SimPO (arXiv 2405.14734): pairs without a reference.
-
-python examples/simpo.py
-"""
+"""SimPO (arXiv 2405.14734): pairs without a reference. Run it: python examples/simpo.py"""
 
 import sys
 from dataclasses import dataclass

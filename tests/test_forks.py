@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +97,51 @@ def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_p
     assert len(loads) == 1
 
 
+class NoReference(kto.KTO):
+    """With mismatched pairs: z is then of log pi alone."""
+
+    needs_reference = False
+
+
+def test_an_objective_with_pairs_and_without_a_reference_loads_and_runs_none(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    import reference
+    import setup
+
+    no_copy = SimpleNamespace(deepcopy=lambda m: pytest.fail("a copy for a reference"))
+    monkeypatch.setattr(setup, "copy", no_copy)
+    monkeypatch.setattr(reference.Reference, "__call__", lambda *a: pytest.fail("it ran"))
+    monkeypatch.setattr(kto, "KTO", NoReference)
+    train(tiny, ratings, tmp_path / "a", *COMMON, f"--data.val={ratings}")
+    rows = result(tmp_path / "a")["rows"]
+    assert all(row["kl"] == 0 and row["kl/clamped"] == 1 for row in rows), "log pi is below 0"
+    for row in rows:
+        for kind in ("chosen", "rejected"):
+            assert row[f"rewards/{kind}"] == pytest.approx(0.1 * row[f"logps/{kind}"], rel=1e-6)
+
+
+@pytest.mark.parametrize("reference", ["first", "last"])
+def test_online_kto_without_a_reference_runs_and_resumes(reference, clone, tmp_path):
+    text = (ROOT / "online.py").read_text()
+    old = '    records = "prompts"\n'
+    assert text.count(old) == 1
+    name = f"bare_{reference}"
+    (clone / f"{name}.py").write_text(text.replace(old, f"{old}    needs_reference = False\n"))
+    command = f"python {name}.py --batch_size 8 --online.max_iterations 2 --eval.prompts 4"
+    command += f" --online.prompts_per_iteration 16 --online.reference {reference}"
+    command += " --eval.samples 0 --save_interval 1"
+    code, said, stderr = run(clone, tmp_path / "a", f"{command} --out_dir out/{name}").ended()
+    assert code == 0 and "exported to" in said, stderr
+    assert "policy and reference" not in said
+    stopped = f"{command} --out_dir out/{name}-b"
+    code, said, stderr = run(clone, tmp_path / "b", f"{stopped} --stop_at 3").ended()
+    assert code == 0 and "stopped by stop_at at step 3" in said, stderr
+    code, said, stderr = run(clone, tmp_path / "c", f"{stopped} --resume auto").ended()
+    assert code == 0, stderr
+    assert_same(result(clone / "out" / f"{name}-b"), result(clone / "out" / name))
+
+
 def run(clone: Path, folder: Path, command: str) -> Started:
     """The command as typed in the clone."""
 
@@ -143,18 +187,23 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
 
 
 @pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge"])
-def test_an_example_runs_on_the_demo_by_the_command_in_its_first_line(program, clone, tmp_path):
-    first, *_ = (EXAMPLES / f"{program}.py").read_text().splitlines()
-    copied, command = re.search(r"(cp .*) && (python .*)\"\"\"$", first).groups()
-    subprocess.run(shlex.split(copied), cwd=clone, check=True)
-    few = " --batch_size 8 --max_steps 2 --eval.prompts 4"
-    code, said, stderr = run(clone, tmp_path / "a", command + few).ended()
+def test_an_example_runs_where_it_lies_by_its_command_and_resumes_by_the_printed_one(
+    program, clone, tmp_path
+):
+    text = (EXAMPLES / f"{program}.py").read_text()
+    (command,) = re.findall(r'^""".* Run it: (python .*)"""$', text, re.M)
+    command += " --batch_size 8 --max_steps 3 --eval.prompts 4 --stop_at 2"
+    code, said, stderr = run(clone, tmp_path / "a", command).ended()
+    (resume,) = re.findall(r"^  (python .*)$", said, re.M)
+    assert code == 0 and resume.startswith(f"python examples/{program}.py "), stderr
+    code, said, stderr = run(clone, tmp_path / "b", f"{resume} --stop_at null").ended()
     assert code == 0 and "held-out accuracy by the checker" in said, stderr
 
 
 def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone, tmp_path):
-    shutil.copy(EXAMPLES / "my_checker.py", clone / "checked.py")
-    command = "python checked.py --max_steps 4 --eval.prompts 30 --eval.check_interval 2"
+    command = (
+        "python examples/my_checker.py --max_steps 4 --eval.prompts 30 --eval.check_interval 2"
+    )
     command += " --val_interval 1 --out_dir out/c"
     code, said, stderr = run(clone, tmp_path / "a", command).ended()
     assert code == 0 and "held-out accuracy by the checker" in said, stderr

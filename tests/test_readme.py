@@ -20,7 +20,8 @@ from models import GQA, made
 import kto
 from runs.cli import parse
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
+FORKS = (ROOT / "docs" / "forks.md").read_text()
 COMMANDS = [
     shlex.split(line.split("#")[0])
     for block in re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
@@ -76,6 +77,7 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
         said = capsys.readouterr().out
         expected = {"report.py": "report.html", "sweep.py": "report.html", "generate.py": ""}
         expected |= {"--help": "--kto.beta", "--print_config": "  beta: ", "--estimate": "GB"}
+        expected |= {"data.py": "an example by tokens"}
         keys = [x for x in (program, *argv) if x in expected]
         assert (expected[keys[-1]] if keys else "exported to") in said, command
 
@@ -132,7 +134,7 @@ def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings,
 
 def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     """Its code as it stands, with a stand-in for vLLM that answers by transformers."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    (code,) = re.findall(r"^```python\n(.*?)^```", FORKS, re.M | re.S)
     asked = []
 
     class LLM:
@@ -154,7 +156,7 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
             "--online.max_new_tokens=4", f"--out_dir={tmp_path / 'run'}", "--progress=false"]  # fmt: skip
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # patch.dict would forget what this imports
     monkeypatch.setattr(sys, "argv", ["online.py", *argv])
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "forks.md", "exec"), {"__name__": "__main__"})
     assert asked and asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()
 
 
