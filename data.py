@@ -385,12 +385,8 @@ class PackedBatch(NamedTuple):
     branch_N: torch.Tensor  # 0: the token belongs to the prompt; k: to completion k
     source_T: torch.Tensor  # the input token whose hidden state predicts the target
     target_T: torch.Tensor  # the token id to predict
-    segment_T: (
-        torch.Tensor
-    )  # J * example + branch: to which of the B * J segments the target belongs
-    length_BK: (
-        torch.Tensor
-    )  # scored tokens of each completion, with the prompt's if they are scored
+    segment_T: torch.Tensor  # J * example + branch: which of the B * J segments has the target
+    length_BK: torch.Tensor  # scored tokens of a completion, plus those of a scored prompt
     index_B: torch.Tensor  # the example's number in its step
     prompt_P: torch.Tensor  # which of the N tokens belong to prompts
     # Which of the N tokens belong to completions. If none does (all completions have one token), this is token 0:

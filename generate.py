@@ -169,13 +169,9 @@ class _Sampler:
         packed = pack(batch_prompts, completions).to(device)
         lengths = list(packed.sizes)
         length_B = to_device(torch.tensor(lengths), device)
-        room_B = torch.clamp(
-            self.context - length_B, max=max_new
-        )  # new tokens that fit the context
+        room_B = torch.clamp(self.context - length_B, max=max_new)  # new tokens that fit
         cache = KVCache(packed, slots=min(self.context, max(lengths) + max_new))
-        answer_B = to_device(
-            torch.tensor(index or [-1]), device
-        )  # each row's place among the A answers
+        answer_B = to_device(torch.tensor(index or [-1]), device)  # each row's number among the A
         seen_BV = None
         for y in range(max_new):
             if self.should_stop is not None and self.should_stop():
@@ -200,10 +196,10 @@ class _Sampler:
             going_on = [row for row, done in enumerate(done_B.tolist()) if not done]
             if self._all_ranks(dummy or not going_on):
                 return
-            if (
-                not going_on
-            ):  # other ranks go on: row 0 becomes the dummy, and what it says is not written
-                going_on, dummy = [0], True
+            if not going_on:
+                # other ranks go on: row 0 becomes the dummy, whose tokens are not written
+                going_on = [0]
+                dummy = True
             if len(going_on) < len(new_B):
                 order = cache.keep(going_on)
                 lengths = [lengths[row] for row in order]

@@ -91,6 +91,7 @@ class PackedAttention:
             prompt_cache.batch = batch  # this forward fills it
             return
         self.cached = True
+        # only their lengths are compared
         cached_prompts = [sizes[0] for sizes in prompt_cache.batch.segment_sizes]
         prompts = [sizes[0] for sizes in batch.segment_sizes]
         assert prompts == cached_prompts, "the cache is of other prompts: log-probs would be wrong"
@@ -132,12 +133,11 @@ class PackedAttention:
         if len(batch.key_L):
             k, v = k[:, :, batch.key_L], v[:, :, batch.key_L]
         if self.cached:
-            query_start_S, max_queries = (
-                batch.completion_query_start_S,
-                batch.max_completion_queries,
-            )
+            query_start_S = batch.completion_query_start_S
+            max_queries = batch.max_completion_queries
         else:
-            query_start_S, max_queries = batch.query_start_S, batch.max_queries
+            query_start_S = batch.query_start_S
+            max_queries = batch.max_queries
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
         # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
         options = dict(scale=attn.scale, window_size=((attn.window or 0) - 1, 0))
@@ -180,17 +180,17 @@ class PackedAttention:
         for group, examples in enumerate(self.groups()):
             group_size = sum(sizes[b] for b in examples)
             group_sizes.append(group_size)
-            b = examples[0]
+            # the group's tiles: numbers of queries and keys, and whether attention is plain causal within the tile
             if len(examples) > 1:
                 n_queries = sum(sum(queries_BJ[b]) for b in examples)
                 cuts = [(n_queries, group_size, False)]
             elif K == 1 and not self.cached:
-                cuts = [
-                    (group_size, group_size, True)
-                ]  # a prompt with one completion is plain causal
+                cuts = [(group_size, group_size, True)]
             else:
+                b = examples[0]
                 ends = list(itertools.accumulate(batch.segment_sizes[b]))
-                causal = [end == ends[0] for end in ends]  # the prompt alone is plain causal
+                # only the prompt is plain causal: a completion must not see the other completions
+                causal = [end == ends[0] for end in ends]
                 cuts = list(zip(queries_BJ[b], ends, causal))
             for n_queries, n_keys, causal in cuts:
                 if n_queries == 0:
@@ -251,7 +251,7 @@ def flash_fits(attn, q) -> bool:
 
 
 def sdpa(attn, q, k, v, mask):
-    """Attention of q (B, H, queries, D) to k and v (B, key heads, keys, D) -> (B, H, queries, D).
+    """Attention of q (R, heads, queries, D) to k and v (R, key heads, keys, D) -> (R, heads, queries, D).
 
     mask: boolean, True: attend; None: plain causal.
     """
@@ -279,6 +279,9 @@ class KVCache:
 
     def __init__(self, batch: PackedBatch, slots: int):
         self.slots = slots
+        self.length = (
+            0  # after the first forward: the slots that are in use, those of the longest sequence
+        )
         self.tensors = {}  # layer -> keys, values; each (B, key heads, slots, D)
         self.masks = {}  # window -> mask of the current forward
         # the tokens of the next forward
@@ -300,7 +303,7 @@ class KVCache:
         self.length = longest + 1
 
     def keep(self, rows: list[int]) -> list[int]:
-        """Drop all other sequences. Of those that stay, the last ones move into the gaps.
+        """Keep the sequences in these rows (ascending) and drop the others. The last ones move into the gaps.
 
         Returns the row that each sequence had before, in the new order.
         """
@@ -322,7 +325,7 @@ class KVCache:
         return order
 
     def attend(self, attn, q, k, v):
-        """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Keys and values are saved."""
+        """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Fills the slots of k and v."""
         if attn not in self.tensors:
             shape = len(self.row_B), k.shape[1], self.slots, k.shape[3]
             self.tensors[attn] = k.new_zeros(shape), v.new_zeros(shape)

@@ -289,7 +289,7 @@ def test_the_training_mode_is_off_while_sampling_and_restored(training):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_sampling_stops_before_the_next_token_when_it_should_and_gives_nothing(training):
+def test_should_stop_is_asked_before_each_token_and_ends_sampling_with_none(training):
     policy, calls = Alphabet().train(training), []
 
     def should_stop():
@@ -303,7 +303,7 @@ def test_sampling_stops_before_the_next_token_when_it_should_and_gives_nothing(t
     assert policy.training == training
 
 
-def test_sampling_stops_at_once_also_in_a_later_batch_of_rows():
+def test_should_stop_ends_all_batches_of_rows():
     policy, calls = Alphabet(), []
 
     def should_stop():
@@ -317,7 +317,7 @@ def test_sampling_stops_at_once_also_in_a_later_batch_of_rows():
     )
 
 
-def test_a_question_that_is_never_answered_yes_changes_nothing(tiny):
+def test_should_stop_that_always_says_no_changes_nothing(tiny):
     policy, prompts = policy_of("gpt2", tiny), prompts_of([4, 1, 9])
     calls = []
     asked = answers(policy, prompts, should_stop=lambda: calls.append(0) or False)
@@ -326,7 +326,7 @@ def test_a_question_that_is_never_answered_yes_changes_nothing(tiny):
     assert answers(policy, [], should_stop=lambda: True) == [], "nothing is sampled"
 
 
-def test_all_ranks_are_asked_equally_often_so_that_they_may_vote():
+def test_all_ranks_ask_should_stop_equally_often_so_it_may_be_a_collective():
     prompts = [np.array(p, "int32") for p in ([3], [18], [4], [17], [5])]
 
     def work(rank):
