@@ -13,6 +13,7 @@ Shape letters:
 """
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from records.tokenizer import Tokenizer
 from runs.cli import parse_command
 from runs.devices import all_reduce, free_memory, keep_gathered
 from runs.errors import BadInput, run_cli
-from runs.settings import Sampling
+from runs.settings import Sampling, check_fields
 
 # ---- one token ----------------------------------------------------------------------------------
 
@@ -277,8 +278,9 @@ def parse_ask(argv=None) -> Ask:
         if words[-1:] == ["--prompt"]:
             words[-1] = f"--prompt+={word}"
         else:
-            words.append(word.replace("--prompt=", "--prompt+=", 1))
+            words.append(re.sub("^--prompt=", "--prompt+=", word))
     args = parse_command(Ask, __doc__, words)
+    check_fields(args)
     args.validate("generate")
     if not args.model:
         raise BadInput("model: required: a run's folder, or any model that kto.py takes")

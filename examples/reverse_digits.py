@@ -1,7 +1,8 @@
 """Another task for the demo: reverse digits. It writes a base model and data to out/digits.
 
-python examples/reverse_digits.py
-python kto.py --model out/digits/base --data.train out/digits/train.jsonl
+Run it, then train on it:
+    python examples/reverse_digits.py
+    python kto.py --model out/digits/base --data.train out/digits/train.jsonl --optim.lr 7e-4
 """
 
 import sys
