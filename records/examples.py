@@ -50,17 +50,18 @@ class Examples(Sequence):
     rows    (examples,) a structured array with one row per example:
             start, length (1 + K each): where in `tokens` its prompt and its K completions are
             label, weight, rewards: as in Example
-            source: which of `sources` it has;  line: its number in the file, -1 if it has none
-    sources a list of (place up to the line's number, (name, value) of each extra field), without
+            origin: which of `origins` it has
+            line: the number at the end of its `where`, -1 if there is none
+    origins a list of (`where` without the line, (name, value) of each extra field), without
             repetition: most examples of a file share one
 
-    A slice or a selection has rows of its own, and shares `tokens` and `sources`.
+    A slice or a selection has rows of its own, and shares `tokens` and `origins`.
     """
 
-    def __init__(self, tokens: np.ndarray, rows: np.ndarray, sources: list[tuple]):
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray, origins: list[tuple]):
         self.tokens = tokens
         self.rows = rows
-        self.sources = sources
+        self.origins = origins
         self.n_ids = rows["start"].shape[1]  # 1 + K
 
     @classmethod
@@ -78,7 +79,7 @@ class Examples(Sequence):
                 ("label", "?"),
                 ("weight", "f8"),
                 ("rewards", "f8", (2,)),
-                ("source", "i8"),
+                ("origin", "i8"),
                 ("line", "i8"),
             ],
         )
@@ -87,33 +88,33 @@ class Examples(Sequence):
         rows["label"] = [e.label for e in examples]
         rows["weight"] = [e.weight for e in examples]
         rows["rewards"] = [e.rewards for e in examples]  # None becomes nan
-        sources: dict[tuple, int] = {}
-        source_numbers, lines = [], []
+        origins: dict[tuple, int] = {}
+        origin_numbers, lines = [], []
         for e in examples:
-            place = e.where.rstrip("0123456789")
-            source = (place, *e.extra.items())
-            source_numbers.append(sources.setdefault(source, len(sources)))
-            lines.append(int(e.where[len(place) :] or -1))
-        rows["source"] = source_numbers
+            file = e.where.rstrip("0123456789")
+            origin = (file, *e.extra.items())
+            origin_numbers.append(origins.setdefault(origin, len(origins)))
+            lines.append(int(e.where[len(file) :] or -1))
+        rows["origin"] = origin_numbers
         rows["line"] = lines
         tokens = np.concatenate([x for row in ids for x in row])
-        return cls(tokens, rows, list(sources))
+        return cls(tokens, rows, list(origins))
 
     @classmethod
     def join(cls, parts: list["Examples"]) -> "Examples":
         """All examples of several lists, in their order. They must have the same K."""
         if len(parts) == 1:
             return parts[0]
-        all_rows, sources, n_tokens = [], [], 0
+        all_rows, origins, n_tokens = [], [], 0
         for part in parts:
             rows = part.rows.copy()
             rows["start"] += n_tokens
-            rows["source"] += len(sources)
+            rows["origin"] += len(origins)
             all_rows.append(rows)
-            sources += part.sources
+            origins += part.origins
             n_tokens += len(part.tokens)
         tokens = np.concatenate([part.tokens for part in parts])
-        return cls(tokens, np.concatenate(all_rows), sources)
+        return cls(tokens, np.concatenate(all_rows), origins)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -121,16 +122,16 @@ class Examples(Sequence):
     def __getitem__(self, i):
         """One Example, or the Examples of a slice, of an array of numbers or of a mask."""
         if isinstance(i, slice) or np.ndim(i):
-            return Examples(self.tokens, self.rows[i], self.sources)
-        starts, lengths, label, weight, rewards, source, line = self.rows[i].tolist()
+            return Examples(self.tokens, self.rows[i], self.origins)
+        starts, lengths, label, weight, rewards, origin, line = self.rows[i].tolist()
         prompt, *completions = [self.tokens[a : a + n] for a, n in zip(starts, lengths)]
-        place, *extra = self.sources[source]
+        file, *extra = self.origins[origin]
         return Example(
             prompt=prompt,
             completions=tuple(completions),
             label=label,
             rewards=tuple(None if math.isnan(r) else r for r in rewards.tolist()),
-            where=place + str(line) if line >= 0 else place,
+            where=file + str(line) if line >= 0 else file,
             weight=weight,
             extra=dict(extra),
         )
@@ -145,7 +146,7 @@ class Examples(Sequence):
             yield content[start:end]
 
 
-class Loaded(NamedTuple):
+class LoadedExamples(NamedTuple):
     """What load_examples returns."""
 
     examples: Examples
@@ -157,7 +158,7 @@ class Loaded(NamedTuple):
 # ---- from a file to examples ---------------------------------------------------------------------
 
 
-def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> Loaded:
+def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
     """All examples of one or more sources, such as data.train names.
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
@@ -183,10 +184,10 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -
         _, first = np.unique(_number_distinct(examples.ids_as_bytes(0)), return_index=True)
         examples = examples[first]
     _check_extra_types(examples)
-    return Loaded(examples, cuts, tuple(ignored), tuple(renamed))
+    return LoadedExamples(examples, cuts, tuple(ignored), tuple(renamed))
 
 
-def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> Loaded:
+def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
     """The examples of one file (or Hub data set): from data.cache if they are there."""
     file = cache_file(source, tokenizer, kind, limits)
     if file is None:
@@ -199,17 +200,19 @@ def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> L
     return loaded
 
 
-def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> Loaded:
-    """The whole way of a record: read, understand and render it (_rendered_records), then encode
-    its texts, cut their ids to the limits, and make columns of them."""
+def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
+    """The examples of one file. Steps 1 to 3 of a record's way are in _read_texts below (read,
+    understand, render), steps 4 to 6 here (encode, cut, make columns)."""
     parts = []
     cuts, ignored, renamed = Counter(), {}, {}
-    rendered = _rendered_records(source, tokenizer, kind, limits)
+    records_with_texts = _read_texts(source, tokenizer, kind, limits)
     # In batches, since texts take more memory than their token ids.
-    while batch := list(islice(rendered, ENCODE_TEXTS)):
-        examples = []
+    while batch := list(islice(records_with_texts, ENCODE_TEXTS)):
+        # 4. encode: the texts become token ids, with BOS and EOS
         all_ids = tokenizer.encode_all([texts for _, _, texts in batch])
+        examples = []
         for (where, record, _), (prompt_ids, completion_ids) in zip(batch, all_ids):
+            # 5. cut: the ids become arrays of at most max_prompt and max_completion ids
             prompt = _cut_prompt(prompt_ids, tokenizer.bos, limits.max_prompt, cuts)
             completions = [_cut_completion(x, limits.max_completion, cuts) for x in completion_ids]
             # The texts were not empty, but a tokenizer may strip blanks.
@@ -220,36 +223,41 @@ def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) 
             examples += _make_examples(where, record, prompt, completions, kind)
             ignored.update(dict.fromkeys(record.ignored))
             renamed.update(dict.fromkeys(record.renamed))
+        # 6. make columns
         parts.append(Examples.of(examples))
     if not parts:
         raise BadInput(f"{source}: no records")
-    return Loaded(Examples.join(parts), cuts, tuple(ignored), tuple(renamed))
+    return LoadedExamples(Examples.join(parts), cuts, tuple(ignored), tuple(renamed))
 
 
-def _rendered_records(
+def _read_texts(
     source: str, tokenizer: Tokenizer, kind: Kind, limits: Data
 ) -> Iterator[tuple[str, Record, Texts]]:
-    """(place, record, its texts) for each record of a file. Bad records are collected: at the end,
-    or after the first 20, they are raised as one BadInput."""
+    """(where, record, its texts) for each record of a file; `where` is file:line. Bad records are
+    collected, and raised as one BadInput at the end of the file or after the first 20 of them."""
     faults = []
-    extra, columns = limits.extra_fields, column_names(limits)
+    extra = limits.extra_fields
+    columns = column_names(limits)
+    # 1. read: a line of the file becomes what it holds (readers.py)
     for where, raw in read_records(source, extra, columns):
         try:
+            # 2. understand: that becomes a Record (forms.py)
             record = understand_record(raw, kind, extra, columns)
             records = _one_record_per_turn(record) if limits.score_turns == "all" else [record]
-            rendered = []
-            for one in records:
-                texts = tokenizer.render(one)
+            # 3. render: its messages become texts, not much longer than the limits can hold
+            results = []
+            for record in records:
+                texts = tokenizer.render(record)
                 _check_texts(texts, tokenizer)
                 texts = tokenizer.shorten(texts, limits.max_prompt, limits.max_completion)
-                rendered.append((where, one, texts))
+                results.append((where, record, texts))
         except (Fault, RecursionError) as e:
             faults.append(" ".join(f"{where}: {e}".splitlines()))
             if len(faults) == MOST_FAULTS or isinstance(e, Endless):
                 break
             continue
-        if not faults:  # after a fault the run cannot start: the rest of the file is only checked
-            yield from rendered
+        if not faults:  # after a fault the rest of the file is only checked
+            yield from results
     if faults:
         raise BadInput("\n".join(faults))
 
@@ -355,10 +363,15 @@ def _number_distinct(keys: Iterable[bytes]) -> np.ndarray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
+def _count_distinct(numbers: np.ndarray) -> int:
+    # On a million numbers np.unique takes 15 times as long (numpy 2.4, which hashes them).
+    return 1 + np.count_nonzero(np.diff(np.sort(numbers)))
+
+
 def _check_extra_types(examples: Examples) -> None:
     """Raises BadInput if a field of data.extra is a number in some records and a text in others."""
     types: dict[str, type] = {}
-    for _, *extra in examples.sources:
+    for _, *extra in examples.origins:
         for name, value in extra:
             if types.setdefault(name, type(value)) is not type(value):
                 raise BadInput(f"data.extra: {name}: a number in some records, a text in others")
@@ -367,11 +380,11 @@ def _check_extra_types(examples: Examples) -> None:
 # ---- the cached form of a file's examples --------------------------------------------------------
 
 
-def _to_arrays(loaded: Loaded, source: str) -> dict[str, np.ndarray]:
+def _to_arrays(loaded: LoadedExamples, source: str) -> dict[str, np.ndarray]:
     """Arrays for the cache. The file's own name is left out: another may have the same content."""
     examples, *rest = loaded
-    sources = [(place.removeprefix(source), *extra) for place, *extra in examples.sources]
-    text = json.dumps([sources, *rest])
+    origins = [(file.removeprefix(source), *extra) for file, *extra in examples.origins]
+    text = json.dumps([origins, *rest])
     return {
         "tokens": examples.tokens,
         "rows": examples.rows,
@@ -379,13 +392,13 @@ def _to_arrays(loaded: Loaded, source: str) -> dict[str, np.ndarray]:
     }
 
 
-def _from_arrays(arrays: dict[str, np.ndarray], source: str) -> Loaded:
+def _from_arrays(arrays: dict[str, np.ndarray], source: str) -> LoadedExamples:
     """What _to_arrays was given, under the name that the file has now."""
-    sources, cuts, ignored, renamed = json.loads(arrays["text"].tobytes())
+    origins, cuts, ignored, renamed = json.loads(arrays["text"].tobytes())
     # JSON makes lists of tuples.
-    sources = [(source + place, *map(tuple, extra)) for place, *extra in sources]
-    examples = Examples(arrays["tokens"], arrays["rows"], sources)
-    return Loaded(examples, Counter(cuts), tuple(ignored), tuple(renamed))
+    origins = [(source + file, *map(tuple, extra)) for file, *extra in origins]
+    examples = Examples(arrays["tokens"], arrays["rows"], origins)
+    return LoadedExamples(examples, Counter(cuts), tuple(ignored), tuple(renamed))
 
 
 # ---- the parts of the data -----------------------------------------------------------------------
@@ -483,12 +496,15 @@ def describe_examples(
         median, high, longest = np.percentile(lengths, [50, 95, 100]).astype(int)
         lines.append(f"  {what} tokens: median {median}, 95% below {high}, longest {longest}")
 
-    # Number the distinct (prompt, completions), and count those with different labels twice.
-    answered = prompt
-    for completion in completions:
-        distinct, answered = np.unique(answered * n + completion, return_inverse=True)
-    n_answered = len(distinct)
-    n_rated = len(np.unique(answered * 2 + label))
+    # One number for each distinct (prompt, completions). That of a pair is made smaller in between,
+    # since a product of three would overflow.
+    first, *second = completions
+    answered = prompt * n + first
+    for completion in second:
+        _, answered = np.unique(answered, return_inverse=True)
+        answered = answered * n + completion
+    n_answered = _count_distinct(answered)
+    n_rated = _count_distinct(answered * 2 + label)
     counts = {"duplicates": n - n_rated, "contradictions": n_rated - n_answered, **cuts}
     lines.append("  " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     if ignored:
@@ -521,7 +537,7 @@ def examples_hash(parts: dict[str, Sequence[Example]]) -> str:
         if not part:
             continue
         examples = Examples.of(part)
-        extra = [examples.sources[i][1:] for i in examples.rows["source"].tolist()]
+        extra = [examples.origins[i][1:] for i in examples.rows["origin"].tolist()]
         h.update(f"{name} {len(examples)} {extra}".encode())
         for column in ("length", "label", "weight", "rewards"):
             h.update(examples.rows[column].tobytes())

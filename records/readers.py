@@ -1,7 +1,7 @@
 """Files that hold records: from the text of data.train to one raw record after the other.
 
 Reading order: split_sources (which files a setting names), read_records (the records of one file,
-with their places), then one reader for each format. What a record says is not looked at here: see
+with their lines), then one reader for each format. What a record says is not looked at here: see
 forms.py.
 """
 
@@ -37,13 +37,13 @@ def split_sources(sources: str) -> list[tuple[list[str], float | None]]:
     parts = [sources]
     if not _path_exists(sources):
         parts = [part.strip() for part in sources.split(",")]
-    found = [_split_weight(part) for part in parts]
-    weights = [weight for _, weight in found]
+    files_and_weights = [_split_weight(part) for part in parts]
+    weights = [weight for _, weight in files_and_weights]
     if any(weights) and (None in weights or len(weights) == 1):
         raise BadInput(
             f"{sources}: weights are shares of a mix: give two or more sources, each with its weight"
         )
-    return found
+    return files_and_weights
 
 
 def _split_weight(source: str) -> tuple[list[str], float | None]:
@@ -74,9 +74,9 @@ def _path_exists(name: str) -> bool:
 def read_records(
     source: str, extra: tuple[str, ...] = (), columns: dict[str, str] | None = None
 ) -> Iterator[tuple[str, object]]:
-    """(place, raw record) for each record of a file, a folder of save_to_disk or a Hub data set.
+    """(where, raw record) for each record of a file, a folder of save_to_disk or a Hub data set.
 
-    The place is `file:line` (`file:record 3` in a JSON array, `file:row` in a table). The raw record
+    `where` is `file:line` (`file:record 3` in a JSON array, `file:row` in a table). The raw record
     is what the line holds, or a Fault if it cannot be read; forms.understand_record takes either.
     `extra` and `columns` (as in understand_record) matter for csv only: they say which cells are
     numbers. Raises BadInput if the file itself cannot be read.
@@ -128,7 +128,7 @@ def _json_lines(source: str, lines: Iterable[bytes]) -> Iterator[tuple[str, obje
         except UnicodeDecodeError as e:
             record = Fault(f"json: not UTF-8 at byte {e.start}")
         except (ValueError, RecursionError) as e:
-            # The decoder sees one line and calls it line 1; the place has the number in the file.
+            # The decoder sees one line and calls it line 1; `where` has the number in the file.
             record = Fault(f"json: {e}".replace("line 1 ", ""))
         yield f"{source}:{number}", record
 
@@ -231,10 +231,10 @@ def _load_from_disk(source: str, name: str, rest: list[str]):
     import datasets  # slow to import
 
     try:
-        found = datasets.load_from_disk(str(find_path(name)))
-        if isinstance(found, datasets.DatasetDict):
-            return found[rest[-1] if rest else "train"]
-        return found
+        data = datasets.load_from_disk(str(find_path(name)))
+        if isinstance(data, datasets.DatasetDict):
+            return data[rest[-1] if rest else "train"]
+        return data
     except Exception as e:  # the package raises a dozen kinds
         raise BadInput(
             f"{source}: no folder of save_to_disk with this split ({type(e).__name__}); "

@@ -198,8 +198,8 @@ class Tokenizer:
             return max(map(len, self.processor.get_vocab()))
         return max(len(self.processor.id_to_piece(i)) for i in range(self.n_vocab))
 
-    def encode_all(self, rows: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """(ids of the prompt, ids of each completion) of each row, of any length.
+    def encode_all(self, records: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """(ids of the prompt, ids of each completion) of each record, of any length.
 
         Plain texts get BOS in front, if the tokenizer adds one, and EOS at the end; to those of a
         chat template nothing is added. A tokenizer that puts a space before a text would put it
@@ -207,20 +207,20 @@ class Tokenizer:
         follows the prompt's ids.
         """
         texts = []
-        for row in rows:
-            texts.append(row.prompt)
-            for completion in row.completions:
-                texts.append(row.prompt + completion if self.adds_space else completion)
+        for record in records:
+            texts.append(record.prompt)
+            for completion in record.completions:
+                texts.append(record.prompt + completion if self.adds_space else completion)
         encoded = self.encode(texts)
-        for row in rows:
+        for record in records:
             prompt = next(encoded)
-            completions = [next(encoded) for _ in row.completions]
+            completions = [next(encoded) for _ in record.completions]
             if self.adds_space:
                 completions = [
                     self._without_prompt(ids, prompt, text)
-                    for ids, text in zip(completions, row.completions)
+                    for ids, text in zip(completions, record.completions)
                 ]
-            if not row.by_template:
+            if not record.by_template:
                 prompt = self.prompt(prompt)
                 completions = [[*ids, self.eos] for ids in completions]
             yield prompt, completions
