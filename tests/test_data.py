@@ -365,14 +365,6 @@ def test_renamed_columns_reach_every_file_form_through_the_setting(tmp_path):
             load(source, plain(), columns=given)
 
 
-def kept(monkeypatch, tmp_path, large=1):
-    """load through a cache in tmp_path; counts how often a source is tokenised."""
-    calls, real = [], examples._tokenise_file
-    monkeypatch.setattr(cache, "LARGE", large)
-    monkeypatch.setattr(examples, "_tokenise_file", lambda *a: calls.append(a[0]) or real(*a))
-    return calls, lambda source, *a, **kw: load(source, *a, cache=str(tmp_path / "cache"), **kw)
-
-
 def test_a_column_that_no_record_has_is_refused_and_of_a_mix_one_source_is_enough(tmp_path):
     theirs = [{"question": "a", "completion": c, "label": 1, "good": 0} for c in "xy"]
     theirs = write(tmp_path / "theirs.jsonl", *theirs)
@@ -405,7 +397,21 @@ def test_examples_that_all_share_a_prompt_have_no_pairs_and_that_is_seen_at_once
     assert data.mismatched([e, e._replace(prompt=np.array([5]))]) == [-1, -1]
 
 
-KEPT = {
+def through_cache(monkeypatch, tmp_path):
+    """(a list that gets each source when it is tokenised, load with a cache in tmp_path)"""
+    tokenised, tokenise_file = [], examples._tokenise_file
+
+    def counted(source, *args):
+        tokenised.append(source)
+        return tokenise_file(source, *args)
+
+    monkeypatch.setattr(cache, "LARGE", 1)
+    monkeypatch.setattr(examples, "_tokenise_file", counted)
+    folder = str(tmp_path / "cache")
+    return tokenised, lambda source, *args, **kw: load(source, *args, cache=folder, **kw)
+
+
+CACHED = {
     "rated": [rated("a", "x", 0, note=1.5), rated("abcdef", "y", weight=2, note=3, other=1)],
     "paired": [
         {"prompt": "a", "chosen": "x", "rejected": "y", "chosen_reward": 1, "note": 1},
@@ -416,14 +422,14 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", CACHED)
 def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, kind):
-    calls, load = kept(monkeypatch, tmp_path)
-    source = write(tmp_path / "d.jsonl", *KEPT[kind])
+    tokenised, load = through_cache(monkeypatch, tmp_path)
+    source = write(tmp_path / "d.jsonl", *CACHED[kind])
     for extra in (None, "note"):
         limits = dict(kind=kind, extra=extra, max_prompt=4)
         fresh, again = load(source, plain(), **limits), load(source, plain(), **limits)
-        assert len(calls) == 1 + (extra is not None)
+        assert len(tokenised) == 1 + (extra is not None)
         assert fresh[1:] == again[1:] and len(fresh.examples) == len(again.examples)
         for a, b in zip(fresh.examples, again.examples):
             assert ids(a) == ids(b) and a[2:] == b[2:]
@@ -434,7 +440,7 @@ def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, k
 
 
 def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_path, monkeypatch):
-    calls, load = kept(monkeypatch, tmp_path)
+    tokenised, load = through_cache(monkeypatch, tmp_path)
     source = write(tmp_path / "d.jsonl", rated([user("a")], [bot("x")]), rated("ab", "xy"))
     other = Tokenizer(
         folder(tmp_path / "o", chat_template=CHATML.replace("user", "User") + "{# #}")
@@ -451,14 +457,14 @@ def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_pat
     ]
     for n, way in enumerate(ways, 1):
         way()
-        assert len(calls) == n
+        assert len(tokenised) == n
     load(write(tmp_path / "e.jsonl", rated("ab", "xy", 0)), chat())
-    assert len(calls) == n, "another name of the same content"
+    assert len(tokenised) == n, "another name of the same content"
     (e,) = load(str(tmp_path / "e.jsonl"), chat()).examples
     assert e.where == f"{tmp_path}/e.jsonl:1", "said by the name that was given"
     monkeypatch.setattr(cache, "LARGE", 10**6)
     load(source, chat())
-    assert len(calls) == n + 1, "a small file is tokenised again"
+    assert len(tokenised) == n + 1, "a small file is tokenised again"
 
 
 def test_without_a_folder_no_token_ids_are_written(tmp_path, monkeypatch):
@@ -471,7 +477,7 @@ def test_without_a_folder_no_token_ids_are_written(tmp_path, monkeypatch):
 
 
 def test_a_damaged_file_of_token_ids_is_made_again_and_no_room_is_no_fault(tmp_path, monkeypatch):
-    calls, load = kept(monkeypatch, tmp_path)
+    tokenised, load = through_cache(monkeypatch, tmp_path)
     source = write(tmp_path / "d.jsonl", *[rated(f"a{i}", "x") for i in range(50)])
     (first, *_), (file,) = load(source, plain()).examples, (tmp_path / "cache").iterdir()
     whole = file.read_bytes()
@@ -480,7 +486,7 @@ def test_a_damaged_file_of_token_ids_is_made_again_and_no_room_is_no_fault(tmp_p
         assert ids(load(source, plain()).examples[0]) == ids(first)
     file.write_bytes(whole[:-100])
     load(source, plain())
-    assert len(calls) > 3 and file.read_bytes() == whole
+    assert len(tokenised) > 3 and file.read_bytes() == whole
     file.unlink()
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("no folder")
