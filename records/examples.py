@@ -509,14 +509,17 @@ def describe_examples(
     lines.append("  " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     if ignored:
         lines.append(f"  fields that nothing reads: {', '.join(ignored)} (see data.extra)")
-    if n_completions == 1 and n_desirable and n_undesirable:
-        lines.append(_suggest_class_weights(n_desirable, n_undesirable))
     return "\n".join(lines)
 
 
-def _suggest_class_weights(n_desirable: int, n_undesirable: int) -> str:
+def suggest_class_weights(examples: Sequence[Example]) -> str | None:
     """A line with the class weights of arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) is to lie in
-    [1, 4/3]. The smaller of the two weights is 1."""
+    [1, 4/3]. The smaller of the two weights is 1. None where there are not two classes."""
+    examples = Examples.of(examples)
+    n_desirable = int(examples.rows["label"].sum())
+    n_undesirable = len(examples) - n_desirable
+    if examples.n_ids != 2 or not n_desirable or not n_undesirable:
+        return None
     ratio = n_undesirable / n_desirable
     desirable, undesirable = "1", "1"
     if ratio < 3 / 4:

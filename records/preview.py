@@ -7,7 +7,13 @@ import textwrap
 
 import numpy as np
 
-from records.examples import Example, column_names, describe_examples, load_examples
+from records.examples import (
+    Example,
+    column_names,
+    describe_examples,
+    load_examples,
+    suggest_class_weights,
+)
 from records.forms import Fault, Kind, understand_record
 from records.readers import read_records, split_sources
 from records.tokenizer import Tokenizer, model_file
@@ -47,6 +53,8 @@ def main() -> None:
 
     width = shutil.get_terminal_size().columns
     print(describe_examples(limits.train, examples, cuts, ignored))
+    if suggestion := suggest_class_weights(examples):
+        print(suggestion)
     length = examples.rows["length"]
     print("prompt tokens", *histogram(length[:, 0], width), sep="\n")
     if examples.n_ids > 1:

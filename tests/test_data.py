@@ -7,7 +7,6 @@ import random
 import re
 import sys
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,7 +17,13 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 import data
 from data import Batch, Micro
 from records import cache, examples
-from records.examples import Example, describe_examples, examples_hash, load_splits
+from records.examples import (
+    Example,
+    describe_examples,
+    examples_hash,
+    load_splits,
+    suggest_class_weights,
+)
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.settings import Data, with_limits
@@ -561,15 +566,13 @@ def test_the_table_counts_what_was_read(tmp_path):
         "  prompt tokens: median 1, 95% below 2, longest 4",
         "  completion tokens: median 2, 95% below 4, longest 4",
         "  2 duplicates, 1 contradictions, 2 completions cut, 1 prompts cut",
-        "  class weights that the KTO paper suggests for this balance: "
-        "kto.desirable_weight 1, kto.undesirable_weight 1.25 to 1.67",
     ]
 
 
 def test_the_table_of_pairs_counts_pairs(tmp_path):
     pair = {"prompt": "a", "chosen": "x", "rejected": "y"}
     text = table_of(tmp_path, pair, pair, pair | {"rejected": "z"}, kind="paired")
-    assert text.startswith("train: 3 pairs of 1 prompts\n") and "class weights" not in text
+    assert text.startswith("train: 3 pairs of 1 prompts\n")
     assert "1 duplicates, 0 contradictions" in text
     text = table_of(tmp_path, pair, pair | {"rejected": "z"}, kind="rated")
     assert text.startswith("train: 4 examples of 1 prompts, 2 desirable, 2 undesirable\n")
@@ -594,9 +597,9 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("n_d, n_u", WEIGHTS)
-def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
+def test_the_data_check_advises_the_weights_of_the_paper(n_d, n_u):
     found = [example([i], [i], label=i < n_d) for i in range(n_d + n_u)]
-    advice = describe_examples("train", found, Counter()).splitlines()[-1].split("balance: ")[1]
+    advice = suggest_class_weights(found).split("balance: ")[1]
     assert advice == WEIGHTS[n_d, n_u]
     sides = [[float(x) for x in re.findall(r"\d[\d.]*", side)] for side in advice.split(",")]
     assert min(*sides[0], *sides[1]) == 1, "the smaller weight is 1"
@@ -607,9 +610,7 @@ def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
 
 @pytest.mark.parametrize("label", [True, False])
 def test_one_class_alone_gets_no_advice(label):
-    assert "balance" not in describe_examples(
-        "train", [example([1], [2], label=label)] * 3, Counter()
-    )
+    assert suggest_class_weights([example([1], [2], label=label)] * 3) is None
 
 
 def parts_of(d: Data, *kinds) -> tuple[dict, list[str]]:
