@@ -231,7 +231,7 @@ class Chat:
         from lightning.fabric import Fabric
 
         import model
-        from hub.weights import fetch_model
+        from hub.folders import fetch_model
 
         folder, self.args = fetch_model(args.model), args
         self.fabric = Fabric(devices=1)

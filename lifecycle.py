@@ -16,8 +16,9 @@ import model
 from evaluate import Evaluator
 from head import Chunks
 from hub.estimate import Estimate
+from hub.export import copy_tokenizer_files
 from hub.families import read_config
-from hub.weights import copy_tokenizer_files, fetch_model
+from hub.folders import fetch_model
 from policy import Models
 from records.examples import load_splits
 from records.tokenizer import Tokenizer

@@ -11,11 +11,12 @@ import yaml
 from torch import nn
 
 import model
-from hub.card import model_card
+from hub.export import export_weights, model_card
 from hub.families import rope_tables
-from hub.lora import export_adapter, merge_adapters
+from hub.folders import fetch_model, folders_on_top
+from hub.lora import merge_adapters
+from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
-from hub.weights import base_and_adapters, export_weights, fetch_model, folders_on_top
 from hub.weights import weights_hash as weights_fingerprint
 from records.examples import examples_hash
 from records.tokenizer import Tokenizer

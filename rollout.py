@@ -19,8 +19,9 @@ from dataclasses import asdict
 import torch
 
 from generate import completion_text, generate
+from hub.export import export_weights
 from hub.lora import reset_adapters
-from hub.weights import export_weights, weights_hash
+from hub.weights import weights_hash
 from runs import devices, tensors
 from runs.console import say
 from runs.errors import BadInput

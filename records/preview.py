@@ -67,7 +67,7 @@ def main() -> None:
     except (jsonargparse.ArgumentError, TypeError) as e:
         raise BadInput(" ".join(str(e).split())) from None
     given = args.as_dict()
-    from hub.weights import fetch_model  # slow to import
+    from hub.folders import fetch_model  # slow to import
 
     folder = fetch_model(given.pop("model"))
     d, config = Data(**given), model_file(folder, "config.json")

@@ -13,8 +13,10 @@ from models import GQA, logits, made, refused, same, same_weights
 from safetensors.torch import load_file, save_file
 
 import model
-from hub import weights
-from hub.weights import canonical_name, export_weights, fetch_model
+from hub import export
+from hub.export import export_weights
+from hub.families import canonical_name
+from hub.folders import fetch_model
 from runs import checkpoint
 from runs.settings import Lora
 
@@ -282,7 +284,7 @@ def test_targets_have_peft_s_names_too(llama):
 
 
 def test_a_large_model_is_written_in_shards_with_an_index(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "MAX_SHARD", 60_000)
+    monkeypatch.setattr(export, "MAX_SHARD", 60_000)
     export_weights(model.load_model(llama).unique_parameters(), llama, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))

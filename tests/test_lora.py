@@ -7,8 +7,8 @@ from models import HF, logits, made, ragged, same, trained
 
 import model
 from data import pack
+from hub.export import export_weights
 from hub.lora import disable_adapters, merge_adapters, reset_adapters
-from hub.weights import export_weights
 from runs.errors import BadInput
 from runs.settings import Lora
 
