@@ -14,14 +14,7 @@ import litgpt
 import torch
 import yaml
 
-from hub.families import (
-    VISION,
-    Piece,
-    canonical_name,
-    is_transposed,
-    read_config,
-    weight_layout,
-)
+from hub.families import VISION, Piece, canonical_name, is_transposed, read_config, weight_layout
 from hub.folders import TOKENIZER_FILES
 from hub.weights import stored_tensors
 from runs.checkpoint import RunState

@@ -42,13 +42,7 @@ ACTIVATION = ("hidden_activation", "hidden_act", "activation", "activation_funct
 # GELU by Hugging Face's name: litgpt's gelu_approximate
 GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 # a larger number in a config is a mistake, and building such a model would take all memory
-LARGEST = {
-    "n_layer": 10**4,
-    "n_head": 10**5,
-    "n_embd": 10**6,
-    "block_size": 10**8,
-    "vocab_size": 10**8,
-}
+LARGEST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8)
 
 
 class ModelConfig(NamedTuple):
@@ -71,7 +65,7 @@ def read_config(folder: Path) -> ModelConfig:
     """What the config.json of a Hugging Face folder says. Raises BadInput."""
     file = folder / "config.json"
     if not file.exists():
-        raise BadInput(f"{file}: no such file, so this is no model folder")
+        raise BadInput(f"{file}: no such file, so this is not a model folder")
     config = read_object(file, json.loads)
     try:
         return _read_family(config, file)

@@ -16,14 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hub.families import (
-    Piece,
-    Unsupported,
-    canonical_name,
-    must_equal,
-    read_config,
-    weight_layout,
-)
+from hub.families import Piece, Unsupported, canonical_name, must_equal, read_config, weight_layout
 from hub.folders import folders_on_top
 from hub.lora import AdapterBlock, adapter_blocks, plain_names
 from runs.errors import BadInput

@@ -72,7 +72,9 @@ def fill_model(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -> 
     create_adapters). Raises KeyError, BadInput."""
     tied = source.config["tie_word_embeddings"]
     if tied and getattr(model.lm_head, "r", 0):
-        raise BadInput("lora.targets: head: this model's head is tied to its embedding")
+        raise BadInput(
+            "lora.targets: head: this model's head is tied to its embedding, so it takes no adapter"
+        )
     weights = read_weights(model, folder, source, dtype)
     model.load_state_dict(dict(weights), strict=False, assign=True)
     if tied:

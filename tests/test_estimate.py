@@ -1,4 +1,4 @@
-"""--estimate, from outside; its counts and bytes beside those of real models and a real run."""
+"""--estimate as a user sees it, and its numbers compared with real models and a real run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Adapters: off to the bit, trained alone, merged into the model that they make."""
+"""Adapters: disabled to the bit, the only weights that train, merged into an equal full model."""
 
 import numpy as np
 import pytest

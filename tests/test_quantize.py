@@ -1,4 +1,4 @@
-"""QLoRA from outside: trained, killed, resumed, exported; and what bitsandbytes' linears compute."""
+"""QLoRA runs: trained, killed, resumed, exported; and what bitsandbytes' linear layers compute."""
 
 import shutil
 import sys
@@ -60,7 +60,7 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     state = adapters_of(out)
     assert state and all("lora_" in n and x.dtype == torch.float32 for n, x in state.items())
 
-    # original + adapters, to the bit: no rounded number is in it
+    # the export is the source's weights + adapters, to the bit: nothing quantised is in it
     lora = model.load_model(llama, Lora(rank=4))
     plain = {n: p.detach().clone() for n, p in lora.unique_parameters().items()}
     expected = merge_adapters(plain | state, lora)
@@ -138,7 +138,7 @@ def test_evaluation_and_training_compute_alike_and_leave_the_gradient(kind, llam
     with torch.autocast("cpu", torch.bfloat16):
         assert gpt.transformer.h[0].attn.proj.linear(torch.randn(5, 64)).dtype == torch.bfloat16
     trained.sum().backward()
-    # as through the same numbers, held in float32
+    # the same gradient as through a plain layer with the same numbers in float32
     linear = gpt.transformer.h[0].attn.proj.linear
     plain = nn.Linear(64, 64, bias=False)
     plain.weight.data = linear(torch.eye(64)).T.contiguous()

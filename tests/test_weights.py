@@ -1,4 +1,4 @@
-"""Weights in and out: every family against transformers, exports, fingerprints, refusals."""
+"""Weights read and written: families against transformers, exports, hashes, refusals."""
 
 import json
 import shutil
