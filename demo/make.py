@@ -33,7 +33,8 @@ import generate  # noqa: E402
 import model  # noqa: E402
 from data import PackedBatch, pack  # noqa: E402
 from demo.check import check, plain, quoted  # noqa: E402
-from hub import weights  # noqa: E402
+from hub.export import export_weights  # noqa: E402
+from hub.families import read_config  # noqa: E402
 from records import tokenizer as tokens  # noqa: E402
 from runs.settings import Sampling  # noqa: E402
 
@@ -150,7 +151,7 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     tokenizer = tokens.Tokenizer(folder)
     config = CONFIG | {"vocab_size": tokenizer.n_vocab}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    sizes, *_ = weights.read_config(folder)
+    sizes, *_ = read_config(folder)
     gpt = model.GPT(litgpt.Config(**sizes))
     gpt.apply(gpt._init_weights)
     gpt.lm_head.weight = gpt.transformer.wte.weight
@@ -166,9 +167,7 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
         optimizer.zero_grad()
         if step % 250 == 0:
             print(f"step {step}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
-    weights.export_weights(
-        {k: p.detach() for k, p in gpt.unique_parameters().items()}, folder, folder
-    )
+    export_weights({k: p.detach() for k, p in gpt.unique_parameters().items()}, folder, folder)
 
 
 def sloppy_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) -> PackedBatch:

@@ -42,7 +42,7 @@ def main() -> None:
     except (jsonargparse.ArgumentError, TypeError) as e:
         raise BadInput(" ".join(str(e).split())) from None
 
-    from hub.weights import fetch_model  # slow to import
+    from hub.folders import fetch_model  # slow to import
 
     folder = fetch_model(values.pop("model"))
     config = model_file(folder, "config.json")
