@@ -202,7 +202,7 @@ def adapter_blocks(state: Mapping, model: nn.Module) -> list[AdapterBlock]:
             continue
         rows = [(0, len(b))]
         if isinstance(layer, LoRAQKVLinear):
-            rows = _qkv_rows(layer)
+            rows = _adapted_rows(layer)
         a_parts = a.chunk(len(rows))
         b_parts = b.split([end - first for first, end in rows])
         for (first, end), a_part, b_part in zip(rows, a_parts, b_parts):
@@ -211,7 +211,7 @@ def adapter_blocks(state: Mapping, model: nn.Module) -> list[AdapterBlock]:
     return blocks
 
 
-def _qkv_rows(layer: LoRAQKVLinear) -> list[tuple[int, int]]:
+def _adapted_rows(layer: LoRAQKVLinear) -> list[tuple[int, int]]:
     """(first row, end) of those of q, k and v that have an adapter."""
     rows = []
     first = 0
