@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from runs.settings import DEFAULT_TOKENS, RunSettings, Sampling, with_limits
+from runs.settings import DEFAULT_TOKENS, Eval, RunSettings, Sampling, with_limits
 
 
 class ElementBytes(NamedTuple):
@@ -238,7 +238,7 @@ class Estimate:
             answer = token * (self.limits.max_prompt + max_new)
             room = settings.cache_gb * 1e9 if settings.cache_gb else free
             # an evaluation without a checker samples a few answers to show
-            only_shows = getattr(settings, "check", "") == "none"
+            only_shows = isinstance(settings, Eval) and settings.check is None
             asked = settings.samples if only_shows else settings.batch_size
             rows = min(asked, max(1, room // answer))
             most = max(most, rows * (answer + SAMPLING_BYTES * config.padded_vocab_size))

@@ -60,7 +60,8 @@ def weight_files(folder: Path) -> list[Path]:
 def folders_on_top(folder: Path) -> list[Path]:
     """The checkpoints and adapters that are applied to the base of a folder from fetch_model, in
     order. Empty for a folder that is a model by itself."""
-    return [link.resolve() for link in sorted(folder.glob("on-top-*"))]
+    links = sorted(folder.glob("on-top-*"), key=lambda link: int(link.name.rsplit("-")[-1]))
+    return [link.resolve() for link in links]
 
 
 def _is_run(folder: Path) -> bool:

@@ -89,13 +89,12 @@ def _refuse_other_methods(config: dict) -> None:
 
 
 def _alpha(config: dict, layer: str) -> float:
-    """lora_alpha, or what alpha_pattern says for this layer."""
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
+    """lora_alpha, or what the first matching pattern of alpha_pattern says for this layer."""
+    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
         # the pattern self_attn.q_proj is for all layers whose names end so
         if re.fullmatch(rf"(.*\.)?({pattern})", layer):
-            alpha = value
-    return alpha
+            return alpha
+    return config["lora_alpha"]
 
 
 def base_and_adapters(folder: Path) -> tuple[str, list[Adapter]]:

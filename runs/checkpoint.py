@@ -109,6 +109,10 @@ def save_checkpoint(
     for p, moments in optimizer.optimizer.state.items():
         for moment, x in moments.items():
             key = f"{name_of[id(p)]}|{moment}"
+            if key.endswith("|qmap1") or key.endswith("|qmap2"):
+                x = (
+                    x.clone()
+                )  # 8-bit AdamW has one for all weights, and safetensors wants no sharing
             if isinstance(x, torch.Tensor):
                 tensors[f"optimizer|{key}"] = x
             else:

@@ -106,7 +106,8 @@ def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> Non
                 error = e
         failed = torch.tensor(float(error is not None), device=fabric.device)
         if all_reduce(failed, "max").item():
-            raise error or Failed(f"{out}: not saved: another rank could not write its part")
+            first = fabric.broadcast(error)  # most often rank 0's
+            raise error or first or Failed(f"{out}: not saved: another rank could not write")
         on_rank_0(fabric, finish)
     finally:
         if fabric.global_rank == 0:

@@ -16,7 +16,6 @@ import data
 from records import examples, tokenizer
 from records.forms import Fault, Record
 from records.tokenizer import Texts, Tokenizer
-from runs import settings
 from runs.errors import BadInput
 from runs.settings import Data
 
@@ -284,8 +283,6 @@ def test_or_each_of_the_assistants_turns_is_scored(real):
     assert [x[0] for x in shown] == ["2", "4"]
     with pytest.raises(BadInput, match=":1: record: data.score_turns all: .*without a prompt"):
         load([{"messages": [bot("0"), *earlier, bot("4")]}], t, "demonstrations", score_turns="all")
-    with pytest.raises(BadInput, match="^data.score_turns: expected last or all, got some"):
-        settings.with_limits(Data("t", score_turns="some"), 99)
 
 
 # ---- hostile templates and long texts ------------------------------------------------------------

@@ -176,7 +176,14 @@ def test_a_setting_that_the_old_run_did_not_have_is_a_difference(done, tiny, rat
     manifest.write_text(json.dumps(hashes))
     with pytest.raises(BadInput) as e:
         train(tiny, ratings, out, *RUN, "--resume=auto")
-    assert str(e.value) == "kto.desirable_weight: a resume cannot change it"
+    own = f"a resume uses the run's own settings (--config {out / 'settings.yaml'})"
+    changed = "kto.desirable_weight: the run has None, you gave 1.0"
+    assert str(e.value) == f"{changed}; {own}"
+    with pytest.raises(BadInput) as e:
+        train(tiny, ratings, out, *RUN, "--resume=auto", "--kto.beta=0.7", "--seed=9")
+    *lines, last = str(e.value).split("\n")
+    assert lines == ["seed: the run has 1, you gave 9", "kto.beta: the run has 0.1, you gave 0.7"]
+    assert last == f"{changed}; {own}", "the advice stands once, at the end"
 
 
 def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
@@ -296,6 +303,16 @@ def test_a_resume_that_is_refused_changes_nothing_and_does_not_say_that_it_resum
     assert "resumed from" not in said and "run folder" not in said
 
 
+def test_a_taken_folder_is_refused_before_any_data_is_read(done, tiny, tmp_path):
+    out, _ = done
+    nowhere = tmp_path / "no-such-file.jsonl"
+    with pytest.raises(BadInput, match=f"^out_dir: {out} holds a run already"):
+        train(tiny, nowhere, out, *RUN)
+    with pytest.raises(BadInput, match="no-such-file"):
+        train(tiny, nowhere, tmp_path / "new", *RUN)
+    assert not (tmp_path / "new").exists(), "and a refused run leaves no folder"
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(done, tiny, ratings):
     out, _ = done
     before = (out / "metrics.csv").read_bytes()
@@ -367,12 +384,12 @@ def test_a_signal_that_comes_after_the_ranks_have_agreed_is_not_lost(ranks, monk
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     try:
-        stop = Stop(None)
+        stop = Stop(None, None)
         stop.agreed = stop.code()
         os.kill(os.getpid(), signal.SIGTERM)
         now = stop.requested()
         stop.agreed = stop.code()
-        assert (now, stop.requested(), stop.why) == (ranks == 1, True, "SIGTERM")
+        assert (now, stop.requested(), stop.reason) == (ranks == 1, True, "SIGTERM")
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
             signal.signal(number, handler)
@@ -383,14 +400,14 @@ def test_a_signal_that_comes_after_the_ranks_have_agreed_is_not_lost(ranks, monk
 def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoints(
     code, tiny, ratings, tmp_path, monkeypatch
 ):
-    out, real = tmp_path / "run", tensors.write_file
+    out, real = tmp_path / "run", checkpoint.save_shards
 
-    def full(path, state):
-        if "step-00000004" in str(path) and "optimizer" in str(path):
+    def full(folder, tensors):
+        real(folder, tensors)
+        if "step-00000004" in str(folder):
             raise OSError(code, os.strerror(code))
-        return real(path, state)
 
-    monkeypatch.setattr(tensors, "write_file", full)
+    monkeypatch.setattr(checkpoint, "save_shards", full)
     with pytest.raises(Failed, match=f"step-00000004: not saved: {os.strerror(code)}"):
         train(tiny, ratings, out, *RUN)
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
@@ -493,13 +510,13 @@ def test_an_error_on_one_rank_ends_all_ranks(tiny, ratings, tmp_path):
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import os, kto, train\n"
         "from runs.errors import run_cli\n"
-        "real, calls = train.clip, []\n"
+        "real, calls = train.clip_gradient, []\n"
         "def clip(*a):\n"
         "    calls.append(1)\n"
         "    if len(calls) == 3 and os.environ['LOCAL_RANK'] == '1':\n"
         "        raise MemoryError('out of memory')\n"
         "    return real(*a)\n"
-        "train.clip = clip\n"
+        "train.clip_gradient = clip\n"
         "run_cli(kto.main)\n"
     )
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN]

@@ -59,7 +59,7 @@ def test_a_program_asked_for_an_estimate_prints_a_table_and_writes_nothing(
     for word in ("weights", "reference", "gradients", "optimizer", "gathered", "sampling"):
         assert f"  {word}" in said
     assert "fit 2 GB; 16,384 fit 1 with fsdp" in said
-    with pytest.raises(BadInput, match="estimate_gb: expected more than 0"):
+    with pytest.raises(BadInput, match="estimate_gb: expected above 0"):
         start(program, [*argv, "--estimate_gb=0"])
 
 

@@ -229,6 +229,11 @@ def test_an_adapter_is_scaled_by_its_pattern_and_by_rslora(lora, llama, tmp_path
     only_o_proj = our_logits(peft_folder(lora, tmp_path / "half", alpha_pattern=pattern))
     assert not same(only_o_proj, trained, 1e-2)
     assert not same(only_o_proj, our_logits(llama), 1e-3)
+    first = {"self_attn.q_proj": 0, "mlp.*": 0, ".*": 9}
+    two = [our_logits(peft_folder(lora, tmp_path / n, alpha_pattern=x)) for n, x in
+           (("a", first), ("b", first | {".*_proj": 1}))]  # fmt: skip
+    assert same(*two, 0), "of two patterns that match the first counts, as in PEFT"
+    assert not same(two[0], trained, 1e-2)
     rslora = dict(use_rslora=True, lora_alpha=3 / 2**0.5)  # the same scale at rank 2
     assert same(our_logits(peft_folder(lora, tmp_path / "rslora", **rslora)), trained, 1e-5)
 

@@ -191,7 +191,7 @@ def test_an_iteration_that_moved_nothing_is_said_and_the_next_one_begins(
     argv = ("--kto.undesirable_weight=0", "--online.max_iterations=2")
     go(tiny, prompts, tmp_path, *argv, checker=lambda prompt, completion: False)
     said = capsys.readouterr().out
-    assert said.count("iteration 2: the last one has not moved the policy") == 1
+    assert said.count("iteration 2: the last iteration has not changed the policy") == 1
     assert "exported to" in said
 
 

@@ -197,7 +197,7 @@ REFUSED = {
     "strategy fsdp": ("kto", ("--strategy=fsdp",)),
     "precision 64-true": ("kto", ("--precision=64-true",)),
     "expected nf4, int8; got fp4": ("kto", ("--lora.base=fp4",)),
-    "SPIN adds the adapters": ("spin", ()),
+    "SPIN merges the adapters": ("spin", ()),
     "online.reference first only": ("online", ()),
 }
 

@@ -83,7 +83,7 @@ def test_a_copy_that_computes_in_bfloat16_is_held_in_bfloat16(
     held, real = [], Trainer.check_start
 
     def check_start(self, batch):
-        held.append(self.reference.frozen)
+        held.append(self.run.reference.frozen)
         return real(self, batch)
 
     monkeypatch.setattr(Trainer, "check_start", check_start)

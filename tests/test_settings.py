@@ -361,7 +361,7 @@ def test_numbers_have_a_range(name, good, bad):
     [
         ("strategy", "fsdp"), ("precision", "bf16-mixed"), ("accelerator", "cpu"), ("logger", "wandb"),
         ("optim.name", "adamw8bit"), ("optim.schedule", "linear"), ("kto.loss", "apo_zero_unpaired"),
-        ("eval.check", "demo"), ("export_dtype", "source"),
+        ("eval.check", "demo"), ("export_dtype", "source"), ("data.score_turns", "all"),
     ],
 )  # fmt: skip
 def test_a_choice_outside_the_list_is_refused_with_the_list(name, good):

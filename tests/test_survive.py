@@ -31,7 +31,7 @@ import runs.folder
 from runs import checkpoint, errors, files
 from runs.errors import run_cli
 from runs.files import sync
-from runs.folder import _fresh_folder, newest_checkpoint, prune_checkpoints, take_lock
+from runs.folder import _new_folder, newest_checkpoint, prune_checkpoints, take_lock
 
 ROOT = Path(kto.__file__).parent
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
@@ -113,7 +113,7 @@ def test_of_two_fresh_runs_at_the_same_moment_one_goes_on_and_the_other_is_refus
 def test_runs_without_a_folder_that_begin_in_the_same_second_get_one_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
-    folders = {_fresh_folder(Path("kto.py")) for _ in range(3)}
+    folders = {_new_folder(Path("kto.py")) for _ in range(3)}
     assert len(folders) == 3 and all(folder.is_dir() for folder in folders)
 
 

@@ -271,14 +271,6 @@ def test_a_folder_that_cannot_be_read_is_left_out_of_the_report_in_one_line(plac
 
 
 @pytest.mark.survive("R12")
-def test_a_sweep_goes_on_when_nobody_reads_what_it_prints(place):
-    command = f"{sys.executable} {HERE / 'sweep.py'} kto.py --seed 1,2,3 | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ)
-    assert done.stdout.startswith("1/3  seed=1  finished") and done.stderr == ""
-    folders = Path("out/sweep-kto").glob("*/final")
-    assert len(list(folders)) == 3 and Path("out/sweep-kto/report.html").exists()
-
-
 @pytest.mark.parametrize("how", ["refuse", "early"])
 def test_when_no_run_gets_to_a_step_there_is_no_report(place, how):
     Path("how").write_text(f"1 {how}\n")

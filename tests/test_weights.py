@@ -19,7 +19,7 @@ from torch import nn
 import model
 from data import pack
 from hub.export import export_weights
-from hub.folders import fetch_model
+from hub.folders import fetch_model, folders_on_top
 from hub.lora import merge_adapters
 from hub.weights import weights_hash
 from runs import tensors
@@ -405,3 +405,11 @@ def test_a_broken_folder_is_refused_in_one_line(match, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "in")
     BROKEN[match](tmp_path / "in")
     refused(match, model.load_model, tmp_path / "in")
+
+
+def test_what_lies_on_top_of_a_base_is_in_the_order_in_which_it_was_put_there(tmp_path):
+    layers = [tmp_path / f"layer {i}" for i in range(12)]
+    for i, layer in enumerate(layers):
+        layer.mkdir()
+        (tmp_path / f"on-top-{i}").symlink_to(layer)
+    assert folders_on_top(tmp_path) == layers
