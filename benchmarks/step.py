@@ -129,7 +129,7 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
         real = getattr(owner, attribute)
 
         def wrapped(*args, **kwargs):
-            # the next batch is packed in another thread, while the step runs: that costs the step nothing
+            # the next batch is packed in another thread: that is not a part of this step
             if threading.current_thread() is not threading.main_thread():
                 return real(*args, **kwargs)
             label = name if isinstance(name, str) else name()
