@@ -294,7 +294,7 @@ class Chat:
         from lightning.fabric import Fabric
 
         import model
-        from hub.weights import fetch_model
+        from hub.folders import fetch_model
 
         self.args = args
         folder = fetch_model(args.model)

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from generate import completion_text, generate
-from hub.weights import export_weights
+from hub.export import export_weights
 from runs.devices import on_rank_0
 from runs.errors import BadInput
 from runs.files import write_atomically

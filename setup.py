@@ -21,19 +21,14 @@ from torch import nn
 import model
 from evaluate import Evaluator
 from head import Chunks
-from hub.card import model_card
 from hub.estimate import Estimate
+from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import read_config
-from hub.lora import export_adapter, merge_adapters, reset_adapters
+from hub.folders import fetch_model, folders_on_top
+from hub.lora import merge_adapters, reset_adapters
+from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
-from hub.weights import (
-    base_and_adapters,
-    copy_tokenizer_files,
-    export_weights,
-    fetch_model,
-    folders_on_top,
-    weights_hash,
-)
+from hub.weights import weights_hash
 from records.examples import Example, examples_hash, load_splits
 from records.tokenizer import Tokenizer
 from reference import CachedReference, Reference

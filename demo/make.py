@@ -35,7 +35,7 @@ import generate  # noqa: E402
 import model  # noqa: E402
 from data import PackedBatch, pack  # noqa: E402
 from demo.check import check, plain, quoted  # noqa: E402
-from hub import weights  # noqa: E402
+from hub.export import export_weights  # noqa: E402
 from hub.families import read_config  # noqa: E402
 from records import tokenizer as tokens  # noqa: E402
 from runs.settings import Sampling  # noqa: E402
@@ -128,10 +128,10 @@ def make(task: Task, folder: str | Path) -> None:
         make_base(task, base, rng, set(held_out))
 
     asked = [prompt for prompt in train for _ in range(PER_PROMPT)] + held_out * PER_PROMPT
-    own = [task.rate(prompt, completion) for prompt, completion in answers(base, asked)]
+    rated = [task.rate(prompt, completion) for prompt, completion in answers(base, asked)]
     for name, prompts in (("train", train), ("val", held_out)):
         in_split = set(prompts)
-        records = [r for r in own if r["prompt"] in in_split]
+        records = [r for r in rated if r["prompt"] in in_split]
         write(folder, f"{name}_pairs", pairs(records))
         if name == "val":
             # Keep the first answer to each prompt, in the order of the last answers: demo/val.jsonl was made so.
@@ -187,7 +187,7 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
         if step % 250 == 0:
             print(f"step {step}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
     parameters = {name: p.detach() for name, p in gpt.unique_parameters().items()}
-    weights.export_weights(parameters, folder, folder)
+    export_weights(parameters, folder, folder)
 
 
 def careless_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) -> PackedBatch:
@@ -220,12 +220,14 @@ def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
     return answered
 
 
-def mix(task: Task, own: dict, words: dict, rng: random.Random) -> dict:
-    """The rated answer of the base model, or one of the other author in its place. words: of each prompt."""
+def mix(task: Task, record: dict, words: dict, rng: random.Random) -> dict:
+    """This rated answer of the base model, or a rated answer of the other author to the same prompt. words: {prompt:
+    its words}"""
     if rng.random() >= SECOND_SHARE:
-        return own
-    answer = task.write(words[own["prompt"]], SECOND_CARE, rng)
-    return task.rate(own["prompt"], task.second_form(answer))
+        return record
+    prompt = record["prompt"]
+    answer = task.write(words[prompt], SECOND_CARE, rng)
+    return task.rate(prompt, task.second_form(answer))
 
 
 def pairs(records: list[dict]) -> list[dict]:

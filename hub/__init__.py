@@ -1,1 +1,7 @@
-""""""
+"""Everything that speaks Hugging Face, PEFT or litgpt. Reading order, each file uses those before it:
+
+families.py (and families.yaml): config.json as litgpt's Config, and where each weight lies in the files;
+folders.py: where a model lies on disk or on the hub; lora.py: litgpt's LoRA layers; peft.py: PEFT's adapter files;
+weights.py: read a folder's weights; export.py: write a Hugging Face folder with its model card.
+On their own: quantize.py (a frozen base in 4 or 8 bits), estimate.py (how much memory a run needs).
+"""

@@ -1,7 +1,15 @@
-"""Will it fit? Bytes on a device, from config.json and the settings alone.
+"""Will a run fit? The bytes that it takes on one device, from config.json and settings alone
+(--estimate true). No weight is read, nothing is trained and no GPU is needed.
 
-A block runs on fake tensors: what it keeps is counted, not written down.
+Weights, reference, gradients and optimizer states are arithmetic. What a block saves for its backward
+is counted: one block runs on fake tensors, which have shapes but no memory. A block's backward, the
+head and sampling are approximated; the constants below say where they come from.
+benchmarks/RESULTS.md ("Will it fit?") compares with runs: 0.92 to 1.08 of what was measured.
+
+Not counted: what loading the weights takes, and what a save copies on a CPU.
 """
+
+from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
@@ -11,168 +19,288 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from runs.settings import DEFAULT_TOKENS, RunSettings, Sampling, with_limits
 
-# bytes of adapters and states; of a weight; of what enters a product
-BYTES = {"32-true": (4, 4, 4), "bf16-mixed": (4, 4, 2)}
-BYTES |= {"64-true": (8, 8, 8), "bf16-true": (4, 2, 2)}
-# nf4: half a byte, one for 64 of them, and four for 256 of those
-BASE = {"nf4": 0.5 + (1 + 4 / 256) / 64, "int8": 1}
-BACKWARD = 0.4  # of what a block keeps comes on top while its backward runs
+
+class ElementBytes(NamedTuple):
+    """Bytes of one element, by what the tensor is for."""
+
+    trained: int
+    """Adapters, gradients and optimizer states."""
+    weight: int
+    """A weight of the model as it is held."""
+    compute: int
+    """Inputs and outputs of matrix products."""
 
 
-class Attention:
-    def attend(self, _attn, *qkv):
+PRECISIONS = {
+    "32-true": ElementBytes(trained=4, weight=4, compute=4),
+    "bf16-mixed": ElementBytes(trained=4, weight=4, compute=2),
+    "bf16-true": ElementBytes(trained=4, weight=2, compute=2),  # adapters are in float32
+    "64-true": ElementBytes(trained=8, weight=8, compute=8),
+}
+# Bytes of a weight in a quantised base (lora.base). nf4: half a byte, one byte of scale for 64
+# weights, and four bytes for 256 of these scales. int8: its scales, one for each row, are left out.
+QUANTIZED = {"nf4": 0.5 + (1 + 4 / 256) / 64, "int8": 1}
+# Bytes of an element of 8-bit AdamW's states: one, and four for each 256 of them.
+ADAMW8BIT = 1 + 4 / 256
+# While a block's backward runs, gradients of its activations are there too: this share of what the
+# block saved. Fitted to the measured peaks of runs on a CPU (benchmarks/RESULTS.md).
+BACKWARD = 0.4
+# CUDA's context, libraries and workspaces, a round number.
+CUDA = 1e9
+# Half of what is free is for keys and values while sampling; on a CPU it is taken to be 8 GB.
+CPU_CACHE = 8e9
+# Sampling holds three float64 tensors of the vocabulary for each answer: logits, probabilities and
+# their cumulative sums.
+SAMPLING_BYTES = 3 * 8
+
+
+class CausalAttention:
+    """Takes the place of model.PackedAttention: one sequence, each token sees those before it."""
+
+    def attend(self, _attn, q, k, v):
+        """q, k, v (1, H, N, D) -> (1, H, N, D)."""
         sdpa = nn.functional.scaled_dot_product_attention
-        y = sdpa(*qkv, is_causal=True, enable_gqa=True)
-        return y.contiguous()  # as tiles are put together
+        y = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+        return y.contiguous()  # PackedAttention makes a copy too when it joins its tiles
 
 
 class Estimate:
-    """make(lora) -> a model without weights; chunks(device, V): how the head cuts its
-    work."""
+    """The bytes that a run takes on one device.
+
+    make(lora) -> the policy without weights. `tied`: the head is the embedding. `reference`: the
+    objective needs a reference. chunks(device, V) -> how the LM head cuts its work (head.Chunks.of).
+    """
 
     def __init__(self, cfg: RunSettings, make, tied: bool, reference: bool, chunks):
-        self.cfg, self.chunks, self.tied = cfg, chunks, tied
+        self.cfg = cfg
+        self.tied = tied
+        self.chunks = chunks
         self.lora = bool(cfg.lora.rank)
-        self.cuda = 0 if cfg.accelerator == "cpu" else 1e9
-        default = "bf16-mixed" if self.cuda else "32-true"
-        self.precision = cfg.precision or default
-        self.wide, self.held, self.used = BYTES[self.precision]
-        copy = cfg.reference or not self.lora
-        self.reference = bool(reference and copy and not cfg.reference_cache)
-        plain = self.precision.replace("bf16-mixed", "32-true")
-        fabric = Fabric(accelerator="cpu", devices=1, precision=plain)
+        self.on_gpu = cfg.accelerator != "cpu"
+        self.precision = cfg.precision or ("bf16-mixed" if self.on_gpu else "32-true")
+        self.bytes = PRECISIONS[self.precision]
+        # With LoRA the reference is the policy without its adapters, unless it is another model;
+        # with a cache it is released before the first step.
+        has_own_weights = cfg.reference or not self.lora
+        self.reference = bool(reference and has_own_weights and not cfg.reference_cache)
+
+        held_in = "32-true" if self.precision == "bf16-mixed" else self.precision
+        fabric = Fabric(accelerator="cpu", devices=1, precision=held_in)
         with FakeTensorMode(), fabric.init_module():
             model = make(cfg.lora)
-            self.count(model)
-            few, many = (self.block_bytes(model, n) for n in (512, 1024))
-        # a token's; and, however many there are, a block's weights cast to bf16
-        self.kept, self.casts = (many - few) / 512, 2 * few - many
+            self._count_weights(model)
+            of_512 = self._block_saves(model, 512)
+            of_1024 = self._block_saves(model, 1024)
+        # a straight line: a part by token, and under bf16-mixed the block's weights cast to bf16
+        self.saved_by_token = (of_1024 - of_512) / 512
+        self.casts = 2 * of_512 - of_1024
+
         self.limits = with_limits(cfg.data, self.config.block_size)
         self.longest = self.limits.max_prompt + self.limits.max_completion
 
-    def count(self, model) -> None:
-        self.config, sizes = model.config, {True: 0, False: 0}
+    def _count_weights(self, model) -> None:
+        """Numbers of weights, and which of them train."""
+        self.config = model.config
+        self.total = 0  # without adapters
+        self.adapters = 0
         for name, p in model.named_parameters():
-            p.requires_grad_("lora_" in name or not self.lora)
-            sizes["lora_" in name] += p.numel()
+            is_adapter = "lora_" in name
+            p.requires_grad_(is_adapter or not self.lora)
+            if is_adapter:
+                self.adapters += p.numel()
+            else:
+                self.total += p.numel()
         self.embedding = model.transformer.wte.weight.numel()
-        self.apart = model.plain_head and not self.tied
-        self.adapters, self.total = sizes[True], sizes[False] - self.tied * self.embedding
-        self.trained = self.adapters or self.total
-        blocks = model.transformer.h.modules()
-        self.matrices = sum(m.weight.numel() for m in blocks if isinstance(m, nn.Linear))
-        self.narrow = self.matrices + (not self.tied) * self.embedding
-        self.rope = (model.cos.numel() + model.sin.numel()) * self.held
+        if self.tied:  # the model has a head of its own until weights are loaded
+            self.total -= self.embedding
+        self.trained = self.adapters if self.lora else self.total
+        linears = [m for m in model.transformer.h.modules() if isinstance(m, nn.Linear)]
+        self.matrices = sum(m.weight.numel() for m in linears)
+        # weights of a reference that are held in bf16 under bf16-mixed: all linear layers
+        self.linear_weights = self.matrices + (0 if self.tied else self.embedding)
+        # an untied head without bias and adapters: fsdp frees its weights after use
+        self.head_apart = model.plain_head and not self.tied
+        self.rope = (model.cos.numel() + model.sin.numel()) * self.bytes.weight
 
-    def block_bytes(self, model, n: int) -> int:
-        """What a block keeps of n tokens for its backward."""
-        block, kept = model.transformer.h[-1], {}
+    def _block_saves(self, model, n: int) -> int:
+        """Bytes that a block saves for its backward, of n tokens; its weights do not count."""
+        block = model.transformer.h[-1]
         x = torch.empty(1, n, model.config.n_embd, requires_grad=True)
         rope = torch.empty(2, 1, n, *model.cos.shape[1:2])
+        saved = {}  # tensors may share a storage, which counts once
 
-        def pack(x):
-            kept[x.untyped_storage()._cdata] = x.untyped_storage()
-            return x
+        def save(tensor):
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage
+            return tensor
 
-        mixed = torch.autocast("cpu", torch.bfloat16, self.used == 2)
-        with mixed, saved_tensors_hooks(pack, lambda x: x):
-            block(x, *rope, Attention())
-        for known in (rope, *block.parameters()):
-            kept.pop(known.untyped_storage()._cdata, None)
-        return sum(storage.nbytes() for storage in kept.values())
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.bytes.compute == 2)
+        with autocast, saved_tensors_hooks(save, lambda tensor: tensor):
+            block(x, *rope, CausalAttention())
+        for tensor in (rope, *block.parameters()):
+            saved.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in saved.values())
 
-    def fixed(self, n: int, sharded: bool) -> dict[str, float]:
-        """What lies on each of n devices whatever a micro-batch holds."""
+    def fixed(self, devices: int, sharded: bool) -> dict[str, float]:
+        """Bytes by part that each device holds, whatever the size of a micro-batch."""
+        size = self.bytes
+        # embedding, head and norms are never quantised
         outside = self.total - self.matrices
-        block = self.matrices / self.config.n_layer
-        each = BASE.get(self.cfg.lora.base, self.held)
-        weights = self.matrices * each + outside * self.held
-        # a reference's matrices are held as they are used
-        reference = self.total * self.held - self.narrow * (self.held - self.used)
-        eight = self.cfg.optim.name == "adamw8bit"
+        matrix_bytes = QUANTIZED.get(self.cfg.lora.base, size.weight)
+        weights = self.matrices * matrix_bytes + outside * size.weight
+        reference = self.total * size.weight - self.linear_weights * (size.weight - size.compute)
+        state = ADAMW8BIT if self.cfg.optim.name == "adamw8bit" else size.trained
         parts = {
-            "weights": weights + self.adapters * self.wide,
-            "reference": reference * self.reference,
-            "gradients": self.trained * self.wide,
-            "optimizer": 2 * self.trained * (1 + 4 / 256 if eight else self.wide),
+            "weights": weights + self.adapters * size.trained,
+            "reference": reference if self.reference else 0,
+            "gradients": self.trained * size.trained,
+            "optimizer": 2 * self.trained * state,  # AdamW's two moments
         }
-        if sharded:  # two blocks, embedding or head, what is in none; and their gradients
-            parts = {name: x / n for name, x in parts.items()}
-            outside -= self.embedding * self.apart
-            learns = (block + outside) * self.wide * (not self.lora)
-            parts["gathered"] = 2 * block * self.used + outside * self.held + learns
-        elif n > 1:
-            parts["gradients"] *= 2  # DDP has a copy
-        parts["weights"] += self.rope * (1 + self.reference)
-        return parts | {"CUDA itself": self.cuda}
+        if sharded:
+            parts = {name: n / devices for name, n in parts.items()}
+            parts["gathered"] = self._gathered()
+        elif devices > 1:
+            parts["gradients"] *= 2  # DDP's buckets are a copy
+        parts["weights"] += self.rope * (2 if self.reference else 1)
+        parts["CUDA itself"] = CUDA if self.on_gpu else 0
+        return parts
 
-    def step(self, tokens: float, again: bool, sharded: bool) -> float:
-        """Activations. `again`: with activation checkpointing."""
-        # FSDP2 gathers in bf16; rounded weights are made whole one by one
+    def _gathered(self) -> float:
+        """Bytes that fsdp gathers at a time: two blocks (the second is fetched ahead), what is in no
+        block, and where they train the gradients of one block and of what is in none."""
+        block = self.matrices / self.config.n_layer
+        outside = self.total - self.matrices
+        if self.head_apart:  # either the embedding or the head is there
+            outside -= self.embedding
+        gathered = 2 * block * self.bytes.compute + outside * self.bytes.weight
+        if not self.lora:
+            gathered += (block + outside) * self.bytes.trained
+        return gathered
+
+    def activations(self, tokens: float, checkpointing: bool, sharded: bool) -> float:
+        """Bytes of a micro-batch's forward and backward at their peak: what all blocks save, and the
+        larger of a block's backward and the head."""
+        saved = self.saved_by_token * tokens
+        block = BACKWARD * self.saved_by_token * tokens
+        # fsdp gathers the weights in bf16, and a quantised weight is unpacked when it is used:
+        # no cast is kept
         casts = 0 if sharded or self.cfg.lora.base else self.casts
-        kept, block = self.kept * tokens, BACKWARD * self.kept * tokens
-        if again:
-            block += kept + casts
-            kept = self.config.n_embd * tokens * self.held
-            casts *= not self.lora  # autocast keeps what trains
-        top = max(block, self.head_bytes(tokens))
-        return self.config.n_layer * (kept + casts) + top
+        if checkpointing:  # a block saves its input only, and runs again before its backward
+            block += saved + casts
+            saved = self.config.n_embd * tokens * self.bytes.weight
+            if self.lora:  # autocast keeps the casts of weights that train, and of no others
+                casts = 0
+        return self.config.n_layer * (saved + casts) + max(block, self.head(tokens))
 
-    def head_bytes(self, tokens: float) -> float:
-        """When the forward ends and all else is kept."""
-        C, V, used = self.config.n_embd, self.config.padded_vocab_size, self.used
-        chunks = self.chunks("cuda" if self.cuda else "cpu", V)
+    def head(self, tokens: float) -> float:
+        """Bytes of the LM head at the end of the forward, for a micro-batch of these tokens."""
+        width = self.config.n_embd
+        vocabulary = self.config.padded_vocab_size
+        compute = self.bytes.compute
+        chunks = self.chunks("cuda" if self.on_gpu else "cpu", vocabulary)
+        # only completions are scored
         scored = tokens * self.limits.max_completion / self.longest
         rows = min(scored, chunks.size)
-        chunk = rows * V * used + min(rows, chunks.softmax) * V * 8 * (1 + (used == 2))
-        if self.lora:  # a chunk's logits live while the next one's are made
-            return chunk + rows * V * used + scored * C * (used + self.wide)
-        saved = min(scored, chunks.size * chunks.saved) * V
-        summed = 4 if chunks.gpu else used
-        matrix = self.embedding * (summed + used * (used < self.held))  # its gradient, its cast
-        return chunk + matrix + (saved + scored * C * 3) * used
+        # a chunk's logits; and of its softmax two float32 tensors, four where logits are in bf16
+        chunk = rows * vocabulary * compute
+        chunk += min(rows, chunks.softmax) * vocabulary * 8 * (2 if compute == 2 else 1)
+        if self.lora:
+            # a chunk's logits live while the next chunk's are made; a scored token saves its
+            # hidden state and a gradient of that width
+            return (
+                chunk
+                + rows * vocabulary * compute
+                + scored * width * (compute + self.bytes.trained)
+            )
+        # the gradients by the logits that the first chunks save
+        saved = min(scored, chunks.size * chunks.saved) * vocabulary
+        # the gradient of the head's matrix, in float32 on a GPU; and its cast under bf16-mixed
+        matrix_gradient = 4 if chunks.gpu else compute
+        matrix_cast = compute if compute < self.bytes.weight else 0
+        matrix = self.embedding * (matrix_gradient + matrix_cast)
+        # hidden states of scored tokens, their gradient, and the product of the two
+        hidden = scored * width * 3
+        return chunk + matrix + (saved + hidden) * compute
 
     def sampling(self, fixed: float) -> float:
-        """Keys, values, probabilities of answers sampled at once, beside `fixed` bytes."""
-        c, most = self.config, 0
-        slot = 2 * c.n_query_groups * c.head_size * c.n_layer * self.used
-        free = max(0, self.cfg.estimate_gb * 1e9 - fixed) / 2 if self.cuda else 8e9
-        for s in (x for x in vars(self.cfg).values() if isinstance(x, Sampling)):
-            new = s.max_new_tokens or self.limits.max_completion
-            row = slot * (self.limits.max_prompt + new)
-            few = getattr(s, "check", "") == "none"
-            room = s.cache_gb * 1e9 if s.cache_gb else free
-            rows = min(s.samples if few else s.batch_size, max(1, room // row))
-            most = max(most, rows * (row + 24 * c.padded_vocab_size))
+        """Bytes while answers are sampled, for the largest of the settings that sample: keys, values
+        and probabilities of the answers that are made at once, beside `fixed` bytes."""
+        config = self.config
+        token = 2 * config.n_query_groups * config.head_size * config.n_layer * self.bytes.compute
+        free = CPU_CACHE
+        if self.on_gpu:
+            free = max(0, self.cfg.estimate_gb * 1e9 - fixed) / 2
+        most = 0
+        for settings in vars(self.cfg).values():
+            if not isinstance(settings, Sampling):
+                continue
+            max_new = settings.max_new_tokens or self.limits.max_completion
+            answer = token * (self.limits.max_prompt + max_new)
+            room = settings.cache_gb * 1e9 if settings.cache_gb else free
+            # an evaluation without a checker samples a few answers to show
+            only_shows = getattr(settings, "check", "") == "none"
+            asked = settings.samples if only_shows else settings.batch_size
+            rows = min(asked, max(1, room // answer))
+            most = max(most, rows * (answer + SAMPLING_BYTES * config.padded_vocab_size))
         return most
 
-    def needs(self, tokens: float, again: bool, n: int, sharded: bool) -> float:
-        parts = self.fixed(n, sharded)
+    def needed(self, tokens: float, checkpointing: bool, devices: int, sharded: bool) -> float:
+        """Bytes that one device needs, with micro-batches of these tokens. A run samples between its
+        steps, when there are no activations and no gradients."""
+        parts = self.fixed(devices, sharded)
         fixed = sum(parts.values())
-        step = self.step(tokens, again, sharded)
-        between = self.sampling(fixed) - parts["gradients"]
-        return fixed + max(step, between)
+        step = self.activations(tokens, checkpointing, sharded)
+        sampling = self.sampling(fixed) - parts["gradients"]
+        return fixed + max(step, sampling)
 
     def describe(self) -> str:
-        cfg, room = self.cfg, self.cfg.estimate_gb * 1e9
-        asked = cfg.micro_batch_tokens or (cfg.micro_batch_size or 0) * self.longest
-        asked, cut = asked or DEFAULT_TOKENS, (cfg.devices * cfg.num_nodes, cfg.strategy == "fsdp")
-        about = f"{cut[0]} x {cfg.strategy}, {self.precision}, {self.total:,} weights"
-        lines = [f"an estimate: {about}; GB a device"]
-        parts = self.fixed(*cut)
-        sampling = self.sampling(sum(parts.values()))
-        parts["sampling, between steps"] = sampling
-        lines += [f"  {name:<26}{x / 1e9:>8.2f}" for name, x in parts.items() if x]
-        head = f"{'activations':>36}    total"
-        lines += [f"{head}     checkpointing    total"]
-        for t in sorted({1024, 4096, 16384, asked}):
-            ways = [(self.step(t, x, cut[1]), self.needs(t, x, *cut)) for x in (False, True)]
-            cells = "".join(f"{a / 1e9:>18.2f}{b / 1e9:>9.2f}" for a, b in ways)
-            lines += [f"{t:>11,} tokens{cells}"]
-        for x, name in enumerate(("", "checkpointing: ")):
-            most = (t for t in range(2**20, 0, -256) if self.needs(t, x, *cut) <= room)
-            few = (n for n in range(1, 4097) if self.needs(asked, x, n, True) <= room)
-            line = f"{name}micro_batch_tokens {next(most, 0):,} fit {cfg.estimate_gb:g} GB"
-            fsdp = "" if cfg.lora.base else f"; {asked:,} fit {next(few, '>4096')} with fsdp"
-            lines += [line + fsdp]
+        """What --estimate prints: a line for each part, a table by the size of a micro-batch, and
+        the largest micro-batch that fits; without and with activation checkpointing."""
+        cfg = self.cfg
+        devices = cfg.devices * cfg.num_nodes
+        sharded = cfg.strategy == "fsdp"
+        tokens_set = cfg.micro_batch_tokens or (cfg.micro_batch_size or 0) * self.longest
+        tokens_set = tokens_set or DEFAULT_TOKENS
+        lines = [
+            f"an estimate: {devices} x {cfg.strategy}, {self.precision}, "
+            f"{self.total:,} weights; GB a device"
+        ]
+
+        parts = self.fixed(devices, sharded)
+        parts["sampling, between steps"] = self.sampling(sum(parts.values()))
+        for name, n in parts.items():
+            if n:
+                lines.append(f"  {name:<26}{n / 1e9:>8.2f}")
+
+        lines.append(f"{'activations':>36}    total     checkpointing    total")
+        for tokens in sorted({1024, 4096, 16384, tokens_set}):
+            line = f"{tokens:>11,} tokens"
+            for checkpointing in (False, True):
+                activations = self.activations(tokens, checkpointing, sharded)
+                needed = self.needed(tokens, checkpointing, devices, sharded)
+                line += f"{activations / 1e9:>18.2f}{needed / 1e9:>9.2f}"
+            lines.append(line)
+
+        for checkpointing in (False, True):
+            largest = self._largest_micro_batch(checkpointing, devices, sharded)
+            line = "checkpointing: " if checkpointing else ""
+            line += f"micro_batch_tokens {largest:,} fit {cfg.estimate_gb:g} GB"
+            if not cfg.lora.base:  # which does not work with fsdp
+                fewest = self._fewest_devices(tokens_set, checkpointing)
+                line += f"; {tokens_set:,} fit {fewest} with fsdp"
+            lines.append(line)
         return "\n".join(lines)
+
+    def _largest_micro_batch(self, checkpointing: bool, devices: int, sharded: bool) -> int:
+        """Tokens, a multiple of 256; 0 if none fits."""
+        for tokens in range(2**20, 0, -256):
+            if self.needed(tokens, checkpointing, devices, sharded) <= self.cfg.estimate_gb * 1e9:
+                return tokens
+        return 0
+
+    def _fewest_devices(self, tokens: int, checkpointing: bool) -> int | str:
+        """How many devices are enough under fsdp."""
+        for devices in range(1, 4097):
+            if self.needed(tokens, checkpointing, devices, True) <= self.cfg.estimate_gb * 1e9:
+                return devices
+        return ">4096"

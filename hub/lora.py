@@ -1,77 +1,127 @@
-"""litgpt's LoRA layers: switch the adapters off, start them again, add them to their matrices;
-and PEFT's files."""
+"""litgpt's LoRA layers: which layers get adapters; create, disable and reset them; add them to
+their matrices.
+
+An adapter of rank r is two matrices, A (r, inputs) and B (outputs, r). It adds scale * B @ A to the
+matrix W (outputs, inputs) of its layer. PEFT's files of adapters are in peft.py.
+"""
 
 import contextlib
-import json
 import math
-import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from litgpt.lora import LoRALayer, LoRALinear, LoRAQKVLinear, mark_only_lora_as_trainable
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hub.families import must_equal, read_config, weight_layout
 from runs.errors import BadInput
 from runs.settings import Lora
 from runs.tensors import LazyTensors, rename_tensors
 
-GROUPS = {"attn.q": "query", "attn.k": "key", "attn.v": "value", "attn.proj": "projection"}
-GROUPS |= {f"mlp.{x}": "mlp" for x in ("fc", "fc_1", "fc_2", "proj")} | {"lm_head": "head"}
+# litgpt's parts of a model that can have adapters: the group of lora.targets that each belongs to
+GROUPS = {
+    "attn.q": "query",
+    "attn.k": "key",
+    "attn.v": "value",
+    "attn.proj": "projection",
+    "mlp.fc": "mlp",
+    "mlp.fc_1": "mlp",
+    "mlp.fc_2": "mlp",
+    "mlp.proj": "mlp",
+    "lm_head": "head",
+}
 
 
-def adapter_arguments(lora: Lora | None, names: dict | None) -> dict:
-    """Arguments of litgpt's Config; none where there are to be no adapters. Targets have litgpt's
-    names, or Hugging Face's in `names` (see families.py), as PEFT takes them."""
+# ---- which layers get adapters -------------------------------------------------------------------
+
+
+def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
+    """Arguments of litgpt's lora.Config; an empty dict if there are to be no adapters.
+
+    lora.targets holds groups (query, mlp, ...) or names of layers as PEFT takes them (q_proj,
+    all-linear, ...), which `names` translates (see families.py). Raises BadInput.
+    """
     if lora is None or not lora.rank:
         return {}
-    here = {p: names[p] if names else "" for p in GROUPS if not names or p in names}
+    if names:
+        parts = {part: names[part] for part in GROUPS if part in names}
+    else:  # a litgpt folder: Hugging Face's names are not known
+        parts = dict.fromkeys(GROUPS, "")
+    targets = [target.strip() for target in lora.targets.split(",")]
     chosen = set()
-    for target in lora.targets.split(",") if isinstance(lora.targets, str) else lora.targets:
-        every = here.keys() - {"lm_head"} if target == "all-linear" else set()
-        found = every | {p for p, n in here.items() if GROUPS[p] == target or _ends(n, target)}
-        if not found:
-            known = {*(GROUPS[p] for p in here), *(n.split(".")[-1] for n in here.values())}
-            known = ", ".join(sorted(known - {""}))
-            raise BadInput(f"lora.targets: expected some of all-linear, {known}; got {target}")
-        chosen |= found
-    groups = {GROUPS[p] for p in chosen}
-    if rest := {n for p, n in here.items() if names and GROUPS[p] in groups and p not in chosen}:
-        rest = ", ".join(sorted(rest))
-        raise BadInput(f"lora.targets: the mlp's layers get adapters together: add {rest}")
-    alpha = lora.alpha * (math.sqrt(lora.rank) if lora.rslora else 1)
-    arguments = dict(lora_r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout)
-    return arguments | {f"lora_{group}": True for group in groups}
+    for target in targets:
+        chosen |= _target_parts(target, parts)
+    groups = {GROUPS[part] for part in chosen}
+    if names:
+        _refuse_half_groups(parts, chosen, groups)
+    alpha = lora.alpha  # litgpt divides alpha by the rank, rsLoRA wants its square root
+    if lora.rslora:
+        alpha = lora.alpha * math.sqrt(lora.rank)
+    arguments = {"lora_r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout}
+    for group in groups:
+        arguments[f"lora_{group}"] = True
+    return arguments
 
 
-def _ends(name: str, suffix: str) -> bool:
-    return f".{name}".endswith(f".{suffix}")
+def _target_parts(target: str, parts: dict[str, str]) -> set[str]:
+    """The parts that one entry of lora.targets means."""
+    found = set()
+    for part, name in parts.items():
+        if target == "all-linear" and part != "lm_head":  # as in PEFT, the head is left out
+            found.add(part)
+        # q_proj and self_attn.q_proj mean self_attn.q_proj; proj does not
+        elif target == GROUPS[part] or f".{name}".endswith(f".{target}"):
+            found.add(part)
+    if not found:
+        known = {GROUPS[part] for part in parts} | {name.split(".")[-1] for name in parts.values()}
+        known = ", ".join(sorted(known - {""}))
+        raise BadInput(f"lora.targets: expected some of all-linear, {known}; got {target}")
+    return found
+
+
+def _refuse_half_groups(parts: dict[str, str], chosen: set[str], groups: set[str]) -> None:
+    """litgpt has one switch a group: it cannot give adapters to some layers of an MLP only."""
+    missing = {
+        name for part, name in parts.items() if GROUPS[part] in groups and part not in chosen
+    }
+    if missing:
+        missing = ", ".join(sorted(missing))
+        raise BadInput(f"lora.targets: the mlp's layers get adapters together: add {missing}")
+
+
+# ---- create, disable, reset ----------------------------------------------------------------------
 
 
 def create_adapters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put real adapters, which alone are trained, in place of those on the meta device. A starts
-    random (torch's global seed), B zero."""
-    # in bfloat16 AdamW's small steps would round to nothing
+    """Give real tensors to a model whose adapters are on the meta device: A random (by torch's
+    global seed), B zero. From then on the adapters alone are trained.
+
+    `dtype` is that of the weights; the adapters are at least float32, because in bfloat16 the small
+    steps of AdamW would round to nothing.
+    """
     wide = torch.promote_types(dtype, torch.float32)
-    for m in model.modules():
-        if isinstance(m, LoRALinear) and hasattr(m, "lora_A"):
-            a, b = (torch.empty_like(x, device="cpu", dtype=wide) for x in (m.lora_A, m.lora_B))
-            m.lora_A, m.lora_B = nn.Parameter(a), nn.Parameter(b)
-            m.reset_parameters()
+    for layer in _adapted_layers(model):
+        a = torch.empty_like(layer.lora_A, device="cpu", dtype=wide)
+        b = torch.empty_like(layer.lora_B, device="cpu", dtype=wide)
+        layer.lora_A = nn.Parameter(a)
+        layer.lora_B = nn.Parameter(b)
+        layer.reset_parameters()
     mark_only_lora_as_trainable(model)
+
+
+def _adapted_layers(model: nn.Module) -> list[LoRALinear]:
+    """litgpt makes every linear layer a LoRALinear; those that are not chosen have no adapter."""
+    layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    return [layer for layer in layers if hasattr(layer, "lora_A")]
 
 
 @contextlib.contextmanager
 def disable_adapters(model: nn.Module):
-    """The model without its adapters, to the bit: a layer that is told that it is merged runs its
-    base matrix alone."""
+    """Within this context the model computes what it would without adapters, to the bit."""
     layers = [m for m in model.modules() if isinstance(m, LoRALayer)]
     assert layers, "no LoRA layers here: the reference would be the policy itself"
     for layer in layers:
-        layer.merged = True
+        layer.merged = True  # litgpt's layer then takes its matrix alone
     try:
         yield
     finally:
@@ -80,151 +130,95 @@ def disable_adapters(model: nn.Module):
 
 
 @torch.no_grad()
-def reset_adapters(model: nn.Module, seed: int, place) -> None:
-    """Adapters as they start: A random, alike on all ranks, B zero. place(x, like) lays a tensor
-    out as another, which may be sharded."""
+def reset_adapters(
+    model: nn.Module, seed: int, place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Set the adapters back to a start: A random by this seed, the same on all ranks, B zero.
+    place(x, like) puts x on the device, and into the shards, of `like`."""
     generator = torch.Generator().manual_seed(seed)
-    for m in model.modules():
-        if isinstance(m, LoRALinear) and hasattr(m, "lora_A"):
-            bound = 1 / math.sqrt(m.lora_A.shape[1])  # litgpt's: kaiming_uniform, a = sqrt(5)
-            a = torch.rand(m.lora_A.shape, generator=generator, dtype=torch.float32)
-            a = a * 2 * bound - bound
-            m.lora_A.copy_(place(a.to(m.lora_A.dtype), m.lora_A))
-            m.lora_B.zero_()
+    for layer in _adapted_layers(model):
+        bound = 1 / math.sqrt(layer.lora_A.shape[1])  # litgpt's kaiming_uniform_ with a = sqrt(5)
+        a = torch.rand(layer.lora_A.shape, generator=generator, dtype=torch.float32)
+        a = a * 2 * bound - bound
+        layer.lora_A.copy_(place(a.to(layer.lora_A.dtype), layer.lora_A))
+        layer.lora_B.zero_()
+
+
+# ---- adapters and the matrices below them --------------------------------------------------------
+
+
+class AdapterBlock(NamedTuple):
+    """One adapter: it adds scale * B @ A to the rows [first, end) of a weight."""
+
+    name: str
+    """The weight, by its plain name."""
+    first: int
+    end: int
+    a: torch.Tensor
+    """(r, inputs)"""
+    b: torch.Tensor
+    """(end - first, r)"""
+    scale: float
 
 
 def plain_names(state: Mapping) -> LazyTensors:
-    """Weights without adapters, by the names that they have in a model without."""
-    return rename_tensors(state, {n.replace(".linear.", "."): n for n in state if "lora_" not in n})
+    """Weights without the adapters, by the names that they have in a model without LoRA."""
+    # a LoRALinear keeps its matrix in .linear: attn.qkv.linear.weight -> attn.qkv.weight
+    names = {name.replace(".linear.", "."): name for name in state if "lora_" not in name}
+    return rename_tensors(state, names)
 
 
 def merge_adapters(state: Mapping, model: nn.Module) -> LazyTensors:
-    """Full weights by their plain names: each adapter added to its base matrix. `state`, the
-    model's weights by name, may be gathered from shards."""
-    plain, blocks = plain_names(state), {}
-    for (name, *rows), adapter in _blocks(state, model).items():
-        blocks.setdefault(name, []).append((*rows, *adapter))
+    """Full weights by their plain names: each matrix with its adapters added.
+
+    `state` holds the weights of `model` by name; they may be gathered from shards one by one.
+    """
+    plain = plain_names(state)
+    blocks_of = {}
+    for block in adapter_blocks(state, model):
+        blocks_of.setdefault(block.name, []).append(block)
 
     def merged(name):
         w = plain[name]
-        for first, end, a, b, scale in blocks.get(name, ()):
-            delta = torch.zeros_like(w, dtype=a.dtype)
-            delta[first:end] = b @ a * scale
+        for block in blocks_of.get(name, ()):
+            delta = torch.zeros_like(w, dtype=block.a.dtype)
+            delta[block.first : block.end] = block.b @ block.a * block.scale
             w = (w + delta).to(w.dtype)
         return w
 
     return LazyTensors(plain.like, merged)
 
 
-def _blocks(state: Mapping, model: nn.Module) -> dict:
-    """{(name of a plain weight, first row, end): (A, B, scale)} of the adapters, q, k, v apart."""
-    out = {}
-    for name, m in model.named_modules():
-        a, b = (state.get(f"{name}.lora_{x}") for x in "AB")
-        if not isinstance(m, LoRALinear) or a is None:
+def adapter_blocks(state: Mapping, model: nn.Module) -> list[AdapterBlock]:
+    """All adapters in `state`. litgpt has one A and one B for the qkv matrix; here they are cut
+    into the adapters of q, k and v."""
+    blocks = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoRALinear):
             continue
-        parts = [(0, len(b))]
-        if isinstance(m, LoRAQKVLinear):
-            sizes = [m.head_size * n for n in (m.n_head, m.n_query_groups, m.n_query_groups)]
-            ends = [sum(sizes[: i + 1]) for i in range(3)]
-            parts = [(e - n, e) for n, e, on in zip(sizes, ends, m.enable_lora) if on]
-        pairs = zip(a.chunk(len(parts)), b.split([end - at for at, end in parts]))
-        out |= {(f"{name}.weight", *p): (*ab, m.scaling) for p, ab in zip(parts, pairs)}
-    return out
-
-
-# ---- PEFT's files --------------------------------------------------------------------------------
-
-# fields of PEFT's that make another method of LoRA where they are set
-VARIANT = re.compile("use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias")
-
-
-def read_adapter(folder: Path):
-    """(name of a weight, B, A, scale) of a PEFT folder: B A scale is added. Raises BadInput."""
-    try:
-        c = json.loads((folder / "adapter_config.json").read_text())
-        start = c.get("init_lora_weights")  # other starts change the base
-        c |= {"init_lora_weights": start in (None, True, False, "gaussian") or start}
-        other = {k: None for k in c if c[k] and VARIANT.match(k)}
-        must_equal(c, peft_type="LORA", bias="none", init_lora_weights=True, **other)
-        tensors = load_file(folder / "adapter_model.safetensors")
-        for key, a in tensors.items():
-            name = re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", key)
-            if not key.endswith((".lora_A.weight", ".lora_B.weight")):
-                raise BadInput(f"model.safetensors: {name}: only LoRA's A and B are supported")
-            if "lora_B" in key:
-                continue
-            alphas = [c["lora_alpha"], *(
-                x for p, x in (c.get("alpha_pattern") or {}).items()
-                if re.fullmatch(rf"(.*\.)?({p})", name)
-            )]  # fmt: skip
-            scale = alphas[-1] / (math.sqrt(len(a)) if c.get("use_rslora") else len(a))
-            b = tensors[key.replace("lora_A", "lora_B")]
-            yield f"{name}.weight", b.float(), a.float(), scale
-    except BadInput as e:
-        fault = str(e).removeprefix("config.json: ")
-        raise BadInput(f"{folder}/adapter_config.json: {fault}") from None
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as e:
-        raise BadInput(f"{folder}: no usable PEFT adapter: {e}") from None
-
-
-def export_adapter(
-    state: Mapping,
-    out: Path | None,
-    model: nn.Module,
-    source: Path,
-    base: str,
-    lora: Lora,
-    below=(),
-) -> None:
-    """Write the adapters in PEFT's format. A fused matrix has one adapter there: ours side by side,
-    of a rank and an alpha of its own; so have those that the run started from, `below` (see
-    read_adapter), and ours: their scales go into B."""
-    (_, config, names), blocks = read_config(source), _blocks(state, model)
-    scale, root = next(iter(blocks.values()))[2], 0.5 if lora.rslora else 1
-    pairs = {}
-    for name, pieces in weight_layout(model.config, names, plain_names(state).like).items():
-        own = {k: x for n, at, _ in pieces for k, x in blocks.items() if _holds(k, n, at)}
-        if not own:
+        a = state.get(f"{name}.lora_A")
+        b = state.get(f"{name}.lora_B")
+        if a is None:
             continue
-        rows = [
-            [
-                b[at - k[1] : end - k[1]] if _holds(k, n, at) else b.new_zeros(end - at, len(a))
-                for k, (a, b, _) in own.items()
-            ]
-            for n, at, end in pieces
-        ]
-        b = torch.cat([torch.cat(row, dim=1) for row in rows])
-        pairs[name] = torch.cat([a for a, _, _ in own.values()]), b * (scale if below else 1)
-    for name, b, a, factor in below:
-        mine = pairs.get(name, (a[:0], b[:, :0]))
-        pairs[name] = torch.cat([a, mine[0]]), torch.cat([b * factor, mine[1]], dim=1)
-    if below:
-        most = max(len(a) for a, _ in pairs.values())
-        scale, root, lora = 1, 1, Lora(rank=most, alpha=most, dropout=lora.dropout)
-    vision, tensors, ranks = config["model_type"] == "gemma3", {}, {}
-    for name, (a, b) in pairs.items():
-        module = name.removesuffix(".weight")
-        path = module.replace("model.", "model.language_model.", 1) if vision else module
-        key = f"base_model.model.{path}.lora_"
-        tensors |= {f"{key}A.weight": a, f"{key}B.weight": b.contiguous()}
-        # those below may be in some layers only
-        ranks[path if below else ".".join(module.split(".")[-2:])] = len(a)
-    fused, targets = {k: n for k, n in ranks.items() if n != lora.rank}, sorted(ranks)
-    if vision and not below:
-        targets = rf".*language_model.*({'|'.join(targets)})"
-    config = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora.rank,
-        lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.rslora, bias="none",
-        target_modules=targets,
-        rank_pattern=fused, alpha_pattern={k: scale * n**root for k, n in fused.items()},
-        fan_in_fan_out=config["model_type"] == "gpt2", inference_mode=True,
-    )  # fmt: skip
-    if out is None:
-        return
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        rows = [(0, len(b))]
+        if isinstance(layer, LoRAQKVLinear):
+            rows = _adapted_rows(layer)
+        a_parts = a.chunk(len(rows))
+        b_parts = b.split([end - first for first, end in rows])
+        for (first, end), a_part, b_part in zip(rows, a_parts, b_parts):
+            block = AdapterBlock(f"{name}.weight", first, end, a_part, b_part, layer.scaling)
+            blocks.append(block)
+    return blocks
 
 
-def _holds(block: tuple, name: str, row: int) -> bool:
-    return block[0] == name and block[1] <= row < block[2]
+def _adapted_rows(layer: LoRAQKVLinear) -> list[tuple[int, int]]:
+    """(first row, end) of those of q, k and v that have an adapter."""
+    rows = []
+    first = 0
+    heads = (layer.n_head, layer.n_query_groups, layer.n_query_groups)
+    for n, enabled in zip(heads, layer.enable_lora):
+        end = first + n * layer.head_size
+        if enabled:
+            rows.append((first, end))
+        first = end
+    return rows

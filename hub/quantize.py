@@ -1,4 +1,4 @@
-"""QLoRA's frozen base (arXiv 2305.14314): bitsandbytes' linears for the blocks' own."""
+"""QLoRA (arXiv 2305.14314): the frozen matrices of the blocks in 4 or 8 bits, by bitsandbytes."""
 
 import logging
 
@@ -9,40 +9,50 @@ from torch import nn
 from runs.errors import BadInput
 
 
-def quantize_base(model: nn.Module, kind: str, device) -> None:
-    """The blocks' base matrices in nf4 (its scales quantised too) or int8 (a scale
-    for each row), on their device. Raises BadInput."""
-    # it warns of casts that are meant, at every forward
+def quantize_base(model: nn.Module, kind: str, device: torch.device | str) -> None:
+    """Put bitsandbytes' linear layers in place of the frozen ones in all blocks, on `device`.
+
+    kind "nf4": 4 bits, with scales that are quantised too; "int8": 8 bits, with a scale for each
+    row. Adapters, biases and everything outside the blocks stay as they are. Raises BadInput.
+    """
+    # bitsandbytes warns at every forward that it casts its inputs, which is what we want
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.nn as bnb  # slow to import
 
     layers = [m for m in model.transformer.h.modules() if isinstance(m, LoRALinear)]
-    for m in layers:
-        old, has_bias = m.linear, m.linear.bias is not None
-        sizes = old.in_features, old.out_features, has_bias
+    for layer in layers:
+        old = layer.linear
+        sizes = (old.in_features, old.out_features, old.bias is not None)
         if kind == "nf4":
-            if sizes[0] % 64:  # on a CPU wrong by 20 to 40%, and silent
-                why = f"nf4 takes widths of a multiple of 64, not {sizes[0]}"
-                raise BadInput(f"lora.base: {why}")
+            # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
+            if old.in_features % 64:
+                raise BadInput(
+                    "lora.base: nf4 needs layer widths that are multiples of 64, "
+                    f"this model has {old.in_features}; use int8"
+                )
             new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
             weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new)
         else:
             new = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, device="meta")
             weight = bnb.Int8Params(old.weight.data, requires_grad=False)
-        new.weight, new.bias = weight.to(device), old.bias  # .to() quantises
-        new.register_forward_pre_hook(_autocast)
-        _always_as_in_training(new)
-        m.linear = new
+        new.weight = weight.to(device)  # this quantises
+        new.bias = old.bias
+        new.register_forward_pre_hook(_autocast_input)
+        _keep_in_training_mode(new)
+        layer.linear = new
 
 
-def _autocast(_linear, inputs):
-    """As autocast does at an nn.Linear, and not at bitsandbytes'."""
-    x, kind = inputs[0], inputs[0].device.type
-    if torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
+def _autocast_input(_linear: nn.Module, inputs: tuple):
+    """Cast the input under autocast, which does so for nn.Linear but not for bitsandbytes' layers."""
+    x = inputs[0]
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return None  # the inputs as they are
 
 
-def _always_as_in_training(linear) -> None:
-    """On a CPU an evaluation computes otherwise: int8 rounds its inputs too, so that a reference's
-    log-probs would not be the policy's; nf4 repacks its weights for good, without a gradient."""
+def _keep_in_training_mode(linear: nn.Module) -> None:
+    """Make eval() do nothing. On a CPU these layers compute differently in evaluation mode: int8
+    rounds its inputs too, so the reference's log-probs would not be the policy's; nf4 repacks its
+    weights for good, and they then pass no gradient on."""
     linear.train = lambda mode=True: linear

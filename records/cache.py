@@ -1,4 +1,8 @@
-"""Token ids on disk by content, so that a million records are tokenised once."""
+"""Token ids on disk, so that a large file is tokenised once and not at every start.
+
+A cached file is an .npz of arrays. Its name is a hash of all that the arrays depend on, so it never
+has to be checked or updated.
+"""
 
 import contextlib
 import hashlib
@@ -8,40 +12,51 @@ from pathlib import Path
 
 import numpy as np
 
+from records.forms import Kind
+from records.tokenizer import Tokenizer
 from runs.files import file_hash, find_path
+from runs.settings import Data
 
-LARGE = 2**24  # bytes of a file: below, tokenising it again takes seconds
-CODE = [Path(__file__).with_name(f"{n}.py") for n in ("forms", "tokenizer", "examples")]
+LARGE = 2**24  # bytes: to tokenise a smaller file again takes seconds
+# The code that turns a file into token ids: after a change in it, nothing old is found.
+CODE = [
+    Path(__file__).with_name(name)
+    for name in ("readers.py", "forms.py", "tokenizer.py", "examples.py")
+]
+# The settings that the token ids depend on.
+SETTINGS = ("max_prompt", "max_completion", "extra", "columns", "score_turns", "date")
 
 
-def cache_file(source: str, tokenizer, kind: str, limits) -> Path | None:
-    """Where the examples of this content are kept, as this code makes them; None: nowhere."""
+def cache_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> Path | None:
+    """Where the token ids of a file are cached, or would be. None: they are not cached, since
+    data.cache is off or the file is small (or a data set of the Hub)."""
     path = find_path(source)
     if not limits.cache or not path.is_file() or path.stat().st_size < LARGE:
         return None
-    names = ("max_prompt", "max_completion", "extra", "columns", "score_turns", "date")
-    asked = [kind, path.suffixes, *map(file_hash, (path, *CODE)), tokenizer.identity()]
-    asked += [getattr(limits, name) for name in names]
-    key = hashlib.sha256(repr(asked).encode()).hexdigest()
+    hashes = [file_hash(file) for file in (path, *CODE)]
+    settings = [getattr(limits, name) for name in SETTINGS]
+    all_inputs = [kind, path.suffixes, hashes, tokenizer.identity(), settings]
+    key = hashlib.sha256(repr(all_inputs).encode()).hexdigest()
     return Path(limits.cache).expanduser() / f"{key}.npz"
 
 
 def read_cached(file: Path) -> dict[str, np.ndarray] | None:
-    """None: not there, or damaged."""
+    """The arrays of a cached file. None if it is not there or damaged."""
     try:
-        with open(file, "rb") as f, np.load(f, allow_pickle=False) as found:
-            return dict(found)
+        with open(file, "rb") as f, np.load(f, allow_pickle=False) as arrays:
+            return dict(arrays)
     except (OSError, ValueError, zipfile.BadZipFile):
         return None
 
 
 def write_cached(file: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Whole or not at all. Without room or right it is not: the next start takes longer."""
-    tmp = file.with_suffix(f".{os.getpid()}")
+    """Write a cached file, completely or not at all. A full disk or a folder that may not be
+    written is no error: the next start takes longer."""
+    temporary = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
+        with open(temporary, "wb") as f:
             np.savez(f, **arrays)
-        tmp.replace(file)
+        temporary.replace(file)
     with contextlib.suppress(OSError):
-        tmp.unlink()  # what a full disk has left
+        temporary.unlink()  # part of a file, if the disk was full

@@ -1,361 +1,549 @@
-"""A source's records to examples of token ids: cut to the limits, split, described in a table."""
+"""From records to examples of token ids, and what a run does with them before it trains.
+
+Reading order: Example (what comes out) and Examples (many of them); load_examples, _load_file and
+_tokenise_file, which is the whole way of a record: read, understand, render, encode, cut; then the
+three parts of the data, the table that describes them, and their hash.
+"""
 
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from records import cache
-from records.forms import Fault, Record, read_records, split_sources, understand_record
-from records.tokenizer import ENCODE_TEXTS, Endless, Tokenizer
+from records.cache import cache_file, read_cached, write_cached
+from records.forms import Fault, Kind, Record, understand_record
+from records.readers import read_records, split_sources
+from records.tokenizer import ENCODE_TEXTS, Endless, Texts, Tokenizer
 from runs.errors import BadInput
 from runs.settings import Data
 
+MOST_FAULTS = 20  # bad records that are reported before reading stops
+
 
 class Example(NamedTuple):
-    """A prompt with its completion (rated, demonstrated) or its two (chosen, rejected), as int32
-    token ids."""
+    """A prompt with its completion (rated or demonstrated), its two (chosen, rejected) or none, as
+    arrays of int32 token ids."""
 
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
     label: bool  # desirable; True where nothing was rated
-    rewards: tuple[float | None, float | None] = (None, None)  # of a pair's completions
+    rewards: tuple[float | None, float | None] = (None, None)  # of chosen and rejected
     where: str = ""  # file:line
     weight: float = 1.0
-    extra: dict = {}  # the fields named by data.extra
+    extra: dict[str, str | float] = {}  # the fields that data.extra names
 
     @property
     def keys(self) -> tuple[bytes, bytes]:
-        """Equal prompts and equal completions have equal keys."""
+        """Equal prompts have equal first keys, equal (first) completions equal second ones."""
         return self.prompt.tobytes(), self.completions[0].tobytes()
 
 
 class Examples(Sequence):
-    """Examples as columns: a million of them as objects would take seconds and a gigabyte.
+    """A list of examples, held as columns: a million Example objects would take a gigabyte.
 
-    `rows`: where an example's ids begin in `tokens`, its numbers, and which of `texts` (its place
-    but for the number, its extra fields) it has. A part of them is other rows, with the same rest.
+    tokens  (all token ids,) int32: prompt, completions, next prompt, ...
+    rows    (examples,) a structured array with one row per example:
+            start, length (1 + K each): where in `tokens` its prompt and its K completions are
+            label, weight, rewards: as in Example
+            origin: which of `origins` it has
+            line: the number at the end of its `where`, -1 if there is none
+    origins a list of (`where` without the line, (name, value) of each extra field), without
+            repetition: most examples of a file share one
+
+    A slice or a selection has rows of its own, and shares `tokens` and `origins`.
     """
 
-    def __init__(self, tokens: np.ndarray, rows: np.ndarray, texts: list):
-        self.tokens, self.rows, self.texts = tokens, rows, texts
-        self.n_ids = rows["start"].shape[1]  # of the prompt, and of K completions
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray, origins: list[tuple]):
+        self.tokens = tokens
+        self.rows = rows
+        self.origins = origins
+        self.n_ids = rows["start"].shape[1]  # 1 + K
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> "Examples":
+        """The same examples as columns. There must be at least one, and all have the same K."""
         if isinstance(examples, cls):
             return examples
         ids = [(e.prompt, *e.completions) for e in examples]
-        n, texts = (len(ids[0]),), {}
-        columns = [("start", "i8", n), ("length", "i4", n), ("label", "?"), ("weight", "f8")]
-        columns += [("rewards", "f8", (2,)), ("text", "i8"), ("line", "i8")]
-        rows = np.zeros(len(ids), columns)
+        n_ids = len(ids[0])
+        rows = np.zeros(
+            len(ids),
+            dtype=[
+                ("start", "i8", (n_ids,)),
+                ("length", "i4", (n_ids,)),
+                ("label", "?"),
+                ("weight", "f8"),
+                ("rewards", "f8", (2,)),
+                ("origin", "i8"),
+                ("line", "i8"),
+            ],
+        )
         rows["length"] = [[len(x) for x in row] for row in ids]
-        rows["start"] = rows["length"].cumsum().reshape(-1, *n) - rows["length"]
-        for name in ("label", "weight", "rewards"):  # None becomes nan
-            rows[name] = [getattr(e, name) for e in examples]
-        place = [e.where.rstrip("0123456789") for e in examples]
-        own = ((x, *e.extra.items()) for x, e in zip(place, examples))
-        rows["text"] = [texts.setdefault(text, len(texts)) for text in own]
-        rows["line"] = [int(e.where[len(x) :] or -1) for x, e in zip(place, examples)]
-        return cls(np.concatenate([x for row in ids for x in row]), rows, list(texts))
+        rows["start"] = rows["length"].cumsum().reshape(-1, n_ids) - rows["length"]
+        rows["label"] = [e.label for e in examples]
+        rows["weight"] = [e.weight for e in examples]
+        rows["rewards"] = [e.rewards for e in examples]  # None becomes nan
+        origins: dict[tuple, int] = {}
+        origin_numbers, lines = [], []
+        for e in examples:
+            file = e.where.rstrip("0123456789")
+            origin = (file, *e.extra.items())
+            origin_numbers.append(origins.setdefault(origin, len(origins)))
+            lines.append(int(e.where[len(file) :] or -1))
+        rows["origin"] = origin_numbers
+        rows["line"] = lines
+        tokens = np.concatenate([x for row in ids for x in row])
+        return cls(tokens, rows, list(origins))
 
     @classmethod
-    def joined(cls, parts: list["Examples"]) -> "Examples":
+    def join(cls, parts: list["Examples"]) -> "Examples":
+        """All examples of several lists, in their order. They must have the same K."""
         if len(parts) == 1:
             return parts[0]
-        rows, texts, n_tokens = [], [], 0
+        all_rows, origins, n_tokens = [], [], 0
         for part in parts:
-            rows.append(part.rows.copy())
-            rows[-1]["start"] += n_tokens
-            rows[-1]["text"] += len(texts)
-            texts += part.texts
+            rows = part.rows.copy()
+            rows["start"] += n_tokens
+            rows["origin"] += len(origins)
+            all_rows.append(rows)
+            origins += part.origins
             n_tokens += len(part.tokens)
-        return cls(np.concatenate([p.tokens for p in parts]), np.concatenate(rows), texts)
+        tokens = np.concatenate([part.tokens for part in parts])
+        return cls(tokens, np.concatenate(all_rows), origins)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i):
-        """An Example, or those of a slice or of a list of numbers."""
+        """One Example, or the Examples of a slice, of an array of numbers or of a mask."""
         if isinstance(i, slice) or np.ndim(i):
-            return Examples(self.tokens, self.rows[i], self.texts)
-        start, length, label, weight, rewards, text, line = self.rows[i].tolist()
-        prompt, *completions = (self.tokens[a : a + n] for a, n in zip(start, length))
-        rewards = tuple(None if math.isnan(r) else r for r in rewards.tolist())
-        place, *extra = self.texts[text]
-        where = place + (str(line) if line >= 0 else "")
-        return Example(prompt, tuple(completions), label, rewards, where, weight, dict(extra))
+            return Examples(self.tokens, self.rows[i], self.origins)
+        starts, lengths, label, weight, rewards, origin, line = self.rows[i].tolist()
+        prompt, *completions = [self.tokens[a : a + n] for a, n in zip(starts, lengths)]
+        file, *extra = self.origins[origin]
+        return Example(
+            prompt=prompt,
+            completions=tuple(completions),
+            label=label,
+            rewards=tuple(None if math.isnan(r) else r for r in rewards.tolist()),
+            where=file + str(line) if line >= 0 else file,
+            weight=weight,
+            extra=dict(extra),
+        )
 
-    def ids(self, k: int) -> Iterator[bytes]:
-        """Of each prompt (0) or completion."""
-        start, blob = self.rows["start"][:, k] * 4, self.tokens.tobytes()
-        ends = start + self.rows["length"][:, k] * 4
-        return (blob[a:b] for a, b in zip(start.tolist(), ends.tolist()))
+    def ids_as_bytes(self, k: int) -> Iterator[bytes]:
+        """The token ids of each example's prompt (k = 0) or k-th completion: equal ids are equal
+        bytes."""
+        content = self.tokens.tobytes()
+        starts = self.rows["start"][:, k] * self.tokens.itemsize
+        ends = starts + self.rows["length"][:, k] * self.tokens.itemsize
+        for start, end in zip(starts.tolist(), ends.tolist()):
+            yield content[start:end]
 
 
-class Loaded(NamedTuple):
-    """A source's examples, counts of what was cut, the record fields that nothing reads, and those
-    that data.columns names."""
+class LoadedExamples(NamedTuple):
+    """What load_examples returns."""
 
     examples: Examples
-    cuts: Counter
-    ignored: tuple[str, ...] = ()
-    renamed: tuple[str, ...] = ()
+    cuts: Counter  # "prompts cut", "completions cut" -> how many
+    ignored: tuple[str, ...] = ()  # names of record fields that nothing reads
+    renamed: tuple[str, ...] = ()  # names in data.columns that some record has
 
 
-def load_examples(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
-    """All examples of one or more sources. `kind`: rated (a pair becomes two), paired,
-    demonstrations, prompts (distinct ones, whatever else their records hold).
+# ---- from a file to examples ---------------------------------------------------------------------
+
+
+def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
+    """All examples of one or more sources, such as data.train names.
+
+    `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
+    each distinct prompt is one example without completions. `limits` is the data part of the
+    settings, with max_prompt and max_completion filled in (settings.with_limits).
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
-    mix, cuts, ignored, renamed = [], Counter(), {}, {}
+    parts, weights = [], []
+    cuts, ignored, renamed = Counter(), {}, {}  # the last two as sets that keep their order
     for files, weight in split_sources(source):
-        mix.append(([], weight))
-        for file in files:
-            one = _load(file, tokenizer, kind, limits)
-            mix[-1][0].append(one.examples)
+        loaded = [_load_file(file, tokenizer, kind, limits) for file in files]
+        parts.append(Examples.join([one.examples for one in loaded]))
+        weights.append(weight)
+        for one in loaded:
             cuts.update(one.cuts)
-            ignored |= dict.fromkeys(one.ignored)
-            renamed |= dict.fromkeys(one.renamed)
-    # weights are shares of the longest mix that repeats nothing, taken evenly over each source
-    mix = [(Examples.joined(found), weight) for found, weight in mix]
-    shortest = min(len(found) / (weight or 1) for found, weight in mix)
-    parts = []
-    for found, weight in mix:
-        n = round(weight * shortest) if weight else len(found)
-        parts.append(found if n == len(found) else found[np.arange(n) * len(found) // n])
-    examples = Examples.joined(parts)
+            ignored.update(dict.fromkeys(one.ignored))
+            renamed.update(dict.fromkeys(one.renamed))
+    if weights[0] is not None:  # then all sources have one
+        parts = _take_shares(parts, weights)
+    examples = Examples.join(parts)
     if kind == "prompts":
-        examples = examples[np.unique(_numbered(examples.ids(0)), return_index=True)[1]]
-    kinds = {}
-    for name, value in (field for _, *extra in examples.texts for field in extra):
-        if kinds.setdefault(name, type(value)) is not type(value):
-            both = "a number in some records, a text in others"
-            raise BadInput(f"data.extra: {name}: {both}")
-    return Loaded(examples, cuts, tuple(ignored), tuple(renamed))
+        _, first = np.unique(_number_distinct(examples.ids_as_bytes(0)), return_index=True)
+        examples = examples[first]
+    _check_extra_types(examples)
+    return LoadedExamples(examples, cuts, tuple(ignored), tuple(renamed))
 
 
-def _load(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
-    """Of one source, from the cache if it is there."""
-    file = cache.cache_file(source, tokenizer, kind, limits)
-    if file and (kept := cache.read_cached(file)):
-        texts, cuts, *fields = json.loads(kept["text"].tobytes())
-        texts = [(source + place, *map(tuple, extra)) for place, *extra in texts]
-        examples = Examples(kept["tokens"], kept["rows"], texts)
-        return Loaded(examples, Counter(cuts), *map(tuple, fields))
-    e, *rest = loaded = _tokenised(source, tokenizer, kind, limits)
-    if file:
-        texts = [(place[len(source) :], *extra) for place, *extra in e.texts]
-        text = np.frombuffer(json.dumps([texts, *rest]).encode(), np.uint8)
-        cache.write_cached(file, dict(tokens=e.tokens, rows=e.rows, text=text))
+def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
+    """The examples of one file (or Hub data set): from data.cache if they are there."""
+    file = cache_file(source, tokenizer, kind, limits)
+    if file is None:
+        return _tokenise_file(source, tokenizer, kind, limits)
+    arrays = read_cached(file)
+    if arrays:
+        return _from_arrays(arrays, source)
+    loaded = _tokenise_file(source, tokenizer, kind, limits)
+    write_cached(file, _to_arrays(loaded, source))
     return loaded
 
 
-def _tokenised(source: str, tokenizer: Tokenizer, kind: str, limits: Data) -> Loaded:
-    """Of one source, some records at a time: texts take more room than token ids."""
-    faults, waiting, made, cuts, ignored, renamed = [], [], [], Counter(), {}, {}
-    names, extra, every = column_names(limits), limits.extra_fields, limits.score_turns == "all"
-    for where, raw in read_records(source, extra, names):
+def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
+    """The examples of one file. Steps 1 to 3 of a record's way are in _read_texts below (read,
+    understand, render), steps 4 to 6 here (encode, cut, make columns)."""
+    parts = []
+    cuts, ignored, renamed = Counter(), {}, {}
+    records_with_texts = _read_texts(source, tokenizer, kind, limits)
+    # In batches, since texts take more memory than their token ids.
+    while batch := list(islice(records_with_texts, ENCODE_TEXTS)):
+        # 4. encode: the texts become token ids, with BOS and EOS
+        all_ids = tokenizer.encode_all([texts for _, _, texts in batch])
+        examples = []
+        for (where, record, _), (prompt_ids, completion_ids) in zip(batch, all_ids):
+            # 5. cut: the ids become arrays of at most max_prompt and max_completion ids
+            prompt = _cut_prompt(prompt_ids, tokenizer.bos, limits.max_prompt, cuts)
+            completions = [_cut_completion(x, limits.max_completion, cuts) for x in completion_ids]
+            # The texts were not empty, but a tokenizer may strip blanks.
+            if not len(prompt):
+                raise BadInput(f"{where}: prompt: not empty, but no tokens are left of it")
+            if not all(len(x) for x in completions):
+                raise BadInput(f"{where}: completion: not empty, but no tokens are left of it")
+            examples += _make_examples(where, record, prompt, completions, kind)
+            ignored.update(dict.fromkeys(record.ignored))
+            renamed.update(dict.fromkeys(record.renamed))
+        # 6. make columns
+        parts.append(Examples.of(examples))
+    if not parts:
+        raise BadInput(f"{source}: no records")
+    return LoadedExamples(Examples.join(parts), cuts, tuple(ignored), tuple(renamed))
+
+
+def _read_texts(
+    source: str, tokenizer: Tokenizer, kind: Kind, limits: Data
+) -> Iterator[tuple[str, Record, Texts]]:
+    """(where, record, its texts) for each record of a file; `where` is file:line. Bad records are
+    collected, and raised as one BadInput at the end of the file or after the first 20 of them."""
+    faults = []
+    extra = limits.extra_fields
+    columns = column_names(limits)
+    # 1. read: a line of the file becomes what it holds (readers.py)
+    for where, raw in read_records(source, extra, columns):
         try:
-            record = understand_record(raw, kind, extra, names)
-            for one in _turns(record) if every else (record,):
-                waiting.append((where, one, *_rendered(one, tokenizer, limits)))
+            # 2. understand: that becomes a Record (forms.py)
+            record = understand_record(raw, kind, extra, columns)
+            records = _one_record_per_turn(record) if limits.score_turns == "all" else [record]
+            # 3. render: its messages become texts, not much longer than the limits can hold
+            results = []
+            for record in records:
+                texts = tokenizer.render(record)
+                _check_texts(texts, tokenizer)
+                texts = tokenizer.shorten(texts, limits.max_prompt, limits.max_completion)
+                results.append((where, record, texts))
         except (Fault, RecursionError) as e:
             faults.append(" ".join(f"{where}: {e}".splitlines()))
-            if len(faults) == 20 or isinstance(e, Endless):
+            if len(faults) == MOST_FAULTS or isinstance(e, Endless):
                 break
             continue
-        ignored |= dict.fromkeys(record.ignored)
-        renamed |= {name: None for name in names if name in raw}
-        if len(waiting) >= ENCODE_TEXTS and not faults:
-            made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
-            waiting = []
+        if not faults:  # after a fault the rest of the file is only checked
+            yield from results
     if faults:
         raise BadInput("\n".join(faults))
-    if waiting:
-        made.append(_encoded(waiting, tokenizer, kind, limits, cuts))
-    if not made:
-        raise BadInput(f"{source}: no records")
-    return Loaded(Examples.joined(made), cuts, tuple(ignored), tuple(renamed))
 
 
-def column_names(limits: Data) -> dict[str, str]:
-    """`prompt=question,label=good` -> {the source's name: ours}."""
-    given = [pair.split("=") for pair in (limits.columns or "").split(",") if limits.columns]
-    pairs = [[name.strip() for name in pair] for pair in given]
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise BadInput(f"data.columns: expected ours=theirs, by commas; got {limits.columns}")
-    return {theirs: ours for ours, theirs in pairs}
-
-
-def _turns(record: Record) -> list[Record]:
-    """One for each of the assistant's turns that are the completion's. Raises Fault."""
-    own = range(record.scored or 0, len(record.prompt) if record.scored is not None else 0)
-    own = [i for i in own if record.prompt[i]["role"] == "assistant"]
-    if own and (own[0] == 0 or len(record.completions) == 2):
-        raise Fault("record: data.score_turns all: a pair, or a first turn without a prompt")
-    cut = (dict(prompt=record.prompt[:i], completions=[record.prompt[i]]) for i in own)
-    return [*(record._replace(**x) for x in cut), record]
-
-
-def _encoded(rows: list[tuple], tokenizer: Tokenizer, kind: str, limits: Data, cuts) -> Examples:
-    """Of (where, record, prompt, completions, chat)."""
-    encoded, made = tokenizer.encode_all([row[2:4] for row in rows]), []
-    for (where, record, _, _, chat), (prompt, completions) in zip(rows, encoded):
-        # a template writes what it wants of BOS and EOS
-        prompt = prompt if chat else tokenizer.prompt(prompt)
-        prompt = _cut_prompt(prompt, tokenizer.bos, limits.max_prompt, cuts)
-        end = [] if chat else [tokenizer.eos]
-        completions = tuple(
-            _cut_completion([*ids, *end], limits.max_completion, cuts) for ids in completions
+def _one_record_per_turn(record: Record) -> list[Record]:
+    """For data.score_turns all: a record for each assistant turn of the completion, with the turns
+    before it as its prompt. Raises Fault."""
+    if record.completion_start is None:
+        return [record]
+    turns = record.prompt  # those of the completion but the last are at its end
+    own_turns = [
+        i for i in range(record.completion_start, len(turns)) if turns[i]["role"] == "assistant"
+    ]
+    if own_turns and len(record.completions) == 2:
+        raise Fault(
+            "record: data.score_turns all: the completions of a pair may have one assistant turn each"
         )
-        if not len(prompt) or not all(map(len, completions)):  # a normaliser may leave nothing
-            what = "completion" if len(prompt) else "prompt"
-            raise BadInput(f"{where}: {what}: not empty, but no tokens are left of it")
-        rest = (record.rewards, where, record.weight, record.extra)
-        if record.label is None and kind == "rated":  # a pair is two ratings that share a prompt
-            rest = ((None, None), *rest[1:])
-            made += [Example(prompt, (c,), i == 0, *rest) for i, c in enumerate(completions)]
-        else:
-            made.append(Example(prompt, completions, record.label is not False, *rest))
-    return Examples.of(made)
+    if own_turns and own_turns[0] == 0:
+        raise Fault(
+            "record: data.score_turns all: the first turn is the assistant's, without a prompt"
+        )
+    earlier = [record._replace(prompt=turns[:i], completions=[turns[i]]) for i in own_turns]
+    return [*earlier, record]
 
 
-def _rendered(record: Record, tokenizer: Tokenizer, limits: Data) -> tuple[str, list[str], bool]:
-    """A record's texts, no longer than their limits can need, and whether a template made them.
-    Raises Fault."""
-    prompt, completions, chat = tokenizer.render(record)
-    if not prompt and (chat or not tokenizer.adds_bos):
+def _check_texts(texts: Texts, tokenizer: Tokenizer) -> None:
+    """Raises Fault if these texts cannot be learned from."""
+    if not texts.prompt and (texts.by_template or not tokenizer.adds_bos):
         raise Fault(
             "prompt: empty, and this tokenizer adds no BOS: nothing would predict the first token"
         )
     try:
-        "".join((prompt, *completions)).encode()
+        "".join((texts.prompt, *texts.completions)).encode()
     except UnicodeEncodeError:
         raise Fault("record: half of a surrogate pair (\\ud800-\\udfff) is no text") from None
-    if chat and not all(completions):
+    if texts.by_template and not all(texts.completions):
         raise Fault("completion: the chat template renders it as nothing")
-    if (n := tokenizer.enough(prompt, limits.max_prompt)) < len(prompt):
-        bos = tokenizer.special_text("bos_token") or ""
-        prompt = bos * prompt.startswith(bos) + prompt[-n:]
-    longest = limits.max_completion
-    return prompt, [text[: tokenizer.enough(text, longest)] for text in completions], chat
 
 
 def _cut_prompt(ids: list[int], bos: int | None, longest: int, cuts: Counter) -> np.ndarray:
-    """The head goes; BOS stays, the tokenizer's own or one that the template wrote."""
+    """The last `longest` ids of a prompt. A BOS in front stays, if there is room for more than it."""
     if len(ids) > longest:
         cuts["prompts cut"] += 1
-        keep_bos = ids[0] == bos and longest > 1
-        ids = [bos, *ids[1 - longest :]] if keep_bos else ids[-longest:]
+        if ids[0] == bos and longest > 1:
+            ids = [bos, *ids[1 - longest :]]
+        else:
+            ids = ids[-longest:]
     return np.array(ids, dtype=np.int32)
 
 
 def _cut_completion(ids: list[int], longest: int, cuts: Counter) -> np.ndarray:
-    cuts["completions cut"] += len(ids) > longest
+    """The first `longest` ids of a completion."""
+    cuts["completions cut"] += len(ids) > longest  # adding 0, too, puts the count into the table
     return np.array(ids[:longest], dtype=np.int32)
 
 
-def split_by_prompt(examples: Sequence[Example], parts: str) -> list[Examples]:
-    """Into train, val, test by a hash of the prompt: order and other prompts do not matter, and
-    ratings of one prompt stay together."""
-    try:
-        sizes = [float(p) for p in parts.split(",")]
-    except ValueError:
-        sizes = []
-    possible = len(sizes) in (2, 3) and min(sizes) >= 0 and sizes[0] > 0
-    if not possible or not math.isfinite(sum(sizes)):
-        raise BadInput(f"data.split: expected two or three parts like 980,10,10; got {parts}")
-    examples, edges = Examples.of(examples), np.cumsum(sizes) / sum(sizes)
-    digests = (hashlib.sha256(x).digest()[:8] for x in examples.ids(0))
-    u = [int.from_bytes(digest, "big") / 2**64 for digest in digests]
-    part = np.searchsorted(edges, u, side="right")
-    return [examples[part == i] for i in range(3)]
+def _make_examples(
+    where: str, record: Record, prompt: np.ndarray, completions: list[np.ndarray], kind: Kind
+) -> list[Example]:
+    """The example of a record, or for rated ones the two of a pair, which share a prompt."""
+    common = dict(where=where, weight=record.weight, extra=record.extra)
+    if kind == "rated" and record.label is None:
+        chosen, rejected = completions
+        return [
+            Example(prompt, (chosen,), True, **common),
+            Example(prompt, (rejected,), False, **common),
+        ]
+    label = record.label is not False
+    return [Example(prompt, tuple(completions), label, record.rewards, **common)]
 
 
-def _numbered(keys: Iterator[bytes]) -> np.ndarray:
-    """Equal ones have equal numbers."""
-    seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(key, len(seen)) for key in keys])
+def column_names(limits: Data) -> dict[str, str]:
+    """data.columns as {the source's name: ours}: `prompt=question,label=good` becomes
+    {"question": "prompt", "good": "label"}. Raises BadInput."""
+    names = {}
+    if not limits.columns:
+        return names
+    for pair in limits.columns.split(","):
+        both = [name.strip() for name in pair.split("=")]
+        if len(both) != 2 or not all(both):
+            raise BadInput(
+                f"data.columns: expected ours=theirs, separated by commas; got {limits.columns}"
+            )
+        ours, theirs = both
+        names[theirs] = ours
+    return names
 
 
-def describe_examples(
-    name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple = ()
-) -> str:
-    """What is about to be learned from, for a person to read before it starts."""
-    examples = Examples.of(examples)
-    n, k, length = len(examples), examples.n_ids - 1, examples.rows["length"]
-    if k == 0:
-        return f"{name}: {n:,} prompts, longest {length.max()} tokens"
-    label = examples.rows["label"]
-    good = int(label.sum())
-    prompt, first, *second = (_numbered(examples.ids(i)) for i in range(k + 1))
-    n_prompts = prompt.max() + 1
-    lines = [f"{name}: {n:,} {'pairs' if k == 2 else 'examples'} of {n_prompts:,} prompts"]
-    if k == 1:
-        lines[0] += f", {good:,} desirable, {n - good:,} undesirable"
-    for what, lengths in (("prompt", length[:, 0]), ("completion", length[:, 1:])):
-        median, high, most = np.percentile(lengths, [50, 95, 100]).astype(int)
-        lines.append(f"  {what} tokens: median {median}, 95% below {high}, longest {most}")
-    answered = prompt * n + first
-    for other in second:
-        answered = np.unique(answered, return_inverse=True)[1] * n + other
-    both = np.sort(answered), np.sort(answered * 2 + label)
-    said, rated = (1 + np.count_nonzero(np.diff(x)) for x in both)
-    counts = {"duplicates": n - rated, "contradictions": rated - said, **cuts}
-    lines.append("  " + ", ".join(f"{v:,} {what}" for what, v in counts.items()))
-    if ignored:
-        lines.append(f"  fields that nothing reads: {', '.join(ignored)} (see data.extra)")
-    if k == 1 and 0 < good < n:
-        ratio = (n - good) / good  # eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]; the smaller weight is 1
-        advice = f"desirable {max(1, ratio):.2f} to {4 / 3 * ratio:.2f}, undesirable 1"
-        if ratio < 3 / 4:
-            advice = f"desirable 1, undesirable {3 / 4 / ratio:.2f} to {1 / ratio:.2f}"
-        lines.append(f"  the paper's rule weighs this balance: {advice}")
-    return "\n".join(lines)
+def _take_shares(parts: list[Examples], weights: list[float]) -> list[Examples]:
+    """Some examples of each part, taken evenly over it, so that their numbers have the proportions
+    of the weights: as many as there can be if none is repeated."""
+    per_weight = min(len(part) / weight for part, weight in zip(parts, weights))
+    shares = []
+    for part, weight in zip(parts, weights):
+        n = round(weight * per_weight)
+        shares.append(part if n == len(part) else part[np.arange(n) * len(part) // n])
+    return shares
 
 
-def load_splits(d: Data, tokenizer: Tokenizer, kind: str, val_kind: str, say) -> dict:
-    """{"train", "val", "test": examples}, with a table of what each holds. `val_kind` is that of
-    val and test; `d` has its limits filled in."""
-    parts, loaded = {"train": [], "val": [], "test": []}, {}
-    for name in parts:
-        if source := getattr(d, name):
-            asked = kind if name == "train" else val_kind
-            loaded[name] = load_examples(source, tokenizer, asked, d)
+def _number_distinct(keys: Iterable[bytes]) -> np.ndarray:
+    """A number for each key: 0, 1, ... in the order of their first appearance."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def _count_distinct(numbers: np.ndarray) -> int:
+    # On a million numbers np.unique takes 15 times as long (numpy 2.4, which hashes them).
+    return 1 + np.count_nonzero(np.diff(np.sort(numbers)))
+
+
+def _check_extra_types(examples: Examples) -> None:
+    """Raises BadInput if a field of data.extra is a number in some records and a text in others."""
+    types: dict[str, type] = {}
+    for _, *extra in examples.origins:
+        for name, value in extra:
+            if types.setdefault(name, type(value)) is not type(value):
+                raise BadInput(f"data.extra: {name}: a number in some records, a text in others")
+
+
+# ---- the cached form of a file's examples --------------------------------------------------------
+
+
+def _to_arrays(loaded: LoadedExamples, source: str) -> dict[str, np.ndarray]:
+    """Arrays for the cache. The file's own name is left out: another may have the same content."""
+    examples, *rest = loaded
+    origins = [(file.removeprefix(source), *extra) for file, *extra in examples.origins]
+    text = json.dumps([origins, *rest])
+    return {
+        "tokens": examples.tokens,
+        "rows": examples.rows,
+        "text": np.frombuffer(text.encode(), np.uint8),
+    }
+
+
+def _from_arrays(arrays: dict[str, np.ndarray], source: str) -> LoadedExamples:
+    """What _to_arrays was given, under the name that the file has now."""
+    origins, cuts, ignored, renamed = json.loads(arrays["text"].tobytes())
+    # JSON makes lists of tuples.
+    origins = [(source + file, *map(tuple, extra)) for file, *extra in origins]
+    examples = Examples(arrays["tokens"], arrays["rows"], origins)
+    return LoadedExamples(examples, Counter(cuts), tuple(ignored), tuple(renamed))
+
+
+# ---- the parts of the data -----------------------------------------------------------------------
+
+
+def load_splits(
+    limits: Data, tokenizer: Tokenizer, kind: Kind, val_kind: Kind, say: Callable[[str], None]
+) -> dict[str, Sequence[Example]]:
+    """{"train", "val", "test": examples}, each described by say(table). A part that the settings do
+    not name is empty.
+
+    `limits` as in load_examples. `kind` is for data.train, `val_kind` for the other two. Raises
+    BadInput.
+    """
+    sources = {"train": limits.train, "val": limits.val, "test": limits.test}
+    parts, loaded = {}, {}
+    for name, source in sources.items():
+        parts[name] = []
+        if source:
+            part_kind = kind if name == "train" else val_kind
+            loaded[name] = load_examples(source, tokenizer, part_kind, limits)
             parts[name] = loaded[name].examples
-    met = {name for one in loaded.values() for name in one.renamed}
-    for name in column_names(d) if kind != "prompts" else ():  # whose ratings may lie elsewhere
-        if name not in met:
-            raise BadInput(f"data.columns: {name}: no record has such a field")
-    if d.split:
-        if d.val or d.test:
+    if kind != "prompts":  # else the rated records may be elsewhere (online.ratings)
+        renamed = {name for one in loaded.values() for name in one.renamed}
+        for name in column_names(limits):
+            if name not in renamed:
+                raise BadInput(f"data.columns: {name}: no record has such a field")
+    if limits.split:
+        if limits.val or limits.test:
             raise BadInput(
                 "data.split: it cuts data.train in parts; give it, or data.val and data.test, not both"
             )
-        parts = dict(zip(parts, split_by_prompt(parts["train"], d.split)))
+        parts = dict(zip(parts, split_by_prompt(parts["train"], limits.split)))
     for name, examples in parts.items():
         if examples:
-            one = loaded.get(name) or Loaded([], Counter())
-            say(describe_examples(name, examples, one.cuts, one.ignored))
-    # a whole one of val or test is one batch, which asks often for its examples
-    return {name: x if name == "train" else list(x) for name, x in parts.items()}
+            cuts, ignored = Counter(), ()
+            if name in loaded:
+                _, cuts, ignored, _ = loaded[name]
+            say(describe_examples(name, examples, cuts, ignored))
+    # val and test are one batch each, whose examples are asked for again and again
+    return {"train": parts["train"], "val": list(parts["val"]), "test": list(parts["test"])}
+
+
+def split_by_prompt(examples: Sequence[Example], parts: str) -> list[Examples]:
+    """[train, val, test], in the proportions of data.split: `980,10,10` or `990,10`.
+
+    A prompt's part is a function of a hash of its ids: it depends neither on the order nor on the
+    other prompts, and ratings of one prompt stay together. Raises BadInput.
+    """
+    try:
+        sizes = [float(part) for part in parts.split(",")]
+    except ValueError:
+        sizes = []
+    is_valid = len(sizes) in (2, 3) and min(sizes) >= 0 and sizes[0] > 0
+    if not is_valid or not math.isfinite(sum(sizes)):
+        raise BadInput(f"data.split: expected two or three parts like 980,10,10; got {parts}")
+    examples = Examples.of(examples)
+    upper_edges = np.cumsum(sizes) / sum(sizes)
+    positions = []  # in [0, 1)
+    for prompt in examples.ids_as_bytes(0):
+        digest = hashlib.sha256(prompt).digest()
+        positions.append(int.from_bytes(digest[:8], "big") / 2**64)
+    part_of_example = np.searchsorted(upper_edges, positions, side="right")
+    return [examples[part_of_example == i] for i in range(3)]
+
+
+def describe_examples(
+    name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple[str, ...] = ()
+) -> str:
+    """A table, as text, of what is about to be learned from, for a person to check before it starts.
+
+    `cuts` and `ignored` as load_examples returns them.
+    """
+    examples = Examples.of(examples)
+    n = len(examples)
+    n_completions = examples.n_ids - 1
+    length = examples.rows["length"]
+    label = examples.rows["label"]
+    if n_completions == 0:
+        return f"{name}: {n:,} prompts, longest {length.max()} tokens"
+    # Equal prompts have equal numbers, and so have equal completions.
+    prompt, *completions = [
+        _number_distinct(examples.ids_as_bytes(k)) for k in range(examples.n_ids)
+    ]
+    n_prompts = prompt.max() + 1
+    n_desirable = int(label.sum())
+    n_undesirable = n - n_desirable
+
+    lines = [
+        f"{name}: {n:,} {'pairs' if n_completions == 2 else 'examples'} of {n_prompts:,} prompts"
+    ]
+    if n_completions == 1:
+        lines[0] += f", {n_desirable:,} desirable, {n_undesirable:,} undesirable"
+    for what, lengths in (("prompt", length[:, 0]), ("completion", length[:, 1:])):
+        median, high, longest = np.percentile(lengths, [50, 95, 100]).astype(int)
+        lines.append(f"  {what} tokens: median {median}, 95% below {high}, longest {longest}")
+
+    # One number for each distinct (prompt, completions). That of a pair is made smaller in between,
+    # since a product of three would overflow.
+    first, *second = completions
+    answered = prompt * n + first
+    for completion in second:
+        _, answered = np.unique(answered, return_inverse=True)
+        answered = answered * n + completion
+    n_answered = _count_distinct(answered)
+    n_rated = _count_distinct(answered * 2 + label)
+    counts = {"duplicates": n - n_rated, "contradictions": n_rated - n_answered, **cuts}
+    lines.append("  " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    if ignored:
+        lines.append(f"  fields that nothing reads: {', '.join(ignored)} (see data.extra)")
+    return "\n".join(lines)
+
+
+def suggest_class_weights(examples: Sequence[Example]) -> str | None:
+    """A line with the class weights of arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) is to lie in
+    [1, 4/3]. The smaller of the two weights is 1. None where there are not two classes."""
+    examples = Examples.of(examples)
+    n_desirable = int(examples.rows["label"].sum())
+    n_undesirable = len(examples) - n_desirable
+    if examples.n_ids != 2 or not n_desirable or not n_undesirable:
+        return None
+    ratio = n_undesirable / n_desirable
+    desirable, undesirable = "1", "1"
+    if ratio < 3 / 4:
+        undesirable = f"{3 / 4 / ratio:.2f} to {1 / ratio:.2f}"
+    else:
+        desirable = f"{max(1, ratio):.2f} to {4 / 3 * ratio:.2f}"
+    return (
+        "  class weights that the KTO paper suggests for this balance: "
+        f"kto.desirable_weight {desirable}, kto.undesirable_weight {undesirable}"
+    )
 
 
 def examples_hash(parts: dict[str, Sequence[Example]]) -> str:
-    """A hash of all examples as token ids, labels, weights and rewards, in their order."""
+    """A hash of all examples as token ids, labels, weights, rewards and extra fields, in their
+    order. It does not depend on the files that they came from."""
     h = hashlib.sha256()
-    for name, e in ((name, Examples.of(some)) for name, some in parts.items() if some):
-        extra = [e.texts[i][1:] for i in e.rows["text"].tolist()]
-        h.update(f"{name} {len(e)} {extra}".encode())
+    for name, part in parts.items():
+        if not part:
+            continue
+        examples = Examples.of(part)
+        extra = [examples.origins[i][1:] for i in examples.rows["origin"].tolist()]
+        h.update(f"{name} {len(examples)} {extra}".encode())
         for column in ("length", "label", "weight", "rewards"):
-            h.update(e.rows[column].tobytes())
-        for k in range(e.n_ids):
-            h.update(b"".join(e.ids(k)))
+            h.update(examples.rows[column].tobytes())
+        for k in range(examples.n_ids):
+            h.update(b"".join(examples.ids_as_bytes(k)))
     return h.hexdigest()

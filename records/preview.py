@@ -7,54 +7,27 @@ import textwrap
 
 import numpy as np
 
-from records.examples import Example, column_names, describe_examples, load_examples
-from records.forms import Fault, read_records, split_sources, understand_record
+from records.examples import (
+    Example,
+    column_names,
+    describe_examples,
+    load_examples,
+    suggest_class_weights,
+)
+from records.forms import Fault, Kind, understand_record
+from records.readers import read_records, split_sources
 from records.tokenizer import Tokenizer, model_file
 from runs.errors import BadInput
 from runs.settings import Data, with_limits
 
-KINDS = ("paired", "rated", "demonstrations", "prompts")
-
-
-def histogram(lengths: np.ndarray, width: int, bins: int = 8) -> list[str]:
-    """Lines of `from to | bar | count`, bins of equal width."""
-    low, high = lengths.min(), lengths.max()
-    edges = low + np.arange(bins + 1) * -(-(high + 1 - low) // bins)
-    counts, _ = np.histogram(lengths, edges)
-    bars = ["#" * -(-n * max(8, width - 30) // max(counts)) for n in counts]
-    rows = zip(edges, edges[1:] - 1, bars, counts)
-    return [f"{a:7} to {b:6} |{bar} {n:,}" for a, b, bar, n in rows]
-
-
-def marked(e: Example, tokenizer: Tokenizer, score_prompt: bool, width: int) -> list[str]:
-    """An example token by token: > before lines of scored tokens."""
-    known = tokenizer.processor
-    piece = known.id_to_token if tokenizer.fast else known.id_to_piece
-    lines = [f"{e.where}, {'' if e.label else 'un'}desirable"]
-    for i, ids in enumerate((e.prompt, *e.completions)):
-        texts = [str(piece(int(j))) for j in ids]
-        texts[200:-100] = (
-            [f"... {len(ids) - 300:,} more ..."] if len(ids) > 300 else texts[200:-100]
-        )
-        lines.append(f"  {f'completion {i}' if i else 'prompt'}, {len(ids)} tokens")
-        first = "  > " if i or score_prompt else "    "
-        shown = "|".join(x if x.isprintable() else repr(x)[1:-1] for x in texts)
-        lines += [first + line for line in textwrap.wrap(shown, width - 4)]
-    return lines
-
-
-def _guess_kind(d: Data) -> str:
-    """What the first record is a record of."""
-    (files, _), *_ = split_sources(d.train)
-    _, raw = next(read_records(files[0], d.extra_fields, column_names(d)), ("", None))
-    for kind in KINDS:
-        with contextlib.suppress(Fault):
-            understand_record(raw, kind, d.extra_fields, column_names(d))
-            return kind
-    return "rated"
+BINS = 8  # of a histogram
+# Of a long text, so many tokens of its beginning and of its end are shown.
+FIRST_TOKENS, LAST_TOKENS = 200, 100
 
 
 def main() -> None:
+    """Print the table of a file's examples, histograms of their lengths, and the first one token by
+    token."""
     import jsonargparse
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -62,26 +35,76 @@ def main() -> None:
     parser.add_argument("--model", default="demo/base", help="whose tokenizer and chat template")
     parser.add_class_arguments(Data, None, as_group=False)
     first, *rest = sys.argv[1:] or ["--help"]
+    if not first.startswith("-"):
+        first = f"--train={first}"
     try:
-        args = parser.parse_args([first if first[:1] == "-" else f"--train={first}", *rest])
+        values = parser.parse_args([first, *rest]).as_dict()
     except (jsonargparse.ArgumentError, TypeError) as e:
         raise BadInput(" ".join(str(e).split())) from None
-    given = args.as_dict()
-    from hub.weights import fetch_model  # slow to import
 
-    folder = fetch_model(given.pop("model"))
-    d, config = Data(**given), model_file(folder, "config.json")
+    from hub.folders import fetch_model  # slow to import
+
+    folder = fetch_model(values.pop("model"))
+    config = model_file(folder, "config.json")
     context = config.get("max_position_embeddings") or config.get("n_positions") or 8192
-    d, tokenizer = with_limits(d, context), Tokenizer(folder, d.chat_template, d.date)
-    loaded, width = (
-        load_examples(d.train, tokenizer, _guess_kind(d), d),
-        shutil.get_terminal_size().columns,
-    )
-    print(describe_examples(d.train, *loaded[:3]))
-    for what, lengths in zip(
-        ("prompt", "completion"), np.split(loaded.examples.rows["length"], [1], 1)
-    ):
-        if lengths.size:
-            print(f"{what} tokens", *histogram(lengths, width), sep="\n")
+    limits = with_limits(Data(**values), context)
+    tokenizer = Tokenizer(folder, limits.chat_template, limits.date)
+    examples, cuts, ignored, _ = load_examples(limits.train, tokenizer, _guess_kind(limits), limits)
+
+    width = shutil.get_terminal_size().columns
+    print(describe_examples(limits.train, examples, cuts, ignored))
+    if suggestion := suggest_class_weights(examples):
+        print(suggestion)
+    length = examples.rows["length"]
+    print("prompt tokens", *histogram(length[:, 0], width), sep="\n")
+    if examples.n_ids > 1:
+        print("completion tokens", *histogram(length[:, 1:], width), sep="\n")
     print("an example by tokens, those after > scored")
-    print(*marked(loaded.examples[0], tokenizer, d.score_prompt, width), sep="\n")
+    print(*token_lines(examples[0], tokenizer, limits.score_prompt, width), sep="\n")
+
+
+def _guess_kind(limits: Data) -> Kind:
+    """The kind that fits the first record."""
+    extra, columns = limits.extra_fields, column_names(limits)
+    (first_files, _), *_ = split_sources(limits.train)
+    _, raw = next(read_records(first_files[0], extra, columns), ("", None))
+    for kind in ("paired", "rated", "demonstrations", "prompts"):
+        with contextlib.suppress(Fault):
+            understand_record(raw, kind, extra, columns)
+            return kind
+    return "rated"  # load_examples then says what is wrong
+
+
+def histogram(lengths: np.ndarray, width: int) -> list[str]:
+    """Lines `from to to |bar count`, as wide as a terminal of this width, for bins of equal size."""
+    low, high = lengths.min(), lengths.max()
+    bin_size = -(-(high + 1 - low) // BINS)  # rounded up
+    edges = low + np.arange(BINS + 1) * bin_size
+    counts, _ = np.histogram(lengths, edges)
+    longest_bar = max(8, width - 30)
+    lines = []
+    for first, last, count in zip(edges, edges[1:] - 1, counts):
+        bar = "#" * -(-count * longest_bar // max(counts))  # rounded up
+        lines.append(f"{first:7} to {last:6} |{bar} {count:,}")
+    return lines
+
+
+def token_lines(
+    example: Example, tokenizer: Tokenizer, score_prompt: bool, width: int
+) -> list[str]:
+    """An example token by token, in lines of this width: `>` is before lines of scored tokens."""
+    processor = tokenizer.processor
+    token_text = processor.id_to_token if tokenizer.fast else processor.id_to_piece
+    lines = [f"{example.where}, {'desirable' if example.label else 'undesirable'}"]
+    for k, ids in enumerate((example.prompt, *example.completions)):
+        name = f"completion {k}" if k else "prompt"
+        lines.append(f"  {name}, {len(ids)} tokens")
+        tokens = [str(token_text(int(i))) for i in ids]
+        n_left_out = len(ids) - FIRST_TOKENS - LAST_TOKENS
+        if n_left_out > 0:
+            tokens[FIRST_TOKENS:-LAST_TOKENS] = [f"... {n_left_out:,} more ..."]
+        shown = "|".join(x if x.isprintable() else repr(x)[1:-1] for x in tokens)
+        is_scored = k > 0 or score_prompt
+        for line in textwrap.wrap(shown, width - 4):
+            lines.append(f"  > {line}" if is_scored else f"    {line}")
+    return lines

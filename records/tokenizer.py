@@ -1,13 +1,20 @@
-"""Text to token ids, as the model's own tokenizer does it, and the model's chat template."""
+"""Text to token ids, as the model's own tokenizer does it, and the model's chat template.
+
+Reading order: what a record goes through, which is render (messages to text), shorten (a bound for
+long texts) and encode_all (text to ids, with BOS and EOS); then how a Tokenizer is made from a
+model's folder, and the sandbox in which templates run.
+"""
 
 import contextlib
+import functools
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date as Date
 from os.path import commonprefix
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -18,266 +25,412 @@ from records.forms import Fault, Record, as_turns, short_json
 from runs.errors import BadInput, parse_file, user_error
 from runs.files import read_object
 
-ENCODE_TEXTS = 4096  # at a time
-RENDER_SECONDS, RENDER_CHARACTERS = 10.0, 10**8  # of a record, at most, in a chat template
+ENCODE_TEXTS = 4096  # texts in one call of the tokenizer
+# What a chat template may take for one record.
+RENDER_SECONDS = 10.0
+RENDER_CHARACTERS = 10**8
+LARGEST_PRODUCT = 10**7  # of a multiplication in a chat template
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
-# what puts a space before a text, in the parts of a tokenizer.json
-PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
-
-
-def model_file(folder: Path, name: str) -> dict:
-    """What a JSON file of a model's folder holds; nothing if it is not there. Raises BadInput."""
-    file = folder / name
-    return read_object(file, json.loads) if file.exists() else {}
-
-
-def _model_ids(folder: Path, name: str) -> list[int]:
-    """The ids of EOS or BOS that the model itself names: one, several or none."""
-    for file in ("generation_config.json", "config.json"):
-        if (i := model_file(folder, file).get(f"{name}_token_id")) is not None:
-            return i if isinstance(i, list) else [i]
-    return []
+# The parts of a tokenizer.json that put a space before a text.
+SPACE_PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
 
 
 class Endless(Fault):
-    """A template that does not come to an end: the next record's would not either."""
+    """A chat template that did not come to an end for this record: the next would take as long."""
 
 
-def _late(*_):
-    raise Endless(f"chat template: not done with this record after {RENDER_SECONDS:g} s")
+class Texts(NamedTuple):
+    """A record as text, ready to be encoded."""
 
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates run. A product is bounded: the timer cannot end a loop in C."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context, operator, left, right):
-        sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
-        if operator == "**" or sizes[0] * sizes[1] > 10**7:
-            raise jinja2.TemplateError(f"{operator}: too large a result")
-        return left * right
-
-
-class Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text, for others: it is rendered as it stands."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), True))
+    prompt: str
+    completions: list[str]
+    by_template: bool  # a chat template made them: they have their BOS and their end already
 
 
 class Tokenizer:
-    """A folder's tokenizer.json (or .model) and chat template. EOS is required, BOS only if it
-    adds one itself. `date`: what a template's strftime_now knows. Raises BadInput."""
+    """A model's tokenizer and chat template, from the files in its folder.
+
+    fast       the folder has a tokenizer.json; else a SentencePiece tokenizer.model
+    eos        id of the end of a completion; required
+    bos        id of the beginning of a text, or None; adds_bos: the tokenizer puts it there itself
+    stops      ids that end a sampled completion: EOS, and those that the model's config names
+    n_vocab    number of token ids, added tokens included
+    template   the chat template, or None; source: its text
+    adds_space the tokenizer puts a space before a text, as SentencePiece does
+    """
 
     def __init__(self, folder: Path, chat_template: str | None = None, date: str | None = None):
+        """`chat_template`: a jinja file in place of the folder's own. `date`: today, for templates
+        that ask for it with strftime_now. Raises BadInput."""
         self.config = model_file(folder, "tokenizer_config.json")
         self.fast = (folder / "tokenizer.json").is_file()
         try:
             if self.fast:
                 self.processor = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             else:
-                from litgpt.tokenizer import Tokenizer as Sentencepiece  # slow to import
+                from litgpt.tokenizer import Tokenizer as SentencePiece  # slow to import
 
-                lit = Sentencepiece(folder)
-                self.processor = lit.processor
+                sentencepiece = SentencePiece(folder)
+                self.processor = sentencepiece.processor
         except Exception as e:  # the tokenizers package raises bare Exception
-            why = f"no usable tokenizer.json or tokenizer.model{f' ({e})' if str(e) else ''}"
-            raise BadInput(f"{folder}: {why}") from None
-        # litgpt's rule for BOS also reads the folder's name: a copy elsewhere would give other ids
-        llama = self.config.get("tokenizer_class") == "LlamaTokenizer"
-        adds = self.config.get("add_bos_token", llama)
+            reason = f" ({e})" if str(e) else ""
+            raise BadInput(
+                f"{folder}: no usable tokenizer.json or tokenizer.model{reason}"
+            ) from None
         if self.fast:
-            self.processor.no_padding()
-            self.processor.no_truncation()
-            self.bos, self.eos = (self._special(folder, name) for name in ("bos", "eos"))
-            # what its post-processor puts before a text, unless the text is unknown and that is BOS
-            encode = self.processor.encode
-            first, bare = (encode("a", add_special_tokens=on).ids[:1] for on in (True, False))
-            adds = adds or first == [self.bos] != bare
-            self.n_vocab = self.processor.get_vocab_size(with_added_tokens=True)
-            parts = filter(None, (self.processor.normalizer, self.processor.pre_tokenizer))
-            self.prefixes = any(re.search(PREFIX, part.__getstate__()) for part in parts)
+            self._read_tokenizer_json(folder)
         else:
-            self.bos, self.eos, self.n_vocab = lit.bos_id, lit.eos_id, lit.vocab_size
-            self.prefixes = True
+            self.bos = sentencepiece.bos_id
+            self.eos = sentencepiece.eos_id
+            self.n_vocab = sentencepiece.vocab_size
+            self.adds_space = True
         if self.eos is None:
-            why = "eos_token: missing: a completion could never end"
-            raise BadInput(f"{folder}/tokenizer_config.json: {why}")
-        self.adds_bos = self.bos is not None and bool(adds)
-        # any of these ends a sampled completion; several models have more than one
-        self.stops = (self.eos, *(i for i in _model_ids(folder, "eos") if i != self.eos))
-        self.template = self._template(folder, chat_template, date)
+            raise BadInput(
+                f"{folder}/tokenizer_config.json: eos_token: missing: a completion could never end"
+            )
+        self.adds_bos = self.bos is not None and self._text_begins_with_bos()
+        more_stops = [i for i in _model_token_ids(folder, "eos") if i != self.eos]
+        self.stops = (self.eos, *more_stops)
+        self.source = self._template_text(folder, chat_template)
+        self.template = self._compile_template(date, chat_template or folder)
 
-    def special_text(self, name: str) -> str | None:
-        """A special token's text: a string in the file, or an object that holds it."""
-        token = self.config.get(name)
-        return token.get("content") if isinstance(token, dict) else token
+    # ---- a record's way: render, shorten, encode -------------------------------------------------
 
-    def _special(self, folder: Path, name: str) -> int | None:
-        """The id of BOS or EOS: by the tokenizer's files, else the model's (GPT-2 on the Hub)."""
-        if (token := self.special_text(f"{name}_token")) is not None:
-            if (known := self.processor.token_to_id(token)) is None:
-                why = f"{name}_token: {token!r} is no token of tokenizer.json"
-                raise BadInput(f"{folder}/tokenizer_config.json: {why}")
-            return known
-        return next(iter(_model_ids(folder, name)), None)
+    def render(self, record: Record) -> Texts:
+        """The texts of a record's prompt and completions. Raises Fault.
 
-    def _template(self, folder: Path, chat_template, date) -> jinja2.Template | None:
-        text = self.config.get("chat_template")
-        if chat_template and not Path(chat_template).is_file():
-            raise BadInput(f"data.chat_template: {chat_template}: no such file")
-        if isinstance(text, list):  # several named ones
-            with user_error(f"{folder}: chat_template", text, (TypeError, KeyError)):
-                text = {t["name"]: t["template"] for t in text}.get("default")
-        for file in (folder / "chat_template.jinja", Path(chat_template or "")):
-            if file.is_file():
-                text = parse_file("chat template", file)
-        with user_error("data.date", date):
-            today = date and Date.fromisoformat(date)
-        self.source = text
-        if text is None:
-            return None
-
-        def refuse(message):
-            raise jinja2.TemplateError(message)
-
-        extensions = [Generation, "jinja2.ext.loopcontrols"]
-        env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        # the sandbox raises at the second step only: a lone {{ x.__class__ }} would render as ""
-        env.unsafe_undefined = lambda obj, name: refuse(f"{name}: not allowed here")
-        env.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False, **kw})
-        env.globals["raise_exception"] = refuse
-        with contextlib.suppress(ValueError):  # signals arrive in the main thread only
-            signal.signal(signal.SIGALRM, _late)
-        if today:  # not the day's own date: it would make runs differ
-            env.globals["strftime_now"] = today.strftime
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            env.globals[name] = self.special_text(name) or ""
-        try:
-            return env.from_string(text)
-        except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or it is no text
-            raise BadInput(f"{chat_template or folder}: chat template: {e}") from None
-
-    def render(self, record: Record) -> tuple[str, list[str], bool]:
-        """(prompt text, completion texts, whether a template made them). Raises Fault."""
-        prompt, answers = record.prompt, list(record.completions)
-        if all(isinstance(text, str) for text in (prompt, *answers)):
-            return prompt, answers, False
+        Strings stay as they are. As soon as one of them is a message, all go through the chat
+        template: the prompt's text ends where the assistant's turn begins, and a completion is what
+        the template writes from there on.
+        """
+        if all(isinstance(text, str) for text in (record.prompt, *record.completions)):
+            return Texts(record.prompt, list(record.completions), by_template=False)
         if self.template is None:
-            why = "messages, but the tokenizer has no chat template: give data.chat_template"
-            raise Fault(f"prompt: {why}")
-        prompt, bot = as_turns(prompt), {"role": "assistant"}
-        answers = [a if isinstance(a, dict) else {**bot, "content": a} for a in answers]
-        more = dict(tools=record.tools, documents=None, **record.template_kwargs)
-        given = [x for m in [*prompt, *answers] for x in m.get("tool_calls") or ()]
-        signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+            raise Fault(
+                "prompt: messages, but the tokenizer has no chat template: give data.chat_template"
+            )
+        turns = as_turns(record.prompt)
+        answers = []
+        for completion in record.completions:
+            if isinstance(completion, str):
+                completion = {"role": "assistant", "content": completion}
+            answers.append(completion)
+        signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)  # see _compile_template
         try:
-            head = self._rendered(prompt, True, more)
-            behind = [self._behind(head, prompt, a, more) for a in answers]
-            names = [x.get("function", x)["name"] for x in [*given, *(record.tools or ())]]
+            arguments = dict(tools=record.tools, documents=None, **record.template_kwargs)
+            prompt = self._run_template(turns, True, arguments)
+            completions = [self._completion_text(prompt, turns, a, arguments) for a in answers]
+            tool_names = _tool_names([*turns, *answers], record.tools or [])
         except Fault:
             raise
-        except Exception as e:  # a template is a program: anything may come out of it
+        except Exception as e:  # a template is a program: it may raise anything
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             hint = " (data.date gives it a day)" if "strftime_now" in reason else ""
             raise Fault(f"chat template: {reason}{hint}") from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        if lost := [name for name in names if str(name) not in head + "".join(behind)]:
-            raise Fault(f"tools: the chat template does not write {short_json(lost[0])} anywhere")
-        return head, behind, True
+        everything = prompt + "".join(completions)
+        for name in tool_names:
+            if str(name) not in everything:
+                raise Fault(f"tools: the chat template does not write {short_json(name)} anywhere")
+        return Texts(prompt, completions, by_template=True)
 
-    def _rendered(self, messages: list[dict], prompt: bool, more: dict) -> str:
+    def _run_template(self, messages: list[dict], open_answer: bool, arguments: dict) -> str:
+        """The text of a dialogue. `open_answer`: it ends where the assistant's next turn begins."""
         pieces, size = [], 0
-        asked = dict(messages=messages, add_generation_prompt=prompt)
-        for piece in self.template.generate(**asked, **more):
+        for piece in self.template.generate(
+            messages=messages, add_generation_prompt=open_answer, **arguments
+        ):
             size += len(piece)
             if size > RENDER_CHARACTERS:
                 raise Endless(f"chat template: over {size:,} characters for this record")
             pieces.append(piece)
         return "".join(pieces)
 
-    def _behind(self, head: str, prompt: list[dict], answer: dict, more: dict) -> str:
-        """What the template writes behind the prompt for this answer. Raises Fault."""
-        whole = self._rendered([*prompt, answer], False, more)
-        if whole.startswith(head):
-            return whole[len(head) :]
-        # R1's template opens the thinking in the prompt and drops it from an answer: such an
-        # answer is its own text, which closes the thinking, and ends as the template ends a turn
-        marked = self._rendered([*prompt, {**answer, "content": MARK}], False, more)
-        before, _, end = marked.partition(MARK)
-        text, opened = answer["content"] or "", head.removeprefix(before)
-        if opened.startswith("<think>") and "</think>" in text:
-            return text.lstrip().removeprefix("<think>").lstrip("\n") + end
-        why = "the rendered dialogue does not begin with the rendered prompt"
-        parts = [short_json(x[len(commonprefix((head, whole))) :]) for x in (whole, head)]
-        raise Fault(f"chat template: {why}: {' in place of '.join(parts)}")
+    def _completion_text(
+        self, prompt: str, turns: list[dict], answer: dict, arguments: dict
+    ) -> str:
+        """What the template writes after the prompt's text for this answer. Raises Fault."""
+        dialogue = self._run_template([*turns, answer], False, arguments)
+        if dialogue.startswith(prompt):
+            return dialogue.removeprefix(prompt)
+        # DeepSeek-R1's template ends the prompt with <think>, but leaves the thinking out of an
+        # answer, so that the dialogue does not begin with the prompt. There the completion is the
+        # answer's own text, which closes the thinking, and then what ends a turn. The template is
+        # run on a mark to find that end.
+        marked = self._run_template([*turns, {**answer, "content": MARK}], False, arguments)
+        before_answer, _, turn_end = marked.partition(MARK)
+        opening = prompt.removeprefix(before_answer)
+        text = answer["content"] or ""
+        if opening.startswith("<think>") and "</think>" in text:
+            return text.lstrip().removeprefix("<think>").lstrip("\n") + turn_end
+        n_common = len(commonprefix((prompt, dialogue)))
+        raise Fault(
+            "chat template: the rendered dialogue does not begin with the rendered prompt: "
+            f"{short_json(dialogue[n_common:])} in place of {short_json(prompt[n_common:])}"
+        )
+
+    def shorten(self, texts: Texts, max_prompt: int, max_completion: int) -> Texts:
+        """The texts, where they are very long cut to more characters than these limits in tokens
+        can hold: to encode 50 MB of text would take a minute and gigabytes."""
+        prompt = texts.prompt
+        n_characters = self._enough_characters(prompt, max_prompt)
+        if n_characters < len(prompt):
+            bos = self.special_text("bos_token") or ""
+            start = bos if prompt.startswith(bos) else ""  # a BOS that the template wrote stays
+            prompt = start + prompt[-n_characters:]
+        completions = [
+            text[: self._enough_characters(text, max_completion)] for text in texts.completions
+        ]
+        return Texts(prompt, completions, texts.by_template)
+
+    def _enough_characters(self, text: str, max_tokens: int) -> int:
+        """A number of characters that cannot be encoded as max_tokens tokens or fewer; or the
+        length of the text, if that is short."""
+        if len(text) <= 64 * max_tokens:
+            return len(text)
+        return (max_tokens + 1) * self._longest_token
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """In characters."""
+        if self.fast:
+            return max(map(len, self.processor.get_vocab()))
+        return max(len(self.processor.id_to_piece(i)) for i in range(self.n_vocab))
+
+    def encode_all(self, records: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """(ids of the prompt, ids of each completion) of each record, of any length.
+
+        Plain texts get BOS in front, if the tokenizer adds one, and EOS at the end; to those of a
+        chat template nothing is added. A tokenizer that puts a space before a text would put it
+        before a completion, too: there prompt + completion is encoded, and the completion is what
+        follows the prompt's ids.
+        """
+        texts = []
+        for record in records:
+            texts.append(record.prompt)
+            for completion in record.completions:
+                texts.append(record.prompt + completion if self.adds_space else completion)
+        encoded = self.encode(texts)
+        for record in records:
+            prompt = next(encoded)
+            completions = [next(encoded) for _ in record.completions]
+            if self.adds_space:
+                completions = [
+                    self._without_prompt(ids, prompt, text)
+                    for ids, text in zip(completions, record.completions)
+                ]
+            if not record.by_template:
+                prompt = self.prompt(prompt)
+                completions = [[*ids, self.eos] for ids in completions]
+            yield prompt, completions
+
+    def _without_prompt(self, ids: list[int], prompt: list[int], completion: str) -> list[int]:
+        """The ids of a completion, from `ids`, those of prompt + completion.
+
+        Where one token has characters of both, the prompt keeps its own ids, and the completion is
+        encoded after a mark, so that it gets no space.
+        """
+        if ids[: len(prompt)] == prompt:
+            return ids[len(prompt) :]
+        mark, marked = self.encode([MARK, MARK + completion])
+        return marked[len(mark) :]
+
+    def encode(self, texts: list[str]) -> Iterator[list[int]]:
+        """The ids of each text, with nothing added."""
+        # In batches: an encoding holds much more than its ids.
+        for i in range(0, len(texts), ENCODE_TEXTS):
+            batch = texts[i : i + ENCODE_TEXTS]
+            if self.fast:
+                for encoding in self.processor.encode_batch(batch, add_special_tokens=False):
+                    yield encoding.ids
+            else:
+                yield from self.processor.encode(batch)
+
+    def prompt(self, ids: list[int]) -> list[int]:
+        """The ids of a plain prompt, with BOS in front, once, if this tokenizer adds one."""
+        if self.adds_bos and ids[:1] != [self.bos]:
+            return [self.bos, *ids]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of these ids, special tokens left out."""
+        return self.processor.decode([int(i) for i in ids])
+
+    # ---- which tokenizer this is -----------------------------------------------------------------
 
     def same(self, other: "Tokenizer") -> bool:
         """Whether both turn every text into the same ids."""
         return self.fast == other.fast and self._model() == other._model()
 
     def _model(self) -> str | bytes:
+        """The tokenizer proper, as its file has it."""
         return self.processor.to_str() if self.fast else self.processor.serialized_model_proto()
 
     def identity(self) -> str:
-        """All that turns records into ids."""
+        """All that decides which ids a record gets."""
         return repr([self._model(), self.bos, self.eos, self.adds_bos, self.source, self.config])
 
-    def encode(self, texts: list[str]) -> Iterator[list[int]]:
-        """Token ids, nothing added. Some at a time: an encoding also holds text and offsets."""
-        for i in range(0, len(texts), ENCODE_TEXTS):
-            some = texts[i : i + ENCODE_TEXTS]
-            if self.fast:  # in parallel
-                encodings = self.processor.encode_batch(some, add_special_tokens=False)
-                yield from (e.ids for e in encodings)
-            else:
-                yield from self.processor.encode(some)
+    def special_text(self, name: str) -> str | None:
+        """The text of eos_token, bos_token, ...: a string in the file, or an object that holds it."""
+        token = self.config.get(name)
+        return token.get("content") if isinstance(token, dict) else token
 
-    def encode_all(self, rows: list[tuple[str, list[str]]]) -> Iterator[tuple[list, list[list]]]:
-        """The ids of each prompt and of its completions, nothing added.
+    # ---- from the files of a folder --------------------------------------------------------------
 
-        A tokenizer that puts a space before a text would put it before a completion too: there
-        prompt + completion is encoded, and what follows the prompt's own ids is the completion.
-        """
-        texts = []
-        for prompt, answers in rows:
-            texts.append(prompt)
-            texts += [prompt + a for a in answers] if self.prefixes else answers
-        ids = self.encode(texts)
-        for _, answers in rows:
-            head, wholes = next(ids), [next(ids) for _ in answers]
-            if self.prefixes:
-                wholes = [self._continued(head, *two) for two in zip(wholes, answers)]
-            yield head, wholes
-
-    def _continued(self, head: list[int], whole: list[int], text: str) -> list[int]:
-        """A completion's ids behind a prompt's. Where a token straddles the border the prompt
-        stays as it is, and the completion is encoded behind a mark: without a space."""
-        if whole[: len(head)] == head:
-            return whole[len(head) :]
-        mark, marked = self.encode([MARK, MARK + text])
-        return marked[len(mark) :]
-
-    def enough(self, text: str, limit: int) -> int:
-        """So many characters are more tokens than the limit, or the whole text: 50 MB of it would
-        take a minute and gigabytes to encode."""
-        if len(text) <= 64 * limit:
-            return len(text)
-        vocab = (
-            self.processor.get_vocab()
-            if self.fast
-            else map(self.processor.id_to_piece, range(self.n_vocab))
+    def _read_tokenizer_json(self, folder: Path) -> None:
+        self.processor.no_padding()
+        self.processor.no_truncation()
+        self.bos = self._special_id(folder, "bos")
+        self.eos = self._special_id(folder, "eos")
+        self.n_vocab = self.processor.get_vocab_size(with_added_tokens=True)
+        parts = [self.processor.normalizer, self.processor.pre_tokenizer]
+        self.adds_space = any(
+            re.search(SPACE_PREFIX, part.__getstate__()) for part in parts if part
         )
-        return (limit + 1) * max(map(len, vocab))
 
-    def prompt(self, ids: list[int]) -> list[int]:
-        """With BOS in front, once, if this tokenizer adds one."""
-        return [self.bos, *ids] if self.adds_bos and ids[:1] != [self.bos] else ids
+    def _special_id(self, folder: Path, name: str) -> int | None:
+        """The id of BOS or EOS by the tokenizer's files, else by the model's (GPT-2 on the Hub)."""
+        text = self.special_text(f"{name}_token")
+        if text is None:
+            ids = _model_token_ids(folder, name)
+            return ids[0] if ids else None
+        special_id = self.processor.token_to_id(text)
+        if special_id is None:
+            raise BadInput(
+                f"{folder}/tokenizer_config.json: {name}_token: {text!r} is no token of tokenizer.json"
+            )
+        return special_id
 
-    def decode(self, ids) -> str:
-        return self.processor.decode([int(i) for i in ids])
+    def _text_begins_with_bos(self) -> bool:
+        """Whether tokenizer_config.json asks for BOS, or tokenizer.json's post-processor puts it
+        before a text."""
+        # litgpt's rule also reads the folder's name, so that a copy elsewhere would get other ids.
+        is_llama = self.config.get("tokenizer_class") == "LlamaTokenizer"
+        if self.config.get("add_bos_token", is_llama):
+            return True
+        if not self.fast:
+            return False
+        first = self.processor.encode("a", add_special_tokens=True).ids[:1]
+        first_of_text = self.processor.encode("a", add_special_tokens=False).ids[:1]
+        # Both are BOS where "a" is an unknown token and that has the id of BOS.
+        return first == [self.bos] and first_of_text != [self.bos]
+
+    def _template_text(self, folder: Path, chat_template: str | None) -> str | None:
+        """The chat template: the given file, else the folder's file, else its config's entry."""
+        if chat_template and not Path(chat_template).is_file():
+            raise BadInput(f"data.chat_template: {chat_template}: no such file")
+        text = self.config.get("chat_template")
+        if isinstance(text, list):  # several templates, each with a name
+            with user_error(f"{folder}: chat_template", text, (TypeError, KeyError)):
+                text = {t["name"]: t["template"] for t in text}.get("default")
+        if (folder / "chat_template.jinja").is_file():
+            text = parse_file("chat template", folder / "chat_template.jinja")
+        if chat_template:
+            text = parse_file("chat template", Path(chat_template))
+        return text
+
+    def _compile_template(self, date: str | None, place: str | Path) -> jinja2.Template | None:
+        """self.source as a jinja template, with the functions and names that transformers gives to
+        templates. `place`: where it came from, for a message."""
+        today = None
+        if date:
+            with user_error("data.date", date):
+                today = Date.fromisoformat(date)
+        if self.source is None:
+            return None
+        environment = Sandbox(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, "jinja2.ext.loopcontrols"],
+        )
+        # The sandbox itself raises at the second step only: {{ x.__class__ }} alone would be "".
+        environment.unsafe_undefined = lambda obj, name: _raise_exception(
+            f"{name}: not allowed here"
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        if today:  # without data.date there is none: the real day would make runs differ
+            environment.globals["strftime_now"] = today.strftime
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            environment.globals[name] = self.special_text(name) or ""
+        # render sets a timer, whose signal ends a template that takes too long. Only the main
+        # thread may set a handler.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGALRM, _raise_timeout)
+        try:
+            return environment.from_string(self.source)
+        except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or it is not a string
+            raise BadInput(f"{place}: chat template: {e}") from None
+
+
+def model_file(folder: Path, name: str) -> dict:
+    """What a JSON file of a model's folder holds; {} if there is no such file. Raises BadInput."""
+    file = folder / name
+    return read_object(file, json.loads) if file.exists() else {}
+
+
+def _model_token_ids(folder: Path, name: str) -> list[int]:
+    """The ids that the model's own config names as EOS or BOS: one, several or none."""
+    for file in ("generation_config.json", "config.json"):
+        ids = model_file(folder, file).get(f"{name}_token_id")
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
+    return []
+
+
+# ---- what a template can use ---------------------------------------------------------------------
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Where templates run: jinja's sandbox, with a bound on products. The timer cannot end one, as
+    Python computes it in a single step."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context, operator, left, right):
+        left_size, right_size = _size(left), _size(right)
+        if operator == "**" or left_size * right_size > LARGEST_PRODUCT:
+            raise jinja2.TemplateError(f"{operator}: too large a result")
+        return left * right
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}, with which some templates mark the assistant's text
+    for training in transformers. Here it changes nothing: what is in it is rendered as it stands."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body)
+
+
+def _size(value) -> int | float:
+    """A number's absolute value, or the length of a text or list."""
+    return len(value) if hasattr(value, "__len__") else abs(value)
+
+
+def _to_json(value, **options) -> str:
+    """As transformers' templates have it: letters beyond ASCII stay as they are."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def _raise_timeout(signal_number, frame):
+    raise Endless(f"chat template: not done with this record after {RENDER_SECONDS:g} s")
+
+
+def _tool_names(messages: list[dict], tools: list[dict]) -> list:
+    """The names of the tools that are given or called. Raises Fault."""
+    try:
+        calls = [call for message in messages for call in message.get("tool_calls") or []]
+        return [tool.get("function", tool)["name"] for tool in [*calls, *tools]]
+    except (TypeError, AttributeError, KeyError):
+        raise Fault(
+            "tools: expected lists of objects with a name, here and in tool_calls"
+        ) from None

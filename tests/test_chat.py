@@ -15,7 +15,7 @@ from tokens import ids_of, rated, write
 import data
 from records import examples, tokenizer
 from records.forms import Fault, Record
-from records.tokenizer import Tokenizer
+from records.tokenizer import Texts, Tokenizer
 from runs import settings
 from runs.errors import BadInput
 from runs.settings import Data
@@ -156,7 +156,8 @@ def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real,
     text = (tokens.CHAT.parent / "README.md").read_text() + LONG * 20
     places = [sorted(r.sample(range(len(text)), 2)) for _ in range(400)]
     texts = [(text[max(0, b - 30) : b], text[b : min(d, b + 30)]) for b, d in places]
-    for (head, (behind,)), (p, c) in zip(t.encode_all([(p, [c]) for p, c in texts]), texts):
+    rows = [Texts(p, [c], by_template=True) for p, c in texts]  # no BOS and EOS
+    for (head, (behind,)), (p, c) in zip(t.encode_all(rows), texts):
         whole = ids_of(t, p + c)
         assert head == ids_of(t, p), "a prompt never depends on its completion"
         if whole[: len(head)] == head:
@@ -171,9 +172,9 @@ def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real,
 def test_byte_level_completions_are_encoded_alone_as_ever(real):
     """Once each, and equal by construction: there is no prefix to lose."""
     t = Tokenizer(real("qwen2.5"))
-    assert not t.prefixes and not Tokenizer(real("gemma")).prefixes
-    rows = [("be", ["st", " st"]), ("p ", [" x"])]
-    found = [ids for _, wholes in t.encode_all(rows) for ids in wholes]
+    assert not t.adds_space and not Tokenizer(real("gemma")).adds_space
+    rows = [Texts("be", ["st", " st"], by_template=True), Texts("p ", [" x"], by_template=True)]
+    found = [ids for _, completions in t.encode_all(rows) for ids in completions]
     assert found == [ids_of(t, x) for x in ("st", " st", " x")]
     texts = []
     t.encode = lambda given: texts.extend(given) or iter([[1]] * len(given))
@@ -185,7 +186,7 @@ def test_byte_level_completions_are_encoded_alone_as_ever(real):
 
 
 def test_tools_and_arguments_reach_the_template_also_as_json(real):
-    t = Tokenizer(real("qwen3"))
+    t, chat = Tokenizer(real("qwen3")), tokens.chat()
     record = RECORDS["tool results"][0]
     head, behind = (t.decode(x) for x in ids(record, t))
     assert "Tells <the> weather." in head and '"arguments": {"city": "Paris"' in behind
@@ -196,8 +197,16 @@ def test_tools_and_arguments_reach_the_template_also_as_json(real):
     assert ids(as_text, t) == ids(off, t)
     for field, value in (("tools", "{"), ("tools", {}), ("chat_template_kwargs", [1])):
         if value:
-            with pytest.raises(BadInput, match=f":1: {field}: expected a "):
+            with pytest.raises(BadInput, match=f":1: {field}: expected (a list|an object), got "):
                 ids(record | {field: value}, t)
+    for wrong in (5, "abc", ["abc"], [{"function": {}}]):
+        call = {"prompt": [user("p")], "completion": [bot("c", tool_calls=wrong)]}
+        with pytest.raises(BadInput, match=":1: tools: expected lists of objects with a name"):
+            ids(call, chat)
+    for name in ("tools", "documents"):  # given by the field tools, or never
+        twice = rated([user("p")], [bot("c")], chat_template_kwargs={name: []})
+        with pytest.raises(BadInput, match=f":1: chat template: .* keyword argument '{name}'"):
+            ids(twice, t)
     with pytest.raises(BadInput, match=":1: tools: no messages here"):
         ids(rated(tools=TOOLS), t)
     with pytest.raises(BadInput, match=":1: chat template: .*add_generation_prompt"):
@@ -357,7 +366,7 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tmp_path, monkeypatch,
     lines = shown.splitlines()
     assert lines[0].endswith("4 examples of 1 prompts, 2 desirable, 2 undesirable")
     assert "1 duplicates, 0 contradictions, 1 completions cut" in shown
-    assert "this balance: desirable 1.00 to 1.33" in shown
+    assert "this balance: kto.desirable_weight 1.00 to 1.33" in shown
     assert max(len(x) for x in lines if source not in x and "weights" not in x) <= 80
     assert [x for x in lines if x.startswith("      5 to      5 |####")]
     assert lines[-1] == "  > C|ould|</s>|▁|<0x0A>", "the scored tokens"

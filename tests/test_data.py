@@ -7,7 +7,6 @@ import random
 import re
 import sys
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,8 +16,14 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 
 import data
 from data import Batch, Micro
-from records import examples
-from records.examples import Example, describe_examples, examples_hash, load_splits
+from records import cache, examples
+from records.examples import (
+    Example,
+    describe_examples,
+    examples_hash,
+    load_splits,
+    suggest_class_weights,
+)
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.settings import Data, with_limits
@@ -365,14 +370,6 @@ def test_renamed_columns_reach_every_file_form_through_the_setting(tmp_path):
             load(source, plain(), columns=given)
 
 
-def kept(monkeypatch, tmp_path, large=1):
-    """load through a cache in tmp_path; counts how often a source is tokenised."""
-    calls, real = [], examples._tokenised
-    monkeypatch.setattr(examples.cache, "LARGE", large)
-    monkeypatch.setattr(examples, "_tokenised", lambda *a: calls.append(a[0]) or real(*a))
-    return calls, lambda source, *a, **kw: load(source, *a, cache=str(tmp_path / "cache"), **kw)
-
-
 def test_a_column_that_no_record_has_is_refused_and_of_a_mix_one_source_is_enough(tmp_path):
     theirs = [{"question": "a", "completion": c, "label": 1, "good": 0} for c in "xy"]
     theirs = write(tmp_path / "theirs.jsonl", *theirs)
@@ -405,7 +402,21 @@ def test_examples_that_all_share_a_prompt_have_no_pairs_and_that_is_seen_at_once
     assert data.mismatched([e, e._replace(prompt=np.array([5]))]) == [-1, -1]
 
 
-KEPT = {
+def through_cache(monkeypatch, tmp_path):
+    """(a list that gets each source when it is tokenised, load with a cache in tmp_path)"""
+    tokenised, tokenise_file = [], examples._tokenise_file
+
+    def counted(source, *args):
+        tokenised.append(source)
+        return tokenise_file(source, *args)
+
+    monkeypatch.setattr(cache, "LARGE", 1)
+    monkeypatch.setattr(examples, "_tokenise_file", counted)
+    folder = str(tmp_path / "cache")
+    return tokenised, lambda source, *args, **kw: load(source, *args, cache=folder, **kw)
+
+
+CACHED = {
     "rated": [rated("a", "x", 0, note=1.5), rated("abcdef", "y", weight=2, note=3, other=1)],
     "paired": [
         {"prompt": "a", "chosen": "x", "rejected": "y", "chosen_reward": 1, "note": 1},
@@ -416,14 +427,14 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", CACHED)
 def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, kind):
-    calls, load = kept(monkeypatch, tmp_path)
-    source = write(tmp_path / "d.jsonl", *KEPT[kind])
+    tokenised, load = through_cache(monkeypatch, tmp_path)
+    source = write(tmp_path / "d.jsonl", *CACHED[kind])
     for extra in (None, "note"):
         limits = dict(kind=kind, extra=extra, max_prompt=4)
         fresh, again = load(source, plain(), **limits), load(source, plain(), **limits)
-        assert len(calls) == 1 + (extra is not None)
+        assert len(tokenised) == 1 + (extra is not None)
         assert fresh[1:] == again[1:] and len(fresh.examples) == len(again.examples)
         for a, b in zip(fresh.examples, again.examples):
             assert ids(a) == ids(b) and a[2:] == b[2:]
@@ -434,7 +445,7 @@ def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, k
 
 
 def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_path, monkeypatch):
-    calls, load = kept(monkeypatch, tmp_path)
+    tokenised, load = through_cache(monkeypatch, tmp_path)
     source = write(tmp_path / "d.jsonl", rated([user("a")], [bot("x")]), rated("ab", "xy"))
     other = Tokenizer(
         folder(tmp_path / "o", chat_template=CHATML.replace("user", "User") + "{# #}")
@@ -451,18 +462,27 @@ def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_pat
     ]
     for n, way in enumerate(ways, 1):
         way()
-        assert len(calls) == n
+        assert len(tokenised) == n
     load(write(tmp_path / "e.jsonl", rated("ab", "xy", 0)), chat())
-    assert len(calls) == n, "another name of the same content"
+    assert len(tokenised) == n, "another name of the same content"
     (e,) = load(str(tmp_path / "e.jsonl"), chat()).examples
     assert e.where == f"{tmp_path}/e.jsonl:1", "said by the name that was given"
-    monkeypatch.setattr(examples.cache, "LARGE", 10**6)
+    monkeypatch.setattr(cache, "LARGE", 10**6)
     load(source, chat())
-    assert len(calls) == n + 1, "a small file is tokenised again"
+    assert len(tokenised) == n + 1, "a small file is tokenised again"
+
+
+def test_without_a_folder_no_token_ids_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "LARGE", 1)
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / "d.jsonl", rated())
+    for off in (None, ""):
+        assert cache.cache_file(source, plain(), "rated", Data(source, cache=off)) is None
+    assert cache.cache_file(source, plain(), "rated", Data(source, cache="here")) is not None
 
 
 def test_a_damaged_file_of_token_ids_is_made_again_and_no_room_is_no_fault(tmp_path, monkeypatch):
-    calls, load = kept(monkeypatch, tmp_path)
+    tokenised, load = through_cache(monkeypatch, tmp_path)
     source = write(tmp_path / "d.jsonl", *[rated(f"a{i}", "x") for i in range(50)])
     (first, *_), (file,) = load(source, plain()).examples, (tmp_path / "cache").iterdir()
     whole = file.read_bytes()
@@ -471,7 +491,7 @@ def test_a_damaged_file_of_token_ids_is_made_again_and_no_room_is_no_fault(tmp_p
         assert ids(load(source, plain()).examples[0]) == ids(first)
     file.write_bytes(whole[:-100])
     load(source, plain())
-    assert len(calls) > 3 and file.read_bytes() == whole
+    assert len(tokenised) > 3 and file.read_bytes() == whole
     file.unlink()
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("no folder")
@@ -546,14 +566,13 @@ def test_the_table_counts_what_was_read(tmp_path):
         "  prompt tokens: median 1, 95% below 2, longest 4",
         "  completion tokens: median 2, 95% below 4, longest 4",
         "  2 duplicates, 1 contradictions, 2 completions cut, 1 prompts cut",
-        "  the paper's rule weighs this balance: desirable 1, undesirable 1.25 to 1.67",
     ]
 
 
 def test_the_table_of_pairs_counts_pairs(tmp_path):
     pair = {"prompt": "a", "chosen": "x", "rejected": "y"}
     text = table_of(tmp_path, pair, pair, pair | {"rejected": "z"}, kind="paired")
-    assert text.startswith("train: 3 pairs of 1 prompts\n") and "weights" not in text
+    assert text.startswith("train: 3 pairs of 1 prompts\n")
     assert "1 duplicates, 0 contradictions" in text
     text = table_of(tmp_path, pair, pair | {"rejected": "z"}, kind="rated")
     assert text.startswith("train: 4 examples of 1 prompts, 2 desirable, 2 undesirable\n")
@@ -567,22 +586,22 @@ def test_the_table_of_prompts_counts_prompts(tmp_path):
 
 # (n_D, n_U) -> weights by hand; arXiv 2402.01306 eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]
 WEIGHTS = {
-    (1, 4): "desirable 4.00 to 5.33, undesirable 1",
-    (2, 5): "desirable 2.50 to 3.33, undesirable 1",
-    (4, 4): "desirable 1.00 to 1.33, undesirable 1",
-    (6, 5): "desirable 1.00 to 1.11, undesirable 1",
-    (4, 3): "desirable 1.00 to 1.00, undesirable 1",
-    (3, 2): "desirable 1, undesirable 1.12 to 1.50",
-    (8, 2): "desirable 1, undesirable 3.00 to 4.00",
+    (1, 4): "kto.desirable_weight 4.00 to 5.33, kto.undesirable_weight 1",
+    (2, 5): "kto.desirable_weight 2.50 to 3.33, kto.undesirable_weight 1",
+    (4, 4): "kto.desirable_weight 1.00 to 1.33, kto.undesirable_weight 1",
+    (6, 5): "kto.desirable_weight 1.00 to 1.11, kto.undesirable_weight 1",
+    (4, 3): "kto.desirable_weight 1.00 to 1.00, kto.undesirable_weight 1",
+    (3, 2): "kto.desirable_weight 1, kto.undesirable_weight 1.12 to 1.50",
+    (8, 2): "kto.desirable_weight 1, kto.undesirable_weight 3.00 to 4.00",
 }
 
 
 @pytest.mark.parametrize("n_d, n_u", WEIGHTS)
-def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
+def test_the_data_check_advises_the_weights_of_the_paper(n_d, n_u):
     found = [example([i], [i], label=i < n_d) for i in range(n_d + n_u)]
-    advice = describe_examples("train", found, Counter()).splitlines()[-1].split("balance: ")[1]
+    advice = suggest_class_weights(found).split("balance: ")[1]
     assert advice == WEIGHTS[n_d, n_u]
-    sides = [[float(x) for x in re.findall(r"[\d.]+", side)] for side in advice.split(",")]
+    sides = [[float(x) for x in re.findall(r"\d[\d.]*", side)] for side in advice.split(",")]
     assert min(*sides[0], *sides[1]) == 1, "the smaller weight is 1"
     for w_d in sides[0]:
         for w_u in sides[1]:
@@ -591,9 +610,7 @@ def test_the_table_advises_the_weights_of_the_paper(n_d, n_u):
 
 @pytest.mark.parametrize("label", [True, False])
 def test_one_class_alone_gets_no_advice(label):
-    assert "balance" not in describe_examples(
-        "train", [example([1], [2], label=label)] * 3, Counter()
-    )
+    assert suggest_class_weights([example([1], [2], label=label)] * 3) is None
 
 
 def parts_of(d: Data, *kinds) -> tuple[dict, list[str]]:

@@ -1,4 +1,4 @@
-"""--estimate, from outside; its counts and bytes beside those of real models and a real run."""
+"""--estimate as a user sees it, and its numbers compared with real models and a real run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from models import HF, made
 
 import model
 from head import Chunks
-from hub.estimate import BASE, Estimate
+from hub.estimate import QUANTIZED, Estimate
 from hub.families import read_config
 from kto import Settings
 from runs.errors import BadInput
@@ -69,7 +69,7 @@ def test_what_is_said_to_fit_fits_and_more_does_not(tmp_path, monkeypatch):
     for line, again in zip(e.describe().splitlines()[-2:], (False, True)):
         most = int(line.split(" fit ")[0].split()[-1].replace(",", ""))
         assert most > 0
-        assert e.needs(most, again, 1, False) <= 0.5e9 < e.needs(most + 256, again, 1, False)
+        assert e.needed(most, again, 1, False) <= 0.5e9 < e.needed(most + 256, again, 1, False)
 
 
 def test_sampling_takes_no_more_than_its_cache_is_given(tmp_path):
@@ -105,11 +105,11 @@ def test_devices_precision_and_optimizer_change_the_bytes_that_they_should(tmp_p
     assert small == pytest.approx(one["optimizer"] / 4, rel=0.02)
     true = estimate(tmp_path, precision="bf16-true", lora=Lora(rank=2))
     assert true.fixed(1, False)["optimizer"] == 8 * true.trained, "in float32"
-    few = estimate(tmp_path, lora=Lora(rank=2, targets=["query"]))
-    assert few.kept < full.kept, "a frozen matrix keeps no input"
+    few = estimate(tmp_path, lora=Lora(rank=2, targets="query"))
+    assert few.saved_by_token < full.saved_by_token, "a frozen matrix keeps no input"
     for again in (False, True):
-        assert true.step(2048, again, False) < full.step(2048, again, False)
-    assert full.step(2048, True, False) < full.step(2048, False, False)
+        assert true.activations(2048, again, False) < full.activations(2048, again, False)
+    assert full.activations(2048, True, False) < full.activations(2048, False, False)
 
 
 def test_nf4_has_as_many_bytes_as_bitsandbytes_gives_it():
@@ -118,7 +118,7 @@ def test_nf4_has_as_many_bytes_as_bitsandbytes_gives_it():
     w = torch.randn(1024, 1024)
     data, state = bnb.quantize_4bit(w, quant_type="nf4", compress_statistics=True)
     tensors = data, state.absmax, state.state2.absmax
-    assert sum(x.nbytes for x in tensors) == BASE["nf4"] * w.numel()
+    assert sum(x.nbytes for x in tensors) == QUANTIZED["nf4"] * w.numel()
 
 
 MEASURED = """
@@ -159,4 +159,4 @@ def test_a_run_takes_as_much_as_was_estimated(tmp_path):
     assert not process.returncode, process.stderr
     growth = int(process.stdout.split("growth ")[1])
     e = estimate(tmp_path, max_steps=2)
-    assert 0.85 < e.needs(4096, False, 1, False) / growth < 1.15, growth
+    assert 0.85 < e.needed(4096, False, 1, False) / growth < 1.15, growth

@@ -1,4 +1,4 @@
-"""Out: checkpoints, the best, adapters and shards, used as their users use them."""
+"""What a run exports (final, best, adapters, shards), loaded by the programs that users load it with."""
 
 import json
 import shutil
@@ -13,8 +13,10 @@ from models import GQA, logits, made, refused, same, same_weights
 from safetensors.torch import load_file, save_file
 
 import model
-from hub import weights
-from hub.weights import canonical_name, export_weights, fetch_model
+from hub import export
+from hub.export import export_weights
+from hub.families import canonical_name
+from hub.folders import fetch_model
 from runs import checkpoint
 from runs.settings import Lora
 
@@ -28,25 +30,31 @@ LORA = (
 IDS = list(range(3, 40))
 
 
-def hugging(folder: Path):
+def load_transformers(folder: Path):
+    """transformers' model, without a missing or an unknown key."""
     load = transformers.AutoModelForCausalLM.from_pretrained
-    found, info = load(folder, output_loading_info=True)
+    hf, info = load(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    return found
+    return hf
 
 
 @torch.no_grad()
-def own(source, dtype=torch.float32) -> torch.Tensor:
+def our_logits(source, dtype=torch.float32) -> torch.Tensor:
+    """Logits of what fetch_model finds there: a folder, a run, a checkpoint, an adapter."""
     return logits(model.load_model(fetch_model(str(source)), dtype=dtype), IDS).float()
+
+
+@torch.no_grad()
+def their_logits(hf) -> torch.Tensor:
+    return hf(torch.tensor([IDS])).logits[0]
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
     """A Llama in bfloat16, with a tokenizer."""
     folder = tmp_path_factory.mktemp("llama")
-    made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), folder).bfloat16().save_pretrained(
-        folder
-    )
+    hf = made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), folder)
+    hf.bfloat16().save_pretrained(folder)
     shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
     return folder
 
@@ -79,7 +87,7 @@ def test_final_is_the_last_step_and_best_the_best_in_the_source_s_dtype(full, ll
         found = load_file(full / name / "model.safetensors")
         assert found.keys() == load_file(llama / "model.safetensors").keys()
         assert {x.dtype for x in found.values()} == {torch.bfloat16}
-        assert hugging(full / name).dtype == torch.bfloat16
+        assert load_transformers(full / name).dtype == torch.bfloat16
         trained = checkpoint_tensors(full / "checkpoints" / f"step-{step:08d}", "weights")
         ours = model.load_model(full / name).unique_parameters()
         rounded = {n: x.bfloat16().float() for n, x in trained.items()}
@@ -102,13 +110,13 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, ca
         start("export", [str(step), "--out", str(tmp_path / run.parent.name), "--dtype=float32"])
         out = tmp_path / run.parent.name
         assert f"exported to {out}" in capsys.readouterr().out
-        assert same(own(out), own(step), tolerance) and not same(own(step), own(run), 1e-2)
-        with torch.no_grad():
-            assert same(hugging(out)(torch.tensor([IDS])).logits[0], own(step), 1e-5)
+        assert same(our_logits(out), our_logits(step), tolerance)
+        assert same(their_logits(load_transformers(out)), our_logits(step), 1e-5)
+        assert not same(our_logits(step), our_logits(run), 1e-2), "else any step would do"
         assert "for 2 steps" in (out / "README.md").read_text()
         refused("^out: .*: is there already$", start, "export", [str(step), "--out", str(out)])
     start("export", [str(full / "checkpoints" / "step-00000004")])
-    assert same(own(full / "step-00000004"), own(full), 0.0), "as final, to the bit"
+    assert same(our_logits(full / "step-00000004"), our_logits(full), 0.0), "as final, to the bit"
     shutil.rmtree(full / "step-00000004")
     refused("^export: .*: neither a checkpoint", start, "export", [str(full / "final")])
 
@@ -118,7 +126,7 @@ def test_a_damaged_checkpoint_is_no_model_and_a_run_without_final_says_what_to_d
     with open(first_shard(tmp_path / "step-00000002"), "r+b") as f:
         f.seek(2000)
         f.write(b"\0\1\2\3")
-    refused("weights.safetensors is damaged", fetch_model, str(tmp_path / "step-00000002"))
+    refused("safetensors is damaged", fetch_model, str(tmp_path / "step-00000002"))
     (tmp_path / "settings.yaml").touch()
     refused("name one of its checkpoints", fetch_model, str(tmp_path))
 
@@ -139,12 +147,8 @@ def test_spins_adapters_are_put_on_their_own_iteration_s_base(llama, tmp_path):
     assert not (tmp_path / "run" / "final_adapter").exists(), "its base is no folder"
     shutil.copytree(last, tmp_path / "sent" / last.name)  # alone
     alone = str(tmp_path / "sent" / last.name)
-    refused(
-        "iterations/2/weights.*: missing: its adapters",
-        start,
-        "export",
-        [alone, "--out", str(tmp_path / "x")],
-    )
+    match = "iterations/2/weights.*: missing: its adapters"
+    refused(match, start, "export", [alone, "--out", str(tmp_path / "x")])
 
 
 def test_a_checkpoint_answers_through_the_template_that_its_run_was_given(llama, ratings, tmp_path):
@@ -156,12 +160,9 @@ def test_a_checkpoint_answers_through_the_template_that_its_run_was_given(llama,
     assert (fetch_model(step) / "chat_template.jinja").read_text() == template.read_text()
     start("export", [step, "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == template.read_text()
+    text = template.read_text()
     template.unlink()  # it is in the checkpoint
-    assert (
-        (fetch_model(step) / "chat_template.jinja")
-        .read_text()
-        .startswith("{% for m in messages %}<")
-    )
+    assert (fetch_model(step) / "chat_template.jinja").read_text() == text
 
 
 # ---- adapters ------------------------------------------------------------------------------------
@@ -174,16 +175,14 @@ def peft_folder(lora: Path, out: Path, **changes) -> Path:
     return out
 
 
-@torch.no_grad()
-def by_peft(base: Path, adapter: Path) -> torch.Tensor:
-    """Logits of PEFT's model; where it is not installed, of ours by its rule."""
+def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
+    """Logits of PEFT's model; of ours where PEFT is not installed."""
     try:
         import peft
     except ImportError:
-        return own(adapter)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    found = load(base, dtype=torch.float32)
-    return peft.PeftModel.from_pretrained(found, adapter).eval()(torch.tensor([IDS])).logits[0]
+        return our_logits(adapter)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return their_logits(peft.PeftModel.from_pretrained(hf, adapter).eval())
 
 
 def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
@@ -191,35 +190,47 @@ def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
 ):
     folder = peft_folder(lora, tmp_path / "peft")
     config = json.loads((folder / "adapter_config.json").read_text())
-    names = [
-        "mlp.down_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "self_attn.o_proj",
-        "self_attn.q_proj",
-    ]
-    assert config["target_modules"] == names and config["base_model_name_or_path"] == str(llama)
+    mlp = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
+    assert config["target_modules"] == [*mlp, "self_attn.o_proj", "self_attn.q_proj"]
+    assert config["base_model_name_or_path"] == str(llama)
     assert (config["r"], config["lora_alpha"]) == (2, 3)
-    trained = own(lora / "checkpoints" / "step-00000004")
-    assert same(own(folder), trained, 1e-5) and not same(trained, own(llama), 1e-2)
+    trained = our_logits(lora / "checkpoints" / "step-00000004")
+    assert same(our_logits(folder), trained, 1e-5)
+    assert not same(trained, our_logits(llama), 1e-2)
+
+    # a run that starts from the adapter: its own adapter holds both
     train(folder, ratings, tmp_path / "run", *STEPS, *LORA, "--max_steps=1")
     assert "policy and reference agree to the bit" in capsys.readouterr().out
-    last, both = (tmp_path / "run" / x for x in ("checkpoints/step-00000001", "final_adapter"))
-    assert not same(own(last), trained, 1e-3), "else the second adapter shows nothing"
-    assert same(own(both), own(last), 1e-5) and same(by_peft(llama, both), own(last), 1e-5)
+    both = tmp_path / "run" / "final_adapter"
+    with_two = our_logits(tmp_path / "run" / "checkpoints" / "step-00000001")
+    assert not same(with_two, trained, 1e-3), "else the second adapter shows nothing"
+    assert same(our_logits(both), with_two, 1e-5)
+    assert same(peft_logits(llama, both), with_two, 1e-5)
     config = json.loads((both / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama) and config["r"] == 4
+
+    # a third, of another rank, on other layers, with another scale
     argv = (*STEPS, "--max_steps=1", "--lora.rank=3", "--lora.targets=q_proj,v_proj")
     train(both, ratings, tmp_path / "on", *argv, "--lora.rslora=true")
-    last, three = (tmp_path / "on" / x for x in ("checkpoints/step-00000001", "final_adapter"))
-    assert same(by_peft(llama, three), own(last), 1e-5) and not same(own(last), own(both), 1e-3)
+    last = tmp_path / "on" / "checkpoints" / "step-00000001"
+    with_three = our_logits(last)
+    assert same(peft_logits(llama, tmp_path / "on" / "final_adapter"), with_three, 1e-5)
+    assert not same(with_three, with_two, 1e-3)
+
+    # on a checkpoint of ours: its base is no folder that PEFT could load
     train(last, ratings, tmp_path / "ours", *STEPS, *LORA, "--max_steps=1")
-    said = capsys.readouterr().out
-    assert "no final_adapter" in said and not (tmp_path / "ours" / "final_adapter").exists()
-    half = peft_folder(lora, tmp_path / "half", alpha_pattern={"self_attn.q_proj": 0, "mlp.*": 0})
-    only = peft_folder(lora, tmp_path / "only", use_rslora=True, lora_alpha=3 / 2**0.5)
-    assert same(own(only), trained, 1e-5) and not same(own(half), trained, 1e-2)
-    assert not same(own(half), own(llama), 1e-3)
+    assert "no final_adapter" in capsys.readouterr().out
+    assert not (tmp_path / "ours" / "final_adapter").exists()
+
+
+def test_an_adapter_is_scaled_by_its_pattern_and_by_rslora(lora, llama, tmp_path):
+    trained = our_logits(lora / "checkpoints" / "step-00000004")
+    pattern = {"self_attn.q_proj": 0, "mlp.*": 0}
+    only_o_proj = our_logits(peft_folder(lora, tmp_path / "half", alpha_pattern=pattern))
+    assert not same(only_o_proj, trained, 1e-2)
+    assert not same(only_o_proj, our_logits(llama), 1e-3)
+    rslora = dict(use_rslora=True, lora_alpha=3 / 2**0.5)  # the same scale at rank 2
+    assert same(our_logits(peft_folder(lora, tmp_path / "rslora", **rslora)), trained, 1e-5)
 
 
 NOT_OURS = {
@@ -236,61 +247,66 @@ NOT_OURS = {
 @pytest.mark.parametrize("match", NOT_OURS)
 def test_an_adapter_of_another_kind_is_refused_by_name(match, lora, tmp_path):
     folder = peft_folder(lora, tmp_path / "peft", **NOT_OURS[match])
-    refused(match, own, folder)
+    refused(match, our_logits, folder)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(lora, tmp_path):
     folder = peft_folder(lora, tmp_path / "peft")
-    file, tensors = folder / "adapter_model.safetensors", {}
-    for name, x in load_file(file).items():
-        tensors[name.replace("layers.1.", "layers.7.")] = x
-    save_file(tensors, file)
-    refused("unknown .*layers.7", own, folder)
-    refused(
-        "no such folder",
-        fetch_model,
-        str(peft_folder(lora, tmp_path / "b", base_model_name_or_path="/no")),
-    )
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name.replace("layers.1.", "layers.7."): x for name, x in tensors.items()}, file)
+    refused("unknown .*layers.7", our_logits, folder)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+    save_file(tensors | {name: torch.ones(2)}, file)
+    refused(f"peft/adapter_model.safetensors: {name}: only", our_logits, folder)
+
+
+def test_an_adapter_needs_its_base(lora, tmp_path):
+    gone = peft_folder(lora, tmp_path / "gone", base_model_name_or_path="/no")
+    refused("^model: /no: no such folder", fetch_model, str(gone))
+    unnamed = peft_folder(lora, tmp_path / "unnamed", base_model_name_or_path=None)
+    refused("adapter_config.json: base_model_name_or_path: missing", fetch_model, str(unnamed))
 
 
 def test_peft_puts_the_adapter_on_the_source_and_it_is_final(lora, llama):
     pytest.importorskip("peft")
-    ours = own(lora / "checkpoints" / "step-00000004")
-    assert same(by_peft(llama, lora / "final_adapter"), ours, 1e-5)
+    ours = our_logits(lora / "checkpoints" / "step-00000004")
+    assert same(peft_logits(llama, lora / "final_adapter"), ours, 1e-5)
 
 
 def test_targets_have_peft_s_names_too(llama):
-    def adapted(*targets) -> dict:
-        gpt = model.load_model(
-            llama, Lora(rank=2, targets=targets[0] if "-" in targets[0] else [*targets])
-        )
+    def adapters(targets: list[str]) -> dict:
+        gpt = model.load_model(llama, Lora(rank=2, targets=", ".join(targets)))
         return {n: p.shape for n, p in gpt.named_parameters() if "lora_" in n}
 
-    assert adapted("q_proj", "v_proj") == adapted("query", "value") != adapted("query")
-    mlp = ("gate_proj", "up_proj", "down_proj")
-    assert adapted(*mlp, "self_attn.o_proj") == adapted("mlp", "projection")
-    assert adapted("all-linear") == adapted("query", "key", "value", "projection", "mlp")
-    assert adapted("lm_head") == adapted("head") and "lm_head.lora_A" in adapted("head")
-    for match, targets in (
-        ("c_attn$", ["c_attn"]),
-        ("together: add mlp.down_proj, mlp.up_proj", ["gate_proj"]),
+    assert adapters(["q_proj", "v_proj"]) == adapters(["query", "value"])
+    assert adapters(["query", "value"]) != adapters(["query"])
+    mlp = ["gate_proj", "up_proj", "down_proj"]
+    assert adapters([*mlp, "self_attn.o_proj"]) == adapters(["mlp", "projection"])
+    blocks = ["query", "key", "value", "projection", "mlp"]
+    assert adapters(["all-linear"]) == adapters(blocks)
+    assert adapters(["lm_head"]) == adapters(["head"])
+    assert "lm_head.lora_A" in adapters(["head"])
+    for match, target in (
+        ("c_attn$", "c_attn"),
+        ("together: add mlp.down_proj, mlp.up_proj", "gate_proj"),
     ):
-        refused(f"^lora.targets: .*{match}", model.load_model, llama, Lora(rank=2, targets=targets))
+        lora = Lora(rank=2, targets=target)
+        refused(f"^lora.targets: .*{match}", model.load_model, llama, lora)
 
 
 # ---- shards, and programs that load the folder -----------------------------------------------------
 
 
 def test_a_large_model_is_written_in_shards_with_an_index(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "MAX_SHARD", 60_000)
+    monkeypatch.setattr(export, "MAX_SHARD", 60_000)
     export_weights(model.load_model(llama).unique_parameters(), llama, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
     assert all(load_file(tmp_path / "out" / f) for f in files)
-    assert same(own(tmp_path / "out"), own(llama), 0.0)
-    with torch.no_grad():
-        assert hugging(tmp_path / "out")(torch.tensor([IDS])).logits.shape == (1, len(IDS), 512)
+    assert same(our_logits(tmp_path / "out"), our_logits(llama), 0.0)
+    assert their_logits(load_transformers(tmp_path / "out")).shape == (len(IDS), 512)
 
 
 def test_transformers_pipeline_answers_from_the_folder(full):

@@ -1,4 +1,4 @@
-"""Every family of models: equal to transformers in, trained, and back out."""
+"""Every family of models computes what transformers does: as loaded, after training, and exported."""
 
 import json
 import shutil
@@ -109,7 +109,7 @@ def four(tmp_path_factory) -> Path:
 
 
 def folder_of(name: str, folder: Path):
-    """A model folder, which has a name that says nothing, and transformers' model."""
+    """Save a model and a tokenizer into the folder; -> transformers' model."""
     config = CASES[name][0]
     if name == "gemma3":
         hf = shaken(T.Gemma3ForConditionalGeneration(config))
@@ -120,28 +120,28 @@ def folder_of(name: str, folder: Path):
     return hf
 
 
-def back(folder: Path, like):
-    """Through transformers, without a missing or an unknown key."""
-    eager = dict(attn_implementation="eager")  # the one way that has softcaps
-    found, info = type(like).from_pretrained(folder, output_loading_info=True, **eager)
+def load_transformers(folder: Path, like):
+    """A model of the class of `like`, without a missing or an unknown key."""
+    eager = dict(attn_implementation="eager")  # transformers' only attention with softcaps
+    hf, info = type(like).from_pretrained(folder, output_loading_info=True, **eager)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    return found.eval()
+    return hf.eval()
 
 
 IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def scores(hf) -> torch.Tensor:
+def their_logits(hf) -> torch.Tensor:
     return hf(IDS[None]).logits[0]
 
 
 @torch.no_grad()
-def own(folder: Path) -> torch.Tensor:
+def our_logits(folder: Path) -> torch.Tensor:
     return logits(model.load_model(folder), IDS.tolist())
 
 
-def adapted(hf, folder: Path):
+def add_adapter(hf, folder: Path):
     """PEFT's rule by hand: each named matrix gains alpha / r (or / sqrt r) * B @ A."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors, modules = load_file(folder / "adapter_model.safetensors"), dict(hf.named_modules())
@@ -164,21 +164,27 @@ def adapted(hf, folder: Path):
 def test_a_family_is_transformers_in_trained_and_out(name, four, tmp_path):
     source = tmp_path / "my-finetune"
     hf = folder_of(name, source)
-    theirs = scores(hf)
+    theirs = their_logits(hf)
     assert theirs.std() > 0.1, "else equal logits say little"
-    assert same(own(source), theirs, 1e-5)
+    assert same(our_logits(source), theirs, 1e-5)
     packed_is_single(model.load_model(source, dtype=torch.float64))
+
+    final = tmp_path / "full" / "final"
     train(source, four, tmp_path / "full", *STEP)
-    trained = scores(back(tmp_path / "full" / "final", hf))
-    assert not same(trained, theirs, 1e-2) and same(own(tmp_path / "full" / "final"), trained, 1e-5)
+    trained = their_logits(load_transformers(final, hf))
+    assert not same(trained, theirs, 1e-2)
+    assert same(our_logits(final), trained, 1e-5)
+
+    final = tmp_path / "lora" / "final"
     lora = ("--lora.rank=2", "--lora.targets=all-linear", "--lora.rslora")
     train(source, four, tmp_path / "lora", *STEP, *lora)
-    merged = scores(back(tmp_path / "lora" / "final", hf))
-    assert not same(merged, theirs, 1e-3) and same(own(tmp_path / "lora" / "final"), merged, 1e-5)
-    assert same(scores(adapted(hf, tmp_path / "lora" / "final_adapter")), merged, 1e-5)
-    files = [load_file(p / "model.safetensors") for p in (source, tmp_path / "lora" / "final")]
-    assert files[0].keys() == files[1].keys()
-    assert all(x.shape == files[1][n].shape for n, x in files[0].items())
+    merged = their_logits(load_transformers(final, hf))
+    assert not same(merged, theirs, 1e-3)
+    assert same(our_logits(final), merged, 1e-5)
+    assert same(their_logits(add_adapter(hf, tmp_path / "lora" / "final_adapter")), merged, 1e-5)
+    before, after = (load_file(p / "model.safetensors") for p in (source, final))
+    assert before.keys() == after.keys()
+    assert all(x.shape == after[n].shape for n, x in before.items())
 
 
 def packed_is_single(gpt) -> None:
@@ -222,6 +228,7 @@ NEUTRAL_IN = {
 
 
 def another(value):
+    """Another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, dict):
@@ -231,7 +238,8 @@ def another(value):
     return f"not {value}" if isinstance(value, str) else 2 * (value or 1) + 1
 
 
-def described(folder: Path, config: dict):
+def config_or_refusal(folder: Path, config: dict):
+    """What read_config makes of this config.json: a tuple, or the text of its refusal."""
     (folder / "config.json").write_text(json.dumps(config))
     try:
         arguments, config, names = read_config(folder)
@@ -244,15 +252,17 @@ def described(folder: Path, config: dict):
 def test_every_field_is_read_or_refused_or_changes_nothing(name, tmp_path):
     CASES[name][0].save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    as_it_is, inner = described(tmp_path, config), config.get("text_config", config)
-    assert not isinstance(as_it_is, str), as_it_is
-    unseen = set()
+    unchanged = config_or_refusal(tmp_path, config)
+    assert not isinstance(unchanged, str), unchanged
+    inner = config.get("text_config", config)
+    unread = set()
     for field in inner.keys() - NEUTRAL - NEUTRAL_IN.get(name, set()) - {"model_type"}:
         changed = inner | {field: another(inner[field])}
-        changed = config | {"text_config": changed} if name == "gemma3" else changed
-        if described(tmp_path, changed) == as_it_is:
-            unseen.add(field)
-    assert unseen == set()
+        if name == "gemma3":
+            changed = config | {"text_config": changed}
+        if config_or_refusal(tmp_path, changed) == unchanged:
+            unread.add(field)
+    assert unread == set()
 
 
 REFUSED = {
@@ -290,7 +300,7 @@ def test_what_the_block_cannot_compute_is_refused_by_field_and_value(match, tmp_
 
 
 def test_the_table_in_docs_has_a_line_for_each_of_these_cases():
-    """Rewrites the table, and fails, where it is another one."""
+    """Where the table differs, this rewrites it and fails."""
     kinds = {}
     for name, (config, models) in CASES.items():
         kinds.setdefault(config.model_type, []).append((name, models))

@@ -1,4 +1,4 @@
-"""Adapters: off to the bit, trained alone, merged into the model that they make."""
+"""Adapters: disabled to the bit, the only weights that train, merged into an equal full model."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from models import HF, logits, made, ragged, same, trained
 
 import model
 from data import pack
+from hub.export import export_weights
 from hub.lora import disable_adapters, merge_adapters, reset_adapters
-from hub.weights import export_weights
 from runs.errors import BadInput
 from runs.settings import Lora
 
@@ -76,14 +76,14 @@ def test_adapters_start_again_as_the_base_and_by_the_seed_alone(tiny):
 
 
 TARGETS = [["query"], ["key", "value"], ["query", "value"], ["mlp"], ["projection"]]
-TARGETS.append(Lora().targets)
+TARGETS.append(Lora().targets.split(","))
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids="+".join)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path):
     folder, ids = folders[name], list(range(20))
-    gpt = model.load_model(folder, Lora(rank=3, alpha=12, targets=targets))
+    gpt = model.load_model(folder, Lora(rank=3, alpha=12, targets=",".join(targets)))
     trained(gpt, pack(*ragged(1, 97, 0)))
     full = merge_adapters(gpt.unique_parameters(), gpt)
     export_weights(full, folder, tmp_path / "out")
@@ -98,7 +98,7 @@ def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path)
 
 
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
-    lora = Lora(rank=2, targets=["head"])
+    lora = Lora(rank=2, targets="head")
     with pytest.raises(BadInput, match="lora.targets: head: .* tied"):
         model.load_model(folders["gpt2"], lora)
     gpt, batch = model.load_model(folders["llama"], lora), pack(*ragged(1, 97, 0))

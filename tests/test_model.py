@@ -482,7 +482,7 @@ def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
 
 def test_a_recomputed_head_draws_the_same_dropout_again(tmp_path, monkeypatch):
     made(HF["llama"], tmp_path)
-    gpt = model.load_model(tmp_path, Lora(rank=2, dropout=0.5, targets=["head"]))
+    gpt = model.load_model(tmp_path, Lora(rank=2, dropout=0.5, targets="head"))
     batch, grads = pack(*ragged(1, 97, 0)), []
     nn.init.normal_(gpt.lm_head.lora_B)
     for real in (model.checkpoint, lambda f, *a, **kw: f(*a)):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from tokens import bot, rated, user, write
 
-import records.forms
-from records.forms import Fault, Record, read_records, split_sources, understand_record
+import records.readers
+from records.forms import Fault, Record, understand_record
+from records.readers import read_records, split_sources
 from runs.errors import BadInput
 
 
@@ -179,7 +180,7 @@ DEMOS = {
             ],
             "mask": "User",
         },
-        Record([SYSTEM, user("p"), bot("q"), user("r")], [bot("c")], None, scored=1),
+        Record([SYSTEM, user("p"), bot("q"), user("r")], [bot("c")], None, completion_start=1),
     ),
     "conversations, no system": (
         {"system": "", "conversations": CONVERSATION},
@@ -268,7 +269,13 @@ REFUSED = [
         "paired",
         pair(bot("c"), [user("p"), bot("c"), bot("d")]) | {"prompt": [user("p")]},
         "rejected",
-        "more than one turn",
+        "one assistant",
+    ),
+    (
+        "paired",
+        pair([bot("b"), user("q"), bot("c")], [bot("b"), user("other"), bot("d")]),
+        "rejected",
+        "its turns before the last one differ from those of chosen",
     ),
     (
         "paired",
@@ -623,7 +630,7 @@ def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(records.forms, "_open", refuse)
+    monkeypatch.setattr(records.readers, "_open", refuse)
     assert refusals(path) == [f"{path}: Permission denied"]
 
 
@@ -651,7 +658,7 @@ def test_several_sources_are_given_by_commas_patterns_and_weights(tmp_path, monk
 def test_columns_of_other_names_are_ours_and_a_name_is_given_once(tmp_path):
     names = {"question": "prompt", "good": "label", "prompt": "title"}
     record = {"question": "q", "completion": "c", "good": 1, "prompt": "t"}
-    meant = Record("q", ["c"], True, ignored=("title",))
+    meant = Record("q", ["c"], True, ignored=("title",), renamed=("question", "good", "prompt"))
     assert understand_record(record, "rated", columns=names) == meant
     (tmp_path / "d.csv").write_text("question,completion,good,prompt\nq,c,1.0,t\n")
     (row,) = (raw for _, raw in read_records(str(tmp_path / "d.csv"), columns=names))

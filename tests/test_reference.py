@@ -13,7 +13,7 @@ import kto
 import model
 import spin
 from data import pack
-from hub.weights import export_weights
+from hub.export import export_weights
 from runs.cli import parse
 from runs.errors import BadInput
 from runs.optimizer import make_plan

@@ -1,4 +1,4 @@
-"""Weights in and out: every family against transformers, exports, fingerprints, refusals."""
+"""Weights read and written: families against transformers, exports, hashes, refusals."""
 
 import json
 import shutil
@@ -18,8 +18,10 @@ from torch import nn
 
 import model
 from data import pack
+from hub.export import export_weights
+from hub.folders import fetch_model
 from hub.lora import merge_adapters
-from hub.weights import export_weights, fetch_model, weights_hash
+from hub.weights import weights_hash
 from runs import tensors
 from runs.settings import Lora
 from runs.tensors import LazyTensors

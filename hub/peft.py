@@ -1,0 +1,234 @@
+"""PEFT's adapter files: read an adapter, and write the adapters of a run.
+
+A PEFT folder holds adapter_config.json and adapter_model.safetensors: for each adapted layer the
+matrices A (r, inputs) and B (outputs, r), under Hugging Face's names.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hub.families import Piece, Unsupported, canonical_name, must_equal, read_config, weight_layout
+from hub.folders import folders_on_top
+from hub.lora import AdapterBlock, adapter_blocks, plain_names
+from runs.errors import BadInput
+from runs.settings import Lora
+
+# Fields of adapter_config.json that turn LoRA into another method where they are set: use_dora,
+# eva_config, layer_replication, alora_invocation_tokens, modules_to_save, lora_bias.
+OTHER_METHODS = re.compile(
+    "use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias"
+)
+# base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight:
+# A of the layer model.layers.0.self_attn.q_proj
+TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+
+
+class Adapter(NamedTuple):
+    """One layer's adapter in a PEFT folder: it adds scale * B @ A to the layer's weight."""
+
+    name: str
+    """The weight, by Hugging Face's name."""
+    b: torch.Tensor
+    """(outputs, r), float32"""
+    a: torch.Tensor
+    """(r, inputs), float32"""
+    scale: float
+
+
+# ---- read ----------------------------------------------------------------------------------------
+
+
+def read_adapter(folder: Path) -> list[Adapter]:
+    """The adapters of a PEFT folder, by the names in its file. Raises BadInput, also where the
+    folder holds another method than plain LoRA."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        _refuse_other_methods(config)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        adapters = []
+        for key, a in tensors.items():
+            match = TENSOR.fullmatch(key)
+            if not match:
+                raise BadInput(
+                    f"{folder}/adapter_model.safetensors: {key}: only LoRA's A and B are supported"
+                )
+            layer, kind = match.groups()
+            if kind == "B":  # read together with its A
+                continue
+            b = tensors[key.replace("lora_A", "lora_B")]
+            rank = len(a)
+            scale = _alpha(config, layer) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            adapters.append(Adapter(f"{layer}.weight", b.float(), a.float(), scale))
+        return adapters
+    except BadInput:
+        raise
+    except Unsupported as e:
+        raise BadInput(f"{folder}/adapter_config.json: {e}") from None
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as e:
+        raise BadInput(f"{folder}: no usable PEFT adapter: {e}") from None
+
+
+def _refuse_other_methods(config: dict) -> None:
+    """Raises Unsupported where the folder holds something else than plain LoRA."""
+    must_equal(config, peft_type="LORA", bias="none")
+    start = config.get("init_lora_weights")
+    if start not in (None, True, False, "gaussian"):  # pissa, olora, ...: these change the base
+        raise Unsupported(f"init_lora_weights: {start} is not supported")
+    for field, value in config.items():
+        if value and OTHER_METHODS.match(field):
+            raise Unsupported(f"{field}: {value} is not supported")
+
+
+def _alpha(config: dict, layer: str) -> float:
+    """lora_alpha, or what alpha_pattern says for this layer."""
+    alpha = config["lora_alpha"]
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        # the pattern self_attn.q_proj is for all layers whose names end so
+        if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+            alpha = value
+    return alpha
+
+
+def base_and_adapters(folder: Path) -> tuple[str, list[Adapter]]:
+    """For a folder that fetch_model made of PEFT folders only: the name or path of the base model,
+    and the adapters to add to it, in order, by the names of families.yaml. Raises BadInput."""
+    layers = folders_on_top(folder)
+    config = json.loads((layers[0] / "adapter_config.json").read_text())
+    adapters = []
+    for layer in layers:
+        for adapter in read_adapter(layer):
+            adapters.append(adapter._replace(name=canonical_name(adapter.name)))
+    return config["base_model_name_or_path"], adapters
+
+
+# ---- write ---------------------------------------------------------------------------------------
+
+
+def export_adapter(
+    state: Mapping,
+    out: Path | None,
+    model: nn.Module,
+    source: Path,
+    base: str,
+    lora: Lora,
+    below: Sequence[Adapter] = (),
+) -> None:
+    """Write the adapters of a run in PEFT's format.
+
+    `state`: the weights and adapters of `model` by name. `out`: an existing folder, or None on a
+    rank that only takes part in gathering `state`. `source`: the model's Hugging Face folder.
+    `base`: the base model that adapter_config.json names. `below`: adapters that the run started
+    from (see base_and_adapters): the file then holds these and ours together.
+    """
+    _, hf_config, names = read_config(source)
+    blocks = adapter_blocks(state, model)
+    layout = weight_layout(model.config, names, plain_names(state).like)
+    factors = {}  # Hugging Face's name of a weight: (A, B)
+    for name, pieces in layout.items():
+        joined = _join(pieces, blocks)
+        if joined:
+            factors[name] = joined
+    scale = blocks[0].scale  # the same in all our layers
+    if below:
+        factors = _add_below(factors, scale, below)
+        # all scales are now within B, so that alpha / rank is 1
+        scale = 1
+        rank = max(len(a) for a, _ in factors.values())
+        lora = Lora(rank=rank, alpha=rank, dropout=lora.dropout)
+
+    # transformers has Gemma 3's language model at another place than its weights file
+    vision = hf_config["model_type"] == "gemma3"
+    tensors = {}
+    ranks = {}  # target module: rank
+    for name, (a, b) in factors.items():
+        layer = name.removesuffix(".weight")
+        path = layer.replace("model.", "model.language_model.", 1) if vision else layer
+        tensors[f"base_model.model.{path}.lora_A.weight"] = a
+        tensors[f"base_model.model.{path}.lora_B.weight"] = b.contiguous()
+        # ours are the same in all layers of the model (self_attn.q_proj); those below may be in
+        # some of the layers only
+        target = path if below else ".".join(layer.split(".")[-2:])
+        ranks[target] = len(a)
+    targets = sorted(ranks)
+    if vision and not below:  # the vision tower has layers of the same names
+        targets = rf".*language_model.*({'|'.join(targets)})"
+    # a fused tensor, such as Phi 3's qkv_proj, has a larger rank than the others
+    other_ranks = {target: rank for target, rank in ranks.items() if rank != lora.rank}
+    power = 0.5 if lora.rslora else 1  # PEFT divides alpha by rank ** power
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "bias": "none",
+        "target_modules": targets,
+        "rank_pattern": other_ranks,
+        "alpha_pattern": {target: scale * rank**power for target, rank in other_ranks.items()},
+        "fan_in_fan_out": hf_config["model_type"] == "gpt2",
+        "inference_mode": True,
+    }
+    if out is None:
+        return
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _join(
+    pieces: list[Piece], blocks: list[AdapterBlock]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(A, B) of one Hugging Face tensor; None if it has no adapter.
+
+    A fused tensor (q, k and v in one) may hold rows of several adapters of ours. PEFT has one
+    adapter for it: we put the A's one below the other and the B's side by side, with zeros where
+    an adapter does not change a row.
+    """
+    used = []
+    for piece in pieces:
+        for block in blocks:
+            if _covers(block, piece) and not any(block is other for other in used):
+                used.append(block)
+    if not used:
+        return None
+    b_rows = []
+    for piece in pieces:
+        columns = []
+        for block in used:
+            if _covers(block, piece):
+                columns.append(block.b[piece.first - block.first : piece.end - block.first])
+            else:
+                columns.append(block.b.new_zeros(piece.end - piece.first, len(block.a)))
+        b_rows.append(torch.cat(columns, dim=1))
+    return torch.cat([block.a for block in used]), torch.cat(b_rows)
+
+
+def _covers(block: AdapterBlock, piece: Piece) -> bool:
+    """Whether an adapter changes these rows."""
+    return block.name == piece.name and block.first <= piece.first < block.end
+
+
+def _add_below(
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]], scale: float, below: Sequence[Adapter]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """(A, B) of our adapters and those below them together, with every scale multiplied into B."""
+    factors = {name: (a, b * scale) for name, (a, b) in factors.items()}
+    for adapter in below:
+        a_parts = [adapter.a]
+        b_parts = [adapter.b * adapter.scale]
+        if adapter.name in factors:
+            a, b = factors[adapter.name]
+            a_parts.append(a)
+            b_parts.append(b)
+        factors[adapter.name] = torch.cat(a_parts), torch.cat(b_parts, dim=1)
+    return factors
