@@ -2,10 +2,11 @@
 
     python benchmarks/sampling.py
 
-Prompts have 8 to 128 tokens; answers end at EOS, which each token is with probability 1/64, or after 256. litgpt takes
-one prompt length a batch, so its prompts are padded to the longest (its answers to shorter ones are then not what the
-model would say; only its speed counts here), and it goes on with all rows until the last has ended. Useful tokens: up
-to a row's EOS. In turns, A B B A, one process.
+- Prompts have 8 to 128 tokens. An answer ends at EOS, or after 256 tokens; each token is EOS with probability 1/64.
+- litgpt wants prompts of one length in a batch, so its prompts are padded to the longest. Its answers to the
+  shorter ones are then not the model's; only its speed counts here. It continues all rows until the last one has ended.
+- Useful tokens are those of each row up to its EOS.
+- The two run in one process, in turns: A B B A.
 """
 
 import statistics
@@ -26,13 +27,15 @@ import generate  # noqa: E402
 import model  # noqa: E402
 from runs.settings import Sampling  # noqa: E402
 
-ROWS, NEW, EOS, VOCAB = 64, 256, 0, 64
+ROWS, VOCAB, EOS = 64, 64, 0
+NEW = 256  # longest answer
 
 
 def rate(work, seconds: float = 0.5) -> float:
-    """Calls of work() a second."""
+    """Calls of work() a second, after one call as warm-up."""
     work()
-    n, began = 0, time.perf_counter()
+    n = 0
+    began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         work()
         n += 1
@@ -40,18 +43,26 @@ def rate(work, seconds: float = 0.5) -> float:
 
 
 def roofline(gpt, prompts: list[int], tokens: float) -> float:
-    """Tokens a second if nothing cost anything but the products at the rate of a large product or, after the prompts,
-    each step's one read of the weights and each token's one read of its row's keys and values at the rate of a large
-    read, whichever takes longer."""
+    """An upper bound of useful tokens a second, for prompts of these lengths and so many sampled tokens.
+
+    The prompts cost their products. The sampling costs its products, or its reads of memory if these take longer: in
+    each step the weights once, and for each token the keys and values of its row once. Products and reads have the
+    rate of large ones."""
     x, w = torch.randn(2048, 1024), torch.randn(1024, 1024)
-    flops, block = 2 * 2048 * 1024 * 1024 * rate(lambda: x @ w), torch.randn(2**25)
+    flops = 2 * 2048 * 1024 * 1024 * rate(lambda: x @ w)
+    block = torch.randn(2**25)
     bandwidth = 4 * len(block) * rate(block.sum)
-    size, config = sum(p.numel() for p in gpt.parameters()), gpt.config
-    mean = sum(prompts) / len(prompts) + tokens / len(prompts) / 2
-    cache = tokens * mean * 2 * config.n_layer * config.n_embd * 4
     print(f"a product runs at {flops / 1e9:.0f} GFLOP/s, a read at {bandwidth / 1e9:.1f} GB/s")
-    steps = max(2 * size * tokens / flops, (NEW * size * 4 + cache) / bandwidth)
-    return tokens / (2 * size * sum(prompts) / flops + steps)
+    config = gpt.config
+    n_weights = sum(p.numel() for p in gpt.parameters())
+    # on average, when a token is sampled, its row has its prompt and half of its answer
+    mean_length = sum(prompts) / len(prompts) + tokens / len(prompts) / 2
+    cache_bytes = tokens * mean_length * 2 * config.n_layer * config.n_embd * 4
+    weight_bytes = NEW * n_weights * 4
+    prompt_seconds = 2 * n_weights * sum(prompts) / flops
+    products = 2 * n_weights * tokens / flops
+    reads = (weight_bytes + cache_bytes) / bandwidth
+    return tokens / (prompt_seconds + max(products, reads))
 
 
 def main() -> None:
@@ -71,14 +82,17 @@ def main() -> None:
     padded = torch.zeros(ROWS, width, dtype=torch.long)
     for row, p in zip(padded, prompts):
         row[: len(p)] = torch.from_numpy(p.astype("int64"))
-    fabric, tokenizer = Fabric(accelerator="cpu", devices=1), SimpleNamespace(stops=(EOS,))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    tokenizer = SimpleNamespace(stops=(EOS,))
     args = Sampling(batch_size=ROWS)
 
-    def a(seed):
+    def sample_ours(seed):
+        """-> the number of useful tokens"""
         return sum(map(len, generate.generate(fabric, ours, prompts, tokenizer, args, NEW, seed)))
 
     @torch.inference_mode()
-    def b(seed):
+    def sample_litgpt(seed):
+        """-> the number of useful tokens"""
         torch.manual_seed(seed)
         theirs.set_kv_cache(ROWS, width + NEW)
         steps = batched_generate_fn(
@@ -87,22 +101,22 @@ def main() -> None:
         )  # fmt: skip
         return sum(token is not None for step in steps for token in step)
 
-    speeds, useful = {a: [], b: []}, []
-    for i, f in enumerate([a, b, *[a, b, b, a] * 3]):
+    samplers = {"ours": sample_ours, "litgpt": sample_litgpt}
+    speeds, useful = {"ours": [], "litgpt": []}, []
+    turns = ["ours", "litgpt", *["ours", "litgpt", "litgpt", "ours"] * 3]
+    for i, name in enumerate(turns):
         began = time.perf_counter()
-        tokens = f(i)
-        if i > 1:  # the first of each is a warm-up
-            speeds[f].append(tokens / (time.perf_counter() - began))
+        tokens = samplers[name](i)
+        if i > 1:  # the first turn of each is a warm-up
+            speeds[name].append(tokens / (time.perf_counter() - began))
             useful.append(tokens)
-    for name, f in (("ours", a), ("litgpt", b)):
-        v = sorted(speeds[f])
-        print(
-            f"{name:<7} {statistics.median(v):8,.0f} useful tokens/s  ({v[0]:,.0f} to {v[-1]:,.0f})"
-        )
-    print(f"ratio   {statistics.median(speeds[a]) / statistics.median(speeds[b]):8.2f}")
-    print(
-        f"bound   {roofline(ours, [len(p) for p in prompts], statistics.median(useful)):8,.0f} useful tokens/s"
-    )
+    for name, values in speeds.items():
+        median, low, high = statistics.median(values), min(values), max(values)
+        print(f"{name:<7} {median:8,.0f} useful tokens/s  ({low:,.0f} to {high:,.0f})")
+    ratio = statistics.median(speeds["ours"]) / statistics.median(speeds["litgpt"])
+    print(f"ratio   {ratio:8.2f}")
+    bound = roofline(ours, [len(p) for p in prompts], statistics.median(useful))
+    print(f"bound   {bound:8,.0f} useful tokens/s")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32")
 
 

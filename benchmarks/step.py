@@ -1,20 +1,23 @@
 """Where a step's time and memory go, how much of the machine's rate it reaches, and how its cost grows.
 
-    python benchmarks/step.py                       # everything, about half an hour on two cores
-    python benchmarks/step.py where                 # or: share, tokens, completion, vocabulary, records
-    python benchmarks/step.py where kto 30M 200/120 bf16
+    python benchmarks/step.py                                # everything, about half an hour on two cores
+    python benchmarks/step.py where                          # one section: where, rate, share, tokens, completion,
+                                                             #   vocabulary or records
+    python benchmarks/step.py where kto 30M 200/120 bf16     # where: program, size, lengths and precision
 
-The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs (runs/metrics.py counts them:
-no padding, nothing twice, the head on completion tokens, attention scores left out); the GEMM rate is that of
-products of 2048 x 2048 matrices, before and after. Each measurement of memory is a process of its own: the maximum
-resident set, libraries included.
+The loop is kto.py's own. Useful FLOPs are the least that the algorithm needs: no padding, nothing twice, the head on
+completion tokens only, attention scores left out (runs/metrics.py counts them). The GEMM rate is that of a product of
+two 2048 x 2048 matrices, measured before and after. Each measurement of memory runs in its own process: it is the
+maximum resident set, libraries included.
 """
 
+import argparse
 import json
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -27,11 +30,18 @@ from vs_trl import OUT, SIZES, once  # noqa: E402
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
+def table_head(columns: str) -> str:
+    """The first two lines of a table with these columns, given as `| a | b |`."""
+    return f"\n{columns}\n" + "| --- " * (columns.count("|") - 1) + "|"
+
+
 def gemm(precision: str) -> float:
     """FLOP/s of a large product."""
     import torch
 
-    a, b = (torch.randn(2048, 2048, dtype=getattr(torch, DTYPES[precision])) for _ in range(2))
+    dtype = getattr(torch, DTYPES[precision])
+    a = torch.randn(2048, 2048, dtype=dtype)
+    b = torch.randn(2048, 2048, dtype=dtype)
     times = []
     for _ in range(12):
         began = time.perf_counter()
@@ -40,18 +50,21 @@ def gemm(precision: str) -> float:
     return 2 * 2048**3 / statistics.median(times[2:])
 
 
-def written(name: str, n: int, x: int, y: int, vocab: int) -> str:
-    """A file of n ratings, prompts of x tokens, completions of y with their EOS."""
-    rng, file = random.Random(1), OUT / f"{name}.jsonl"
+def write_ratings(name: str, n: int, x: int, y: int, vocab: int) -> str:
+    """Write a file of n ratings: prompts of x tokens, completions of y tokens with their EOS. -> its path"""
+    rng = random.Random(1)
+    file = OUT / f"{name}.jsonl"
     words = [f"w{i}" for i in range(1, vocab)]
     with file.open("w") as f:
         for i in range(n):
-            p, c = " ".join(rng.choices(words, k=x)), " ".join(rng.choices(words, k=y - 1))
-            f.write(json.dumps({"prompt": p, "completion": c, "label": bool(i % 2)}) + "\n")
+            prompt = " ".join(rng.choices(words, k=x))
+            completion = " ".join(rng.choices(words, k=y - 1))
+            record = {"prompt": prompt, "completion": completion, "label": bool(i % 2)}
+            f.write(json.dumps(record) + "\n")
     return str(file)
 
 
-def measured(
+def run_epoch(
     name: str,
     shape,
     n: int,
@@ -62,22 +75,24 @@ def measured(
     positions=1024,
     **settings,
 ) -> dict:
-    """An epoch of kto.py, its first step a warm-up, in a process of its own."""
-    settings = {"batch_size": batch, "data.max_prompt": x, "data.max_completion": y, **settings}
-    spec = {"kind": "kto", "precision": precision, "ours": settings}
-    spec |= {
+    """Run an epoch of kto.py in a process of its own, on n ratings (see write_ratings). The first step is a warm-up.
+    -> what the process reports (see vs_trl.report)"""
+    limits = {"batch_size": batch, "data.max_prompt": x, "data.max_completion": y}
+    spec = {
+        "kind": "kto",
+        "precision": precision,
+        "ours": limits | settings,
         "model": str(vs_trl.model_folder(name, shape, positions)),
-        "records": written(name, n, x, y, shape[3]),
+        "records": write_ratings(name, n, x, y, shape[3]),
     }
-    return once(
-        sys.executable, "ours", spec | {"began": time.time()}
-    )  # the files above are not part of its start
+    spec["began"] = time.time()  # only now: making these files is not part of the program's start
+    return once(sys.executable, "ours", spec)
 
 
 # ---- where ----------------------------------------------------------------------------------------------------------
 
 
-OPS = {
+OPS = {  # a row of the table -> parts of the names of torch's operations
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn"),
     "attention": ("scaled_dot_product",),
     "softmax and its loss": ("softmax", "nll_loss", "cross_entropy"),
@@ -88,7 +103,8 @@ OPS = {
 
 
 def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
-    """Phases by the wall and operations by self time, over three steps after one."""
+    """Print each phase's share of the wall time and each kind of operation's share of self time, over three steps
+    after one step of warm-up."""
     from importlib import import_module
 
     import torch
@@ -102,225 +118,252 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
     from reference import Reference
     from runs.logger import Logger
 
-    program, rows = import_module(kind), vs_trl.records(kind, size, profile)
+    program = import_module(kind)
+    records_of_4_steps = vs_trl.records(kind, size, profile)[: 4 * vs_trl.BATCH]
     file = OUT / "where.jsonl"
-    file.write_text("".join(json.dumps(r) + "\n" for r in rows[: 4 * vs_trl.BATCH]))
-    within: list[str] = []
+    file.write_text("".join(json.dumps(r) + "\n" for r in records_of_4_steps))
+    open_phases: list[str] = []
 
-    def named(owner, attribute, name):
+    def record_phase(owner, attribute, name):
+        """Record calls of a function as a phase with this name, or with the name that name() returns."""
         real = getattr(owner, attribute)
 
         def wrapped(*args, **kwargs):
-            label = name if isinstance(name, str) else name()
-            if (
-                within and label != "head"
-            ):  # the policy's forward inside the reference's is the reference's
+            # the next batch is packed in another thread: that is not a part of this step
+            if threading.current_thread() is not threading.main_thread():
                 return real(*args, **kwargs)
-            within.append(label)
+            label = name if isinstance(name, str) else name()
+            # the policy's forward inside of the reference counts as the reference's
+            if open_phases and label != "head":
+                return real(*args, **kwargs)
+            open_phases.append(label)
             try:
                 with record_function(f"phase {label}"):
                     return real(*args, **kwargs)
             finally:
-                within.pop()
+                open_phases.pop()
 
         setattr(owner, attribute, wrapped)
 
-    def forward() -> str:
+    def forward_name() -> str:
         return "forward" if torch.is_grad_enabled() else "no-gradient pass: policy"
 
-    named(Batch, "pack", "packing")
-    named(Reference, "__call__", "no-gradient pass: reference")
-    named(model.GPT, "forward", forward)
-    named(model.GPT, "logp", "head")
-    named(Fabric, "backward", "backward")
-    named(train, "clip_gradient", "clip")
-    named(torch.optim.AdamW, "step", "optimizer")
-    step, state = Logger.step, {}
+    record_phase(Batch, "pack", "packing")
+    record_phase(Reference, "__call__", "no-gradient pass: reference")
+    record_phase(model.GPT, "forward", forward_name)
+    record_phase(model, "_logp", "head")
+    record_phase(Fabric, "backward", "backward")
+    record_phase(train, "clip_gradient", "clip")
+    record_phase(torch.optim.AdamW, "step", "optimizer")
+    real_step, state = Logger.step, {}
 
-    def noted(self, n, row):
-        if n == 1:
+    def step_and_profile(self, step, row):
+        """Start the profiler after the first step; after the last one stop it and leave the program."""
+        if step == 1:
             state["profiler"] = profiler(activities=[ProfilerActivity.CPU])
             state["profiler"].__enter__()
             state["began"] = time.perf_counter()
-        if n == self.progress.total:
+        if step == self.progress.total:
             state["wall"] = time.perf_counter() - state["began"]
             state["profiler"].__exit__(None, None, None)
             raise StopIteration
-        step(self, n, row)
+        real_step(self, step, row)
 
-    Logger.step = noted
+    Logger.step = step_and_profile
     spec = {
         "model": vs_trl.model_folder(size, SIZES[size]),
         "records": file,
         "precision": precision,
+        "ours": vs_trl.limits(profile),
     }
     with tempfile.TemporaryDirectory() as out:
         try:
-            program.main(vs_trl.arguments(spec | {"ours": vs_trl.limits(profile)}, out))
+            program.main(vs_trl.arguments(spec, out))
         except StopIteration:
             pass
-    events, wall = state["profiler"].key_averages(), state["wall"]
-    print(
-        f"\n{kind} {size} {profile} {precision}, per step {wall / 3:.3f} s, {torch.get_num_threads()} threads\n"
-    )
-    print("| phase | share of the wall |\n| --- | --- |")
+    events = state["profiler"].key_averages()
+    wall = state["wall"]
+    threads = torch.get_num_threads()
+    print(f"\n{kind} {size} {profile} {precision}, per step {wall / 3:.3f} s, {threads} threads")
+    print_phases(events, wall)
+    print_operations(events)
+
+
+def print_phases(events, wall: float) -> None:
+    """The table of phases; events: the profiler's, wall: seconds of all profiled steps."""
+    print(table_head("| phase | share of the wall |"))
     phases = {e.key[6:]: e.cpu_time_total / 1e6 for e in events if e.key.startswith("phase ")}
     for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
-        print(
-            f"| {name}{' forward, within the above' if name == 'head' else ''} | {seconds / wall:.1%} |"
-        )
-    print(f"| the rest | {1 - sum(v for k, v in phases.items() if k != 'head') / wall:.1%} |")
-    print("\n| operations | share of self time |\n| --- | --- |")
+        # the head runs inside of the forward phases
+        note = " forward, within the above" if name == "head" else ""
+        print(f"| {name}{note} | {seconds / wall:.1%} |")
+    counted = sum(seconds for name, seconds in phases.items() if name != "head")
+    print(f"| the rest | {1 - counted / wall:.1%} |")
+
+
+def print_operations(events) -> None:
+    """The table of operations; events: the profiler's."""
+    print(table_head("| operations | share of self time |"))
     total = sum(e.self_cpu_time_total for e in events)
-    left = total
+    rest = total
     for name, parts in OPS.items():
-        own = sum(e.self_cpu_time_total for e in events if any(p in e.key for p in parts))
-        left -= own
-        print(f"| {name} | {own / total:.1%} |")
-    print(f"| the rest | {left / total:.1%} |")
+        matching = [e for e in events if any(part in e.key for part in parts)]
+        self_time = sum(e.self_cpu_time_total for e in matching)
+        rest -= self_time
+        print(f"| {name} | {self_time / total:.1%} |")
+    print(f"| the rest | {rest / total:.1%} |")
 
 
 # ---- how much of the machine's rate ---------------------------------------------------------------------------------
 
 
 def rate() -> None:
-    """Useful FLOP/s of whole steps, unprofiled, over the GEMM rate."""
-    print("\n| | useful TFLOP/s | GEMM TFLOP/s | ratio |\n| --- | --- | --- | --- |")
-    for size in SIZES:
+    """Useful FLOP/s of whole steps, without a profiler, over the GEMM rate."""
+    print(table_head("| | useful TFLOP/s | GEMM TFLOP/s | ratio |"))
+    for size, shape in SIZES.items():
         for precision in DTYPES:
-            shape, x, y = SIZES[size], 200, 120
-            before, n = gemm(precision), 8 * (3 if size == "124M" else 8)
-            one = measured(size, shape, n, x, y, 8, precision)
-            peak, useful = (before + gemm(precision)) / 2, statistics.median(one["flops"][1:])
-            print(
-                f"| {size} {precision} | {useful:.3f} | {peak / 1e12:.3f} | {useful * 1e12 / peak:.2f} |",
-                flush=True,
-            )
+            steps = 3 if size == "124M" else 8
+            before = gemm(precision)
+            result = run_epoch(size, shape, 8 * steps, 200, 120, 8, precision)
+            peak = (before + gemm(precision)) / 2
+            useful = statistics.median(result["flops"][1:])
+            ratio = useful * 1e12 / peak
+            cells = f"{size} {precision} | {useful:.3f} | {peak / 1e12:.3f} | {ratio:.2f}"
+            print(f"| {cells} |", flush=True)
 
 
 # ---- sharing --------------------------------------------------------------------------------------------------------
 
 
 def share() -> None:
-    """A step's passes with prompts shared and without, in turns, against the ratio of their FLOPs."""
+    """The passes of a step with shared prompts and without, in turns, beside the ratio of their FLOPs."""
     import numpy as np
     import torch
 
     import model
     from data import pack
 
-    print(
-        "\n| pass | size | prompt/completion | speed-up | ceiling by FLOPs | reached |\n"
-        + "| --- " * 6
-        + "|"
-    )
+    columns = "| pass | size | prompt/completion | speed-up | ceiling by FLOPs | reached |"
+    print(table_head(columns))
     rng = np.random.default_rng(1)
     for size, x, y in [("8M", 200, 120), ("8M", 400, 60), ("30M", 400, 60)]:
         gpt = model.load_model(vs_trl.model_folder(size, SIZES[size]))
         layers, width, _, vocab = SIZES[size]
-        body, head = 12 * layers * width**2, width * vocab
         prompts = [rng.integers(1, vocab, x) for _ in range(8)]
-        first, second = ([(rng.integers(1, vocab, y),) for _ in range(8)] for _ in range(2))
-        one, two = pack(prompts, first), pack(prompts, second)
-        both = pack(prompts, [a + b for a, b in zip(first, second)])
+        first = [(rng.integers(1, vocab, y),) for _ in range(8)]
+        second = [(rng.integers(1, vocab, y),) for _ in range(8)]
+        pack_1, pack_2 = pack(prompts, first), pack(prompts, second)
+        pack_both = pack(prompts, [a + b for a, b in zip(first, second)])
 
         def kto(shared: bool):
-            kept = model.PromptCache() if shared else None
-            logp = gpt(one, kept)
+            cache = model.PromptCache() if shared else None
+            logp = gpt(pack_1, cache)
             with torch.no_grad():
-                gpt(two, kept)
-                [gpt(rows) for rows in ([both] if shared else [one, two])]
+                gpt(pack_2, cache)
+                for batch in [pack_both] if shared else [pack_1, pack_2]:  # the reference
+                    gpt(batch)
             logp.sum().backward()
             gpt.zero_grad()
 
         def dpo(shared: bool):
-            rows = [both] if shared else [one, two]
+            batches = [pack_both] if shared else [pack_1, pack_2]
             with torch.no_grad():
-                [gpt(r) for r in rows]
-            sum(gpt(r).sum() for r in rows).backward()
+                for batch in batches:  # the reference
+                    gpt(batch)
+            sum(gpt(batch).sum() for batch in batches).backward()
             gpt.zero_grad()
 
-        heads = head * y
-        flops = {
-            kto: (body * (4 * x + 6 * y) + 6 * heads, body * (6 * x + 6 * y) + 6 * heads),
-            dpo: (body * (4 * x + 8 * y) + 8 * heads, body * (8 * x + 8 * y) + 8 * heads),
+        # multiply-adds: of the body for a token, of the head for the y tokens of a completion
+        body, head = 12 * layers * width**2, width * vocab * y
+        flops = {  # shared, not shared
+            kto: (body * (4 * x + 6 * y) + 6 * head, body * (6 * x + 6 * y) + 6 * head),
+            dpo: (body * (4 * x + 8 * y) + 8 * head, body * (8 * x + 8 * y) + 8 * head),
         }
-        for f, (on, off) in flops.items():
+        for passes, (flops_shared, flops_alone) in flops.items():
             times: dict[bool, list[float]] = {True: [], False: []}
             for shared in [True, False, *[True, False, False, True] * 4]:
                 began = time.perf_counter()
-                f(shared)
+                passes(shared)
                 times[shared].append(time.perf_counter() - began)
-            ratio = statistics.median(times[False][1:]) / statistics.median(times[True][1:])
-            print(
-                f"| {f.__name__} | {size} | {x}/{y} | {ratio:.2f} | {off / on:.2f} | {ratio / (off / on):.0%} |",
-                flush=True,
-            )
+            speed_up = statistics.median(times[False][1:]) / statistics.median(times[True][1:])
+            ceiling = flops_alone / flops_shared
+            name = f"{passes.__name__} | {size} | {x}/{y}"
+            cells = f"{name} | {speed_up:.2f} | {ceiling:.2f} | {speed_up / ceiling:.0%}"
+            print(f"| {cells} |", flush=True)
 
 
 # ---- growth ---------------------------------------------------------------------------------------------------------
 
 
+def ms_per_thousand_tokens(result: dict, tokens_per_step: int) -> float:
+    """Of the two steps that run_epoch timed."""
+    return result["seconds"] / 2 / tokens_per_step * 1e6
+
+
 def tokens() -> None:
     """4k to 64k tokens a step, in micro-batches of 4k and of 16k."""
-    print(
-        "\n| tokens a step | micro-batch | ms a thousand tokens | peak GiB |\n| --- | --- | --- | --- |"
-    )
+    print(table_head("| tokens a step | micro-batch | ms a thousand tokens | peak GiB |"))
     for budget in (4096, 16384):
         for batch in (12, 25, 51, 102, 204):
-            one = measured(
+            result = run_epoch(
                 "tokens", SIZES["8M"], 3 * batch, 200, 120, batch, micro_batch_tokens=budget
             )
-            ms = one["seconds"] / 2 / (batch * 320) * 1e6
-            print(
-                f"| {batch * 320:,} | {budget:,} | {ms:.0f} | {one['peak_gib']:.2f} |", flush=True
-            )
+            ms = ms_per_thousand_tokens(result, batch * 320)
+            cells = f"{batch * 320:,} | {budget:,} | {ms:.0f} | {result['peak_gib']:.2f}"
+            print(f"| {cells} |", flush=True)
 
 
 def completion() -> None:
-    """16 to 2,048 tokens a completion, the same number of tokens a step."""
-    print("\n| completion | batch | ms a thousand tokens | peak GiB |\n| --- | --- | --- | --- |")
+    """16 to 2,048 tokens a completion, with about the same number of tokens a step."""
+    print(table_head("| completion | batch | ms a thousand tokens | peak GiB |"))
     for y in (16, 64, 256, 1024, 2048):
         batch = max(2, 8192 // (64 + y))
-        one = measured("completion", SIZES["8M"], 3 * batch, 64, y, batch, positions=4096)
-        ms = one["seconds"] / 2 / (batch * (64 + y)) * 1e6
-        print(f"| {y:,} | {batch} | {ms:.0f} | {one['peak_gib']:.2f} |", flush=True)
+        result = run_epoch("completion", SIZES["8M"], 3 * batch, 64, y, batch, positions=4096)
+        ms = ms_per_thousand_tokens(result, batch * (64 + y))
+        print(f"| {y:,} | {batch} | {ms:.0f} | {result['peak_gib']:.2f} |", flush=True)
 
 
 def vocabulary() -> None:
     """8k to 256k words: peak memory less weights, reference, gradients and optimizer state (5 times the parameters)."""
-    print(
-        "\n| vocabulary | ms a thousand tokens | peak GiB | beyond weights, reference, gradients, states |"
-    )
-    print("| --- " * 4 + "|")
+    beyond = "beyond weights, reference, gradients, states"
+    print(table_head(f"| vocabulary | ms a thousand tokens | peak GiB | {beyond} |"))
     layers, width, heads, _ = SIZES["8M"]
     for vocab in (8192, 32768, 131072, 262144):
-        one = measured(f"vocabulary-{vocab}", (layers, width, heads, vocab), 72, 200, 120, 24)
-        own = 4 * 5 * (12 * layers * width**2 + width * (vocab + 1024)) / 2**30
-        ms, peak = one["seconds"] / 2 / (24 * 320) * 1e6, one["peak_gib"]
-        print(f"| {vocab:,} | {ms:.0f} | {peak:.2f} | {peak - own:.2f} |", flush=True)
+        result = run_epoch(f"vocabulary-{vocab}", (layers, width, heads, vocab), 72, 200, 120, 24)
+        parameters = 12 * layers * width**2 + width * (vocab + 1024)
+        states = 4 * 5 * parameters / 2**30
+        ms = ms_per_thousand_tokens(result, 24 * 320)
+        peak = result["peak_gib"]
+        print(f"| {vocab:,} | {ms:.0f} | {peak:.2f} | {peak - states:.2f} |", flush=True)
 
 
 def records() -> None:
     """1k to 1M ratings of 20 + 20 tokens: from the command to the end of the first step."""
-    print("\n| records | seconds to the end of the first step | peak GiB |\n| --- | --- | --- |")
+    print(table_head("| records | seconds to the end of the first step | peak GiB |"))
     for n in (1000, 10_000, 100_000, 1_000_000):
-        one = measured("records", (1, 64, 1, 4096), n, 20, 20, 8, max_steps=2)
-        print(f"| {n:,} | {one['first']:.1f} | {one['peak_gib']:.2f} |", flush=True)
+        result = run_epoch("records", (1, 64, 1, 4096), n, 20, 20, 8, max_steps=2)
+        print(f"| {n:,} | {result['first']:.1f} | {result['peak_gib']:.2f} |", flush=True)
+
+
+SECTIONS = {f.__name__: f for f in (where, rate, share, tokens, completion, vocabulary, records)}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("section", nargs="?", choices=SECTIONS, help="default: all of them")
+    parser.add_argument("arguments", nargs="*", help="of where: program, size, lengths, precision")
+    args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    sections = {
-        f.__name__: f for f in (where, rate, share, tokens, completion, vocabulary, records)
-    }
-    name, *args = sys.argv[1:] or [None]
-    if name:
-        return sections[name](*args)
+    if args.section:
+        SECTIONS[args.section](*args.arguments)
+        return
     for precision in DTYPES:
         where(precision=precision)
-    for name in list(sections)[1:]:
-        sections[name]()
+    for name, section in SECTIONS.items():
+        if name != "where":
+            section()
 
 
 if __name__ == "__main__":

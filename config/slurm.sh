@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Two nodes of eight GPUs, by SLURM: sbatch config/slurm.sh. SIGTERM comes two minutes before the end of the time:
-# the run saves itself, and the same command goes on with it.
+# Two nodes with eight GPUs each, started by SLURM:
+#   sbatch config/slurm.sh
+# SLURM sends SIGTERM two minutes before the time is over: the run then saves a checkpoint and ends. The same command
+# continues it.
 #SBATCH --nodes 2
 #SBATCH --ntasks-per-node 8
 #SBATCH --gpus-per-node 8

@@ -1,4 +1,4 @@
-"""The demo's two forms of an answer, and its checker, which takes either."""
+"""The demo's two forms of an answer, and its checker, which accepts both."""
 
 
 def plain(words: list[str]) -> str:
@@ -7,11 +7,11 @@ def plain(words: list[str]) -> str:
 
 
 def quoted(words: list[str]) -> str:
-    """The second writer's form, which the base model never uses: `> apple fig pear`."""
+    """The form of the other author, which the base model never uses: `> apple fig pear`."""
     return f">{plain(words)}"
 
 
 def check(prompt: str, completion: str) -> bool:
-    """Are these the prompt's words in alphabetical order, in one of the two forms?"""
+    """Whether the completion is the prompt's words in alphabetical order, in one of the two forms."""
     words = sorted(prompt.removeprefix("sort:").removesuffix("=").split())
     return completion in (plain(words), quoted(words))

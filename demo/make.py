@@ -1,16 +1,18 @@
-"""Make a demo from nothing: tokenizer, base model, rated answers, pairs, demonstrations.
+"""Make the files of a demo: tokenizer, base model, rated answers, pairs, demonstrations.
 
-    python demo/make.py    # sort words; keeps a base model that is there (demo/base)
-    rm -r demo/base; python demo/make.py    # from nothing: three minutes on two cores
+    python demo/make.py                     # sort words; uses the base model in demo/base if there is one
+    rm -r demo/base; python demo/make.py    # makes the base model, too: three minutes on two cores
 
-The base model learns from sloppy writers: half of their answers are right, half have a
-slip (a word lost, two neighbours swapped, a word twice, the order reversed). What it
-answers when asked is rated by the checker: honest on-policy thumbs up and down. In place
-of 60% of these answers stand rated answers of a second writer, more careful, in a form
-that the base model never uses. Without them KTO's baseline z would be 0 in every step:
-on texts of its own the reference cannot be beaten on average (Jensen's inequality).
+The base model is trained on answers of careless authors. Half of their answers are right; in the other half one word
+is missing, two neighbours are swapped, one word is doubled, or the order is reversed.
 
-Bit-equal on equal machines, versions and threads. For another task see examples/reverse_digits.py.
+Then the base model answers prompts, and the checker rates its answers: thumbs up or thumbs down. 60% of these answers
+are replaced by rated answers of another author, who makes fewer mistakes and writes in a form that the base model
+never uses. Without this author KTO's baseline z would be 0 in nearly every step: the mean of log pi/ref over the
+reference's own samples is at most 0 (Jensen's inequality), and z is clamped there.
+
+The files are bit-equal on equal machines, with equal versions and numbers of threads. For another task see
+examples/reverse_digits.py.
 """
 
 import json
@@ -52,41 +54,46 @@ CONFIG = dict(
 END = "<|endoftext|>"
 STEPS, BATCH, LR = 3000, 128, 2e-3
 TRAIN_PROMPTS, VAL_PROMPTS, PER_PROMPT = 2000, 500, 3
-CARE = 0.5  # how often the base model's writers are right
-SECOND_SHARE, SECOND_CARE = 0.6, 0.9  # the second writer's ratings; how often right
+CARE = 0.5  # how often the authors that the base model learns from are right
+SECOND_SHARE = 0.6  # how many of the rated answers are the other author's
+SECOND_CARE = 0.9  # how often the other author is right
 
 
 def slip(answer: list[str], rng: random.Random) -> list[str]:
-    """A right answer of two words or more, made wrong."""
-    kind, i = rng.randrange(4), rng.randrange(len(answer) - 1)
-    before, (word, *after) = answer[:i], answer[i:]
-    if kind == 0:
+    """Make a mistake of one of four kinds in a right answer of two words or more. -> the wrong answer"""
+    kind = rng.randrange(4)
+    i = rng.randrange(len(answer) - 1)
+    before, word, after = answer[:i], answer[i], answer[i + 1 :]
+    if kind == 0:  # a missing word
         return [*before, *after]
-    if kind == 1:
+    if kind == 1:  # two neighbours swapped
         return [*before, after[0], word, *after[1:]]
-    if kind == 2:
+    if kind == 2:  # a doubled word
         return [*before, word, word, *after]
-    return answer[::-1]
+    return answer[::-1]  # the order reversed
 
 
 class Task(NamedTuple):
-    """What is asked and what is right; how writers go wrong, and how they put it."""
+    """What is asked, which answers are right, how authors make mistakes, and in which form they write."""
 
-    words: list[str]  # all there are: the tokenizer learns them
-    draw: Callable[[random.Random], list[str]]  # the words of one prompt
-    prompt: Callable[[list[str]], str]  # these words as a text
-    answer: Callable[[list[str]], list[str]]  # the words of the right answer
-    check: Callable[[str, str], bool]  # (prompt, completion); takes both forms
-    slip: Callable[[list[str], random.Random], list[str]] = slip
-    form: Callable[[list[str]], str] = plain  # the base model's
-    second_form: Callable[[list[str]], str] = quoted
+    words: list[str]  # the vocabulary of the task; the tokenizer learns it
+    draw: Callable[[random.Random], list[str]]  # -> the words of one prompt
+    prompt: Callable[[list[str]], str]  # words of a prompt -> its text
+    answer: Callable[[list[str]], list[str]]  # words of a prompt -> words of the right answer
+    check: Callable[[str, str], bool]  # (prompt, completion) -> whether it is right, in either form
+    slip: Callable[[list[str], random.Random], list[str]] = slip  # right answer -> wrong answer
+    form: Callable[[list[str]], str] = plain  # words of an answer -> text in the base model's form
+    second_form: Callable[[list[str]], str] = quoted  # the same in the form of the other author
 
     def write(self, words: list[str], care: float, rng: random.Random) -> list[str]:
-        """The answer of a writer who is right so often."""
+        """The words of an answer to the prompt of these words, by an author who is right with probability `care`."""
         answer = self.answer(words)
-        return answer if rng.random() < care else self.slip(answer, rng)
+        if rng.random() < care:
+            return answer
+        return self.slip(answer, rng)
 
     def rate(self, prompt: str, completion: str) -> dict:
+        """The rated record of an answer, by the checker."""
         label = self.check(prompt, completion)
         return {"prompt": prompt, "completion": completion, "label": label}
 
@@ -101,35 +108,46 @@ SORT = Task(
 
 
 def make(task: Task, folder: str | Path) -> None:
-    """Write a demo's files. The second writer has a generator of its own, so that data
-    over a base model that was kept are those made from nothing."""
+    """Write the files of a demo into the folder: base/, and train, val, train_pairs, val_pairs, train_demos and
+    val_demos (.jsonl). A base model that is there is used as it is."""
     folder = Path(folder)
-    base, rng, second = folder / "base", random.Random(1), random.Random(2)
-    words: dict[str, list[str]] = {}
+    base = folder / "base"
+    rng = random.Random(1)
+    # Making the base model draws from rng, too. The other author has a generator of their own, so that their answers
+    # are the same whether the base model is made or was there.
+    second_rng = random.Random(2)
+    words: dict[str, list[str]] = {}  # prompt -> its words
     while len(words) < TRAIN_PROMPTS + VAL_PROMPTS:
         drawn = task.draw(rng)
         words.setdefault(task.prompt(drawn), drawn)
-    seen, held_out = list(words)[:TRAIN_PROMPTS], list(words)[TRAIN_PROMPTS:]
+    train = list(words)[:TRAIN_PROMPTS]
+    held_out = list(words)[TRAIN_PROMPTS:]
     if not (base / "model.safetensors").exists():
         base.mkdir(parents=True, exist_ok=True)
         make_tokenizer(task, base)
         make_base(task, base, rng, set(held_out))
 
-    asked = [p for p in seen for _ in range(PER_PROMPT)] + held_out * PER_PROMPT
-    own = [task.rate(p, c) for p, c in answers(base, asked)]
-    for name, prompts in (("train", seen), ("val", held_out)):
-        part = set(prompts)
-        records = [r for r in own if r["prompt"] in part]
+    asked = [prompt for prompt in train for _ in range(PER_PROMPT)] + held_out * PER_PROMPT
+    rated = [task.rate(prompt, completion) for prompt, completion in answers(base, asked)]
+    for name, prompts in (("train", train), ("val", held_out)):
+        in_split = set(prompts)
+        records = [r for r in rated if r["prompt"] in in_split]
         write(folder, f"{name}_pairs", pairs(records))
-        if name == "val":  # the first answer to each
-            records = list({r["prompt"]: r for r in reversed(records)}.values())[::-1]
-        write(folder, name, [mix(task, r, words, second) for r in records])
-        right = [(p, task.form(task.answer(words[p]))) for p in prompts]
-        write(folder, f"{name}_demos", [{"prompt": p, "completion": c} for p, c in right])
+        if name == "val":
+            # Keep the first answer to each prompt, in the order of the last answers: demo/val.jsonl was made so.
+            first = {}
+            for record in reversed(records):
+                first[record["prompt"]] = record
+            records = list(first.values())[::-1]
+        write(folder, name, [mix(task, r, words, second_rng) for r in records])
+        demos = []
+        for prompt in prompts:
+            demos.append({"prompt": prompt, "completion": task.form(task.answer(words[prompt]))})
+        write(folder, f"{name}_demos", demos)
 
 
 def make_tokenizer(task: Task, folder: Path) -> None:
-    """Byte-level BPE: every text has tokens, a word of the task one to three."""
+    """Write a byte-level BPE tokenizer, which can encode every text. A word of the task has one to three tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -146,7 +164,8 @@ def make_tokenizer(task: Task, folder: Path) -> None:
 
 
 def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) -> None:
-    """Next-token training on sloppy answers; held-out prompts are never seen."""
+    """Write the base model: trained to predict the next token on answers of careless authors. It never sees the
+    held-out prompts."""
     torch.manual_seed(1)
     tokenizer = tokens.Tokenizer(folder)
     config = CONFIG | {"vocab_size": tokenizer.n_vocab}
@@ -157,8 +176,8 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     gpt.lm_head.weight = gpt.transformer.wte.weight
     optimizer = torch.optim.AdamW(gpt.parameters(), LR, (0.9, 0.99), weight_decay=0.0)
     for step in range(1, STEPS + 1):
-        rows = sloppy_batch(task, tokenizer, rng, held_out)
-        loss = -gpt(rows).sum() / rows.length_BK.sum()
+        batch = careless_batch(task, tokenizer, rng, held_out)
+        loss = -gpt(batch).sum() / batch.length_BK.sum()
         loss.backward()
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, step / 100, 1.1 - step / STEPS)
@@ -167,10 +186,12 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
         optimizer.zero_grad()
         if step % 250 == 0:
             print(f"step {step}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
-    export_weights({k: p.detach() for k, p in gpt.unique_parameters().items()}, folder, folder)
+    parameters = {name: p.detach() for name, p in gpt.unique_parameters().items()}
+    export_weights(parameters, folder, folder)
 
 
-def sloppy_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) -> PackedBatch:
+def careless_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) -> PackedBatch:
+    """BATCH prompts, none of them held out, with answers of careless authors."""
     prompts, completions = [], []
     while len(prompts) < BATCH:
         words = task.draw(rng)
@@ -178,39 +199,51 @@ def sloppy_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) 
             prompts.append(task.prompt(words))
             completions.append(task.form(task.write(words, CARE, rng)))
     ids = list(tokenizer.encode(prompts + completions))
-    targets = [(np.array([*c, tokenizer.eos]),) for c in ids[BATCH:]]
-    return pack([np.array(p) for p in ids[:BATCH]], targets)
+    prompt_ids = [np.array(prompt) for prompt in ids[:BATCH]]
+    completion_ids = [(np.array([*completion, tokenizer.eos]),) for completion in ids[BATCH:]]
+    return pack(prompt_ids, completion_ids)
 
 
 def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
-    """The base model's samples; one that never ended has no text of its own."""
-    tokenizer, gpt = tokens.Tokenizer(base), model.load_model(base)
+    """(prompt, answer) for each of these prompts that the base model answers with EOS at the end, sampled with at
+    most 24 tokens."""
+    tokenizer = tokens.Tokenizer(base)
+    gpt = model.load_model(base)
     fabric = Fabric(accelerator="cpu", devices=1)
     args = Sampling(temperature=1.0, batch_size=500)
-    ids = [np.array(p, dtype="int32") for p in tokenizer.encode(asked)]
+    ids = [np.array(prompt, dtype="int32") for prompt in tokenizer.encode(asked)]
     sampled = generate.generate(fabric, gpt, ids, tokenizer, args, 24, seed=1)
-    ended = [(p, a) for p, a in zip(asked, sampled) if a[-1] == tokenizer.eos]
-    return [(p, generate.completion_text(tokenizer, a)) for p, a in ended]
+    answered = []
+    for prompt, answer in zip(asked, sampled):
+        if answer[-1] == tokenizer.eos:
+            answered.append((prompt, generate.completion_text(tokenizer, answer)))
+    return answered
 
 
-def mix(task: Task, own: dict, words: dict, rng: random.Random) -> dict:
-    """The base model's rated answer, or one of the second writer in its place."""
+def mix(task: Task, record: dict, words: dict, rng: random.Random) -> dict:
+    """This rated answer of the base model, or a rated answer of the other author to the same prompt. words: {prompt:
+    its words}"""
     if rng.random() >= SECOND_SHARE:
-        return own
-    answer = task.write(words[own["prompt"]], SECOND_CARE, rng)
-    return task.rate(own["prompt"], task.second_form(answer))
+        return record
+    prompt = record["prompt"]
+    answer = task.write(words[prompt], SECOND_CARE, rng)
+    return task.rate(prompt, task.second_form(answer))
 
 
 def pairs(records: list[dict]) -> list[dict]:
-    """The first right and the first wrong answer to each prompt answered both ways."""
-    first: dict[str, dict[bool, str]] = {}
+    """A pair for each prompt that has right and wrong answers: the first right one and the first wrong one."""
+    first: dict[str, dict[bool, str]] = {}  # prompt -> label -> its first completion
     for r in records:
         first.setdefault(r["prompt"], {}).setdefault(r["label"], r["completion"])
-    both = ((p, c) for p, c in first.items() if len(c) == 2)
-    return [{"prompt": p, "chosen": c[True], "rejected": c[False]} for p, c in both]
+    found = []
+    for prompt, by_label in first.items():
+        if len(by_label) == 2:
+            found.append({"prompt": prompt, "chosen": by_label[True], "rejected": by_label[False]})
+    return found
 
 
 def write(folder: Path, name: str, records: list[dict]) -> None:
+    """Write name.jsonl, and print how many records it has and how many of them are right."""
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     right = [r["label"] for r in records if "label" in r]
     share = f", {100 * sum(right) / len(right):.1f}% right" if right else ""

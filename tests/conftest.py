@@ -1,4 +1,4 @@
-"""What the tests share: a tiny model folder, and real ranks by fork."""
+"""What the tests share: a tiny model folder, small data files, forked ranks, and programs in processes of their own."""
 
 import atexit
 import functools
@@ -17,7 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
-if "gpu" not in sys.argv:  # -m gpu: all other tests are of the CPU, and fork
+# Only the tests of -m gpu use a GPU. All others fork, and a process that has used CUDA cannot fork.
+if "gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as programs set it before they import torch
@@ -26,10 +27,10 @@ import docstring_parser  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# for what the tests start: two cores with two threads each would wait in turns
+# One thread for each process that the tests start: more threads than cores would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-# half of reading settings is reading the sentences under their fields again, the same each time
+# The sentences under the fields of settings are the same each time: parsing them again takes half of reading settings.
 docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
 ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
@@ -41,8 +42,8 @@ def pytest_itemcollected(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """The scoreboard of `python -m pytest -m survive`: what a run survives, by row. The table of
-    `python -m pytest -m gpu`: what was measured."""
+    """Print how many tests passed for each row of `python -m pytest -m survive` (R1 to R19: what a run survives), or
+    what the tests of `python -m pytest -m gpu` measured."""
     if config.option.markexpr == "gpu":
         for outcome in ("passed", "failed", "error"):
             for report in terminalreporter.getreports(outcome):
@@ -64,8 +65,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """What is imported lives as long as the process: a collection, which a run ends with, need not
-    look through it, nor copy its pages in a forked child."""
+    """Take imported objects out of the garbage collection, for they live as long as the process. A run ends with a
+    collection: in a forked process it would copy every page that it looks at."""
     gc.collect()
     gc.freeze()
 
@@ -81,7 +82,8 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A clone as a user has it, by links; of the demo's data the first few records."""
+    """A copy of the repository as a user has it, made of links; the files of the demo's data have the first few records
+    only."""
     folder = tmp_path_factory.mktemp("clone")
     names = ("runs", "hub", "records", "config", "examples")
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in names)]:
@@ -98,15 +100,15 @@ def clone(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def default_dtype():
-    """Put back what a run in float64 changes in this process."""
+    """Restore torch's default dtype: a run in float64 changes it in this process."""
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
 
 
 def ranks(n: int, work):
-    """work(rank) in n forked processes that can talk (gloo); their results in order. An error in
-    one fails the test."""
+    """Call work(rank) in n forked processes that form a process group (gloo). -> their results, by rank. An error in
+    one of them fails the test."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -145,7 +147,8 @@ def ranks(n: int, work):
 
 @pytest.fixture(scope="session")
 def ratings(tmp_path_factory) -> Path:
-    """24 rated examples: 8 ratings, and 8 pairs whose ratings share a prompt. 12 of 24 are up."""
+    """A file of 24 rated examples: 8 ratings, and 8 pairs, which are two ratings of one prompt each. 12 of the 24 are
+    desirable."""
     rated = (PARITY / "kto_data.jsonl").read_text().splitlines()
     pairs = (PARITY / "dpo_data.jsonl").read_text().splitlines()
     file = tmp_path_factory.mktemp("data") / "ratings.jsonl"
@@ -155,13 +158,13 @@ def ratings(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def pairs() -> Path:
-    """8 pairs."""
+    """A file of 8 pairs."""
     return PARITY / "dpo_data.jsonl"
 
 
 @pytest.fixture(scope="session")
 def demos(tmp_path_factory) -> Path:
-    """8 demonstrations."""
+    """A file of 8 demonstrations."""
     records = map(json.loads, (PARITY / "kto_data.jsonl").read_text().splitlines())
     records = [{k: r[k] for k in ("prompt", "completion")} for r in records]
     file = tmp_path_factory.mktemp("demos") / "demos.jsonl"
@@ -170,26 +173,30 @@ def demos(tmp_path_factory) -> Path:
 
 
 def checkpoint_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights or optimizer state."""
+    """The tensors of a checkpoint, by name. kind: weights or optimizer (see runs/shards.py)."""
     from runs.shards import open_shards
 
     return dict(open_shards(folder, kind))
 
 
 def first_shard(folder: Path) -> Path:
-    """A checkpoint's file of weights."""
+    """The first of a checkpoint's files of weights and optimizer state."""
     return sorted(folder.glob("shard-*.safetensors"))[0]
 
 
 def start(program: str, argv: list[str]) -> None:
-    """A program's main in this process, as if it had been started."""
+    """Call a program's main in this process, with sys.argv as from a command line."""
     module = import_module(program)
     with mock.patch.object(sys, "argv", [module.__file__, *argv]):
         module.main(argv)
 
 
 class Started:
-    """A program in a process of its own (forked: its imports are done), or one of several ranks."""
+    """A program, or one rank of it, in a process of its own. It is forked, so that it need not import anything again.
+
+    program: the name of a module with main(), or the path of a .py file, which is run as a script. stdout: a file
+    descriptor in place of a file in `folder`. first: called in the process before the program. env: environment
+    variables."""
 
     def __init__(self, folder: Path, program: str, argv, stdout=None, first=None, **env):
         from runs import errors
@@ -198,13 +205,13 @@ class Started:
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
-            atexit._clear()  # the parent's hooks; the run's own are run below
+            atexit._clear()  # the hooks of the parent; those of the program run below
             try:
                 os.environ |= env
                 self._redirect(stdout, env.pop("PYTHONIOENCODING", "utf-8"))
                 if first:
                     first()
-                if program.endswith(".py"):  # as typed
+                if program.endswith(".py"):  # as a user types it
                     sys.argv = [program, *map(str, argv)]
                     runpy.run_path(program, run_name="__main__")
                 else:
@@ -228,7 +235,8 @@ class Started:
             setattr(sys, f"__{name}__", stream)
 
     def ended(self, within: float = 60) -> tuple[int, str, str]:
-        """-> exit code (negative: by that signal), stdout, stderr"""
+        """Wait for the end, at most `within` seconds. -> exit code (minus the number of the signal that ended it),
+        stdout, stderr"""
         deadline = time.monotonic() + within
         while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
@@ -244,6 +252,7 @@ class Started:
 
 
 def until(condition, within: float = 60) -> None:
+    """Wait until condition() is true, at most `within` seconds."""
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline
@@ -251,14 +260,14 @@ def until(condition, within: float = 60) -> None:
 
 
 def train(tiny, data, out: Path, *argv: str, program: str = "kto") -> dict:
-    """A run of kto.py (dpo.py) in this process. -> its rows, and its final weights."""
+    """Run a program in this process. -> see result()"""
     given = [f"--model={tiny}", f"--data.train={data}", f"--out_dir={out}", "--progress=false"]
     start(program, [*given, *argv])
     return result(out)
 
 
 def result(out: Path) -> dict:
-    """A run's rows, and its final weights."""
+    """A run's rows of metrics.csv, {"rows": ...}, and its exported weights, {"weights": ... or None}."""
     import csv
 
     from safetensors.torch import load_file
@@ -269,22 +278,25 @@ def result(out: Path) -> dict:
     return {"rows": rows, "weights": load_file(final) if final.exists() else None}
 
 
+# columns of metrics.csv that depend on the machine
 CLOCKS = {"tokens/s", "seconds", "memory_gb", "tflops/s", "mfu"}
 
 
 def numbers(run: dict) -> list[dict]:
+    """The rows of a run (see result) without CLOCKS."""
     return [{k: v for k, v in row.items() if k not in CLOCKS} for row in run["rows"]]
 
 
 def assert_same(a: dict, b: dict):
+    """Two runs (see result) have equal numbers and, to the bit, equal weights."""
     assert numbers(a) == numbers(b)
     assert a["weights"].keys() == b["weights"].keys()
     assert all(torch.equal(x, b["weights"][n]) for n, x in a["weights"].items())
 
 
 def killed(n: int, out: Path, name: str, lines: int, work) -> None:
-    """work(rank) on n forked ranks, killed with SIGKILL as soon as the file `name` of the run `out`
-    has so many lines. On a busy machine we may look too late, when it has ended: then once more."""
+    """Call work(rank) on n forked ranks and kill them with SIGKILL as soon as the file `name` of the run `out` has this
+    many lines. On a busy machine the run may have ended before it is killed: then it is restored and run again."""
     before = out.with_name(f"{out.name}-before")
     if out.exists():
         shutil.copytree(out, before)
@@ -316,7 +328,8 @@ def killed(n: int, out: Path, name: str, lines: int, work) -> None:
 
 
 def killed_and_resumed(n: int, out: Path, moments, work) -> dict:
-    """work(rank, "--resume=auto"), killed at each (file, lines) and gone on with. -> rank 0's."""
+    """Call work(rank, "--resume=auto") on n ranks; kill it at each of the moments (file name, lines) and resume it. ->
+    the result of rank 0"""
     for name, lines in moments:
         killed(n, out, name, lines, lambda rank: work(rank, "--resume=auto"))
     return ranks(n, lambda rank: work(rank, "--resume=auto"))[0]

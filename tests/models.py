@@ -1,4 +1,4 @@
-"""Models that several test files share: random weights, small families, ragged batches."""
+"""Small models with random weights, batches of random lengths, and checks that several test files share."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,8 @@ HF = {
 
 
 def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter random, biases and norms included, so that none can be lost unseen."""
+    """Add noise to every parameter of the module, biases and norms too, so that a test notices one that is lost. -> the
+    module in eval mode"""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -46,7 +47,7 @@ def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def made(config, folder: Path) -> nn.Module:
-    """transformers' model of this config, saved in the folder."""
+    """A model of transformers with this config and random weights; it is also saved in the folder."""
     kind = transformers.AutoModelForCausalLM
     hf = shaken(kind.from_config(config, attn_implementation="eager"))
     hf.save_pretrained(folder)
@@ -63,7 +64,8 @@ GPT2_NAMES = {
 
 
 def gpt2_from_hf(config, state, weights):
-    """GPT-2's weights by our names, without the code that the program uses for it."""
+    """Put weights of GPT-2 in Hugging Face's form into `state`, by our names. It does not use the program's own code
+    for this, so that it can test that code."""
     for name, x in weights.items():
         name = name.removeprefix("transformer.")
         layer, part, kind = re.fullmatch(r"(h\.\d+\.)?(.+)\.(weight|bias)", name).groups()
@@ -74,13 +76,15 @@ def gpt2_from_hf(config, state, weights):
 
 
 def logits(gpt, ids) -> torch.Tensor:
-    """Next-token logits at all positions; a completion of one token adds no input."""
+    """Next-token logits (tokens, V) at all positions. The pack's completion has one token, which is a target only, so
+    the input is `ids` alone."""
     batch = pack([np.array(ids)], [(np.array(ids[:1]),)])
     attention = model.PackedAttention(batch)
     return gpt.head(gpt.hidden(batch.token_N[None], batch.position_N[None], attention))[0]
 
 
 def same(a, b, tolerance=0.0) -> bool:
+    """Whether two tensors have one shape and differ by at most the tolerance."""
     return a.shape == b.shape and bool((a - b).abs().max() <= tolerance)
 
 
@@ -89,7 +93,7 @@ def same_weights(a: dict, b: dict) -> bool:
 
 
 def ragged(K: int, vocabulary: int, seed: int):
-    """Prompts and completions of random lengths, one-token ones among them."""
+    """5 prompts with K completions each, of random lengths; some of them have one token only. -> what pack() takes"""
     r = np.random.default_rng(seed)
     p_len, c_len = r.integers(1, 10, 5), r.integers(1, 8, (5, K))
     p_len[1] = p_len[3] = 1
@@ -99,7 +103,7 @@ def ragged(K: int, vocabulary: int, seed: int):
 
 
 def trained(gpt, batch, steps=2):
-    """A few large steps on what may be trained."""
+    """Take a few large SGD steps with the trainable parameters. -> the model"""
     optimizer = torch.optim.SGD([p for p in gpt.parameters() if p.requires_grad], lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -109,6 +113,7 @@ def trained(gpt, batch, steps=2):
 
 
 def refused(match: str, f, *args) -> str:
+    """Check that f(*args) raises BadInput with one short line that matches. -> the line"""
     with pytest.raises(BadInput, match=match) as e:
         f(*args)
     assert "\n" not in str(e.value) and len(str(e.value)) < 600, e.value
