@@ -8,7 +8,7 @@ Shape letters; model.py uses the same ones:
 
     G  examples of a step, on all ranks together
     B  examples of a micro-batch
-    K  completions of an example
+    K  completions of an example; with a borrowed one packed behind them, one more
     J  = K + 1, segments of an example: its prompt (number 0) and its completions (numbers 1 to K)
     N  packed input tokens of a micro-batch
     P  those of the N that belong to prompts
@@ -65,8 +65,11 @@ def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
     every rank, and a resume needs no sampler state."""
     G = run.cfg.batch_size
     epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
-    order = epoch_order(len(examples), plan.begin + epoch, run.cfg.seed, run.cfg.data.shuffle)
-    return make_batch(run, [examples[j] for j in order[i * G : (i + 1) * G]], run.objective)
+    # no epoch of another iteration has this number: an epoch has at least one step
+    number = plan.begin + epoch
+    order = epoch_order(len(examples), number, run.cfg.seed, run.cfg.data.shuffle)
+    chosen = [examples[j] for j in order[i * G : (i + 1) * G]]
+    return make_batch(run, chosen, run.objective)
 
 
 def make_batch(run, examples, objective) -> "Batch":
@@ -110,11 +113,10 @@ class Cut(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    examples: int | None = None  # of a micro-batch
-    tokens: int | None = DEFAULT_TOKENS  # of a micro-batch of the gradient pass
-    no_grad_tokens: int | None = (
-        2 * DEFAULT_TOKENS
-    )  # of the no-gradient pass, which needs less memory
+    max_examples: int | None = None  # of a micro-batch
+    max_tokens: int | None = DEFAULT_TOKENS  # of a micro-batch of the gradient pass
+    # of a micro-batch of the no-gradient pass, which needs less memory
+    max_no_grad_tokens: int | None = 2 * DEFAULT_TOKENS
 
     @classmethod
     def of(cls, cfg: RunSettings, fabric) -> "Cut":
@@ -139,31 +141,30 @@ class Batch:
     tokenizer: Tokenizer | None = None
     cut: Cut = Cut()
     # results of micro_batches, by its argument
-    micro: dict[bool, list["Micro"]] = field(default_factory=dict)
+    micro_batches_of_pass: dict[bool, list["MicroBatch"]] = field(default_factory=dict)
     # results of pack that were made ahead, by its arguments: (example numbers, own, borrowed)
     packed: dict[tuple[tuple[int, ...], bool, bool], "PackedBatch"] = field(default_factory=dict)
 
-    def micro_batches(self, no_grad: bool = False) -> list["Micro"]:
+    def micro_batches(self, no_grad: bool = False) -> list["MicroBatch"]:
         """This rank's micro-batches of the gradient pass or of the no-gradient pass. Both passes cut the same part of
         the step, and all ranks have equally many."""
-        if no_grad not in self.micro:
+        if no_grad not in self.micro_batches_of_pass:
             cut, sizes = self.cut, self.sizes()
-            parts = split_over_ranks(sizes, cut.ranks, by_tokens=cut.tokens is not None)
-            tokens = cut.tokens
+            parts = split_over_ranks(sizes, cut.ranks, by_tokens=cut.max_tokens is not None)
+            tokens = cut.max_tokens
             if no_grad:
-                sizes, tokens = self.sizes(borrowed=True), cut.no_grad_tokens
-            of_ranks = cut_micro_batches(sizes, parts, cut.examples, tokens)
-            self.micro[no_grad] = of_ranks[cut.rank]
-        return self.micro[no_grad]
+                sizes, tokens = self.sizes(borrowed=True), cut.max_no_grad_tokens
+            of_ranks = cut_micro_batches(sizes, parts, cut.max_examples, tokens)
+            self.micro_batches_of_pass[no_grad] = of_ranks[cut.rank]
+        return self.micro_batches_of_pass[no_grad]
 
     def pack_ahead(self, no_gradient_pass: bool) -> None:
         """Pack what the passes of the step will ask for."""
         for no_grad in (False, True) if no_gradient_pass else (False,):
             if no_grad and self.partners is not None:
-                kinds = [
-                    (True, True),
-                    (False, True),
-                ]  # for the reference; for the policy's KL pairs
+                # (own, borrowed): the reference scores both at once, the policy its pairs alone
+                for_reference, for_policy_pairs = (True, True), (False, True)
+                kinds = [for_reference, for_policy_pairs]
             else:
                 kinds = [(True, False)]
             for micro in self.micro_batches(no_grad):
@@ -202,11 +203,11 @@ class Batch:
             sizes.append(size)
         return sizes
 
-    def micro_batch(self, index: list[int], length_BK: torch.Tensor) -> "MicroBatch":
+    def loss_view(self, index: list[int], length_BK: torch.Tensor) -> "LossView":
         """What a loss sees of these examples. length_BK: their numbers of scored tokens, on the device."""
         examples = [self.examples[i] for i in index]
         device = length_BK.device
-        return MicroBatch(
+        return LossView(
             examples,
             label=to_device(torch.tensor([e.label for e in examples]), device),
             weight=to_device(torch.tensor([e.weight for e in examples]), device),
@@ -224,7 +225,7 @@ def to_device(x, device):
     return x.to(device, non_blocking=True)
 
 
-class MicroBatch(NamedTuple):
+class LossView(NamedTuple):
     """B examples of a step, as a loss sees them. Its tensors are on the device of the log-probs."""
 
     examples: list[Example]
@@ -284,7 +285,7 @@ def mismatched(examples: list[Example]) -> list[int]:
 # ---- micro-batches ------------------------------------------------------------------------------
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """Which examples of a step form a micro-batch."""
 
     index: list[int]
@@ -310,9 +311,9 @@ def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list
 
 
 def cut_micro_batches(
-    sizes: list[int], parts: list[list[int]], batch_size: int | None, tokens: int | None
-) -> list[list[Micro]]:
-    """Cut each rank's part into micro-batches of at most `tokens` tokens or, where that is None, of `batch_size`
+    sizes: list[int], parts: list[list[int]], max_examples: int | None, max_tokens: int | None
+) -> list[list[MicroBatch]]:
+    """Cut each rank's part into micro-batches of at most max_tokens tokens or, where that is None, of max_examples
     examples.
 
     All ranks get equally many, because collectives inside a sharded forward must match: a rank with fewer repeats
@@ -320,14 +321,15 @@ def cut_micro_batches(
     """
     micros = []
     for part in parts:
-        if tokens:
-            cut = _first_fit(part, sizes, tokens)
+        if max_tokens:
+            indices = _first_fit(part, sizes, max_tokens)
         else:
-            cut = [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
-        micros.append([Micro(sorted(index)) for index in cut])
+            starts = range(0, len(part), max_examples)
+            indices = [part[i : i + max_examples] for i in starts]
+        micros.append([MicroBatch(sorted(index)) for index in indices])
     most = max(map(len, micros))
     for rank_micros in micros:
-        rank_micros += [Micro([0], filler=True)] * (most - len(rank_micros))
+        rank_micros += [MicroBatch([0], filler=True)] * (most - len(rank_micros))
     return micros
 
 
@@ -452,7 +454,7 @@ def _buffer_views(buffer: torch.Tensor, shapes: dict[str, torch.Size]) -> dict[s
     return {name: x.view(shapes[name]) for name, x in zip(names, tensors)}
 
 
-def _runs(lengths):
+def _spans(lengths):
     """For runs of these lengths, one after the other: the number of each element's run, and its offset in the run.
 
     [2, 0, 3] -> [0, 0, 2, 2, 2], [0, 1, 0, 1, 2]
@@ -480,7 +482,7 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     for prompt, ys in zip(prompts, completions):
         inputs.append(prompt)
         inputs += [y[:-1] for y in ys]
-    segment_N, offset_N = _runs(size_BJ.ravel())
+    segment_N, offset_N = _spans(size_BJ.ravel())
     example_N, branch_N = np.divmod(segment_N, J)
     position_N = offset_N + np.where(branch_N > 0, prompt_B[example_N], 0)
 
@@ -491,7 +493,7 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         targets += ys
         if score_prompt:
             targets.append(prompt[1:])
-    run_T, offset_T = _runs(np.column_stack([completion_BK, scored_prompt_B]).ravel())
+    run_T, offset_T = _spans(np.column_stack([completion_BK, scored_prompt_B]).ravel())
     example_T, run_T = np.divmod(run_T, J)
     branch_T = (run_T + 1) % J  # the prompt, branch 0, is the last run
     segment_T = example_T * J + branch_T
@@ -511,7 +513,7 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     keys_BK = size_BJ[:, 1:] + prompt_B[:, None]
     key_L = np.zeros(0, int)
     if K > 1:
-        sequence_L, offset_L = _runs(keys_BK.ravel())
+        sequence_L, offset_L = _spans(keys_BK.ravel())
         example_L = sequence_L // K
         prompt_L = prompt_B[example_L]
         in_prompt_L = start_BJ[:, 0][example_L] + offset_L

@@ -10,7 +10,7 @@ Names differ in the field: "RPO" is elsewhere DPO plus a likelihood term, which 
 sft_loss_weight; elsewhere "ipo" divides each log-ratio by its length, which here is ipo with
 average_logps.
 
-Shape letters: B examples of a micro-batch, K = 2 completions (chosen, rejected).
+Shape letters: G examples of a step, B of a micro-batch, K = 2 completions (chosen, rejected).
 """
 
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ class DPOSettings(PreferenceSettings):
     """dpo (arXiv 2305.18290), ipo (2310.12036), rpo_sq, rpo_bwd_kl or rpo_fwd_kl (2406.11704,
     NeMo-Aligner's)."""
     gt_reward_scale: float = 1.0
-    """RPO: the difference of the true rewards is multiplied by this (eta)."""
+    """RPO: eta, which multiplies the difference of the true (gt: ground-truth) rewards."""
     chosen_reward: float = 1.0
     """RPO: the true reward of a chosen completion whose record gives none."""
     rejected_reward: float = 0.0

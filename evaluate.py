@@ -73,8 +73,8 @@ class Evaluator:
         return result and result["right"] / result["of"]
 
     def compare(self, step: int) -> None:
-        """Check once more at the end of a run, and print the accuracy and some answers beside those
-        from before it."""
+        """Write the check of the last step as eval/after.json (after a resume it is asked anew), and
+        print the accuracy and some answers beside those from before the run."""
         after, before = self.check("after", step), self.folder / "before.json"
         if after and before.exists():
             say(format_before_after(json.loads(before.read_text()), after))

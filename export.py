@@ -1,4 +1,4 @@
-"""Turn a checkpoint into a Hugging Face folder: of a run that goes on or was stopped, or its best.
+"""Turn a checkpoint of a run, running, stopped or finished, into a Hugging Face folder.
 
     python export.py out/run/checkpoints/step-00000100 [--out FOLDER] [--dtype float32]
 
@@ -15,12 +15,15 @@ from setup import export_checkpoint
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", type=Path, help="its folder")
+    parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
     about = "where to write; default: beside the folder checkpoints/, by the step's name"
     parser.add_argument("--out", type=Path, help=about)
     parser.add_argument("--dtype", choices=EXPORT_DTYPES, default="source", help="of the weights")
     args = parser.parse_args(argv)
-    out = args.out or args.checkpoint.parent.parent / args.checkpoint.name
+    checkpoint = args.checkpoint.absolute()
+    out = args.out or checkpoint.parent.parent / checkpoint.name
+    if args.out is None and not (checkpoint / "state.json").exists():
+        raise BadInput(f"out: required: {args.checkpoint} is no checkpoint of a run")
     if out.exists():
         raise BadInput(f"out: {out}: is there already")
     export_checkpoint(args.checkpoint, tmp := out.with_name(f".{out.name}.tmp"), args.dtype)

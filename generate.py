@@ -28,7 +28,7 @@ from records.tokenizer import Tokenizer
 from runs.cli import parse_command
 from runs.devices import all_reduce, free_memory, keep_gathered
 from runs.errors import BadInput, run_cli
-from runs.settings import Sampling, check_fields
+from runs.settings import Sampling, check_fields, setting
 
 # ---- one token ----------------------------------------------------------------------------------
 
@@ -264,6 +264,8 @@ class Ask(Sampling):
     through the chat template if there is one."""
     system: str = ""
     """A system message before the user's first turn. Needs a chat template."""
+    max_new_tokens: int | None = setting(None, at_least=1, below=2**24)
+    """Longest answer in tokens. Default: 256, or what fits into the context."""
     plain: bool = False
     """Leave the chat template aside."""
     seed: int = 1
@@ -317,6 +319,8 @@ class Chat:
             except Fault as e:
                 raise BadInput(f"prompt: {e}") from None
             (ids,) = self.tokenizer.encode([text])  # a template writes the BOS itself
+        elif self.args.system:
+            raise BadInput("system: needs a chat template (and not --plain)")
         else:
             (ids,) = self.tokenizer.encode([turns[-1]["content"]])
             ids = self.tokenizer.prompt(ids)

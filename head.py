@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-# Logits of a chunk: 64 MiB in float32, however many targets there are.
+# Logits of a chunk on a CPU: 64 MiB in float32, however many targets there are (a GPU: GPU_ROWS).
 HEAD_LOGITS = 2**24
 # Logits of the first chunks, whose gradient the forward keeps for the backward. The other chunks compute it again.
 HEAD_SAVED = 2**26

@@ -7,8 +7,8 @@
 To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py).
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in train.py,
-and so is z over micro-batches and ranks. What else an algorithm may change (its baseline z, what it
-remembers from step to step) are the other methods of Objective there.
+and so is z over micro-batches and ranks. Objective, in the same file, has the other methods that an
+algorithm may override: baseline (z), after_step (what it remembers from step to step).
 
 Where we differ from the paper and its ports: z is one number for the whole optimizer step, over all
 micro-batches and devices; a mismatched completion never comes from an equal prompt; the reference is
@@ -63,7 +63,8 @@ def kto_loss(logratio_B, z, desirable_B, args: KTOSettings):
 
 
 class KTO(Objective):
-    """Completion 1 is rated; completion 2, another example's, is z's mismatched pair."""
+    """The loss of one rated completion. z's mismatched pairs, a prompt with another example's completion,
+    are scored by Trainer.no_gradient_pass; the loss does not see them."""
 
     def __init__(self, args: KTOSettings):
         self.args = args
@@ -87,10 +88,11 @@ class KTO(Objective):
         }
 
     def metrics(self, columns, kl):
-        is_good_G, r_G, logp_G = columns["desirable"] > 0, columns["logratio"], columns["logp"]
-        sign_G = torch.where(is_good_G, 1.0, -1.0)
+        desirable_G = columns["desirable"] > 0
+        r_G, logp_G = columns["logratio"], columns["logp"]
+        sign_G = torch.where(desirable_G, 1.0, -1.0)
         reward_G = self.args.beta * r_G
-        chosen, rejected = mean(reward_G[is_good_G]), mean(reward_G[~is_good_G])
+        chosen, rejected = mean(reward_G[desirable_G]), mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
         z, n = kl.z.item(), len(kl.logratio)
         return {
@@ -106,11 +108,13 @@ class KTO(Objective):
             "rewards/margins": chosen - rejected if has_both else None,
             "rewards/mean": mean(reward_G),
             "rewards/std": reward_G.std().item() if len(r_G) > 1 else None,
-            "logps/chosen": mean(logp_G[is_good_G]),
-            "logps/rejected": mean(logp_G[~is_good_G]),
+            "logps/chosen": mean(logp_G[desirable_G]),
+            "logps/rejected": mean(logp_G[~desirable_G]),
+            # whether r is on its label's side of 0; about_z: of z, as the loss sees it
             "accuracy": mean((sign_G * r_G > 0).double()),
             "accuracy/about_z": mean((sign_G * (r_G - z) > 0).double()),
-            "auc": auc(r_G[is_good_G], r_G[~is_good_G]) if has_both else None,
+            # P(r of a thumbs up > r of a thumbs down)
+            "auc": auc(r_G[desirable_G], r_G[~desirable_G]) if has_both else None,
         }
 
 

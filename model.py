@@ -228,8 +228,8 @@ class PackedAttention:
         return counts_BJ
 
     def mask(self, i, j, window: int | None):
-        """Whether token i attends to token j: one of its example, not after it, of the prompt or of its completion,
-        and within the window."""
+        """Whether token i attends to token j: j is in the same example and not after i, belongs to the prompt or to i's
+        own completion, and is within the window."""
         batch = self.batch
         mask = (batch.example_N[i] == batch.example_N[j]) & (j <= i)
         mask = mask & ((batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i]))

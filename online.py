@@ -17,7 +17,7 @@ from data import next_items
 from generate import completion_text
 from kto import KTO, KTOSettings
 from records.examples import Example, examples_hash, load_examples
-from rollout import NO_BF16_FOLDING, iterations, policy_answers
+from rollout import NO_BF16_MERGING, iterations, policy_answers
 from runs.cli import parse
 from runs.console import format_table, say
 from runs.errors import BadInput, run_cli, user_error
@@ -66,7 +66,7 @@ class Settings(RunSettings):
             refuse_unless(not self.reference, f"reference: {only}")
             refuse_unless(not self.lora.base, f"lora.base: {only}")
             refuse_unless(
-                self.precision != "bf16-true", f"{NO_BF16_FOLDING}, or online.reference first"
+                self.precision != "bf16-true", f"{NO_BF16_MERGING}, or online.reference first"
             )
 
 
@@ -109,7 +109,7 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     rows = []
     for e in examples[:4]:
         prompt = completion_text(run.tokenizer, list(e.prompt))
-        answer = completion_text(run.tokenizer, list(e.completions[0]))
+        answer = completion_text(run.tokenizer, list(e.completions[0]), run.cfg.online.stop)
         rows.append((prompt, answer, "up" if e.label else "down"))
     say(format_table(("prompt", "answer", "rated"), rows))
 
@@ -128,8 +128,8 @@ def main(argv=None, checker=None, rollout=None) -> None:
         n_answers = (args.prompts_per_iteration or len(prompts)) * args.num_generations
         plans = iteration_plans(cfg, [n_answers + n_offline] * args.max_iterations)
         for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
-            chosen = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
-            asked = [e for e in chosen for _ in range(args.num_generations)]
+            picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
+            asked = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
             if answers is None:  # stopped by a signal or the time limit
                 break

@@ -31,7 +31,8 @@ class Reference:
         if self.frozen is None:
             with disable_adapters(self.policy):
                 return self.policy(packed)
-        # The copy may not be wrapped by Fabric; both models must round in the same way.
+        # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
+        # differently from the policy.
         with self.fabric.autocast():
             return self.frozen(packed)
 
@@ -74,8 +75,8 @@ class CachedReference:
         if self.released:
             if is_missing:
                 raise BadInput(
-                    "reference_cache: fit: other examples than the first ones, and their reference "
-                    "is released: leave the cache out"
+                    "reference_cache: these examples are not those of the first fit, and the "
+                    "reference is no longer in memory: run without the cache"
                 )
         else:
             # all ranks compute if one rank must: a sharded reference is a collective

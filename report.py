@@ -81,7 +81,7 @@ td { white-space: pre-wrap }"""
 LEGEND = """Lines: running means; faint lines: single rows; dots: validation. Bands: from the
 smallest to the largest run of a group; for kl (which is z) with its standard error. Ticks above
 kl: steps where z was clamped to 0. Dotted: rewards/rejected."""
-ABOUT = """train: the running mean over 4% of the rows, at its end; val: last validation;
+ABOUT = """train: mean of the last 2% of the rows; val: last validation;
 ±: 95% confidence interval of the mean over n runs, by Student's t"""
 
 # 97.5% quantiles of Student's t for 1, 2, ..., 9 degrees of freedom.
@@ -203,7 +203,7 @@ def group_runs(runs: list[RunResults]) -> tuple[Groups, pd.DataFrame]:
 
 
 def student_t(n: int) -> float:
-    """The 97.5% quantile of Student's t for n >= 2 values; within 0.3% from 11 values on."""
+    """The 97.5% quantile of Student's t for n >= 2 values; within 0.4% from 11 values on."""
     degrees = n - 1
     if degrees <= len(STUDENT_T):
         return STUDENT_T[degrees - 1]

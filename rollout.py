@@ -6,7 +6,8 @@ function
     engine(folder, prompts, sampling, max_new_tokens, seed) -> completions
 
 that answers prompts (lists of token ids) with the Hugging Face model in `folder`, the policy as it is
-now. A completion is a list of token ids, with its EOS if it came to one.
+now. A completion is a list of token ids, with its EOS if it came to one. The engine is called once for each
+rollout_batch_size prompts; the model in `folder` changes once an iteration.
 """
 
 import hashlib
@@ -18,12 +19,12 @@ from pathlib import Path
 from generate import completion_text, generate
 from hub.export import export_weights
 from runs.devices import on_rank_0
-from runs.errors import BadInput
+from runs.errors import BadInput, printable
 from runs.files import write_atomically
 from runs.optimizer import Plan
 from runs.settings import Sampling
 
-NO_BF16_FOLDING = """precision: bf16-true: adapters are merged into the base between iterations, and \
+NO_BF16_MERGING = """precision: bf16-true: adapters are merged into the base between iterations, and \
 merging them into a bfloat16 base would lose them to rounding; use bf16-mixed"""
 
 
@@ -51,13 +52,13 @@ def answers_file(run, i: int) -> Path:
 
 def read_answers(run, i: int) -> list[list[int]]:
     """The token ids of iteration i's answers."""
-    _header, *lines = answers_file(run, i).read_text().split("\n")[:-1]
+    _, *lines = answers_file(run, i).read_text().split("\n")[:-1]
     return [json.loads(line)["ids"] for line in lines]
 
 
 def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[int]] | None:
     """The policy's answers to `prompts` in iteration i, as token ids; None if a signal or the time
-    limit came first (then the run is saved).
+    limit came first (then the run is saved; at step 0 the answers alone are).
 
     They are written after each rollout batch. A resume takes the batches that a killed process has
     written, if policy, prompts and sampling are the same. args: a Sampling with a
@@ -65,7 +66,7 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
     """
     file, size = answers_file(run, i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    header = _header(run, prompts, args, new)
+    header = _header_line(run, prompts, args, new)
     lines = run.fabric.broadcast(_whole_batches(file, header, len(prompts), size))
     answers = [json.loads(line)["ids"] for line in lines]
     if len(answers) == len(prompts):
@@ -90,7 +91,7 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
     return answers
 
 
-def _header(run, prompts: list, args: Sampling, new: int) -> str:
+def _header_line(run, prompts: list, args: Sampling, new: int) -> str:
     """All that the answers of an iteration depend on."""
     h = hashlib.sha256()
     for prompt in prompts:
@@ -142,5 +143,9 @@ def _answer_batch(run, folder, prompts, args: Sampling, new: int, seed: int):
 
     fresh = on_rank_0(run.fabric, ask_engine)
     if len(fresh) != len(prompts) or not all(fresh):
-        raise BadInput(f"rollout: {len(prompts)} prompts, {sum(map(bool, fresh))} answers")
+        lengths = printable([len(ids) for ids in fresh])
+        raise BadInput(
+            f"rollout: {len(prompts)} prompts need as many answers of one token or more, got answers "
+            f"of {lengths} tokens"
+        )
     return fresh

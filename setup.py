@@ -115,12 +115,15 @@ class Run:
     saved_step: int = 0
     """The step of the last checkpoint. Changed by save."""
     reference_step: int = 0
-    """After which step the policy was the reference. Changed by new_reference."""
+    """After which step policy and reference were equal last, in this process. Changed by
+    new_reference."""
 
     # ---- what an outer loop may change
 
     def use_objective(self, objective) -> None:
-        """Train with another objective from the next fit on."""
+        """Train with another objective from the next fit on. It takes over what the last one remembers.
+        Validation keeps its own objective."""
+        objective.load_state_dict(self.objective.state_dict())
         self.objective = objective
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
@@ -196,9 +199,12 @@ class Run:
     def publish(self, out: Path, write) -> None:
         """publish_folder for a folder of the policy's weights: write(a new folder) on rank 0. Of a
         sharded policy all ranks call write(None) too, since its weights are gathered."""
-        sharded, first = self.cfg.strategy == "fsdp", self.fabric.global_rank == 0
+        is_rank_0 = self.fabric.global_rank == 0
         publish_folder(
-            self.fabric, lambda new: write(new if first else None), out, on_every_rank=sharded
+            self.fabric,
+            lambda new: write(new if is_rank_0 else None),
+            out,
+            on_every_rank=self.cfg.strategy == "fsdp",
         )
 
     # ---- checkpoints, and the end
@@ -246,7 +252,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     """
     validation = validation or objective
     refuse_taken_folder(cfg)
-    check_memory(objective)
+    refuse_unsavable_state(objective)
     needs_reference = objective.needs_reference or validation.needs_reference
 
     # the model's folder and its tokenizer
@@ -319,13 +325,13 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     )
 
 
-def check_memory(objective) -> None:
+def refuse_unsavable_state(objective) -> None:
     """Raise BadInput if an objective's state_dict cannot be saved: now, not at the first checkpoint.
     Say so if it remembers something that no checkpoint saves."""
     kind = type(objective)
     with user_error("state_dict", kind.__name__, TypeError):
-        memory = json.dumps(objective.state_dict())
-    if memory == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
+        saved = json.dumps(objective.state_dict())
+    if saved == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
         say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
 
 
@@ -341,7 +347,8 @@ def begin_folder(fabric, folder: RunFolder, state: RunState, source: Path) -> li
             read_claimed_rows(folder.path / name, claims.get(name), folder.checkpoint)
             for name in TABLES
         ]
-        # a source whose tokenizer files cannot be copied is refused now, not at the export
+        # A source whose tokenizer files cannot be copied is refused now, not at the export; `begin`
+        # removes the copy.
         copy_tokenizer_files(source, folder.path / ".final.tmp")
         folder.begin()
         return rows
@@ -454,10 +461,10 @@ def export_models(run: Run) -> None:
     if cfg.lora.rank:
         base_names = [name for name in weights if "lora_" not in name]
         base_hash = weights_hash(rename_tensors(weights, dict(zip(base_names, base_names))))
-        # SPIN folds the adapters of an iteration into the base of the next one
-        moved = run.state.iteration > 1 and base_hash != run.state.identity["model weights"]
+        # with a moving reference the adapters of each iteration are merged into the base
+        base_changed = run.state.iteration > 1 and base_hash != run.state.identity["model weights"]
         from_run = any((x / "state.json").exists() for x in folders_on_top(run.source))
-        if fabric.broadcast(bool(moved or from_run)):
+        if fabric.broadcast(bool(base_changed or from_run)):
             say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
         else:
             run.publish(out / "final_adapter", partial(write_adapter, run, weights))
@@ -512,7 +519,7 @@ def load_best_weights(run: Run) -> bool:
     best = checkpoint_folder(run.folder.path / "checkpoints", step)
     if not best.is_dir():  # it may lie in the folder of the run that this one branched off
         return False
-    # adapters of an earlier iteration of SPIN belong on another base
+    # with a moving reference the adapters of an earlier iteration belong on another base
     if run.cfg.lora.rank and read_state(best)[0].iteration != run.state.iteration:
         return False
     load_weights(best, run.policy)

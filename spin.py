@@ -1,7 +1,7 @@
 """SPIN: learn from demonstrations alone, against one's own last self (Chen et al. 2024, arXiv
 2401.01335).
 
-    python spin.py                                 # the demo: two cores, two minutes
+    python spin.py                                 # the demo: two cores, half a minute
 
 Each iteration: the policy becomes the reference, answers every prompt, and learns by DPO to prefer the
 human's completion to that answer. Reading order: settings, the objectives, the pairs, main.
@@ -18,7 +18,7 @@ from data import epoch_order
 from dpo import DPO, DPOSettings
 from generate import completion_text
 from records.examples import Example
-from rollout import NO_BF16_FOLDING, iterations, policy_answers, read_answers
+from rollout import NO_BF16_MERGING, iterations, policy_answers, read_answers
 from runs.cli import parse
 from runs.console import format_table, say
 from runs.errors import run_cli
@@ -77,7 +77,7 @@ class Settings(RunSettings):
             not self.lora.base,
             "lora.base: SPIN merges the adapters into the base, which a quantised base cannot take",
         )
-        refuse_unless(self.precision != "bf16-true", NO_BF16_FOLDING)
+        refuse_unless(self.precision != "bf16-true", NO_BF16_MERGING)
 
 
 class SPIN(DPO):
@@ -109,8 +109,8 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
     if i > 1 and mix:
         last_answers = read_answers(run, i - 1)
         order = epoch_order(len(demonstrations), i, run.cfg.seed, shuffle=True)
-        chosen = order[: int(mix * len(demonstrations))]
-        pairs += [_against(demonstrations[j], last_answers[j]) for j in chosen]
+        mixed = order[: int(mix * len(demonstrations))]
+        pairs += [_against(demonstrations[j], last_answers[j]) for j in mixed]
     return pairs
 
 
@@ -125,8 +125,14 @@ def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs, {same:,} answered as demonstrated")
     rows = []
     for e in pairs[:4]:
-        texts = (e.prompt, *e.completions)
-        rows.append([completion_text(run.tokenizer, list(x), run.cfg.spin.stop) for x in texts])
+        prompt, demonstration, answer = (e.prompt.tolist(), *(c.tolist() for c in e.completions))
+        rows.append(
+            (
+                completion_text(run.tokenizer, prompt),
+                completion_text(run.tokenizer, demonstration),
+                completion_text(run.tokenizer, answer, run.cfg.spin.stop),
+            )
+        )
     say(format_table(("prompt", "demonstration", "the policy's own"), rows))
 
 

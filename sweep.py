@@ -161,9 +161,10 @@ def run_one(command: list[str], folder: Path) -> Outcome:
             child.send_signal(SIGINT)
             signals.append(number)
 
-        for number in (SIGINT, SIGTERM, SIGHUP):
-            signal(number, pass_on)
+        before = {number: signal(number, pass_on) for number in (SIGINT, SIGTERM, SIGHUP)}
         code = child.wait()
+        for number, handler in before.items():  # between two runs Ctrl-C ends the sweep
+            signal(number, handler)
         log.seek(output_begins)
         output = log.read()
 

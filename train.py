@@ -14,7 +14,6 @@ pairs of a step (n <= G).
 
 import math
 import time
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -24,7 +23,7 @@ import torch
 import model
 from data import (
     Batch,
-    Micro,
+    LossView,
     MicroBatch,
     batch_of_step,
     make_batch,
@@ -66,7 +65,7 @@ class Objective:
     def needs_no_gradient_pass(self) -> bool:
         return self.needs_reference or self.kl_pairs
 
-    def loss(self, logps, ref_logps, batch: MicroBatch, z):
+    def loss(self, logps, ref_logps, batch: LossView, z):
         """logps, ref_logps: log-probs (B, K) of policy and reference, in nats. z: the step's
         baseline. -> the loss (B,) of each example, not their mean; and {column: (B,)}. These
         columns, with the loss among them, reach `metrics`. Validation calls it too."""
@@ -101,7 +100,7 @@ class Objective:
         vars(self).update(state)
 
 
-class NoGrad(NamedTuple):
+class BeforeGradient(NamedTuple):
     """What the no-gradient pass of a step found."""
 
     ref_logps: torch.Tensor | None
@@ -110,11 +109,12 @@ class NoGrad(NamedTuple):
 
 
 class Trainer:
-    """The loop over a Run. A fork may override `forward`, `loss` or `optimizer_step`: every path of
-    the loop calls them, whatever the micro-batches."""
+    """The loop over a Run. A fork may override `forward` (the policy's log-probs: for the loss, for z,
+    in validation and in the start check), `loss` or `optimizer_step`."""
 
     def __init__(self, run: Run):
         self.run = run
+        self.has_fitted = False
 
     def __enter__(self):
         return self
@@ -125,13 +125,18 @@ class Trainer:
             raise SystemExit(128 + self.run.stop.signal)  # as a shell reports a signal
 
     def fit(self, examples=None, plan: Plan | None = None) -> bool:
-        """Train on `examples` until plan.end (default: on data.train, as the settings say). ->
-        False if a signal, stop_at or max_time ended it early."""
+        """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a
+        second fit needs a plan of its own (optimizer.iteration_plans). -> False if a signal, stop_at
+        or max_time ended it early."""
         run = self.run
+        assert plan or not self.has_fitted, (
+            "fit: the default plan has ended: give one that begins here"
+        )
+        self.has_fitted = True
         examples = run.examples["train"] if examples is None else examples
         plan = plan or make_plan(run.cfg, len(examples))
         self.before_first_step(examples, plan)
-        for batch in self.batches(examples, plan):
+        for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
             columns, kl = self.forward_backward(batch)
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
@@ -140,8 +145,9 @@ class Trainer:
             run.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step = run.state.step
-            is_last, is_best = step == plan.end, False
-            if is_last or is_due(step, plan.val) or self.check_is_due(plan):
+            is_last = step == plan.end
+            is_best = False
+            if is_last or is_due(step, plan.val) or self.checker_is_due(plan):
                 is_best = self.evaluate(plan)
             if is_last or is_best or is_due(step, plan.save):
                 run.save()
@@ -152,48 +158,56 @@ class Trainer:
 
     def forward_backward(self, batch: Batch) -> tuple[dict, KL]:
         """Add the step's gradient to the policy's. -> {column: (G,)} and KL, of all ranks"""
-        run, columns, first_forward = self.run, {}, None
+        run, columns = self.run, {}
         micros = batch.micro_batches()
-        score_pairs = self.forward_packed
+        first_forward, score_pairs = None, self.forward
         if run.objective.kl_pairs and len(micros) == len(batch.micro_batches(no_grad=True)) == 1:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = model.PromptCache()
-            first_forward = self.forward(batch, micros[0], cache)
-            score_pairs = partial(self.forward_packed, prompt_cache=cache)
-        no_grad = self.no_gradient_pass(batch, score_pairs, run.objective)
+            packed = self.pack(batch, micros[0].index)
+            first_forward = packed, self.forward(packed, cache)
+            score_pairs = partial(self.forward, prompt_cache=cache)
+        before = self.no_gradient_pass(batch, score_pairs, run.objective)
         for i, micro in enumerate(micros):
-            # FSDP2 without synchronisation would keep the whole gradients of all micro-batches
-            is_last = i == len(micros) - 1 or run.cfg.strategy == "fsdp"
-            with run.fabric.no_backward_sync(run.policy, enabled=not is_last):
-                packed, logps = first_forward or self.forward(batch, micro)
-                loss_B = self.loss(run.objective, batch, micro, packed, logps, no_grad, columns)
+            # FSDP2 always: without synchronisation it would keep the whole gradients of all micro-batches
+            synchronises = i == len(micros) - 1 or run.cfg.strategy == "fsdp"
+            with run.fabric.no_backward_sync(run.policy, enabled=not synchronises):
+                if first_forward:
+                    packed, logps = first_forward
+                else:
+                    packed = self.pack(batch, micro.index)
+                    logps = self.forward(packed)
+                loss_B = self.loss(run.objective, batch, micro, packed, logps, before, columns)
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
-        return self.sum_over_ranks(columns), no_grad.kl
+        return self.sum_over_ranks(columns), before.kl
 
     @torch.no_grad()
-    def no_gradient_pass(self, batch: Batch, score_pairs, objective: Objective) -> NoGrad:
+    def no_gradient_pass(self, batch: Batch, score_pairs, objective: Objective) -> BeforeGradient:
         """The reference's log-probs of this rank's completions, and z from the log-ratios of all
         mismatched pairs of the step, on all ranks. score_pairs(packed): the policy's log-probs."""
-        run, G, device = self.run, len(batch.examples), self.run.fabric.device
-        has_pairs, ref_logps = batch.partners is not None, None
+        run, device = self.run, self.run.fabric.device
+        G = len(batch.examples)
+        has_pairs = batch.partners is not None
+        ref_logps = None
         kl_G = torch.zeros(G, device=device, dtype=torch.float64)
         micros = batch.micro_batches(no_grad=True) if objective.needs_no_gradient_pass else []
         for micro in micros:
-            packed, ref_BK = self.pack(batch, micro.index, borrowed=has_pairs), None
+            packed = self.pack(batch, micro.index, borrowed=has_pairs)
+            ref_pair_B = None
             if objective.needs_reference:
-                ref_BK = run.reference(packed)  # with pairs, the borrowed completion is the last
-                n_own = ref_BK.shape[1] - has_pairs
+                ref_BK = run.reference(packed)
+                if has_pairs:  # the borrowed completion is the last of the K
+                    ref_BK, ref_pair_B = ref_BK[:, :-1], ref_BK[:, -1]
                 if ref_logps is None:
-                    ref_logps = torch.zeros(G, n_own, device=device)
+                    ref_logps = torch.zeros(G, ref_BK.shape[1], device=device)
                 if not micro.filler:
-                    ref_logps[packed.index_B] = ref_BK[:, :n_own]
+                    ref_logps[packed.index_B] = ref_BK
             if has_pairs:
                 logps = score_pairs(self.pack(batch, micro.index, own=False, borrowed=True))
-                ref_B = None if ref_BK is None else ref_BK[:, -1]
-                kl_B = objective.logratio(logps[:, 0], ref_B, packed.length_BK[:, -1])
+                kl_B = objective.logratio(logps[:, 0], ref_pair_B, packed.length_BK[:, -1])
                 if not micro.filler:
                     kl_G[packed.index_B] = kl_B.double()
         kl_n = kl_G[:0]
@@ -203,7 +217,7 @@ class Trainer:
         z = objective.baseline(kl_n)
         if not isinstance(z, torch.Tensor):
             z = torch.full((), z, device=device)
-        return NoGrad(ref_logps, KL(kl_n, z.to(torch.get_default_dtype())))
+        return BeforeGradient(ref_logps, KL(kl_n, z.to(torch.get_default_dtype())))
 
     def check_finite(self, batch: Batch, columns: dict, kl: KL, grad_norm) -> float:
         """Raise Failed if the norm or z is not finite: both are of all ranks, and a loss that is not
@@ -237,8 +251,9 @@ class Trainer:
         return lr
 
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float) -> None:
-        """Write a row of metrics.csv if one is due. A row describes its own step."""
-        run, step, metrics = self.run, self.run.state.step, None
+        """Write a row of metrics.csv if one is due: of this step, but its speed since the last row."""
+        run, step = self.run, self.run.state.step
+        metrics = None
         if step == plan.end or is_due(step, run.cfg.log_interval):
             metrics = run.objective.metrics(*columns_to_cpu(columns, kl)) | row
             metrics["epoch"] = (step - plan.begin) / plan.per_epoch
@@ -253,32 +268,22 @@ class Trainer:
 
     # ---- parts of a step ------------------------------------------------------------------------
 
-    def batches(self, examples, plan: Plan) -> Iterator[Batch]:
-        """The batches of the steps to come. They are made a step ahead, in another thread."""
-        return step_batches(self.run, examples, plan)
-
     def pack(self, batch: Batch, index, own: bool = True, borrowed: bool = False):
         return batch.pack(index, own, borrowed).to(self.run.fabric.device)
 
-    def forward(self, batch: Batch, micro: Micro, prompt_cache=None):
-        """-> the packed micro-batch, and the policy's log-probs (B, K), with gradient in training.
-        `prompt_cache`: where to leave the prompts' keys and values, if they are needed again."""
-        packed = self.pack(batch, micro.index)
-        return packed, self.forward_packed(packed, prompt_cache)
-
-    def forward_packed(self, packed, prompt_cache=None):
-        """The policy's log-probs (B, K) of a packed batch. Every use of the policy in a step, in
-        validation and in the start check comes here."""
+    def forward(self, packed, prompt_cache=None):
+        """The policy's log-probs (B, K) of a packed batch, with gradient in training. prompt_cache:
+        where to leave the prompts' keys and values, or from where to read them."""
         return self.run.policy(packed, prompt_cache)
 
-    def loss(self, objective, batch: Batch, micro: Micro, packed, logps, no_grad: NoGrad, columns):
+    def loss(self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns):
         """-> the losses (B,) of a micro-batch. Its columns are written to their places among the
         step's G. A filler only makes the columns, so that all ranks have the same ones."""
-        ref_logps = no_grad.ref_logps
+        ref_logps = before.ref_logps
         if ref_logps is not None:
             ref_logps = ref_logps[packed.index_B]
-        view = batch.micro_batch(micro.index, packed.length_BK)
-        loss_B, values = objective.loss(logps, ref_logps, view, no_grad.kl.z)
+        view = batch.loss_view(micro.index, packed.length_BK)
+        loss_B, values = objective.loss(logps, ref_logps, view, before.kl.z)
         for name, value_B in {"loss": loss_B, **values}.items():
             if value_B.shape != logps.shape[:1]:  # a mean would silently scale the gradient
                 shape, B = tuple(value_B.shape), len(logps)
@@ -312,15 +317,16 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        no_grad = self.no_gradient_pass(batch, self.forward_packed, run.validation)
+        before = self.no_gradient_pass(batch, self.forward, run.validation)
         for micro in batch.micro_batches():
-            packed, logps = self.forward(batch, micro)
-            self.loss(run.validation, batch, micro, packed, logps, no_grad, columns)
+            packed = self.pack(batch, micro.index)
+            logps = self.forward(packed)
+            self.loss(run.validation, batch, micro, packed, logps, before, columns)
         run.policy.train()
         whole = self.sum_over_ranks(columns)
-        return run.validation.metrics(*columns_to_cpu(whole, no_grad.kl))
+        return run.validation.metrics(*columns_to_cpu(whole, before.kl))
 
-    def check_is_due(self, plan: Plan) -> bool:
+    def checker_is_due(self, plan: Plan) -> bool:
         return self.run.evaluator.checker is not None and is_due(self.run.state.step, plan.check)
 
     def evaluate(self, plan: Plan) -> bool:
@@ -331,7 +337,7 @@ class Trainer:
             return False
         row = self.score(val)
         if run.evaluator.checker:
-            is_checked = step in (0, plan.end) or self.check_is_due(plan)
+            is_checked = step in (0, plan.end) or self.checker_is_due(plan)
             row["checker_accuracy"] = run.evaluator.accuracy(step) if is_checked else None
         is_best = run.state.is_best(row, run.cfg.keep_best)
         if step == 0 and run.validation.needs_reference and not run.cfg.reference:
@@ -363,7 +369,7 @@ class Trainer:
         run.policy.eval()
         index = batch.micro_batches()[0].index
         packed = self.pack(batch, index, borrowed=batch.partners is not None)
-        r_BK = self.forward_packed(packed) - run.reference.compute(packed)
+        r_BK = self.forward(packed) - run.reference.compute(packed)
         largest = all_reduce(r_BK.abs().max().double()).item()
         if largest != 0:
             reason = "the reference is not the model that the run starts from"

@@ -15,7 +15,7 @@ import torch
 from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, user, write
 
 import data
-from data import Batch, Micro
+from data import Batch, MicroBatch
 from records import cache, examples
 from records.examples import (
     Example,
@@ -272,8 +272,8 @@ def test_both_completions_of_a_pair_are_cut_alike(tmp_path):
 # ---- a record's own weight and fields ------------------------------------------------------------
 
 
-def micro_batch(found: list[Example], index: list[int]) -> data.MicroBatch:
-    return Batch(found, tokenizer=plain()).micro_batch(index, torch.ones(len(index), 1))
+def micro_batch(found: list[Example], index: list[int]) -> data.LossView:
+    return Batch(found, tokenizer=plain()).loss_view(index, torch.ones(len(index), 1))
 
 
 def test_fields_that_data_extra_names_reach_the_loss_as_a_tensor_or_as_texts(tmp_path):
@@ -739,7 +739,7 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
 # ---- cut -----------------------------------------------------------------------------------------
 
 
-def cut(sizes, ranks, size, tokens) -> list[list[Micro]]:
+def cut(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
     """A pass's micro-batches of each rank, cut as the trainer cuts them."""
     return data.cut_micro_batches(
         sizes, data.split_over_ranks(sizes, ranks, tokens is not None), size, tokens
@@ -758,7 +758,7 @@ def steps():
                 yield sizes, size, tokens, cut(sizes, ranks, size, tokens)
 
 
-def real(mine: list[Micro]) -> list[list[int]]:
+def real(mine: list[MicroBatch]) -> list[list[int]]:
     """The micro-batches of a rank that are no fillers."""
     return [m.index for m in mine if not m.filler]
 
@@ -812,7 +812,7 @@ def test_ranks_carry_alike():
         else:
             tokens = [sum(sizes[i] for i in part) for part in parts]
             assert max(tokens) - min(tokens) <= max(sizes)
-    assert cut([1, 1, 1, 1, 1, 5], 2, None, 5) == [[Micro([5])], [Micro([0, 1, 2, 3, 4])]]
+    assert cut([1, 1, 1, 1, 1, 5], 2, None, 5) == [[MicroBatch([5])], [MicroBatch([0, 1, 2, 3, 4])]]
 
 
 def test_two_passes_over_the_same_parts_may_be_cut_differently():
@@ -829,12 +829,15 @@ def test_two_passes_over_the_same_parts_may_be_cut_differently():
 
 
 def test_a_cut_by_hand():
-    filler = Micro([0], True)
-    assert cut([9] * 5, 2, 2, None) == [[Micro([0, 2]), Micro([4])], [Micro([1, 3]), filler]]
-    assert cut([3, 9, 4, 2], 1, None, 6) == [[Micro([1]), Micro([2, 3]), Micro([0])]]
-    assert cut([7], 3, 1, None) == [[Micro([0])], [filler], [filler]]
-    assert cut([3, 3], 1, None, 6) == [[Micro([0, 1])]], "a budget may be used up"
-    assert cut([3, 3], 1, None, 5) == [[Micro([0]), Micro([1])]]
+    filler = MicroBatch([0], True)
+    assert cut([9] * 5, 2, 2, None) == [
+        [MicroBatch([0, 2]), MicroBatch([4])],
+        [MicroBatch([1, 3]), filler],
+    ]
+    assert cut([3, 9, 4, 2], 1, None, 6) == [[MicroBatch([1]), MicroBatch([2, 3]), MicroBatch([0])]]
+    assert cut([7], 3, 1, None) == [[MicroBatch([0])], [filler], [filler]]
+    assert cut([3, 3], 1, None, 6) == [[MicroBatch([0, 1])]], "a budget may be used up"
+    assert cut([3, 3], 1, None, 5) == [[MicroBatch([0]), MicroBatch([1])]]
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -964,10 +967,13 @@ def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
 
 def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
-    cut = data.Cut(tokens=8, no_grad_tokens=99)
+    cut = data.Cut(max_tokens=8, max_no_grad_tokens=99)
     batch, later = (Batch(found, data.mismatched(found), cut=cut) for _ in range(2))
     batch.pack_ahead(no_gradient_pass=True)
-    assert batch.micro == {False: [Micro([0, 1]), Micro([2])], True: [Micro([0, 1, 2])]}
+    assert batch.micro_batches_of_pass == {
+        False: [MicroBatch([0, 1]), MicroBatch([2])],
+        True: [MicroBatch([0, 1, 2])],
+    }
     asked = [([0, 1], True, False), ([2], True, False)]
     asked += [([0, 1, 2], True, True), ([0, 1, 2], False, True)]
     assert len(batch.packed) == len(asked)

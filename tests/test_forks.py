@@ -252,6 +252,62 @@ def test_what_an_objective_does_wrong_is_said_by_name(methods, fault, tiny, rati
             trainer.fit()
 
 
+def trainer_of(tiny, ratings, out, *argv, kind=Trainer):
+    argv = [
+        f"--model={tiny}",
+        f"--data.train={ratings}",
+        f"--out_dir={out}",
+        "--batch_size=6",
+        *argv,
+    ]
+    cfg = parse(kto.Settings, argv, "", demo="demo.yaml")
+    return kind(setup(cfg, kto.KTO(cfg.kto)))
+
+
+def test_an_override_of_forward_is_reached_on_every_path_whatever_the_cut(tiny, ratings, tmp_path):
+    class Counts(Trainer):
+        def forward(self, packed, prompt_cache=None):
+            calls.append(packed.length_BK.numel())
+            return super().forward(packed, prompt_cache)
+
+    for cut in ((), ("--micro_batch_size=2",)):
+        calls = []
+        argv = (
+            *cut,
+            "--max_steps=2",
+            f"--data.val={ratings}",
+            "--val_interval=null",
+            "--eval.samples=0",
+        )
+        with trainer_of(tiny, ratings, tmp_path / f"{len(cut)}", *argv, kind=Counts) as trainer:
+            trainer.fit()
+        # own and borrowed completions: of two steps, of two validations of 24, and in the start check
+        assert sum(calls) - 2 * 48 == 2 * 12 + (12 if not cut else 4), calls
+
+
+def test_a_second_fit_needs_a_plan_of_its_own(tiny, ratings, tmp_path):
+    with pytest.raises(AssertionError, match="the default plan has ended"):
+        with trainer_of(tiny, ratings, tmp_path, "--max_steps=1") as trainer:
+            assert trainer.fit()
+            trainer.fit()
+
+
+def test_another_objective_takes_over_what_the_last_one_remembers(tiny, ratings, tmp_path):
+    class Remembers(kto.KTO):
+        count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+    with trainer_of(tiny, ratings, tmp_path, "--max_steps=1") as trainer:
+        first, second = (Remembers(trainer.run.cfg.kto) for _ in range(2))
+        trainer.run.use_objective(first)
+        first.count = 7
+        trainer.run.use_objective(second)
+        assert trainer.run.objective is second and second.count == 7
+        trainer.fit()
+
+
 def test_memory_that_no_checkpoint_saves_is_said_at_the_start(tiny, ratings, tmp_path, capsys):
     class Forgets(kto.KTO):
         def after_step(self, columns, kl):

@@ -72,7 +72,7 @@ def score(objective, policy, reference, batch):
     """One step of both passes, with the gradient left in the policy. -> NoGrad, columns, metrics"""
     trainer = trainer_of(objective, policy, reference)
     columns, kl = trainer.forward_backward(batch)
-    no_grad = trainer.no_gradient_pass(batch, trainer.forward_packed, objective)
+    no_grad = trainer.no_gradient_pass(batch, trainer.forward, objective)
     assert no_grad.kl.z.item() == pytest.approx(kl.z.item(), abs=1e-5)
     return no_grad, columns, objective.metrics(columns, kl)
 

@@ -248,7 +248,7 @@ def test_an_engine_answers_from_an_exported_folder(tiny, prompts, tmp_path):
 
 
 def test_an_engine_that_leaves_a_prompt_unanswered_is_refused(tiny, prompts, tmp_path):
-    with pytest.raises(BadInput, match="rollout: 4 prompts, 3 answers"):
+    with pytest.raises(BadInput, match="rollout: 4 prompts need as many answers"):
         go(tiny, prompts, tmp_path, rollout=lambda folder, asked, *a: [[5]] * (len(asked) - 1))
 
 

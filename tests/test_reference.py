@@ -175,7 +175,9 @@ def test_a_second_fit_on_other_examples_is_refused_by_name(tiny, ratings, tmp_pa
     argv = [*COMMON, f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'a'}"]
     argv += [f"--reference_cache={tmp_path / 'cache'}", "--max_steps=2", "--progress=false"]
     cfg = parse(kto.Settings, argv, "", "none")
-    with pytest.raises(BadInput, match="^reference_cache: fit: other examples than the first"):
+    with pytest.raises(
+        BadInput, match="^reference_cache: these examples are not those of the first"
+    ):
         with Trainer(setup(cfg, kto.KTO(cfg.kto))) as trainer:
             examples = trainer.run.examples["train"]
             assert trainer.fit(examples[:14])
