@@ -659,7 +659,7 @@ def best_of(keep_best, values) -> list[int]:
     for step, value in enumerate(values):
         state.step = step
         row = dict(loss=value, kl=value, accuracy=value, checker_accuracy=value, auc=None)
-        if state.is_best(row, keep_best):
+        if state.remember_if_best(row, keep_best):
             best_steps.append(step)
     assert state.best_step == (best_steps[-1] if best_steps else None)
     return best_steps
@@ -686,7 +686,7 @@ def test_a_column_that_is_not_there_is_refused_before_the_first_step():
         ):
             best_of(name, [0.5])
     with pytest.raises(BadInput, match="^keep_best: checker_accuracy: not in val.csv"):
-        RunState().is_best({"loss": 0.5}, "checker_accuracy")
+        RunState().remember_if_best({"loss": 0.5}, "checker_accuracy")
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):
