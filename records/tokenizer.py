@@ -268,7 +268,9 @@ class Tokenizer:
 
     def description(self) -> str:
         """All that decides which ids a record gets."""
-        return repr([self._model(), self.bos, self.eos, self.adds_bos, self.template_text, self.config])
+        return repr(
+            [self._model(), self.bos, self.eos, self.adds_bos, self.template_text, self.config]
+        )
 
     def special_text(self, name: str) -> str | None:
         """The text of eos_token, bos_token, ...: a string in the file, or an object that holds it."""

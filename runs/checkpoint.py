@@ -201,9 +201,7 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
     for key, x in (moments | numbers).items():
         name, moment = key.rsplit("|", 1)
         optimizer.optimizer.state[params[name]][moment] = x
-    random = load_shards(
-        folder, "random", lambda _name, like: torch.empty_like(like, device="cpu")
-    )
+    random = load_shards(folder, "random", lambda _name, like: torch.empty_like(like, device="cpu"))
     state_R = random["state_R"]
     if len(state_R) == fabric.world_size:  # at another number of ranks they keep their own state
         _generator(fabric).set_state(state_R[fabric.global_rank].clone())
