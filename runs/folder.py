@@ -183,14 +183,17 @@ class RunFolder:
             _refuse_held_folder(out)
         if cfg.resume == "auto":
             checkpoint = newest_checkpoint(out)
-        if checkpoint and _holds_a_run(out) and not belongs_to_run(checkpoint, out):
+        # Rows without a checkpoint are allowed here: a branch that was killed before its first
+        # checkpoint begins again by the same command.
+        has_checkpoints = bool(checkpoints_by_step(out / "checkpoints"))
+        if checkpoint and has_checkpoints and not belongs_to_run(checkpoint, out):
             raise BadInput(
                 f"out_dir: {out} holds another run: a run that branches off {checkpoint} needs a "
                 "folder of its own"
             )
         if checkpoint:
             return out, checkpoint, _compare_settings(checkpoint, cfg, program)
-        if checkpoints_by_step(out / "checkpoints"):
+        if has_checkpoints:
             advice = "move it away, or give another --out_dir"
             raise BadInput(f"resume: {out}: none of its checkpoints is whole: {advice}")
         lines = [f"nothing to resume in {out}: starting"] if cfg.resume else []
