@@ -470,6 +470,18 @@ def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program,
         assert [row["accuracy"] != "" for row in rows(out / "val.csv")] == [False, True]
 
 
+def test_the_docs_name_every_column(tracked):
+    text = (ROOT / "docs" / "columns.md").read_text()
+    first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+    named = {name.strip() for cell in first_cells for name in cell.split(",")} - {"column", "---"}
+    seen = {"checker_accuracy"}  # no run here has a checker
+    for program in ("kto", "dpo", "spin"):
+        out, *_ = tracked[program, "tensorboard"]
+        for table in ("metrics.csv", "val.csv"):
+            seen |= rows(out / table)[0].keys()
+    assert named == seen
+
+
 def test_a_run_says_how_many_steps_it_will_have(tracked):
     out, _, stdout, _ = tracked["kto", "tensorboard"]
     assert "\n3 steps of 4 examples\n" in stdout
