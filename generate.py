@@ -323,7 +323,7 @@ class Chat:
             raise BadInput("system: needs a chat template (and not --plain)")
         else:
             (ids,) = self.tokenizer.encode([turns[-1]["content"]])
-            ids = self.tokenizer.prompt(ids)
+            ids = self.tokenizer.with_bos(ids)
         context = self.policy.max_seq_length
         if not 0 < len(ids) < context:
             raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}")

@@ -37,7 +37,7 @@ class KTOSettings(PreferenceSettings):
     loss: str = setting("kto", choices=("kto", "apo_zero_unpaired"))
     """kto, or apo_zero_unpaired (arXiv 2408.06266: z = 0, no mismatched pairs)."""
     desirable_weight: float = setting(1.0, at_least=0)
-    """Weight of a thumbs up (the paper's lambda_D). The table before training says what the paper
+    """Weight of a thumbs up (the paper's lambda_D). python data.py FILE says what the paper
     suggests."""
     undesirable_weight: float = setting(1.0, at_least=0)
     """Weight of a thumbs down (lambda_U)."""

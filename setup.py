@@ -130,7 +130,7 @@ class Run:
         """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the policy,
         as it is now, becomes the reference."""
         state, before = self.state, self.state.started_from
-        state.iteration, state.moved = i, moving_reference
+        state.iteration, state.moving_reference = i, moving_reference
         if moving_reference:
             state.started_from = self.new_reference(i)
         else:
@@ -141,7 +141,7 @@ class Run:
     def new_reference(self, i: int) -> str:
         """The policy becomes the reference, which is written to iterations/i for a resume. LoRA's
         adapters are merged into the base, which is their reference; then they begin anew, and with
-        them the optimizer's state. -> the fingerprint of the new reference"""
+        them the optimizer's state. -> the hash of the new reference"""
         module, uses_adapters = self.policy.module, self.reference.frozen is None
         weights = self.merged_weights()
         if uses_adapters:
@@ -156,7 +156,7 @@ class Run:
         return self.restore_reference()
 
     def restore_reference(self) -> str:
-        """Read the reference of the current iteration from the disk. -> its fingerprint. Raises
+        """Read the reference of the current iteration from the disk. -> its hash. Raises
         BadInput."""
         file = self.folder.path / "iterations" / f"{self.state.iteration}" / "weights.safetensors"
         if not file.exists():
@@ -285,7 +285,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     # the models
     state = RunState(str(program), file_hash(program))
     if cfg.data.chat_template:
-        state.chat_template = tokenizer.source
+        state.chat_template = tokenizer.template_text
     policy, frozen, state.identity = load_models(
         cfg, fabric, source, tokenizer, examples, needs_reference
     )
@@ -298,7 +298,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     rows = begin_folder(fabric, folder, state, source)
     if folder.state:
         load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
-        state = replace(folder.state, source=state.source)
+        state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
 
     runs_reference = objective.needs_reference and not cfg.reference_cache

@@ -339,7 +339,7 @@ class Trainer:
         if run.evaluator.checker:
             is_checked = step in (0, plan.end) or self.checker_is_due(plan)
             row["checker_accuracy"] = run.evaluator.accuracy(step) if is_checked else None
-        is_best = run.state.is_best(row, run.cfg.keep_best)
+        is_best = run.state.remember_if_best(row, run.cfg.keep_best)
         if step == 0 and run.validation.needs_reference and not run.cfg.reference:
             # r is 0 here: these would compare rounding errors
             row |= {name: None for name in row if name.startswith(("accuracy", "auc"))}

@@ -28,7 +28,7 @@ OTHER_FILES = re.compile("generation_config|(pre)?processor")
 
 
 def export_weights(
-    state: Mapping,
+    weights: Mapping,
     source: Path,
     out: Path | None,
     dtype: str = "source",
@@ -36,12 +36,12 @@ def export_weights(
 ) -> None:
     """Write full weights (see merge_adapters) as a Hugging Face folder.
 
-    `state`: weights by litgpt's names. `source`: the Hugging Face folder that the model came from;
+    `weights`: weights by litgpt's names. `source`: the Hugging Face folder that the model came from;
     its config and tokenizer files are copied. `out`: None on a rank that only takes part in
     gathering the weights. `dtype`: "source", each tensor as in the source's files, or "float32"; a
     float64 weight stays float64. `notes`: more files to write, as (name, text). Raises BadInput.
     """
-    config, like, pieces_of = _plan(state, source, dtype)
+    config, like, pieces_of = _tensors_to_write(weights, source, dtype)
     kind = str(next(iter(like.values())).dtype).removeprefix("torch.")
     vision = _vision_tensors(source)
     like |= vision.like
@@ -56,7 +56,7 @@ def export_weights(
             del cache[ours]
         for ours in needed:
             if ours not in cache:
-                cache[ours] = state[ours]
+                cache[ours] = weights[ours]
         x = torch.cat([cache[piece.name][piece.ours] for piece in pieces_of[name]])
         if is_transposed(name):
             x = x.T
@@ -74,7 +74,9 @@ def export_weights(
         (out / name).write_text(text)
 
 
-def _plan(state: Mapping, source: Path, dtype: str) -> tuple[dict, dict, dict[str, list[Piece]]]:
+def _tensors_to_write(
+    weights: Mapping, source: Path, dtype: str
+) -> tuple[dict, dict, dict[str, list[Piece]]]:
     """(config.json, the tensors to write on the meta device, the pieces of each). Tensors have the
     names that they have in the source's files."""
     arguments, config, names = read_config(source)
@@ -82,7 +84,7 @@ def _plan(state: Mapping, source: Path, dtype: str) -> tuple[dict, dict, dict[st
     for stored in stored_tensors(source):
         name = canonical_name(stored.name)
         in_source[name] = stored.name, DTYPES.get(stored.slice.get_dtype())
-    ours = shapes_of(state)
+    ours = shapes_of(weights)
     like = {}
     pieces_of = {}
     for theirs, pieces in weight_layout(litgpt.Config(**arguments), names, ours).items():
@@ -113,8 +115,8 @@ def _vision_tensors(source: Path) -> LazyTensors:
 
 
 def copy_tokenizer_files(source: Path, out: Path) -> None:
-    """Copy what a model folder holds besides weights and config.json. Raises BadInput, or Failed
-    where the disk is full."""
+    """Copy the files of the tokenizer, the generation config and the processors. Raises BadInput, or
+    Failed where the disk is full."""
     out.mkdir(parents=True, exist_ok=True)
     if source == out:
         return
@@ -143,7 +145,7 @@ tags: [{program}, preference-tuning]
 # {Path(cfg["model"]).name}, tuned by {program}.py
 
 Started from `{cfg["model"]}`, trained for {state.step} steps on `{cfg["data"]["train"]}`
-(fingerprint of its token ids and labels: `{state.identity.get("data (token ids and labels)")}`).
+(hash of its token ids and labels: `{state.identity.get("data (token ids and labels)")}`).
 
 | last validation, then settings | |
 | --- | --- |

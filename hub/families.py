@@ -81,18 +81,18 @@ def _read_family(config: dict, file: Path) -> ModelConfig:
     if not family:
         raise Unsupported(f"model_type: {kind!r} is not supported")
     # a model with a vision tower keeps the fields of its language model in text_config
-    c = family.get("default", {}) | config | config.get("text_config", {})
-    must_equal(c, quantization_config=None, **family.get("must", {}))
+    fields = family.get("default", {}) | config | config.get("text_config", {})
+    must_equal(fields, quantization_config=None, **family.get("must", {}))
     layer_types = {"full_attention"}
     if "gemma" in kind:
         layer_types.add("sliding_attention")
-    for layer_type in c.get("layer_types") or ():
+    for layer_type in fields.get("layer_types") or ():
         if layer_type not in layer_types:
             raise Unsupported(f"layer_types: {layer_type} is not supported for {kind}")
 
-    arguments = _common(c, family)
+    arguments = _common(fields, family)
     if kind in RULES:
-        arguments |= RULES[kind](c)
+        arguments |= RULES[kind](fields)
     # litgpt's RMSNorm adds 1 to its weights where this name has Gemma in it, so the name comes
     # from the model_type and never from the folder, which may have any name
     arguments["name"] = "Gemma" if "gemma" in kind else kind
@@ -101,7 +101,7 @@ def _read_family(config: dict, file: Path) -> ModelConfig:
     names = dict(family["names"])
     if kind == "falcon" and not arguments["shared_attention_norm"]:
         names |= {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
-    config["tie_word_embeddings"] = c.get("tie_word_embeddings", False)
+    config["tie_word_embeddings"] = fields.get("tie_word_embeddings", False)
     return ModelConfig(arguments, config, names)
 
 
@@ -122,14 +122,14 @@ def must_equal(c: dict, **fields) -> None:
             raise Unsupported(f"{name}: {c[name]} is not supported{only}")
 
 
-def _set_field(c: dict, names: tuple[str, ...]) -> str | None:
-    """Which of these fields the file sets: the first of them."""
+def _first_name(c: dict, names: tuple[str, ...]) -> str | None:
+    """The first of these names that the file gives a value; None if it gives none of them a value."""
     return next((name for name in names if c.get(name) is not None), None)
 
 
-def _first(c: dict, names: tuple[str, ...], default=None):
-    """The value of the first of these fields that the file sets."""
-    name = _set_field(c, names)
+def _first_value(c: dict, names: tuple[str, ...], default=None):
+    """The value of the first of these fields that the file gives one; else `default`."""
+    name = _first_name(c, names)
     return default if name is None else c[name]
 
 
@@ -143,7 +143,7 @@ def _common(c: dict, family: dict) -> dict:
     if arguments["norm_class_name"] == "RMSNorm":
         fields["norm_eps"] = ("rms_norm_eps",)
     for argument, names in fields.items():
-        arguments[argument] = _first(c, names)
+        arguments[argument] = _first_value(c, names)
     for argument in REQUIRED:
         if arguments[argument] is None:
             raise KeyError(" or ".join(fields[argument]))
@@ -160,10 +160,10 @@ def _gelu_approximate(c: dict, mlp_class_name: str) -> str:
     """litgpt's gelu_approximate. A LLaMAMLP computes silu, all others a GELU."""
     # transformers reads hidden_act for Gemma 1, and ignores a hidden_activation beside it
     names = ("hidden_act",) if c["model_type"] == "gemma" else ACTIVATION
-    activation = _first(c, names, "silu")
+    activation = _first_value(c, names, "silu")
     supported = ["silu"] if mlp_class_name.startswith("LLaMA") else GELUS
     if activation not in supported:
-        raise Unsupported(f"{_set_field(c, names)}: {activation} is not supported")
+        raise Unsupported(f"{_first_name(c, names)}: {activation} is not supported")
     return GELUS.get(activation, "none")
 
 
@@ -196,7 +196,7 @@ def _smollm3(c: dict) -> dict:
 def _gemma2(c: dict) -> dict:
     """Some layers attend within a window: sliding_window_indices is 1 for these, else 0."""
     n_layer = c["num_hidden_layers"]
-    pattern = _first(c, ("_sliding_window_pattern", "sliding_window_pattern"))
+    pattern = _first_value(c, ("_sliding_window_pattern", "sliding_window_pattern"))
     is_local = [x == "sliding_attention" for x in c.get("layer_types") or ()]
     if not is_local:  # every pattern-th layer attends to everything
         is_local = [(i + 1) % pattern != 0 for i in range(n_layer)]
@@ -250,10 +250,10 @@ def _rope(c: dict) -> dict:
     """
     parameters = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or parameters
-    kind = _first(scaling, ("rope_type", "type"), "default")
-    theta = _first(c | parameters | scaling, ("rope_theta", "rotary_emb_base"), 10000)
+    kind = _first_value(scaling, ("rope_type", "type"), "default")
+    theta = _first_value(c | parameters | scaling, ("rope_theta", "rotary_emb_base"), 10000)
     arguments = {"rope_base": theta, "rope_adjustments": None}
-    rotary = _first(c | parameters, ("partial_rotary_factor", "rotary_pct"))
+    rotary = _first_value(c | parameters, ("partial_rotary_factor", "rotary_pct"))
     if rotary is not None:
         arguments["rotary_percentage"] = rotary
     if kind == "llama3":
@@ -275,7 +275,7 @@ def _rope(c: dict) -> dict:
 def _longrope(c: dict, scaling: dict) -> dict:
     """longrope has a table for texts up to the original context and one for longer texts. Only
     the first table is read, so the context is the original one."""
-    original = _first(scaling | c, ("original_max_position_embeddings",))
+    original = _first_value(scaling | c, ("original_max_position_embeddings",))
     factor = max(1.0, scaling.get("factor") or c["max_position_embeddings"] / original)
     attention_factor = scaling.get("attention_factor")
     if not attention_factor:

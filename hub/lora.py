@@ -70,7 +70,7 @@ def _target_parts(target: str, parts: dict[str, str]) -> set[str]:
         if target == "all-linear" and part != "lm_head":  # as in PEFT, the head is left out
             found.add(part)
         # q_proj and self_attn.q_proj mean self_attn.q_proj; proj does not
-        elif target == GROUPS[part] or f".{name}".endswith(f".{target}"):
+        elif target == GROUPS[part] or (name and f".{name}".endswith(f".{target}")):
             found.add(part)
     if not found:
         known = {GROUPS[part] for part in parts} | {name.split(".")[-1] for name in parts.values()}
@@ -147,8 +147,8 @@ def reset_adapters(
 # ---- adapters and the matrices below them --------------------------------------------------------
 
 
-class AdapterBlock(NamedTuple):
-    """One adapter: it adds scale * B @ A to the rows [first, end) of a weight."""
+class OurAdapter(NamedTuple):
+    """An adapter by litgpt's names: it adds scale * B @ A to the rows [first, end) of a weight."""
 
     name: str
     """The weight, by its plain name."""
@@ -161,43 +161,43 @@ class AdapterBlock(NamedTuple):
     scale: float
 
 
-def plain_names(state: Mapping) -> LazyTensors:
+def plain_names(weights: Mapping) -> LazyTensors:
     """Weights without the adapters, by the names that they have in a model without LoRA."""
     # a LoRALinear keeps its matrix in .linear: attn.qkv.linear.weight -> attn.qkv.weight
-    names = {name.replace(".linear.", "."): name for name in state if "lora_" not in name}
-    return rename_tensors(state, names)
+    names = {name.replace(".linear.", "."): name for name in weights if "lora_" not in name}
+    return rename_tensors(weights, names)
 
 
-def merge_adapters(state: Mapping, model: nn.Module) -> LazyTensors:
+def merge_adapters(weights: Mapping, model: nn.Module) -> LazyTensors:
     """Full weights by their plain names: each matrix with its adapters added.
 
-    `state` holds the weights of `model` by name; they may be gathered from shards one by one.
+    `weights` holds the weights of `model` by name; they may be gathered from shards one by one.
     """
-    plain = plain_names(state)
-    blocks_of = {}
-    for block in adapter_blocks(state, model):
-        blocks_of.setdefault(block.name, []).append(block)
+    plain = plain_names(weights)
+    adapters_of = {}
+    for adapter in our_adapters(weights, model):
+        adapters_of.setdefault(adapter.name, []).append(adapter)
 
     def merged(name):
         w = plain[name]
-        for block in blocks_of.get(name, ()):
-            delta = torch.zeros_like(w, dtype=block.a.dtype)
-            delta[block.first : block.end] = block.b @ block.a * block.scale
+        for adapter in adapters_of.get(name, ()):
+            delta = torch.zeros_like(w, dtype=adapter.a.dtype)
+            delta[adapter.first : adapter.end] = adapter.b @ adapter.a * adapter.scale
             w = (w + delta).to(w.dtype)
         return w
 
     return LazyTensors(plain.like, merged)
 
 
-def adapter_blocks(state: Mapping, model: nn.Module) -> list[AdapterBlock]:
-    """All adapters in `state`. litgpt has one A and one B for the qkv matrix; here they are cut
+def our_adapters(weights: Mapping, model: nn.Module) -> list[OurAdapter]:
+    """All adapters in `weights`. litgpt has one A and one B for the qkv matrix; here they are cut
     into the adapters of q, k and v."""
-    blocks = []
+    adapters = []
     for name, layer in model.named_modules():
         if not isinstance(layer, LoRALinear):
             continue
-        a = state.get(f"{name}.lora_A")
-        b = state.get(f"{name}.lora_B")
+        a = weights.get(f"{name}.lora_A")
+        b = weights.get(f"{name}.lora_B")
         if a is None:
             continue
         rows = [(0, len(b))]
@@ -206,9 +206,9 @@ def adapter_blocks(state: Mapping, model: nn.Module) -> list[AdapterBlock]:
         a_parts = a.chunk(len(rows))
         b_parts = b.split([end - first for first, end in rows])
         for (first, end), a_part, b_part in zip(rows, a_parts, b_parts):
-            block = AdapterBlock(f"{name}.weight", first, end, a_part, b_part, layer.scaling)
-            blocks.append(block)
-    return blocks
+            adapter = OurAdapter(f"{name}.weight", first, end, a_part, b_part, layer.scaling)
+            adapters.append(adapter)
+    return adapters
 
 
 def _adapted_rows(layer: LoRAQKVLinear) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from hub.families import Piece, Unsupported, canonical_name, must_equal, read_config, weight_layout
 from hub.folders import folders_on_top
-from hub.lora import AdapterBlock, adapter_blocks, plain_names
+from hub.lora import OurAdapter, our_adapters, plain_names
 from runs.errors import BadInput
 from runs.settings import Lora
 
@@ -32,22 +32,22 @@ OTHER_METHODS = re.compile(
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 
 
-class Adapter(NamedTuple):
+class PeftAdapter(NamedTuple):
     """One layer's adapter in a PEFT folder: it adds scale * B @ A to the layer's weight."""
 
     name: str
     """The weight, by Hugging Face's name."""
-    b: torch.Tensor
-    """(outputs, r), float32"""
     a: torch.Tensor
     """(r, inputs), float32"""
+    b: torch.Tensor
+    """(outputs, r), float32"""
     scale: float
 
 
 # ---- read ----------------------------------------------------------------------------------------
 
 
-def read_adapter(folder: Path) -> list[Adapter]:
+def read_adapter(folder: Path) -> list[PeftAdapter]:
     """The adapters of a PEFT folder, by the names in its file. Raises BadInput, also where the
     folder holds another method than plain LoRA."""
     try:
@@ -67,7 +67,7 @@ def read_adapter(folder: Path) -> list[Adapter]:
             b = tensors[key.replace("lora_A", "lora_B")]
             rank = len(a)
             scale = _alpha(config, layer) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            adapters.append(Adapter(f"{layer}.weight", b.float(), a.float(), scale))
+            adapters.append(PeftAdapter(f"{layer}.weight", a.float(), b.float(), scale))
         return adapters
     except BadInput:
         raise
@@ -97,14 +97,14 @@ def _alpha(config: dict, layer: str) -> float:
     return config["lora_alpha"]
 
 
-def base_and_adapters(folder: Path) -> tuple[str, list[Adapter]]:
+def base_and_adapters(folder: Path) -> tuple[str, list[PeftAdapter]]:
     """For a folder that fetch_model made of PEFT folders only: the name or path of the base model,
     and the adapters to add to it, in order, by the names of families.yaml. Raises BadInput."""
-    layers = folders_on_top(folder)
-    config = json.loads((layers[0] / "adapter_config.json").read_text())
+    folders = folders_on_top(folder)
+    config = json.loads((folders[0] / "adapter_config.json").read_text())
     adapters = []
-    for layer in layers:
-        for adapter in read_adapter(layer):
+    for top in folders:
+        for adapter in read_adapter(top):
             adapters.append(adapter._replace(name=canonical_name(adapter.name)))
     return config["base_model_name_or_path"], adapters
 
@@ -113,30 +113,30 @@ def base_and_adapters(folder: Path) -> tuple[str, list[Adapter]]:
 
 
 def export_adapter(
-    state: Mapping,
+    weights: Mapping,
     out: Path | None,
     model: nn.Module,
     source: Path,
     base: str,
     lora: Lora,
-    below: Sequence[Adapter] = (),
+    below: Sequence[PeftAdapter] = (),
 ) -> None:
     """Write the adapters of a run in PEFT's format.
 
-    `state`: the weights and adapters of `model` by name. `out`: an existing folder, or None on a
-    rank that only takes part in gathering `state`. `source`: the model's Hugging Face folder.
+    `weights`: the weights and adapters of `model` by name. `out`: an existing folder, or None on a
+    rank that only takes part in gathering `weights`. `source`: the model's Hugging Face folder.
     `base`: the base model that adapter_config.json names. `below`: adapters that the run started
     from (see base_and_adapters): the file then holds these and ours together.
     """
     _, hf_config, names = read_config(source)
-    blocks = adapter_blocks(state, model)
-    layout = weight_layout(model.config, names, plain_names(state).like)
+    adapters = our_adapters(weights, model)
+    layout = weight_layout(model.config, names, plain_names(weights).like)
     factors = {}  # Hugging Face's name of a weight: (A, B)
     for name, pieces in layout.items():
-        joined = _join(pieces, blocks)
+        joined = _join(pieces, adapters)
         if joined:
             factors[name] = joined
-    scale = blocks[0].scale  # the same in all our layers
+    scale = adapters[0].scale  # the same in all our layers
     if below:
         factors = _add_below(factors, scale, below)
         # all scales are now within B, so that alpha / rank is 1
@@ -185,7 +185,7 @@ def export_adapter(
 
 
 def _join(
-    pieces: list[Piece], blocks: list[AdapterBlock]
+    pieces: list[Piece], adapters: list[OurAdapter]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(A, B) of one Hugging Face tensor; None if it has no adapter.
 
@@ -195,30 +195,32 @@ def _join(
     """
     used = []
     for piece in pieces:
-        for block in blocks:
-            if _covers(block, piece) and not any(block is other for other in used):
-                used.append(block)
+        for adapter in adapters:
+            if _covers(adapter, piece) and not any(adapter is other for other in used):
+                used.append(adapter)
     if not used:
         return None
     b_rows = []
     for piece in pieces:
         columns = []
-        for block in used:
-            if _covers(block, piece):
-                columns.append(block.b[piece.first - block.first : piece.end - block.first])
+        for adapter in used:
+            if _covers(adapter, piece):
+                columns.append(adapter.b[piece.first - adapter.first : piece.end - adapter.first])
             else:
-                columns.append(block.b.new_zeros(piece.end - piece.first, len(block.a)))
+                columns.append(adapter.b.new_zeros(piece.end - piece.first, len(adapter.a)))
         b_rows.append(torch.cat(columns, dim=1))
-    return torch.cat([block.a for block in used]), torch.cat(b_rows)
+    return torch.cat([adapter.a for adapter in used]), torch.cat(b_rows)
 
 
-def _covers(block: AdapterBlock, piece: Piece) -> bool:
+def _covers(adapter: OurAdapter, piece: Piece) -> bool:
     """Whether an adapter changes these rows."""
-    return block.name == piece.name and block.first <= piece.first < block.end
+    return adapter.name == piece.name and adapter.first <= piece.first < adapter.end
 
 
 def _add_below(
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]], scale: float, below: Sequence[Adapter]
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    scale: float,
+    below: Sequence[PeftAdapter],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(A, B) of our adapters and those below them together, with every scale multiplied into B."""
     factors = {name: (a, b * scale) for name, (a, b) in factors.items()}

@@ -32,11 +32,11 @@ from hub.families import (
 from hub.folders import folders_on_top, weight_files
 from hub.lora import adapter_arguments, merge_adapters, plain_names
 from hub.peft import read_adapter
-from runs.checkpoint import read_checkpoint_weights
+from runs.checkpoint import read_checkpoint_weights, read_state
 from runs.errors import BadInput
 from runs.files import read_object
 from runs.settings import Lora
-from runs.tensors import FLOATS, LazyTensors, open_safetensors, override_tensors
+from runs.tensors import FLOAT_DTYPES, LazyTensors, open_safetensors, override_tensors
 
 Layout = dict[str, list[Piece]]  # Hugging Face's name of a tensor: what it holds
 
@@ -175,7 +175,7 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
         if name not in layout:
             continue
         dtype = stored.slice.get_dtype()
-        if dtype not in FLOATS:
+        if dtype not in FLOAT_DTYPES:
             raise KeyError(f"{stored.name}: of type {dtype}")
         shape = stored.slice.get_shape()
         if is_transposed(stored.name):
@@ -266,12 +266,11 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
 def _iteration_base(folder: Path) -> LazyTensors | None:
     """SPIN adds the adapters of an iteration to the weights before the next one. For a checkpoint of
     a later iteration: the weights that its adapters belong to; else None. Raises BadInput."""
-    run = json.loads((folder / "state.json").read_text())["run"]
-    iteration = folder.parent.parent / "iterations" / str(run["iteration"])
-    file = iteration / "weights.safetensors"
+    run, _ = read_state(folder)
+    file = folder.parent.parent / "iterations" / str(run.iteration) / "weights.safetensors"
     if file.exists():
         return plain_names(open_safetensors(file))
-    if run.get("moved") and run["iteration"] > 1:
+    if run.moving_reference and run.iteration > 1:
         raise BadInput(
             f"{folder}: {file}: missing: its adapters belong to these weights: copy them too"
         )

@@ -27,17 +27,17 @@ CODE = [
 SETTINGS = ("max_prompt", "max_completion", "extra", "columns", "score_turns", "date")
 
 
-def cache_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> Path | None:
+def cache_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> Path | None:
     """Where the token ids of a file are cached, or would be. None: they are not cached, since
     data.cache is off or the file is small (or a data set of the Hub)."""
     path = find_path(source)
-    if not limits.cache or not path.is_file() or path.stat().st_size < LARGE:
+    if not data.cache or not path.is_file() or path.stat().st_size < LARGE:
         return None
     hashes = [file_hash(file) for file in (path, *CODE)]
-    settings = [getattr(limits, name) for name in SETTINGS]
-    all_inputs = [kind, path.suffixes, hashes, tokenizer.identity(), settings]
+    settings = [getattr(data, name) for name in SETTINGS]
+    all_inputs = [kind, path.suffixes, hashes, tokenizer.description(), settings]
     key = hashlib.sha256(repr(all_inputs).encode()).hexdigest()
-    return Path(limits.cache).expanduser() / f"{key}.npz"
+    return Path(data.cache).expanduser() / f"{key}.npz"
 
 
 def read_cached(file: Path) -> dict[str, np.ndarray] | None:
@@ -45,13 +45,13 @@ def read_cached(file: Path) -> dict[str, np.ndarray] | None:
     try:
         with open(file, "rb") as f, np.load(f, allow_pickle=False) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile):
         return None
 
 
 def write_cached(file: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write a cached file, completely or not at all. A full disk or a folder that may not be
-    written is no error: the next start takes longer."""
+    """Write a cached file, whole or not at all if the process is killed. A full disk or a folder that
+    may not be written is no error: the next start takes longer."""
     temporary = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ class Example(NamedTuple):
 
     @property
     def keys(self) -> tuple[bytes, bytes]:
-        """Equal prompts have equal first keys, equal (first) completions equal second ones."""
+        """(the prompt, the first completion) as bytes, to see which examples have equal ones."""
         return self.prompt.tobytes(), self.completions[0].tobytes()
 
 
@@ -62,7 +62,7 @@ class Examples(Sequence):
         self.tokens = tokens
         self.rows = rows
         self.origins = origins
-        self.n_ids = rows["start"].shape[1]  # 1 + K
+        self.n_segments = rows["start"].shape[1]  # the prompt and its K completions
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> "Examples":
@@ -70,12 +70,12 @@ class Examples(Sequence):
         if isinstance(examples, cls):
             return examples
         ids = [(e.prompt, *e.completions) for e in examples]
-        n_ids = len(ids[0])
+        n_segments = len(ids[0])
         rows = np.zeros(
             len(ids),
             dtype=[
-                ("start", "i8", (n_ids,)),
-                ("length", "i4", (n_ids,)),
+                ("start", "i8", (n_segments,)),
+                ("length", "i4", (n_segments,)),
                 ("label", "?"),
                 ("weight", "f8"),
                 ("rewards", "f8", (2,)),
@@ -84,7 +84,7 @@ class Examples(Sequence):
             ],
         )
         rows["length"] = [[len(x) for x in row] for row in ids]
-        rows["start"] = rows["length"].cumsum().reshape(-1, n_ids) - rows["length"]
+        rows["start"] = rows["length"].cumsum().reshape(-1, n_segments) - rows["length"]
         rows["label"] = [e.label for e in examples]
         rows["weight"] = [e.weight for e in examples]
         rows["rewards"] = [e.rewards for e in examples]  # None becomes nan
@@ -158,19 +158,19 @@ class LoadedExamples(NamedTuple):
 # ---- from a file to examples ---------------------------------------------------------------------
 
 
-def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
+def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
     """All examples of one or more sources, such as data.train names.
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
-    each distinct prompt is one example without completions. `limits` is the data part of the
-    settings, with max_prompt and max_completion filled in (settings.with_limits).
+    each distinct prompt is one example without completions. `data`: the settings, with
+    max_prompt and max_completion filled in (settings.with_limits).
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
     parts, weights = [], []
     cuts, ignored, renamed = Counter(), {}, {}  # the last two as sets that keep their order
     for files, weight in split_sources(source):
-        loaded = [_load_file(file, tokenizer, kind, limits) for file in files]
+        loaded = [_load_file(file, tokenizer, kind, data) for file in files]
         parts.append(Examples.join([one.examples for one in loaded]))
         weights.append(weight)
         for one in loaded:
@@ -187,25 +187,25 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -
     return LoadedExamples(examples, cuts, tuple(ignored), tuple(renamed))
 
 
-def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
+def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
     """The examples of one file (or Hub data set): from data.cache if they are there."""
-    file = cache_file(source, tokenizer, kind, limits)
+    file = cache_file(source, tokenizer, kind, data)
     if file is None:
-        return _tokenise_file(source, tokenizer, kind, limits)
+        return _tokenise_file(source, tokenizer, kind, data)
     arrays = read_cached(file)
     if arrays:
         return _from_arrays(arrays, source)
-    loaded = _tokenise_file(source, tokenizer, kind, limits)
+    loaded = _tokenise_file(source, tokenizer, kind, data)
     write_cached(file, _to_arrays(loaded, source))
     return loaded
 
 
-def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) -> LoadedExamples:
+def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
     """The examples of one file. Steps 1 to 3 of a record's way are in _read_texts below (read,
     understand, render), steps 4 to 6 here (encode, cut, make columns)."""
     parts = []
     cuts, ignored, renamed = Counter(), {}, {}
-    records_with_texts = _read_texts(source, tokenizer, kind, limits)
+    records_with_texts = _read_texts(source, tokenizer, kind, data)
     # In batches, since texts take more memory than their token ids.
     while batch := list(islice(records_with_texts, ENCODE_TEXTS)):
         # 4. encode: the texts become token ids, with BOS and EOS
@@ -213,8 +213,8 @@ def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) 
         examples = []
         for (where, record, _), (prompt_ids, completion_ids) in zip(batch, all_ids):
             # 5. cut: the ids become arrays of at most max_prompt and max_completion ids
-            prompt = _cut_prompt(prompt_ids, tokenizer.bos, limits.max_prompt, cuts)
-            completions = [_cut_completion(x, limits.max_completion, cuts) for x in completion_ids]
+            prompt = _cut_prompt(prompt_ids, tokenizer.bos, data.max_prompt, cuts)
+            completions = [_cut_completion(x, data.max_completion, cuts) for x in completion_ids]
             # The texts were not empty, but a tokenizer may strip blanks.
             if not len(prompt):
                 raise BadInput(f"{where}: prompt: not empty, but no tokens are left of it")
@@ -231,25 +231,25 @@ def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, limits: Data) 
 
 
 def _read_texts(
-    source: str, tokenizer: Tokenizer, kind: Kind, limits: Data
+    source: str, tokenizer: Tokenizer, kind: Kind, data: Data
 ) -> Iterator[tuple[str, Record, Texts]]:
     """(where, record, its texts) for each record of a file; `where` is file:line. Bad records are
     collected, and raised as one BadInput at the end of the file or after the first 20 of them."""
     faults = []
-    extra = limits.extra_fields
-    columns = column_names(limits)
+    extra = data.extra_fields
+    columns = column_names(data)
     # 1. read: a line of the file becomes what it holds (readers.py)
     for where, raw in read_records(source, extra, columns):
         try:
             # 2. understand: that becomes a Record (forms.py)
             record = understand_record(raw, kind, extra, columns)
-            records = _one_record_per_turn(record) if limits.score_turns == "all" else [record]
-            # 3. render: its messages become texts, not much longer than the limits can hold
+            records = _one_record_per_turn(record) if data.score_turns == "all" else [record]
+            # 3. render: its messages become texts, not much longer than what is kept
             results = []
             for record in records:
                 texts = tokenizer.render(record)
                 _check_texts(texts, tokenizer)
-                texts = tokenizer.shorten(texts, limits.max_prompt, limits.max_completion)
+                texts = tokenizer.shorten(texts, data.max_prompt, data.max_completion)
                 results.append((where, record, texts))
         except (Fault, RecursionError) as e:
             faults.append(" ".join(f"{where}: {e}".splitlines()))
@@ -267,7 +267,7 @@ def _one_record_per_turn(record: Record) -> list[Record]:
     before it as its prompt. Raises Fault."""
     if record.completion_start is None:
         return [record]
-    turns = record.prompt  # those of the completion but the last are at its end
+    turns = record.prompt  # at its end are the completion's turns, all but the last
     own_turns = [
         i for i in range(record.completion_start, len(turns)) if turns[i]["role"] == "assistant"
     ]
@@ -310,7 +310,8 @@ def _cut_prompt(ids: list[int], bos: int | None, longest: int, cuts: Counter) ->
 
 def _cut_completion(ids: list[int], longest: int, cuts: Counter) -> np.ndarray:
     """The first `longest` ids of a completion."""
-    cuts["completions cut"] += len(ids) > longest  # adding 0, too, puts the count into the table
+    # also where it is 0, so that the table always shows this count
+    cuts["completions cut"] += len(ids) > longest
     return np.array(ids[:longest], dtype=np.int32)
 
 
@@ -329,17 +330,17 @@ def _make_examples(
     return [Example(prompt, tuple(completions), label, record.rewards, **common)]
 
 
-def column_names(limits: Data) -> dict[str, str]:
+def column_names(data: Data) -> dict[str, str]:
     """data.columns as {the source's name: ours}: `prompt=question,label=good` becomes
     {"question": "prompt", "good": "label"}. Raises BadInput."""
     names = {}
-    if not limits.columns:
+    if not data.columns:
         return names
-    for pair in limits.columns.split(","):
+    for pair in data.columns.split(","):
         both = [name.strip() for name in pair.split("=")]
         if len(both) != 2 or not all(both):
             raise BadInput(
-                f"data.columns: expected ours=theirs, separated by commas; got {limits.columns}"
+                f"data.columns: expected ours=theirs, separated by commas; got {data.columns}"
             )
         ours, theirs = both
         names[theirs] = ours
@@ -405,38 +406,40 @@ def _from_arrays(arrays: dict[str, np.ndarray], source: str) -> LoadedExamples:
 
 
 def load_splits(
-    limits: Data, tokenizer: Tokenizer, kind: Kind, val_kind: Kind, say: Callable[[str], None]
+    data: Data, tokenizer: Tokenizer, kind: Kind, val_kind: Kind, say: Callable[[str], None]
 ) -> dict[str, Sequence[Example]]:
     """{"train", "val", "test": examples}, each described by say(table). A part that the settings do
     not name is empty.
 
-    `limits` as in load_examples. `kind` is for data.train, `val_kind` for the other two. Raises
+    `data` as in load_examples. `kind` is for data.train, `val_kind` for the other two. Raises
     BadInput.
     """
-    sources = {"train": limits.train, "val": limits.val, "test": limits.test}
+    sources = {"train": data.train, "val": data.val, "test": data.test}
     parts, loaded = {}, {}
     for name, source in sources.items():
         parts[name] = []
         if source:
             part_kind = kind if name == "train" else val_kind
-            loaded[name] = load_examples(source, tokenizer, part_kind, limits)
+            loaded[name] = load_examples(source, tokenizer, part_kind, data)
             parts[name] = loaded[name].examples
     if kind != "prompts":  # else the rated records may be elsewhere (online.ratings)
         renamed = {name for one in loaded.values() for name in one.renamed}
-        for name in column_names(limits):
+        for name in column_names(data):
             if name not in renamed:
                 raise BadInput(f"data.columns: {name}: no record has such a field")
-    if limits.split:
-        if limits.val or limits.test:
+    if data.split:
+        if data.val or data.test:
             raise BadInput(
                 "data.split: it cuts data.train in parts; give it, or data.val and data.test, not both"
             )
-        parts = dict(zip(parts, split_by_prompt(parts["train"], limits.split)))
+        parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     for name, examples in parts.items():
         if examples:
             cuts, ignored = Counter(), ()
             if name in loaded:
                 _, cuts, ignored, _ = loaded[name]
+                if data.split:  # counted before data.train was cut in parts
+                    cuts = Counter({f"{what} (all parts)": count for what, count in cuts.items()})
             say(describe_examples(name, examples, cuts, ignored))
     # val and test are one batch each, whose examples are asked for again and again
     return {"train": parts["train"], "val": list(parts["val"]), "test": list(parts["test"])}
@@ -474,14 +477,14 @@ def describe_examples(
     """
     examples = Examples.of(examples)
     n = len(examples)
-    n_completions = examples.n_ids - 1
+    n_completions = examples.n_segments - 1
     length = examples.rows["length"]
     label = examples.rows["label"]
     if n_completions == 0:
         return f"{name}: {n:,} prompts, longest {length.max()} tokens"
     # Equal prompts have equal numbers, and so have equal completions.
     prompt, *completions = [
-        _number_distinct(examples.ids_as_bytes(k)) for k in range(examples.n_ids)
+        _number_distinct(examples.ids_as_bytes(k)) for k in range(examples.n_segments)
     ]
     n_prompts = prompt.max() + 1
     n_desirable = int(label.sum())
@@ -499,13 +502,18 @@ def describe_examples(
     # One number for each distinct (prompt, completions). That of a pair is made smaller in between,
     # since a product of three would overflow.
     first, *second = completions
-    answered = prompt * n + first
+    texts = prompt * n + first
     for completion in second:
-        _, answered = np.unique(answered, return_inverse=True)
-        answered = answered * n + completion
-    n_answered = _count_distinct(answered)
-    n_rated = _count_distinct(answered * 2 + label)
-    counts = {"duplicates": n - n_rated, "contradictions": n_rated - n_answered, **cuts}
+        _, texts = np.unique(texts, return_inverse=True)
+        texts = texts * n + completion
+    n_distinct = _count_distinct(texts)
+    n_distinct_with_label = _count_distinct(texts * 2 + label)
+    # duplicates repeat prompt, completion and label; contradictions repeat all but the label
+    counts = {
+        "duplicates": n - n_distinct_with_label,
+        "contradictions": n_distinct_with_label - n_distinct,
+        **cuts,
+    }
     lines.append("  " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     if ignored:
         lines.append(f"  fields that nothing reads: {', '.join(ignored)} (see data.extra)")
@@ -518,7 +526,7 @@ def suggest_class_weights(examples: Sequence[Example]) -> str | None:
     examples = Examples.of(examples)
     n_desirable = int(examples.rows["label"].sum())
     n_undesirable = len(examples) - n_desirable
-    if examples.n_ids != 2 or not n_desirable or not n_undesirable:
+    if examples.n_segments != 2 or not n_desirable or not n_undesirable:
         return None
     ratio = n_undesirable / n_desirable
     desirable, undesirable = "1", "1"
@@ -544,6 +552,6 @@ def examples_hash(parts: dict[str, Sequence[Example]]) -> str:
         h.update(f"{name} {len(examples)} {extra}".encode())
         for column in ("length", "label", "weight", "rewards"):
             h.update(examples.rows[column].tobytes())
-        for k in range(examples.n_ids):
+        for k in range(examples.n_segments):
             h.update(b"".join(examples.ids_as_bytes(k)))
     return h.hexdigest()

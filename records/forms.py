@@ -286,7 +286,8 @@ def unique_keys(items: list[tuple[str, object]]) -> dict:
 def _prompt(fields: dict) -> str | list[dict]:
     if "instruction" in fields and fields.pop("input", None):
         raise Fault(
-            "instruction: this form would be read as input and output only: make a prompt of it"
+            "instruction: beside it is an input, and which text they make together is not known: join "
+            "them in one prompt"
         )
     return _text_or_messages(*_take(fields, PROMPT_FIELDS))
 

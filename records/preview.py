@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import sys
 import textwrap
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,57 +17,56 @@ from records.examples import (
 )
 from records.forms import Fault, Kind, understand_record
 from records.readers import read_records, split_sources
-from records.tokenizer import Tokenizer, model_file
-from runs.errors import BadInput
-from runs.settings import Data, with_limits
+from records.tokenizer import Tokenizer
+from runs.cli import parse_command
+from runs.settings import Data, check_fields, path_setting, with_limits
 
 BINS = 8  # of a histogram
 # Of a long text, so many tokens of its beginning and of its end are shown.
 FIRST_TOKENS, LAST_TOKENS = 200, 100
 
 
+@dataclass(frozen=True)
+class PreviewSettings(Data):
+    """Which file to show, and for which model."""
+
+    model: str = path_setting("demo/base")
+    """Whose tokenizer, chat template and context to take."""
+
+
 def main() -> None:
     """Print the table of a file's examples, histograms of their lengths, and the first one token by
     token."""
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog="data.py", description=__doc__, exit_on_error=False)
-    parser.add_argument("--model", default="demo/base", help="whose tokenizer and chat template")
-    parser.add_class_arguments(Data, None, as_group=False)
     first, *rest = sys.argv[1:] or ["--help"]
     if not first.startswith("-"):
         first = f"--train={first}"
-    try:
-        values = parser.parse_args([first, *rest]).as_dict()
-    except (jsonargparse.ArgumentError, TypeError) as e:
-        raise BadInput(" ".join(str(e).split())) from None
+    data = parse_command(PreviewSettings, __doc__, [first, *rest])
+    check_fields(data)
 
     from hub.folders import fetch_model  # slow to import
+    from hub.weights import read_source
 
-    folder = fetch_model(values.pop("model"))
-    config = model_file(folder, "config.json")
-    context = config.get("max_position_embeddings") or config.get("n_positions") or 8192
-    limits = with_limits(Data(**values), context)
-    tokenizer = Tokenizer(folder, limits.chat_template, limits.date)
-    examples, cuts, ignored, _ = load_examples(limits.train, tokenizer, _guess_kind(limits), limits)
+    folder = fetch_model(data.model, weights=False)
+    data = with_limits(data, read_source(folder).arguments["block_size"])
+    tokenizer = Tokenizer(folder, data.chat_template, data.date)
+    examples, cuts, ignored, _ = load_examples(data.train, tokenizer, _guess_kind(data), data)
 
     width = shutil.get_terminal_size().columns
-    print(describe_examples(limits.train, examples, cuts, ignored))
+    print(describe_examples(data.train, examples, cuts, ignored))
     if suggestion := suggest_class_weights(examples):
         print(suggestion)
     length = examples.rows["length"]
     print("prompt tokens", *histogram(length[:, 0], width), sep="\n")
-    if examples.n_ids > 1:
+    if examples.n_segments > 1:
         print("completion tokens", *histogram(length[:, 1:], width), sep="\n")
     print("an example by tokens, those after > scored")
-    print(*token_lines(examples[0], tokenizer, limits.score_prompt, width), sep="\n")
+    print(*token_lines(examples[0], tokenizer, data.score_prompt, width), sep="\n")
 
 
-def _guess_kind(limits: Data) -> Kind:
+def _guess_kind(data: Data) -> Kind:
     """The kind that fits the first record."""
-    extra, columns = limits.extra_fields, column_names(limits)
-    (first_files, _), *_ = split_sources(limits.train)
+    extra, columns = data.extra_fields, column_names(data)
+    (first_files, _), *_ = split_sources(data.train)
     _, raw = next(read_records(first_files[0], extra, columns), ("", None))
     for kind in ("paired", "rated", "demonstrations", "prompts"):
         with contextlib.suppress(Fault):
@@ -76,7 +76,8 @@ def _guess_kind(limits: Data) -> Kind:
 
 
 def histogram(lengths: np.ndarray, width: int) -> list[str]:
-    """Lines `from to to |bar count`, as wide as a terminal of this width, for bins of equal size."""
+    """Lines such as `12 to 40 |##### 1,234`, as wide as a terminal of this width, for bins of equal
+    size."""
     low, high = lengths.min(), lengths.max()
     bin_size = -(-(high + 1 - low) // BINS)  # rounded up
     edges = low + np.arange(BINS + 1) * bin_size

@@ -206,7 +206,7 @@ def _read_table(source: str, path: Path) -> Iterator[dict]:
     name, *rest = source.split(":")
     if find_path(name).is_dir():
         return _load_from_disk(source, name, rest)
-    # A suffix that we do not read makes no file name: some Hub ids look like org/set-2.5.
+    # A name with another suffix may be a Hub id: org/set-2.5.
     looks_like_file = path.is_file() or path.suffix in SUFFIXES or source.startswith((".", "/"))
     if looks_like_file or name.count("/") > 1 or len(rest) > 2:
         problem = "not a" if path.is_file() else "no such"

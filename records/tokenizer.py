@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from datetime import date as Date
 from os.path import commonprefix
@@ -55,7 +56,7 @@ class Tokenizer:
     bos        id of the beginning of a text, or None; adds_bos: the tokenizer puts it there itself
     stops      ids that end a sampled completion: EOS, and those that the model's config names
     n_vocab    number of token ids, added tokens included
-    template   the chat template, or None; source: its text
+    template   the chat template, or None; template_text: its text
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
 
@@ -91,7 +92,7 @@ class Tokenizer:
         self.adds_bos = self.bos is not None and self._text_begins_with_bos()
         more_stops = [i for i in _model_token_ids(folder, "eos") if i != self.eos]
         self.stops = (self.eos, *more_stops)
-        self.source = self._template_text(folder, chat_template)
+        self.template_text = self._template_text(folder, chat_template)
         self.template = self._compile_template(date, chat_template or folder)
 
     # ---- a record's way: render, shorten, encode -------------------------------------------------
@@ -115,20 +116,18 @@ class Tokenizer:
             if isinstance(completion, str):
                 completion = {"role": "assistant", "content": completion}
             answers.append(completion)
-        signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)  # see _compile_template
         try:
-            arguments = dict(tools=record.tools, documents=None, **record.template_kwargs)
-            prompt = self._run_template(turns, True, arguments)
-            completions = [self._completion_text(prompt, turns, a, arguments) for a in answers]
-            tool_names = _tool_names([*turns, *answers], record.tools or [])
+            with _time_limit():
+                arguments = dict(tools=record.tools, documents=None, **record.template_kwargs)
+                prompt = self._run_template(turns, True, arguments)
+                completions = [self._completion_text(prompt, turns, a, arguments) for a in answers]
+                tool_names = _tool_names([*turns, *answers], record.tools or [])
         except Fault:
             raise
         except Exception as e:  # a template is a program: it may raise anything
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             hint = " (data.date gives it a day)" if "strftime_now" in reason else ""
             raise Fault(f"chat template: {reason}{hint}") from None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         everything = prompt + "".join(completions)
         for name in tool_names:
             if str(name) not in everything:
@@ -185,8 +184,8 @@ class Tokenizer:
         return Texts(prompt, completions, texts.by_template)
 
     def _enough_characters(self, text: str, max_tokens: int) -> int:
-        """A number of characters that cannot be encoded as max_tokens tokens or fewer; or the
-        length of the text, if that is short."""
+        """So many characters that they make more than max_tokens tokens for certain; for a short text
+        its length."""
         if len(text) <= 64 * max_tokens:
             return len(text)
         return (max_tokens + 1) * self._longest_token
@@ -198,30 +197,30 @@ class Tokenizer:
             return max(map(len, self.processor.get_vocab()))
         return max(len(self.processor.id_to_piece(i)) for i in range(self.n_vocab))
 
-    def encode_all(self, records: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """(ids of the prompt, ids of each completion) of each record, of any length.
+    def encode_all(self, all_texts: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """(ids of the prompt, ids of each completion) of each record's texts, of any length.
 
         Plain texts get BOS in front, if the tokenizer adds one, and EOS at the end; to those of a
         chat template nothing is added. A tokenizer that puts a space before a text would put it
         before a completion, too: there prompt + completion is encoded, and the completion is what
         follows the prompt's ids.
         """
-        texts = []
-        for record in records:
-            texts.append(record.prompt)
-            for completion in record.completions:
-                texts.append(record.prompt + completion if self.adds_space else completion)
-        encoded = self.encode(texts)
-        for record in records:
+        pieces = []
+        for texts in all_texts:
+            pieces.append(texts.prompt)
+            for completion in texts.completions:
+                pieces.append(texts.prompt + completion if self.adds_space else completion)
+        encoded = self.encode(pieces)
+        for texts in all_texts:
             prompt = next(encoded)
-            completions = [next(encoded) for _ in record.completions]
+            completions = [next(encoded) for _ in texts.completions]
             if self.adds_space:
                 completions = [
                     self._without_prompt(ids, prompt, text)
-                    for ids, text in zip(completions, record.completions)
+                    for ids, text in zip(completions, texts.completions)
                 ]
-            if not record.by_template:
-                prompt = self.prompt(prompt)
+            if not texts.by_template:
+                prompt = self.with_bos(prompt)
                 completions = [[*ids, self.eos] for ids in completions]
             yield prompt, completions
 
@@ -247,7 +246,7 @@ class Tokenizer:
             else:
                 yield from self.processor.encode(batch)
 
-    def prompt(self, ids: list[int]) -> list[int]:
+    def with_bos(self, ids: list[int]) -> list[int]:
         """The ids of a plain prompt, with BOS in front, once, if this tokenizer adds one."""
         if self.adds_bos and ids[:1] != [self.bos]:
             return [self.bos, *ids]
@@ -267,9 +266,11 @@ class Tokenizer:
         """The tokenizer proper, as its file has it."""
         return self.processor.to_str() if self.fast else self.processor.serialized_model_proto()
 
-    def identity(self) -> str:
+    def description(self) -> str:
         """All that decides which ids a record gets."""
-        return repr([self._model(), self.bos, self.eos, self.adds_bos, self.source, self.config])
+        return repr(
+            [self._model(), self.bos, self.eos, self.adds_bos, self.template_text, self.config]
+        )
 
     def special_text(self, name: str) -> str | None:
         """The text of eos_token, bos_token, ...: a string in the file, or an object that holds it."""
@@ -331,13 +332,13 @@ class Tokenizer:
         return text
 
     def _compile_template(self, date: str | None, place: str | Path) -> jinja2.Template | None:
-        """self.source as a jinja template, with the functions and names that transformers gives to
+        """self.template_text as a jinja template, with the functions and names that transformers gives to
         templates. `place`: where it came from, for a message."""
         today = None
         if date:
             with user_error("data.date", date):
                 today = Date.fromisoformat(date)
-        if self.source is None:
+        if self.template_text is None:
             return None
         environment = Sandbox(
             trim_blocks=True,
@@ -354,12 +355,8 @@ class Tokenizer:
             environment.globals["strftime_now"] = today.strftime
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             environment.globals[name] = self.special_text(name) or ""
-        # render sets a timer, whose signal ends a template that takes too long. Only the main
-        # thread may set a handler.
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGALRM, _raise_timeout)
         try:
-            return environment.from_string(self.source)
+            return environment.from_string(self.template_text)
         except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or it is not a string
             raise BadInput(f"{place}: chat template: {e}") from None
 
@@ -383,8 +380,8 @@ def _model_token_ids(folder: Path, name: str) -> list[int]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates run: jinja's sandbox, with a bound on products. The timer cannot end one, as
-    Python computes it in a single step."""
+    """Where templates run: jinja's sandbox, without `**` and with a bound on `*`. The timer cannot end
+    one, as Python computes it in a single step."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -419,6 +416,21 @@ def _to_json(value, **options) -> str:
 
 def _raise_exception(message):
     raise jinja2.TemplateError(message)
+
+
+@contextlib.contextmanager
+def _time_limit():
+    """Raise Endless where what is within takes longer than RENDER_SECONDS. Only in the main thread:
+    Python handles signals nowhere else, and a signal without a handler would end the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _raise_timeout(signal_number, frame):

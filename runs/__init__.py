@@ -1,4 +1,4 @@
-"""What a run needs that knows no model, no record and no algorithm. Nothing here imports the other rooms.
+"""What every run needs, whatever its algorithm: settings, processes, files, checkpoints, logs. Imports no other room.
 
 Read in this order: settings.py and cli.py (from the command line to settings), errors.py and console.py (what a user
 reads), devices.py and stop.py (processes, and when they end), files.py, tensors.py and shards.py (what is written),

@@ -11,7 +11,7 @@ What a run also needs, outside of its checkpoints:
 
 | file in the run's folder | holds |
 | --- | --- |
-| metrics.csv, val.csv | rows; a checkpoint claims the first ones (RunState.rows) |
+| metrics.csv, val.csv | rows; a checkpoint knows how many there were, and their hash (RunState.rows) |
 | iterations/answers-N.jsonl | SPIN and online KTO: the answers that iteration N learns from |
 | iterations/N/ | the reference of iteration N, if it moves |
 | wandb_id | under which id the run goes on at wandb |
@@ -35,17 +35,17 @@ from runs.errors import BadInput
 from runs.files import publish_folder, verify_folder
 from runs.settings import RunSettings
 from runs.shards import load_shards, open_shards, save_shards
-from runs.tensors import LazyTensors, place_like
+from runs.tensors import LazyTensors
 
 
 @dataclass
 class RunState:
-    """What changes during a run, besides weights, optimizer and random numbers."""
+    """What a checkpoint holds besides tensors: what the run is, and how far it has come."""
 
     program: str = ""
     """The file that was started."""
-    source: str = ""
-    """Its hash."""
+    program_hash: str = ""
+    """SHA-256 of that file."""
     chat_template: str = ""
     """The text of data.chat_template, if one was given."""
     identity: dict[str, str] = field(default_factory=dict)
@@ -54,21 +54,23 @@ class RunState:
     """Optimizer steps done."""
     iteration: int = 0
     """Of SPIN and online KTO, from 1."""
-    moved: bool = False
+    moving_reference: bool = False
     """Whether the reference is the policy as it was when the iteration began."""
     started_from: str = ""
-    """Fingerprint of the policy when the iteration began."""
+    """Hash of the policy's weights when the iteration began."""
     best_step: int | None = None
     """By keep_best."""
     best_value: float | None = None
     objective: dict = field(default_factory=dict)
     """Objective.state_dict()."""
     rows: dict = field(default_factory=dict)
-    """Of metrics.csv and val.csv: [number of rows, their hash]."""
+    """File name: [number of its lines with the header, their SHA-256], of metrics.csv and val.csv
+    (Csv.sync)."""
 
-    def is_best(self, row: dict, column: str | None) -> bool:
-        """Whether a row of val.csv is the best so far by this column; if so it is remembered. Never
-        at step 0, which has no checkpoint, nor where a checker has left its cell empty."""
+    def remember_if_best(self, row: dict, column: str | None) -> bool:
+        """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
+        at step 0, which has no checkpoint, nor where a checker has left its cell empty. Raises
+        BadInput if val.csv has no such column."""
         if column is None:
             return False
         value = row.get(column)
@@ -109,10 +111,9 @@ def save_checkpoint(
     for p, moments in optimizer.optimizer.state.items():
         for moment, x in moments.items():
             key = f"{name_of[id(p)]}|{moment}"
-            if key.endswith("|qmap1") or key.endswith("|qmap2"):
-                x = (
-                    x.clone()
-                )  # 8-bit AdamW has one for all weights, and safetensors wants no sharing
+            if moment in ("qmap1", "qmap2"):
+                # 8-bit AdamW has one table for all weights, and safetensors refuses shared memory
+                x = x.clone()
             if isinstance(x, torch.Tensor):
                 tensors[f"optimizer|{key}"] = x
             else:
@@ -162,12 +163,13 @@ def verify_checkpoint(folder: Path) -> str | None:
 def read_state(folder: Path) -> tuple[RunState, dict]:
     """-> the run's state and the optimizer's numbers that are no tensors. Raises BadInput for a
     checkpoint of another version."""
+    content = json.loads((folder / "state.json").read_text())
     try:
-        content = json.loads((folder / "state.json").read_text())
-        content["shards"]  # older versions did not save this field
+        if "shards" not in content:  # older versions did not save this field
+            raise KeyError("shards")
         return RunState(**content["run"]), content["optimizer"]
     except (KeyError, TypeError):
-        raise BadInput(f"resume: {folder}: written by another version of this program") from None
+        raise BadInput(f"{folder}: a checkpoint of another version of this program") from None
 
 
 def read_checkpoint_weights(folder: Path) -> LazyTensors:
@@ -178,7 +180,8 @@ def read_checkpoint_weights(folder: Path) -> LazyTensors:
 def load_weights(folder: Path, policy) -> None:
     """Put a checkpoint's weights into a policy, sharded or not."""
     params = policy.unique_parameters()
-    load_shards(folder, "weights", lambda name, _: params[name].detach())
+    # the shards are read into the parameters themselves: detach() shares their memory
+    load_shards(folder, "weights", lambda name, _like: params[name].detach())
 
 
 def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
@@ -186,19 +189,19 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
     params = policy.unique_parameters()
     _, numbers = read_state(folder)
 
-    def moment_like(key: str, like):
-        p = params[key.split("|")[0]]  # a moment of a weight's shape is sharded as the weight is
-        return torch.zeros_like(
-            p if p.shape == like.shape else like, dtype=like.dtype, device=p.device
-        )
+    def empty_moment(key: str, like):
+        name, _moment = key.rsplit("|", 1)
+        p = params[name]
+        if p.shape == like.shape:  # sharded as the weight is
+            return torch.zeros_like(p, dtype=like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype, device=p.device)
 
     load_weights(folder, policy)
-    moments = load_shards(folder, "optimizer", moment_like)
+    moments = load_shards(folder, "optimizer", empty_moment)
     for key, x in (moments | numbers).items():
         name, moment = key.rsplit("|", 1)
-        if isinstance(x, torch.Tensor):
-            x = place_like(x, params[name])
         optimizer.optimizer.state[params[name]][moment] = x
-    state_R = open_shards(folder, "random")["state_R"]
+    random = load_shards(folder, "random", lambda _name, like: torch.empty_like(like, device="cpu"))
+    state_R = random["state_R"]
     if len(state_R) == fabric.world_size:  # at another number of ranks they keep their own state
         _generator(fabric).set_state(state_R[fabric.global_rank].clone())

@@ -17,13 +17,14 @@ from runs.errors import BadInput, parse_file, printable
 from runs.files import ROOT
 from runs.settings import SECTIONS, Optim, RunSettings, flatten
 
-# The names that users of TRL, transformers and PEFT type, and where they find the same here.
+# The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
+# count otherwise: see its --help.
 NAMES_ELSEWHERE = {
     "bf16": "precision",
     "dataset_name": "data.train",
     "eval_steps": "val_interval",
     "fp16": "precision",
-    "gradient_accumulation_steps": "micro_batch_size",
+    "gradient_accumulation_steps": "batch_size",
     "gradient_checkpointing": "activation_checkpointing",
     "learning_rate": "optim.lr",
     "load_in_4bit": "lora.base",
@@ -37,7 +38,7 @@ NAMES_ELSEWHERE = {
     "lr_scheduler_type": "optim.schedule",
     "max_completion_length": "data.max_completion",
     "max_grad_norm": "optim.clip",
-    "max_length": "data.max_completion",
+    "max_length": "data.max_prompt",
     "max_prompt_length": "data.max_prompt",
     "model_name_or_path": "model",
     "num_train_epochs": "epochs",
@@ -284,12 +285,15 @@ def _type_name(name: str, cls) -> str:
 
 
 def _one_line(message: str, cls) -> str:
-    """jsonargparse's message, as `name: reason`."""
+    """jsonargparse's message, as `name: reason`. The examples are of jsonargparse 4.41."""
     message = " ".join(message.split())
+    # Key "data.train" is required but not included in config object or its value is None.
     if m := re.search(r'[Kk]ey "([\w.]+)" is required', message):
         return f"{m[1]}: required"
+    # Parser key "epochs": Expected a <class 'int'>. Got value: x
     if m := re.search(r'key "([\w.]+)":.*(?:Got value|Given value): ?(.*)', message):
         return f"{m[1]}: expected {_type_name(m[1], cls)}, got {printable(m[2] or 'nothing')}"
+    # argument --epochs: expected one argument
     if m := re.search(r'(?:key "|argument --)([\w.]+)"?:? (.*)', message):
         return f"{m[1]}: {printable(m[2], 200)}"
     return printable(message, 200)

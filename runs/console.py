@@ -138,13 +138,17 @@ def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def wilson_interval(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
+NORMAL_95 = 1.96  # 95% of a normal distribution lie within so many standard deviations
+
+
+def wilson_interval(k: int, n: int) -> tuple[float, float]:
     """The 95% confidence interval (low, high) of a share k / n, with n at least 1 (Wilson 1927).
 
     The usual k/n ± 2 sigma is too narrow near 0 and 1, and may leave [0, 1].
     """
-    middle = (k + z * z / 2) / (n + z * z)
-    half_width = z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z)
+    square = NORMAL_95 * NORMAL_95
+    middle = (k + square / 2) / (n + square)
+    half_width = NORMAL_95 * math.sqrt(k * (n - k) / n + square / 4) / (n + square)
     return max(0.0, middle - half_width), min(1.0, middle + half_width)
 
 

@@ -38,6 +38,13 @@ def resolve_devices(cfg: RunSettings) -> dict[str, object]:
             )
         devices = started
         nodes = max(1, int(os.environ["WORLD_SIZE"]) // started)
+    # srun starts this program once a task. Fabric uses these processes only where their number is the
+    # one that the settings ask for; any other number would be so many runs of the same settings.
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+    if not started and tasks not in (1, devices * nodes):
+        raise BadInput(
+            f"devices: {devices} on each of {nodes} nodes, but srun started {tasks} processes"
+        )
     gpus, accelerator = torch.cuda.device_count(), cfg.accelerator
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
@@ -109,9 +116,9 @@ def launch(cfg: RunSettings) -> Fabric:
     )
     launched_fabrics.append(fabric)
     fabric.launch()
-    launched = int(os.environ.get("WORLD_SIZE", n_devices))
-    if fabric.world_size != max(n_devices, launched):
-        raise BadInput(f"devices: {fabric.world_size} processes run, but {launched} were launched")
+    expected = max(n_devices, int(os.environ.get("WORLD_SIZE", n_devices)))
+    if fabric.world_size != expected:
+        raise BadInput(f"devices: {fabric.world_size} processes run, but {expected} were expected")
     torch.manual_seed(cfg.seed)
     return fabric
 
@@ -170,11 +177,16 @@ def keep_gathered(policy, device):
     module = getattr(policy, "module", policy)
     blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
     size = sum(p.numel() * p.element_size() for p in module.parameters())  # of the whole model
-    if size > free_memory(device) / 2:
-        blocks = []
+    if blocks:
+        # The least of all ranks: they must agree, because gathering a block is a collective.
+        room = torch.tensor(free_memory(device), dtype=torch.float64, device=device)
+        if size > all_reduce(room, "min").item() / 2:
+            blocks = []
     for block in blocks:
         block.set_reshard_after_forward(False, recurse=False)
-    yield
-    for block in blocks:
-        block.set_reshard_after_forward(True, recurse=False)
-        block.reshard()
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True, recurse=False)
+            block.reshard()

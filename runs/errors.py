@@ -10,7 +10,8 @@ import traceback
 from errno import EDQUOT, EFBIG, ENOSPC, EPIPE
 from pathlib import Path
 
-# Set before torch is imported: a rank whose peer has died would print a C++ stack beside our line.
+# For the processes that this one launches, since torch reads it while it is imported: a rank whose
+# peer has died would print a C++ stack beside our line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 MAX_LINE = 2000  # characters of an error's line
@@ -32,9 +33,11 @@ debug = False  # set by --debug: exceptions then reach pdb as they are
 
 
 def rank() -> int:
-    """This process's number among all processes of the run, also before launching; 0 if alone."""
+    """0 in the first process of the run, also before launching, and above 0 in all others. Elsewhere
+    it need not be torch's rank: several nodes that Fabric launches itself repeat their local
+    numbers."""
     env = os.environ
-    # In a shell that SLURM gave, SLURM_PROCID is 0 in every process that Fabric launches.
+    # SLURM_PROCID last: in a shell that SLURM gave it is 0 in every process that Fabric launches.
     first = env.get("RANK") or env.get("LOCAL_RANK") or env.get("SLURM_PROCID") or 0
     return int(first) or int(env.get("NODE_RANK") or 0)
 
@@ -98,7 +101,7 @@ def end_process(code: int) -> None:
 
 
 def _end_on_signal(number, _frame=None) -> None:
-    """For signals that arrive before the run handles them itself (devices.Stop): there is nothing
+    """For signals that arrive before the run handles them itself (stop.Stop): there is nothing
     to save yet."""
     if rank() == 0:
         with contextlib.suppress(OSError):

@@ -55,7 +55,7 @@ def sync(path: Path) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that it is whole or not there, also after a power cut. Creates its parent
     folder, but no folder above that. Raises Failed."""
-    tmp = path.with_suffix(".tmp")
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two runs may write the same file
     with disk_error(path):
         path.parent.mkdir(exist_ok=True)
         tmp.write_bytes(content.encode() if isinstance(content, str) else content)

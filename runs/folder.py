@@ -85,8 +85,9 @@ def take_lock(out: Path) -> int:
 
 def refuse_taken_folder(cfg: RunSettings) -> None:
     """Raise BadInput if out_dir holds another run, or another process writes into it. Called before
-    any data is read; nothing is changed. RunFolder looks again when it takes the folder."""
-    if rank() or not cfg.out_dir:
+    any data is read; changes nothing but .lock. RunFolder looks again when it takes the folder. An
+    estimate writes nothing, so it may name the folder of a run."""
+    if rank() or not cfg.out_dir or cfg.estimate:
         return
     with user_error("out_dir", cfg.out_dir):
         out = Path(cfg.out_dir)
@@ -110,14 +111,14 @@ def _refuse_held_folder(out: Path) -> None:
         )
 
 
-def _refuse_other_settings(checkpoint: Path, cfg: RunSettings, program: Path) -> list[str]:
+def _compare_settings(checkpoint: Path, cfg: RunSettings, program: Path) -> list[str]:
     """Raise BadInput if this program with these settings is not the run of the checkpoint. -> lines
     to say"""
     state, _ = read_state(checkpoint)
     if Path(state.program).name != program.name:
         raise BadInput(f"resume: {checkpoint}: a run of {state.program}, not of {program}")
     lines = []
-    if state.source != file_hash(program):
+    if state.program_hash != file_hash(program):
         lines.append(
             f"{program} has changed since {checkpoint} was written: the run goes on with it as it "
             "is now"
@@ -128,10 +129,10 @@ def _refuse_other_settings(checkpoint: Path, cfg: RunSettings, program: Path) ->
     if fixed:
         file = checkpoint.parent.parent / "settings.yaml"  # the run's
         file = file if file.exists() else checkpoint / "settings.yaml"
-        lines = [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
+        faults = [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
         advice = f"a resume uses the run's own settings (--config {file})"
-        raise BadInput("\n".join(lines) + f"; {advice}")
-    rounding = f"; equal to rounding only, since {', '.join(cut)} changed" if cut else ""
+        raise BadInput("\n".join(faults) + f"; {advice}")
+    rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
     return [*lines, f"resumed from {checkpoint}{rounding}"]
 
 
@@ -147,8 +148,8 @@ def refuse_other_identity(saved: dict[str, str], new: dict[str, str]) -> None:
 
 
 class RunFolder:
-    """The folder of a run, locked for this process. Rank 0 decides for all ranks. Nothing in an
-    existing folder is changed before `begin`.
+    """The folder of a run, locked for this process. Rank 0 decides for all ranks. In an
+    existing folder nothing but .lock and empty folders is made before `begin`.
 
     path: the folder. checkpoint: the folder of the checkpoint that this start goes on from, or None;
     state: its RunState; is_own: whether that checkpoint is of the run in `path` (else this run
@@ -182,11 +183,16 @@ class RunFolder:
             _refuse_held_folder(out)
         if cfg.resume == "auto":
             checkpoint = newest_checkpoint(out)
+        # Rows without a checkpoint are allowed here: a branch that was killed before its first
+        # checkpoint begins again by the same command.
         has_checkpoints = bool(checkpoints_by_step(out / "checkpoints"))
         if checkpoint and has_checkpoints and not belongs_to_run(checkpoint, out):
-            _refuse_held_folder(out)  # a branch of one run must not lie in the folder of another
+            raise BadInput(
+                f"out_dir: {out} holds another run: a run that branches off {checkpoint} needs a "
+                "folder of its own"
+            )
         if checkpoint:
-            return out, checkpoint, _refuse_other_settings(checkpoint, cfg, program)
+            return out, checkpoint, _compare_settings(checkpoint, cfg, program)
         if has_checkpoints:
             advice = "move it away, or give another --out_dir"
             raise BadInput(f"resume: {out}: none of its checkpoints is whole: {advice}")

@@ -53,7 +53,7 @@ def least_passes(kl_pairs: bool, reference: bool, lora: bool) -> tuple[int, int]
 
 
 class Throughput:
-    """Speed and memory over the steps from one row of metrics.csv to the next.
+    """Speed over the steps from one row of metrics.csv to the next, and peak memory so far.
 
     policy: the model itself, before Fabric wraps it. passes: what least_passes returns. FLOPs are
     the useful ones: 2 for each weight, token and pass, without the attention scores.
@@ -69,7 +69,7 @@ class Throughput:
                 # A 4-bit parameter is packed; its quant_state has the shape of the matrix.
                 shape = getattr(parameter, "quant_state", parameter).shape
                 self.n_block_weights += shape.numel()
-        self.peak = peak_flops(fabric.device, precision) * fabric.world_size
+        self.peak_flops = peak_flops(fabric.device, precision) * fabric.world_size
         self._start_again()
 
     def _start_again(self) -> None:
@@ -90,15 +90,16 @@ class Throughput:
         self.seconds += seconds
 
     def read(self) -> dict:
-        """The columns of a row over the steps since the last call: tokens and TFLOPs per second,
-        seconds, peak memory in GB, and mfu (the share of the peak; None without a known peak)."""
+        """The columns of a row: over the steps since the last call tokens and TFLOPs per second, mfu
+        (the share of the peak FLOP/s; None without a known peak) and seconds; and the process's peak
+        memory so far in GB."""
         flops_per_second = self.flops / self.seconds
         row = {
             "tokens/s": self.tokens / self.seconds,
             "seconds": self.seconds,
             "memory_gb": self.memory(),
             "tflops/s": flops_per_second / 1e12,
-            "mfu": flops_per_second / self.peak if self.peak else None,
+            "mfu": flops_per_second / self.peak_flops if self.peak_flops else None,
         }
         self._start_again()
         return row

@@ -16,9 +16,8 @@ class Plan(NamedTuple):
     """
 
     per_epoch: int
-    total: (
-        int  # of the whole run, all iterations together: the length of the learning rate schedule
-    )
+    # of the whole run, all iterations together: the length of the learning rate's schedule
+    total: int
     val: int | None  # between two validations; None: only at step 0 and at the end
     save: int | None  # between two checkpoints; None: no checkpoints at regular steps
     check: int | None = None  # between two checks of answers by the checker; None as for val
@@ -134,13 +133,13 @@ def make_optimizer(o: Optim, module: torch.nn.Module) -> torch.optim.Optimizer:
 # ---- clipping -----------------------------------------------------------------------------------
 
 
-def clip_gradient(fabric, policy, optimizer, max_norm: float) -> torch.Tensor:
-    """Scale the gradient to a norm of at most max_norm; 0 leaves it as it is.
+def clip_gradient(fabric, policy, optimizer, max_norm: float | None) -> torch.Tensor:
+    """Scale the gradient to a norm of at most max_norm; None leaves it as it is.
 
     Returns the norm before, as a scalar tensor on the device. The norm may be nan or inf: the loop
     refuses the step then.
     """
-    limit = max_norm or math.inf
+    limit = math.inf if max_norm is None else max_norm
     norm = fabric.clip_gradients(policy, optimizer, max_norm=limit, error_if_nonfinite=False)
     if hasattr(norm, "full_tensor"):  # with FSDP2 it is a DTensor, of which each rank has a part
         return norm.full_tensor()

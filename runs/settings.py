@@ -97,10 +97,10 @@ class Data:
     """A new order in each epoch, which depends on the seed and the epoch only. False: file order."""
     max_prompt: int | None = setting(None, at_least=1)
     """Longest prompt in tokens; a longer one loses its beginning. Default: 1024, or half the
-    context."""
+    context, or less where data.max_completion leaves less."""
     max_completion: int | None = setting(None, at_least=1)
-    """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or half
-    the context."""
+    """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or
+    what fits into the context beside data.max_prompt."""
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template. It is used in place of the tokenizer's
     own."""
@@ -116,7 +116,7 @@ class Data:
     cache: str | None = "~/.cache/kto"
     """Folder that keeps the token ids of files of 16 MB and more. null: no cache."""
     extra: str | None = None
-    """More fields that every record must have, for a loss or a metric to read: weight,source."""
+    """More fields that every record must have, which a loss reads by batch.extra: source,score."""
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
@@ -127,14 +127,17 @@ class Data:
 def with_limits(data: Data, context: int) -> Data:
     """Fill in max_prompt and max_completion so that both together fit into a model's context (in
     tokens). Raises BadInput where the given ones do not."""
-    longest = data.max_prompt
-    if longest is None:
-        longest = max(1, min(1024, context // 2, context - (data.max_completion or 1)))
-    answer = data.max_completion or min(1024, context - longest)
-    if longest + answer > context or answer < 1:
-        both = f"{longest} + data.max_completion {data.max_completion or 'at least 1'}"
-        raise BadInput(f"data.max_prompt {both} exceed the context of {context}")
-    return dataclasses.replace(data, max_prompt=longest, max_completion=answer)
+    max_prompt, max_completion = data.max_prompt, data.max_completion
+    if max_prompt is None:
+        max_prompt = max(1, min(1024, context // 2, context - (max_completion or 1)))
+    if max_completion is None:
+        max_completion = min(1024, context - max_prompt)
+    if max_completion < 1 or max_prompt + max_completion > context:
+        raise BadInput(
+            f"data.max_prompt {max_prompt} + data.max_completion {max(1, max_completion)} exceed the "
+            f"context of {context}"
+        )
+    return dataclasses.replace(data, max_prompt=max_prompt, max_completion=max_completion)
 
 
 @dataclass(frozen=True)
@@ -328,7 +331,8 @@ class RunSettings:
     keep_last: int = setting(2, at_least=1)
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
-    """Also keep the best checkpoint by this column of val.csv: loss and kl low, all others high."""
+    """Also keep the best checkpoint by this column of val.csv: the lowest of the losses and of kl, the
+    highest of any other."""
     export_dtype: str = setting("source", choices=EXPORT_DTYPES)
     """Type of the exported weights: source (as in the model that we start from), or float32."""
     examples_at: int | None = setting(None, at_least=1)
@@ -412,8 +416,8 @@ class RunSettings:
 
 # ---- what a resume may change, and --help's sections ---------------------------------------------
 
-# How a step is cut into micro-batches and over devices: after a change of one of these a resumed
-# run is equal to rounding only.
+# How a step is computed: on which devices, in which micro-batches, and where the reference's
+# log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
 CUT_SETTINGS = {
     "accelerator", "devices", "num_nodes", "strategy",
     "micro_batch_size", "micro_batch_tokens", "no_grad_tokens", "reference_cache",
@@ -451,7 +455,8 @@ def flatten(settings, prefix: str = "") -> dict[str, object]:
     if isinstance(settings, type):
         settings = typing.get_type_hints(settings)
     out = {}
-    for name, value in (settings if isinstance(settings, dict) else vars(settings)).items():
+    items = settings if isinstance(settings, dict) else vars(settings)
+    for name, value in items.items():
         if isinstance(value, dict) or dataclasses.is_dataclass(value):
             out |= flatten(value, f"{prefix}{name}.")
         else:

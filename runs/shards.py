@@ -26,7 +26,8 @@ def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     writer = hf_storage.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
     try:
         with warnings.catch_warnings():
-            # It warns that a single process saves alone; torch 2.10 of what it calls itself.
+            # It warns that a single process saves alone; torch 2.10 also warns of a function of torch
+            # that this one calls.
             warnings.simplefilter("ignore")
             dcp.save(dict(sorted(tensors.items())), storage_writer=writer)
     except CheckpointException as e:

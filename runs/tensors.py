@@ -25,8 +25,7 @@ INTEGER_DTYPES = {
     "U8": torch.uint8,
 }
 DTYPES = FLOAT_DTYPES | INTEGER_DTYPES
-FLOATS = frozenset(FLOAT_DTYPES)
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class LazyTensors(Mapping):
@@ -132,7 +131,7 @@ def write_file(file: Path, tensors: LazyTensors) -> None:
     for name, x in tensors.like.items():
         end = start + x.numel() * x.element_size()
         header[name] = {
-            "dtype": NAMES[x.dtype],
+            "dtype": NAME_OF_DTYPE[x.dtype],
             "shape": list(x.shape),
             "data_offsets": [start, end],
         }
@@ -166,18 +165,13 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def set_weights(module, state: Mapping[str, torch.Tensor] | None) -> None:
-    """Copy weights into a module's parameters of the same names; parameters that `state` lacks stay.
+def set_weights(module, weights: Mapping[str, torch.Tensor] | None) -> None:
+    """Copy weights into a module's parameters of the same names; parameters that `weights` lacks stay.
 
     A collective if the module is sharded: rank 0 gives the weights of all parameters, the other ranks may give None.
     """
     for name, p in module.unique_parameters().items():
-        if state is None:
+        if weights is None:
             p.copy_(place_like(torch.empty(p.shape, dtype=p.dtype), p))
-        elif name in state:
-            p.copy_(place_like(state[name].detach().to(p.dtype), p))
-
-
-def is_sharded(params: dict) -> bool:
-    """Whether some of the parameters are sharded (FSDP2)."""
-    return any(isinstance(p, DTensor) for p in params.values())
+        elif name in weights:
+            p.copy_(place_like(weights[name].detach().to(p.dtype), p))

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +14,8 @@ from conftest import train
 from tokens import ids_of, rated, write
 
 import data
+from hub import folders
+from hub.families import read_config
 from records import examples, tokenizer
 from records.forms import Fault, Record
 from records.tokenizer import Texts, Tokenizer
@@ -307,6 +310,20 @@ def test_a_template_that_does_not_come_to_an_end_is_ended(tmp_path, monkeypatch)
         load(two, templated(tmp_path, long))
 
 
+def test_outside_of_the_main_thread_a_template_runs_without_a_timer(tmp_path, monkeypatch):
+    timers, texts = [], []
+    monkeypatch.setattr(signal, "setitimer", lambda *args: timers.append(args))
+
+    def work():
+        record = Record([user("p")], [bot("c")], True)
+        texts.append(templated(tmp_path, tokens.CHATML).render(record))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(texts) == 1 and timers == [], "its signal would end the process"
+
+
 @pytest.mark.survive("R16")
 @pytest.mark.parametrize(
     "large", ["10 ** 10 ** 10", "'x' * 10 ** 10", "'x' * 999999999", "[1] * 99999999"]
@@ -354,12 +371,14 @@ def preview(*argv, monkeypatch, capsys, columns=80) -> str:
     return capsys.readouterr().out
 
 
-def test_data_py_shows_a_file_as_a_run_would_see_it(real, tmp_path, monkeypatch, capsys):
+def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, monkeypatch, capsys):
+    zephyr = shutil.copytree(real("zephyr"), tmp_path / "zephyr")
+    shutil.copy(tiny / "config.json", zephyr)  # the context is read from it
     texts = ["Could", "would " * 30, "x"]
     records = [rated([user("Hello")], [bot(x)], x != "x") for x in [*texts, "x"]]
     source = write(tmp_path / "d.jsonl", *records)
     see = dict(monkeypatch=monkeypatch, capsys=capsys)
-    shown = preview(source, "--model", real("zephyr"), "--max_completion", 9, **see)
+    shown = preview(source, "--model", zephyr, "--max_completion", 9, **see)
     lines = shown.splitlines()
     assert lines[0].endswith("4 examples of 1 prompts, 2 desirable, 2 undesirable")
     assert "1 duplicates, 0 contradictions, 1 completions cut" in shown
@@ -372,10 +391,33 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tmp_path, monkeypatch,
     shown = preview(write(tmp_path / "p.jsonl", pair), **see)
     assert "1 pairs of 1 prompts" in shown and shown.count("  > ") == 2, "the demo's tokenizer"
     assert preview(write(tmp_path / "q.jsonl", {"prompt": "p"}), **see).count("  > ") == 0
+    flag = preview(tmp_path / "q.jsonl", "--score_prompt", **see)
+    assert flag.count("  > ") == 1, "a bare flag, as in a run"
+    with pytest.raises(BadInput, match="^max_prompt: expected at least 1"):
+        preview(tmp_path / "q.jsonl", "--max_prompt", "0", **see)
     for argv in (["--max_prompt", "x", source], [tmp_path / "none.jsonl"]):
         with pytest.raises(BadInput):
             preview(*argv, **see)
     assert data.pack, "and data.py is what others import"
+
+
+def test_data_py_takes_the_context_as_a_run_does_and_fetches_no_weights(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    asked, fetch = [], folders.fetch_model
+
+    def fetch_model(*args, **options):
+        asked.append(options)
+        return fetch(*args, **options)
+
+    monkeypatch.setattr(folders, "fetch_model", fetch_model)
+    see = dict(monkeypatch=monkeypatch, capsys=capsys)
+    source = write(tmp_path / "q.jsonl", {"prompt": "p"})
+    preview(source, "--model", tiny, **see)
+    assert asked == [{"weights": False}]
+    context = read_config(tiny).arguments["block_size"]
+    with pytest.raises(BadInput, match=f"exceed the context of {context}$"):
+        preview(source, "--model", tiny, "--max_prompt", context, **see)
 
 
 def test_spins_answers_end_at_every_end_that_the_model_names(tiny, tmp_path):

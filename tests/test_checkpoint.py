@@ -31,7 +31,7 @@ from models import gpt2_from_hf
 from safetensors.torch import load_file
 
 import kto
-from runs import checkpoint, tensors
+from runs import checkpoint, files, tensors
 from runs.cli import parse
 from runs.errors import BadInput, Failed, run_cli
 from runs.files import file_hash, verify_folder
@@ -193,7 +193,7 @@ def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
     train(tiny, ratings, out, *RUN, at_once)
     more = ("--micro_batch_size=5", "--save_interval=3", "--log_interval=2")
     train(tiny, ratings, out, *RUN, *more, "--resume=auto")
-    assert "equal to rounding only, since micro_batch_size changed" in capsys.readouterr().out
+    assert "the same run up to rounding, since micro_batch_size changed" in capsys.readouterr().out
 
 
 @pytest.mark.survive("R3")
@@ -288,6 +288,27 @@ def test_a_resume_refuses_in_one_line_what_has_changed_under_the_same_path(n, ch
     assert [said.removeprefix("rank 1: ") for said in capfd.readouterr().err.splitlines()] == [line]
 
 
+def test_a_checkpoint_of_another_version_is_refused_without_naming_a_setting(tmp_path):
+    (tmp_path / "state.json").write_text('{"run": {}, "optimizer": {}}')
+    with pytest.raises(BadInput, match=f"^{tmp_path}: a checkpoint of another version"):
+        checkpoint.read_state(tmp_path)
+
+
+def test_two_processes_that_write_the_same_file_do_not_share_a_temporary_one(tmp_path, monkeypatch):
+    """Another process writes the file while this one waits for the disk."""
+    name, wait = tmp_path / "same.json", files.sync
+
+    def meanwhile(path):
+        wait(path)
+        monkeypatch.setattr(files, "sync", wait)
+        with mock.patch("os.getpid", return_value=os.getpid() + 1):
+            files.write_atomically(name, "theirs")
+
+    monkeypatch.setattr(files, "sync", meanwhile)
+    files.write_atomically(name, "ours")
+    assert name.read_text() == "ours" and list(tmp_path.iterdir()) == [name]
+
+
 @pytest.mark.survive("R3")
 def test_a_resume_that_is_refused_changes_nothing_and_does_not_say_that_it_resumes(own, capsys):
     folder, go = own
@@ -311,6 +332,8 @@ def test_a_taken_folder_is_refused_before_any_data_is_read(done, tiny, tmp_path)
     with pytest.raises(BadInput, match="no-such-file"):
         train(tiny, nowhere, tmp_path / "new", *RUN)
     assert not (tmp_path / "new").exists(), "and a refused run leaves no folder"
+    with pytest.raises(SystemExit):  # an estimate writes nothing, so it may name the run
+        train(tiny, nowhere, out, *RUN, "--estimate=true")
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(done, tiny, ratings):
@@ -459,7 +482,7 @@ def test_a_run_is_written_over_neither_by_a_branch_nor_by_one_that_lost_its_chec
         train(tiny, ratings, tmp_path / name, *RUN, f"--seed={ord(name)}", "--keep_last=1")
     rows = (tmp_path / "b" / "metrics.csv").read_bytes()
     (last,) = (tmp_path / "a" / "checkpoints").iterdir()
-    with pytest.raises(BadInput, match="out_dir: .*b holds a run already: --resume auto goes on"):
+    with pytest.raises(BadInput, match="out_dir: .*b holds another run: a run that branches off"):
         train(tiny, ratings, tmp_path / "b", *RUN, "--seed=97", f"--resume={last}")
     (last,) = (tmp_path / "b" / "checkpoints").iterdir()
     weights = bytearray(first_shard(last).read_bytes())

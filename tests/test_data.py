@@ -492,6 +492,9 @@ def test_a_damaged_file_of_token_ids_is_made_again_and_no_room_is_no_fault(tmp_p
     file.write_bytes(whole[:-100])
     load(source, plain())
     assert len(tokenised) > 3 and file.read_bytes() == whole
+    file.write_bytes(b"")  # as a power cut may leave it
+    assert ids(load(source, plain()).examples[0]) == ids(first)
+    assert file.read_bytes() == whole
     file.unlink()
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("no folder")
@@ -616,7 +619,7 @@ def test_one_class_alone_gets_no_advice(label):
 def parts_of(d: Data, *kinds) -> tuple[dict, list[str]]:
     """The three parts, and what was said."""
     said = []
-    d = dataclasses.replace(d, max_prompt=64, max_completion=64)
+    d = dataclasses.replace(d, max_prompt=d.max_prompt or 64, max_completion=64)
     return load_splits(d, plain(), *(kinds or ("rated", "rated")), said.append), said
 
 
@@ -639,6 +642,10 @@ def test_one_file_is_split_by_prompt(tmp_path):
     kept = [{e.keys[0] for e in part} for part in parts.values()]
     assert [*parts] == ["train", "val", "test"] and len(said) == 3
     assert sum(map(len, parts.values())) == 300 and sum(map(len, kept)) == 100 and all(kept)
+    cuts = ", 300 prompts cut (all parts), 0 completions cut (all parts)"
+    _, said = parts_of(Data(train=train, split="2,1,1", max_prompt=1))
+    assert cuts in said[0], "they were counted over the whole file"
+    assert "cut" not in said[1] + said[2]
     with pytest.raises(BadInput, match="^data.split: .*not both$"):
         parts_of(Data(train=train, val=train, split="2,1,1"))
 

@@ -470,6 +470,18 @@ def test_before_the_first_step_the_empty_accuracy_is_explained(tracked, program,
         assert [row["accuracy"] != "" for row in rows(out / "val.csv")] == [False, True]
 
 
+def test_the_docs_name_every_column(tracked):
+    text = (ROOT / "docs" / "columns.md").read_text()
+    first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+    named = {name.strip() for cell in first_cells for name in cell.split(",")} - {"column", "---"}
+    seen = {"checker_accuracy"}  # no run here has a checker
+    for program in ("kto", "dpo", "spin"):
+        out, *_ = tracked[program, "tensorboard"]
+        for table in ("metrics.csv", "val.csv"):
+            seen |= rows(out / table)[0].keys()
+    assert named == seen
+
+
 def test_a_run_says_how_many_steps_it_will_have(tracked):
     out, _, stdout, _ = tracked["kto", "tensorboard"]
     assert "\n3 steps of 4 examples\n" in stdout
@@ -659,7 +671,7 @@ def best_of(keep_best, values) -> list[int]:
     for step, value in enumerate(values):
         state.step = step
         row = dict(loss=value, kl=value, accuracy=value, checker_accuracy=value, auc=None)
-        if state.is_best(row, keep_best):
+        if state.remember_if_best(row, keep_best):
             best_steps.append(step)
     assert state.best_step == (best_steps[-1] if best_steps else None)
     return best_steps
@@ -686,7 +698,7 @@ def test_a_column_that_is_not_there_is_refused_before_the_first_step():
         ):
             best_of(name, [0.5])
     with pytest.raises(BadInput, match="^keep_best: checker_accuracy: not in val.csv"):
-        RunState().is_best({"loss": 0.5}, "checker_accuracy")
+        RunState().remember_if_best({"loss": 0.5}, "checker_accuracy")
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):

@@ -8,7 +8,7 @@ from models import HF, logits, made, ragged, same, trained
 import model
 from data import pack
 from hub.export import export_weights
-from hub.lora import disable_adapters, merge_adapters, reset_adapters
+from hub.lora import adapter_arguments, disable_adapters, merge_adapters, reset_adapters
 from runs.errors import BadInput
 from runs.settings import Lora
 
@@ -17,6 +17,13 @@ from runs.settings import Lora
 def folders(tiny, tmp_path):
     made(HF["llama"], tmp_path / "llama")
     return {"gpt2": tiny, "llama": tmp_path / "llama"}
+
+
+def test_an_empty_name_among_the_targets_is_refused_in_a_litgpt_folder_too():
+    assert adapter_arguments(Lora(rank=2, targets="query"), None)["lora_query"]
+    for targets in ("query,", ",", "query, ,mlp"):
+        with pytest.raises(BadInput, match="^lora.targets: expected some of"):
+            adapter_arguments(Lora(rank=2, targets=targets), None)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

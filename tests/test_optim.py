@@ -218,7 +218,7 @@ def test_adamw8bit_trains_on_a_cpu_with_states_in_8_bits():
 # ---- clipping ------------------------------------------------------------------------------------
 
 
-def clipped(gradient: list[float], max_norm: float) -> tuple[float, list[float]]:
+def clipped(gradient: list[float], max_norm: float | None) -> tuple[float, list[float]]:
     fabric = Fabric(accelerator="cpu", devices=1)
     layer = nn.Linear(2, 1, bias=False)
     policy, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), 0.1))
@@ -232,10 +232,10 @@ def test_clipping_scales_to_the_norm_and_returns_what_it_was():
     assert clipped([3.0, 4.0], 6.0) == (5.0, [3.0, 4.0]), "below the limit it is left alone"
 
 
-def test_a_limit_of_0_is_no_clipping_but_the_norm_is_returned():
-    assert clipped([3.0, 4.0], 0) == (5.0, [3.0, 4.0])
+def test_without_a_limit_nothing_is_clipped_but_the_norm_is_returned():
+    assert clipped([3.0, 4.0], None) == (5.0, [3.0, 4.0])
 
 
 def test_a_norm_that_is_not_finite_is_returned_for_the_loop_to_refuse():
     assert math.isnan(clipped([float("nan"), 1.0], 1.0)[0])
-    assert clipped([float("inf"), 1.0], 0)[0] == math.inf
+    assert clipped([float("inf"), 1.0], None)[0] == math.inf

@@ -554,6 +554,19 @@ def test_a_launchers_number_of_processes_is_taken_or_contradicted(monkeypatch):
         resolve_devices(parse("--devices=3"))
 
 
+def test_srun_starts_as_many_processes_as_the_settings_ask_for_or_one(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(BadInput, match="^devices: 1 on each of 1 nodes, but srun started 8 proc"):
+        resolve_devices(parse("--accelerator=cpu"))
+    asked = parse("--accelerator=cpu", "--devices=4", "--num_nodes=2")
+    assert resolve_devices(asked)["devices"] == 4, "srun -N 2 -n 8"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert resolve_devices(asked)["devices"] == 4, "Fabric launches them itself"
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    assert resolve_devices(parse("--accelerator=cpu"))["devices"] == 1
+
+
 def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
     code, out, err = Started(tmp_path, "kto", ["--help"]).ended()
     assert (code, err) == (0, "") and "--kto.beta" in out

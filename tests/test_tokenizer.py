@@ -15,7 +15,7 @@ from runs.errors import BadInput
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.prompt(*tokenizer.encode([text]))
+    return tokenizer.with_bos(*tokenizer.encode([text]))
 
 
 def dialogue(text: str = "p", answer: str = "c") -> Record:
