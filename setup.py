@@ -280,7 +280,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     fabric = launch(cfg)
     program = program_file(type(objective))
     folder = RunFolder(fabric, cfg, program)
-    cfg = folder.cfg
+    cfg = replace(cfg, out_dir=str(folder.path))  # settings.yaml alone must find its run
 
     # the models
     state = RunState(str(program), file_hash(program))
@@ -295,7 +295,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         reference = CachedReference(fabric, reference, cfg, state.identity)
 
     # a new run, or the one that it goes on from
-    rows = begin_folder(fabric, folder, state, source)
+    rows = begin_folder(fabric, folder, cfg, state, source)
     if folder.state:
         load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
         state = replace(folder.state, program_hash=state.program_hash)
@@ -335,7 +335,9 @@ def refuse_unsavable_state(objective) -> None:
         say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
 
 
-def begin_folder(fabric, folder: RunFolder, state: RunState, source: Path) -> list[bytes] | None:
+def begin_folder(
+    fabric, folder: RunFolder, cfg: RunSettings, state: RunState, source: Path
+) -> list[bytes] | None:
     """Refuse what can still be refused, and only then write into the folder. -> the rows of
     metrics.csv and val.csv that a resume goes on from; None for a new run. Raises BadInput."""
     if folder.state:
@@ -350,7 +352,7 @@ def begin_folder(fabric, folder: RunFolder, state: RunState, source: Path) -> li
         # A source whose tokenizer files cannot be copied is refused now, not at the export; `begin`
         # removes the copy.
         copy_tokenizer_files(source, folder.path / ".final.tmp")
-        folder.begin()
+        folder.begin(cfg)
         return rows
 
     rows = on_rank_0(fabric, work)

@@ -154,9 +154,12 @@ def verify_checkpoint(folder: Path) -> str | None:
     required = ["state.json", "settings.yaml"]
     if fault := verify_folder(folder, required):
         return fault
-    shards = json.loads((folder / "state.json").read_text()).get("shards", [])
     manifest = json.loads((folder / "manifest.json").read_text())
-    missing = sorted(set(shards) - set(manifest))
+    try:
+        shards = set(json.loads((folder / "state.json").read_text())["shards"])
+    except (ValueError, LookupError, TypeError):
+        return None  # of another version of this program: read_state refuses it
+    missing = sorted(shards - set(manifest))
     return f"manifest.json names no {missing[0]}" if missing else None
 
 

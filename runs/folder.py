@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -161,8 +160,6 @@ class RunFolder:
         self.path, self.checkpoint, self.lines = on_rank_0(fabric, lambda: self._take(cfg, program))
         self.state = read_state(self.checkpoint)[0] if self.checkpoint else None
         self.is_own = self.checkpoint is not None and belongs_to_run(self.checkpoint, self.path)
-        # settings.yaml alone must find its run
-        self.cfg = replace(cfg, out_dir=str(self.path))
 
     def _take(self, cfg: RunSettings, program: Path) -> tuple[Path, Path | None, list[str]]:
         """Create and lock the folder, find the checkpoint. -> path, checkpoint, lines to say"""
@@ -199,7 +196,7 @@ class RunFolder:
         lines = [f"nothing to resume in {out}: starting"] if cfg.resume else []
         return out, None, lines
 
-    def begin(self) -> None:
+    def begin(self, cfg: RunSettings) -> None:
         """On rank 0, once nothing can be refused any more: clean up after an earlier process, put
         aside newer checkpoints that this start leaves behind, write the settings, say so."""
         with disk_error(self.path):
@@ -207,7 +204,7 @@ class RunFolder:
                 _clear_litter(self.path / name)
             if self.is_own:
                 _put_newer_aside(self.path / "checkpoints", self.state.step)
-        write_atomically(self.path / "settings.yaml", dump_yaml(self.cfg))
+        write_atomically(self.path / "settings.yaml", dump_yaml(cfg))
         for line in (*self.lines, f"run folder: {self.path}"):
             say(line)
 
