@@ -408,10 +408,10 @@ def test_a_signal_that_comes_after_the_ranks_have_agreed_is_not_lost(ranks, monk
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     try:
         stop = Stop(None, None)
-        stop.agreed = stop.code()
+        stop.set_agreed(stop.code())
         os.kill(os.getpid(), signal.SIGTERM)
         now = stop.requested()
-        stop.agreed = stop.code()
+        stop.set_agreed(stop.code())
         assert (now, stop.requested(), stop.reason) == (ranks == 1, True, "SIGTERM")
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
