@@ -143,7 +143,8 @@ def run_cli(main):
             signal.signal(number, _end_on_signal)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal may not know every character
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     try:
         return main()
     except BaseException as e:
