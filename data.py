@@ -65,7 +65,8 @@ def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
     every rank, and a resume needs no sampler state."""
     G = run.cfg.batch_size
     epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
-    # no epoch of another iteration has this number: an epoch has at least one step
+    # unique over the whole run: an iteration has at least as many steps as epochs, so its numbers stay below the next
+    # iteration's plan.begin
     number = plan.begin + epoch
     order = epoch_order(len(examples), number, run.cfg.seed, run.cfg.data.shuffle)
     chosen = [examples[j] for j in order[i * G : (i + 1) * G]]
@@ -132,7 +133,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The G examples of a step (or of a whole validation split), the same on every rank."""
+    """The G examples of a step (or of a whole validation split). Every rank has the whole list; micro_batches gives it
+    its part."""
 
     examples: list[Example]
     # partners[i] is the example whose completion example i borrows for its KL pair; -1: it has no partner

@@ -56,7 +56,7 @@ class Settings(RunSettings):
 
 
 def kto_loss(logratio_B, z, desirable_B, args: KTOSettings):
-    """Eq. 8 of the paper: how far a completion's log-ratio (nats) is on the wrong side of z. -> (B,)"""
+    """The loss of the paper: how far a completion's log-ratio (nats) is on the wrong side of z. -> (B,)"""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
     weight_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
     return weight_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z)))

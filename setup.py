@@ -91,7 +91,7 @@ class Run:
     """The objective of val.csv; most often the same one. Never changed."""
     policy: nn.Module
     """The model that learns, as Fabric wraps it. Its weights are changed by the optimizer's step and
-    by new_reference, which merges adapters into the base."""
+    by new_reference, which merges adapters into the base; at the end by load_best_weights."""
     reference: Reference | CachedReference | None
     """The frozen model that the policy is compared with; None if no objective needs one. Its weights
     are changed by new_reference."""
@@ -99,7 +99,8 @@ class Run:
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the
-    iteration by begin_iteration, the rest by save."""
+    iteration's fields by begin_iteration, the best step by Trainer.evaluate, `rows` and `objective`
+    by save; online.py adds to `identity`."""
     folder: RunFolder
     """The folder of the run and its lock."""
     logger: Logger
@@ -146,6 +147,7 @@ class Run:
         weights = self.merged_weights()
         if uses_adapters:
             base = (name for name in module.unique_parameters() if "lora_" not in name)
+            # back from plain names to the policy's own: a LoRA layer holds its matrix as .linear
             weights = rename_tensors(weights, {n: n.replace(".linear.", ".") for n in base})
         folder = self.folder.path / "iterations" / f"{i}"
         self.publish(folder, lambda new: write_safetensors(new, weights, "weights"))
@@ -187,6 +189,7 @@ class Run:
     def _source_weights(self, names: list[str]) -> LazyTensors:
         """What a quantised base was made of."""
         stored = model.read_folder_weights(self.source, dtype_of(self.cfg.precision))
+        # a LoRA layer holds its matrix as .linear
         weights = rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
         if weights_hash(weights) != self.state.identity["model weights"]:
             raise Failed(f"{self.source}: not the weights that this run began with: put them back")
@@ -198,7 +201,7 @@ class Run:
 
     def publish(self, out: Path, write) -> None:
         """publish_folder for a folder of the policy's weights: write(a new folder) on rank 0. Of a
-        sharded policy all ranks call write(None) too, since its weights are gathered."""
+        sharded policy the other ranks call write(None), since its weights are gathered."""
         is_rank_0 = self.fabric.global_rank == 0
         publish_folder(
             self.fabric,
@@ -462,7 +465,8 @@ def export_models(run: Run) -> None:
     run.publish(out / "final", write_final)
     if cfg.lora.rank:
         base_names = [name for name in weights if "lora_" not in name]
-        base_hash = weights_hash(rename_tensors(weights, dict(zip(base_names, base_names))))
+        # of the base alone, by its own names, as model_hashes did at the start
+        base_hash = weights_hash(rename_tensors(weights, {name: name for name in base_names}))
         # with a moving reference the adapters of each iteration are merged into the base
         base_changed = run.state.iteration > 1 and base_hash != run.state.identity["model weights"]
         from_run = any((x / "state.json").exists() for x in folders_on_top(run.source))

@@ -521,7 +521,7 @@ def describe_examples(
 
 
 def suggest_class_weights(examples: Sequence[Example]) -> str | None:
-    """A line with the class weights of arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) is to lie in
+    """A line with the class weights that arXiv 2402.01306 suggests: w_D n_D / (w_U n_U) is to lie in
     [1, 4/3]. The smaller of the two weights is 1. None where there are not two classes."""
     examples = Examples.of(examples)
     n_desirable = int(examples.rows["label"].sum())

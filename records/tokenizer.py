@@ -380,8 +380,8 @@ def _model_token_ids(folder: Path, name: str) -> list[int]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates run: jinja's sandbox, without `**` and with a bound on `*`. The timer cannot end
-    one, as Python computes it in a single step."""
+    """Where templates run: jinja's sandbox, without `**` and with a bound on `*`. The time limit
+    cannot interrupt such an operation, because Python computes it in a single step."""
 
     intercepted_binops = frozenset(("*", "**"))
 

@@ -33,11 +33,12 @@ debug = False  # set by --debug: exceptions then reach pdb as they are
 
 
 def rank() -> int:
-    """0 in the first process of the run, also before launching, and above 0 in all others. Elsewhere
-    it need not be torch's rank: several nodes that Fabric launches itself repeat their local
-    numbers."""
+    """0 in the first process of the run, also before launching, and above 0 in all others. In those
+    others it need not be torch's rank: where Fabric itself launches the processes on several nodes,
+    each node repeats the local numbers."""
     env = os.environ
-    # SLURM_PROCID last: in a shell that SLURM gave it is 0 in every process that Fabric launches.
+    # SLURM_PROCID last: inside an interactive SLURM shell its value is 0 in every process that Fabric
+    # launches.
     first = env.get("RANK") or env.get("LOCAL_RANK") or env.get("SLURM_PROCID") or 0
     return int(first) or int(env.get("NODE_RANK") or 0)
 

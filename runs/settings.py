@@ -162,7 +162,8 @@ class Lora:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW: warmup, constant, decay to min_lr. Norms, biases and embeddings do not decay."""
+    """AdamW. The learning rate: warmup, constant, decay to min_lr. Weight decay leaves out norms, biases
+    and embeddings."""
 
     name: str = setting("adamw", choices=("adamw", "adamw8bit"))
     """adamw, or adamw8bit: optimizer states in 8 bits, through bitsandbytes."""
