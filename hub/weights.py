@@ -265,7 +265,8 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
 
 def _iteration_base(folder: Path) -> LazyTensors | None:
     """With a moving reference (SPIN, online KTO) the adapters of an iteration are merged into the weights
-    before the next one. For a checkpoint of a later iteration: the weights that its adapters belong to; else None. Raises BadInput."""
+    before the next one. -> for a checkpoint of a later iteration the weights that its adapters belong
+    to; else None. Raises BadInput."""
     run, _ = read_state(folder)
     file = folder.parent.parent / "iterations" / str(run.iteration) / "weights.safetensors"
     if file.exists():

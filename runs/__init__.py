@@ -1,4 +1,5 @@
-"""What every run needs, whatever its algorithm: settings, processes, files, checkpoints, logs. Imports nothing from records/, hub/ or the programs.
+"""What every run needs, whatever its algorithm: settings, processes, files, checkpoints, logs. Imports nothing from
+records/, hub/ or the programs.
 
 Read in this order: settings.py and cli.py (from the command line to settings), errors.py and console.py (what a user
 reads), devices.py and stop.py (processes, and when they end), files.py, tensors.py and shards.py (what is written),
