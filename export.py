@@ -22,8 +22,8 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     checkpoint = args.checkpoint.absolute()
     out = args.out or checkpoint.parent.parent / checkpoint.name
-    if args.out is None and not (checkpoint / "state.json").exists():
-        raise BadInput(f"out: required: {args.checkpoint} is no checkpoint of a run")
+    if args.out is None and (checkpoint / "adapter_config.json").exists():
+        raise BadInput("out: required: a PEFT folder does not lie in a run's folder")
     if out.exists():
         raise BadInput(f"out: {out}: is there already")
     export_checkpoint(args.checkpoint, tmp := out.with_name(f".{out.name}.tmp"), args.dtype)

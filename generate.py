@@ -268,7 +268,7 @@ class Ask(Sampling):
     """Longest answer in tokens. Default: 256, or what fits into the context."""
     plain: bool = False
     """Leave the chat template aside."""
-    seed: int = 1
+    seed: int = setting(1, at_least=0, below=2**32)
     """Prompt number i draws from (seed, i), turn number i of a conversation from (seed + i, 0)."""
 
 

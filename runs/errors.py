@@ -158,10 +158,13 @@ def run_cli(main):
         prefix = f"rank {rank()}: error: " if rank() else "error: "
         lines = [f"{prefix}{printable(x, MAX_LINE)}\n" for x in message.split("\n") if x]
         sys.stderr.write("".join(lines))  # one write, because other ranks may print too
-    try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+    lost_output = False
+    for stream in filter(None, (sys.stderr, sys.stdout)):
+        try:
             stream.flush()
-    except OSError:  # nobody reads the output any more; Python would say so again at its exit
+        except OSError:  # nobody reads it, or its disk is full
+            lost_output = True
+    if lost_output:  # Python would complain once more at its own exit
         end_process(1)
     if launched:
         end_process(code)

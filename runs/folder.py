@@ -15,7 +15,7 @@ from runs.checkpoint import read_state, verify_checkpoint
 from runs.cli import dump_yaml
 from runs.console import say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, disk_error, rank, user_error
+from runs.errors import BadInput, disk_error, user_error
 from runs.files import file_hash, write_atomically
 from runs.settings import RunSettings, changed_settings, flatten
 
@@ -84,16 +84,18 @@ def take_lock(out: Path) -> int:
 
 def refuse_taken_folder(cfg: RunSettings) -> None:
     """Raise BadInput if out_dir holds another run, or another process writes into it. Called before
-    any data is read; changes nothing but .lock. RunFolder looks again when it takes the folder. An
-    estimate writes nothing, so it may name the folder of a run."""
-    if rank() or not cfg.out_dir or cfg.estimate:
+    any data is read; changes nothing but .lock. RunFolder looks again when it takes the folder."""
+    if not cfg.out_dir or cfg.estimate:
         return
     with user_error("out_dir", cfg.out_dir):
         out = Path(cfg.out_dir)
-        if (out / ".lock").exists():
-            os.close(take_lock(out))
-        if not cfg.resume:
+        if (
+            not cfg.resume
+        ):  # on every rank: if rank 0 alone ended here, the others would wait for it
             _refuse_held_folder(out)
+        is_alone = not {"RANK", "LOCAL_RANK", "SLURM_PROCID"}.intersection(os.environ)
+        if is_alone and (out / ".lock").exists():
+            os.close(take_lock(out))
 
 
 def _holds_a_run(out: Path) -> bool:

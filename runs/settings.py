@@ -57,7 +57,8 @@ def check_value(name: str, value, limits) -> None:
     if limits.get("path"):
         control = re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value)
         # safetensors opens only paths in UTF-8
-        refuse_unless(value and not control, f"{name}: expected a path in UTF-8 or an id, {got}")
+        expected = f"{name}: expected a path in UTF-8 or an id"
+        refuse_unless(value and not control, f"{expected}, got '{printable(value)}'")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     refuse_unless(math.isfinite(value), f"{name}: expected a finite number, {got}")

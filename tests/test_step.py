@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import data
 import kto
 import model
+import train as train_module
 from runs import checkpoint
 from runs.errors import BadInput, Failed, run_cli
 from runs.folder import checkpoints_by_step
@@ -287,7 +288,7 @@ def waits(monkeypatch) -> list[int]:
 
     around(Trainer, "forward_backward", lambda: counts.append(0), lambda: None)
     around(Trainer, "log", lambda: None, lambda: on_host.append(1))  # saving may wait
-    around(Trainer, "batches", on_host.clear, lambda: None)
+    around(train_module, "step_batches", on_host.clear, lambda: None)
     around(kto.KTO, "metrics", lambda: on_host.append(1), on_host.pop)
     around(Trainer, "forward_backward", on_host.clear, lambda: None)
     return counts
