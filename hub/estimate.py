@@ -58,7 +58,7 @@ class CausalAttention:
     """Takes the place of model.PackedAttention: one sequence, each token sees those before it."""
 
     def attend(self, _attn, q, k, v):
-        """q, k, v (1, H, N, D) -> (1, H, N, D)."""
+        """q, k, v and the result: (1, heads, tokens, head size)."""
         sdpa = nn.functional.scaled_dot_product_attention
         y = sdpa(q, k, v, is_causal=True, enable_gqa=True)
         return y.contiguous()  # PackedAttention makes a copy too when it joins its tiles
