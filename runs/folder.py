@@ -89,13 +89,12 @@ def refuse_taken_folder(cfg: RunSettings) -> None:
         return
     with user_error("out_dir", cfg.out_dir):
         out = Path(cfg.out_dir)
-        if (
-            not cfg.resume
-        ):  # on every rank: if rank 0 alone ended here, the others would wait for it
-            _refuse_held_folder(out)
         is_alone = not {"RANK", "LOCAL_RANK", "SLURM_PROCID"}.intersection(os.environ)
         if is_alone and (out / ".lock").exists():
             os.close(take_lock(out))
+        # on every rank: if rank 0 alone ended here, the others would wait for it
+        if not cfg.resume:
+            _refuse_held_folder(out)
 
 
 def _holds_a_run(out: Path) -> bool:

@@ -24,6 +24,9 @@ def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     moments = sorted(set(moment_of.values()))
     file_of = {name: moments.index(moment) + 1 for name, moment in moment_of.items()}
     writer = hf_storage.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
+    # The folder is there. The writer would also make its parents, and so a run's folder that has been
+    # moved away.
+    writer.fs.mkdir = lambda path: None
     try:
         with warnings.catch_warnings():
             # It warns that a single process saves alone; torch 2.10 also warns of a function of torch
