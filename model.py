@@ -540,6 +540,14 @@ def cast_linears_to_bfloat16(model: nn.Module) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
+def freeze(model: nn.Module, precision: str) -> nn.Module:
+    """Make a model a reference: without gradients, and held in the precision in which it computes."""
+    model.requires_grad_(False).eval()
+    if precision == "bf16-mixed":
+        cast_linears_to_bfloat16(model)
+    return model
+
+
 def make_model(arguments: dict, lora: Lora | None, names: dict | None) -> nn.Module:
     """A model whose weights are still to be loaded, from arguments of litgpt's Config; a LoraGPT if `lora` has a rank.
 
@@ -592,9 +600,7 @@ def shard_over_ranks(fabric, whole: nn.Module | None, precision: str, learns: bo
     first = fabric.global_rank == 0
     shell = _empty_like(*fabric.broadcast(_description(whole) if first else None))
     if not learns:
-        shell.requires_grad_(False).eval()
-        if precision == "bf16-mixed":
-            cast_linears_to_bfloat16(shell)
+        freeze(shell, precision)
     module = fabric.setup_module(shell)
     set_weights(module, whole.unique_parameters() if first else None)
     return module

@@ -388,9 +388,7 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
     if has_copy and sharded:
         frozen = model.shard_over_ranks(fabric, other or policy, cfg.precision, learns=False)
     elif has_copy:  # not wrapped: DDP refuses a module that never trains
-        frozen = (other or copy.deepcopy(policy)).requires_grad_(False).eval()
-        if cfg.precision == "bf16-mixed":
-            model.cast_linears_to_bfloat16(frozen)
+        frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
         frozen = fabric.to_device(frozen)
     if cfg.lora.base:  # only now: the hashes are of the source's own weights
         quantize_base(policy, cfg.lora.base, fabric.device)
