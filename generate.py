@@ -168,7 +168,7 @@ class _Sampler:
         # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
         completions = [(np.zeros(1, int),)] * len(batch_prompts)
         packed = pack(batch_prompts, completions).to(device)
-        lengths = list(packed.sizes)
+        lengths = list(map(len, batch_prompts))
         length_B = to_device(torch.tensor(lengths), device)
         room_B = torch.clamp(self.context - length_B, max=max_new)  # new tokens that fit
         cache = KVCache(packed, slots=min(self.context, max(lengths) + max_new))
@@ -182,7 +182,8 @@ class _Sampler:
             if args.repetition_penalty != 1:
                 if seen_BV is None:
                     seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-                    seen_BV[packed.example_N, packed.token_N] = True
+                    for row, prompt in enumerate(batch_prompts):
+                        seen_BV[row, to_device(torch.from_numpy(prompt).long(), device)] = True
                 logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
             if y < args.min_new_tokens:
                 logits_BV[:, self.eos_ids] = -torch.inf

@@ -314,9 +314,8 @@ class RunSettings:
     micro_batch_size: int | None = setting(None, above=0)
     """Examples per forward on a device. It changes memory and speed only."""
     micro_batch_tokens: int | None = setting(None, above=0)
-    """Tokens per forward instead; a longer example is computed alone. Default: 16384."""
-    no_grad_tokens: int | None = setting(None, above=0)
-    """The same for the no-gradient pass, which needs less memory. Default: twice the other."""
+    """Tokens per forward instead, also without gradient; a longer example is computed alone. Default:
+    16384."""
     activation_checkpointing: bool = False
     """Compute blocks again in the backward pass: less memory, a quarter slower."""
 
@@ -422,7 +421,7 @@ class RunSettings:
 # log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
 CUT_SETTINGS = {
     "accelerator", "devices", "num_nodes", "strategy",
-    "micro_batch_size", "micro_batch_tokens", "no_grad_tokens", "reference_cache",
+    "micro_batch_size", "micro_batch_tokens", "reference_cache",
 }  # fmt: skip
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
@@ -441,7 +440,7 @@ SECTIONS = (
     ("step", "How long and how fast. Micro-batches are a matter of memory and speed: they never "
      "change the numbers.",
      "epochs max_steps max_time stop_at limit_train batch_size micro_batch_size "
-     "micro_batch_tokens no_grad_tokens activation_checkpointing optim seed"),
+     "micro_batch_tokens activation_checkpointing optim seed"),
     ("precision and devices", "The same run on a CPU, one GPU or many.",
      "accelerator devices num_nodes strategy precision deterministic estimate estimate_gb"),
     ("checkpoints", "Where a run lies, how it goes on and how it ends.",

@@ -37,7 +37,6 @@ CUTS = {
     "micro-batches of 3": ("--micro_batch_size=3",),
     "a token budget": ("--micro_batch_tokens=70",),
     "a budget smaller than any example": ("--micro_batch_tokens=1",),
-    "another budget without gradient": ("--micro_batch_size=7", "--no_grad_tokens=60"),
     "activation checkpointing": ("--micro_batch_size=7", "--activation_checkpointing=true"),
 }
 
@@ -115,7 +114,6 @@ TWO = [
     ("32-true", "fsdp", "--micro_batch_size=7"),
     ("32-true", "fsdp", "--micro_batch_size=1"),
     ("32-true", "fsdp", "--micro_batch_tokens=70"),
-    ("64-true", "ddp", "--micro_batch_size=2 --no_grad_tokens=60"),
     ("32-true", "fsdp", "--micro_batch_size=2 --activation_checkpointing=true"),
 ]
 
