@@ -268,7 +268,7 @@ def reward_of(example: Example) -> float:
     return float(example.label) if reward is None else reward
 
 
-def extra_field(examples: list[Example], name: str, device):
+def field_of_examples(examples: list[Example], name: str, device):
     """A field of the records that data.extra names: a tensor of numbers, or a list of texts.
 
     Raises BadInput if the field was not read.
@@ -295,7 +295,7 @@ class StepView(NamedTuple):
 
     def extra(self, name: str):
         """A field that data.extra names: a (G,) tensor of numbers, or a list of G texts. Raises BadInput."""
-        return extra_field(self.examples, name, self.label.device)
+        return field_of_examples(self.examples, name, self.label.device)
 
 
 class LossView(NamedTuple):
@@ -313,7 +313,7 @@ class LossView(NamedTuple):
 
     def extra(self, name: str):
         """A field that data.extra names: a (B,) tensor of numbers, or a list of B texts. Raises BadInput."""
-        return extra_field(self.examples, name, self.label.device)
+        return field_of_examples(self.examples, name, self.label.device)
 
     def text(self, i: int) -> str:
         """Example i of this micro-batch as lines of text: its place in the data, its label, prompt and completions."""

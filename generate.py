@@ -12,6 +12,7 @@ Shape letters:
     N  packed tokens of the B prompts
 """
 
+import contextlib
 import math
 import re
 import sys
@@ -22,7 +23,8 @@ import numpy as np
 import torch
 
 from data import pack, to_device
-from model import KVCache
+from hub.lora import merge_for_sampling
+from model import KVCache, LoraGPT
 from records.forms import Fault, Record
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
@@ -114,8 +116,11 @@ def generate(
     rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
     most = math.ceil(len(prompts) / fabric.world_size)  # prompts of a rank
     rows = sampler.rows_at_once(prompts, max_new)
+    merged = contextlib.nullcontext()
+    if isinstance(sampler.module, LoraGPT):
+        merged = merge_for_sampling(sampler.module, compute_dtype(fabric))
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
-    with fabric.autocast(), keep_gathered(policy, fabric.device):
+    with merged, fabric.autocast(), keep_gathered(policy, fabric.device):
         for start in range(0, most, rows):
             sampler.answer(prompts, rank_prompts[start : start + rows], answer_AY)
             if sampler.stopped:
@@ -126,6 +131,13 @@ def generate(
     # the one rank that sampled an answer has its tokens, the others have -1 + 1 = 0 there
     answer_AY = all_reduce(answer_AY + 1) - 1
     return [[token for token in answer if token >= 0] for answer in answer_AY.tolist()]
+
+
+def compute_dtype(fabric) -> torch.dtype:
+    """In which linear layers compute."""
+    with fabric.autocast():
+        one = torch.ones(1, 1, device=fabric.device)
+        return (one @ one).dtype
 
 
 class _Sampler:
