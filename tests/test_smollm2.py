@@ -35,7 +35,7 @@ HEADS, KEY_HEADS = 4, 2
 def hf():
     """A small Llama, tied. Its weights are what 4 bits leave of random ones."""
     config = transformers.LlamaConfig(
-        vocab_size=514, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        vocab_size=515, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=64,
         rope_theta=1000.0, rms_norm_eps=1e-3, tie_word_embeddings=True,
     )  # fmt: skip
@@ -62,13 +62,14 @@ def wheel(hf, tmp_path_factory) -> Path:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     found = json.loads((FILES / "tokenizer.json").read_text())["model"]
-    texts = sorted(found["vocab"], key=found["vocab"].get) + list(SPECIAL[1:])
+    # "20" is a token that the pre-tokenizer must never let happen
+    texts = [*sorted(found["vocab"], key=found["vocab"].get), *SPECIAL[1:], "20"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(texts)
     writer.add_token_types([3 if text in SPECIAL else 1 for text in texts])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in found["merges"]]
-    writer.add_token_merges(merges)
+    writer.add_token_merges([*merges, "2 0"])
     for name, text in (("bos", 1), ("eos", 2), ("pad", 2), ("unk", 0)):
         getattr(writer, f"add_{name}_token_id")(texts.index(SPECIAL[text]))
     writer.add_chat_template(TEMPLATE)
