@@ -131,8 +131,6 @@ def main(argv=None, checker=None, rollout=None) -> None:
             picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
             asked = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
-            if answers is None:  # stopped by a signal or the time limit
-                break
             examples = rate(run, asked, answers)
             show_ratings(run, i, examples)
             if offline:

@@ -40,8 +40,8 @@ from runs.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from runs.cli import dump_yaml
-from runs.console import say
+from runs.cli import dump_yaml, script_arguments
+from runs.console import Wait, say
 from runs.devices import launch, leave_process_group, on_rank_0, resolve_devices
 from runs.errors import BadInput, Failed, user_error
 from runs.files import file_hash, find_path, publish_folder, verify_folder
@@ -111,6 +111,8 @@ class Run:
     """Counts tokens and FLOPs between two rows of metrics.csv."""
     stop: Stop
     """Whether a signal or the time limit asks the run to end."""
+    last_step: int = 0
+    """The step with which the whole run ends. Changed by Trainer.fit and rollout.iterations."""
     rollout: Callable | None = None
     """An engine that answers prompts in place of our sampler (see rollout.py)."""
     saved_step: int = 0
@@ -218,26 +220,28 @@ class Run:
         self.state.rows = self.logger.sync()
         checkpoints = self.folder.path / "checkpoints"
         new = checkpoint_folder(checkpoints, self.state.step)
-        save_checkpoint(self.fabric, new, self.policy, self.optimizer, self.state, self.cfg)
+        with Wait(f"saving step {self.state.step}"):
+            save_checkpoint(self.fabric, new, self.policy, self.optimizer, self.state, self.cfg)
         self.saved_step = self.state.step
         if self.fabric.global_rank == 0:
             prune_checkpoints(checkpoints, self.cfg.keep_last, self.state.best_step)
 
-    def save_and_say_how_to_go_on(self, last_step: int) -> None:
-        """For a run that stops before its last step."""
-        if self.saved_step < self.state.step:
+    def save_and_say_how_to_go_on(self) -> None:
+        """For a run that stops before its end."""
+        step = self.state.step
+        if self.saved_step < step:
             self.save()
-        say(
-            f"stopped by {self.stop.reason} at step {self.state.step} of {last_step}, saved; go on with"
-        )
+        saved = ", saved" if step else ""  # before the first step there is nothing to save
+        say(f"stopped by {self.stop.reason} at step {step} of {self.last_step}{saved}; go on with")
         settings = str(self.folder.path / "settings.yaml")
-        command = ["python", self.state.program, "--config", settings, "--resume", "auto"]
-        say(f"  {shlex.join(command)}")
+        command = ["python", self.state.program, *script_arguments]
+        say(f"  {shlex.join([*command, '--config', settings, '--resume', 'auto'])}")
 
     def close(self, failed: bool) -> None:
         """Close the files and, unless the run has failed, end the processes together."""
         self.logger.close()
         self.folder.close()
+        self.stop.close()
         if not failed:
             self.policy = self.reference = self.optimizer = self.evaluator = None
             leave_process_group(self.fabric)
@@ -289,9 +293,10 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     state = RunState(str(program), file_hash(program))
     if cfg.data.chat_template:
         state.chat_template = tokenizer.template_text
-    policy, frozen, state.identity = load_models(
-        cfg, fabric, source, tokenizer, examples, needs_reference
-    )
+    with Wait("loading the model"):
+        policy, frozen, state.identity = load_models(
+            cfg, fabric, source, tokenizer, examples, needs_reference
+        )
     optimizer = fabric.setup_optimizers(make_optimizer(cfg.optim, policy.module))
     reference = Reference(fabric, policy, frozen) if needs_reference else None
     if reference and cfg.reference_cache:
@@ -300,10 +305,12 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     # a new run, or the one that it goes on from
     rows = begin_folder(fabric, folder, cfg, state, source)
     if folder.state:
-        load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
+        with Wait("reading the checkpoint"):
+            load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
         state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
 
+    stop = Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at)
     runs_reference = objective.needs_reference and not cfg.reference_cache
     passes = least_passes(objective.kl_pairs, runs_reference, bool(cfg.lora.rank))
     return Run(
@@ -320,9 +327,9 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         state=state,
         folder=folder,
         logger=Logger(cfg, rows),
-        evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker),
+        evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker, stop),
         throughput=Throughput(fabric, cfg.precision, policy.module, passes),
-        stop=Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at),
+        stop=stop,
         rollout=rollout,
         saved_step=state.step,
     )

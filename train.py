@@ -14,6 +14,7 @@ pairs of a step (n <= G).
 
 import math
 import time
+import traceback
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -31,9 +32,9 @@ from data import (
     to_device,
 )
 from reference import CachedReference
-from runs.console import say
+from runs.console import Wait, advance, say
 from runs.devices import all_reduce
-from runs.errors import Failed
+from runs.errors import Failed, Interrupted
 from runs.files import write_json
 from runs.metrics import mean
 from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
@@ -119,10 +120,22 @@ class Trainer:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
-        self.run.close(failed=kind is not None)
-        if kind is None and self.run.stop.signal:
-            raise SystemExit(128 + self.run.stop.signal)  # as a shell reports a signal
+    def __exit__(self, kind, error, trace):
+        """The end of a run, of whatever kind. Interrupted is no error: what there is is saved."""
+        run, failed = self.run, kind not in (None, Interrupted)
+        try:
+            if kind is Interrupted:
+                traceback.clear_frames(trace)  # they hold the model, which must be gone at the end
+                run.stop.set_agreed(error.args[0])
+                run.save_and_say_how_to_go_on()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            run.close(failed)
+        if not failed and run.stop.signal:
+            raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
+        return not failed
 
     def fit(self, examples=None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a
@@ -135,6 +148,7 @@ class Trainer:
         self.has_fitted = True
         examples = run.examples["train"] if examples is None else examples
         plan = plan or make_plan(run.cfg, len(examples))
+        run.last_step = plan.total
         self.before_first_step(examples, plan)
         for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
@@ -152,7 +166,7 @@ class Trainer:
             if is_last or is_best or is_due(step, plan.save):
                 run.save()
             if run.stop.requested(step) and step < plan.total:
-                run.save_and_say_how_to_go_on(plan.total)
+                run.save_and_say_how_to_go_on()
                 return False
         return True
 
@@ -182,6 +196,7 @@ class Trainer:
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
+                advance()
         return self.sum_over_ranks(columns), before.kl
 
     @torch.no_grad()
@@ -210,6 +225,8 @@ class Trainer:
                 kl_B = objective.logratio(logps[:, 0], ref_pair_B, packed.length_BK[:, -1])
                 if not micro.filler:
                     kl_G[packed.index_B] = kl_B.double()
+            advance()
+            run.stop.check(device)
         kl_n = kl_G[:0]
         if has_pairs:  # an example without a partner is left out of the mean
             paired = [i for i, partner in enumerate(batch.partners) if partner >= 0]
@@ -317,11 +334,14 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        before = self.no_gradient_pass(batch, self.forward, run.validation)
-        for micro in batch.micro_batches():
-            packed = self.pack(batch, micro.index)
-            logps = self.forward(packed)
-            self.loss(run.validation, batch, micro, packed, logps, before, columns)
+        with Wait("validation", n_micro_batches(batch, run.validation), "micro-batches"):
+            before = self.no_gradient_pass(batch, self.forward, run.validation)
+            for micro in batch.micro_batches():
+                packed = self.pack(batch, micro.index)
+                logps = self.forward(packed)
+                self.loss(run.validation, batch, micro, packed, logps, before, columns)
+                advance()
+                run.stop.check(run.fabric.device)
         run.policy.train()
         whole = self.sum_over_ranks(columns)
         return run.validation.metrics(*columns_to_cpu(whole, before.kl))
@@ -335,15 +355,19 @@ class Trainer:
         run, step, val = self.run, self.run.state.step, self.held_out("val")
         if not val or run.cfg.debug:
             return False
-        row = self.score(val)
-        if run.evaluator.checker:
-            is_checked = step in (0, plan.end) or self.checker_is_due(plan)
-            row["checker_accuracy"] = run.evaluator.accuracy(step) if is_checked else None
+        run.state.unvalidated = True
+        with run.stop.interruptible():
+            row = self.score(val)
+            if run.evaluator.checker:
+                is_checked = step in (0, plan.end) or self.checker_is_due(plan)
+                row["checker_accuracy"] = run.evaluator.accuracy(step) if is_checked else None
+            samples = run.evaluator.samples()
+        run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
         if step == 0 and run.validation.needs_reference and not run.cfg.reference:
             # r is 0 here: these would compare rounding errors
             row |= {name: None for name in row if name.startswith(("accuracy", "auc"))}
-        run.logger.validation(step, row, run.evaluator.samples())
+        run.logger.validation(step, row, samples)
         return is_best
 
     # ---- before the first step, and after the last one ------------------------------------------
@@ -354,10 +378,11 @@ class Trainer:
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
         starts_equal = step == run.reference_step and not cfg.reference
         if starts_equal and run.objective.needs_reference and not cfg.debug:
-            self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
+            with Wait("comparing policy and reference"), run.stop.interruptible():
+                self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
-        if step == 0:
+        if step == 0 or run.state.unvalidated:
             self.evaluate(plan)
         run.policy.train()
 
@@ -391,8 +416,13 @@ class Trainer:
         batches = ((batch_of_step(run, examples, plan, step), run.objective) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
         held_out = ((make_batch(run, x, run.validation), run.validation) for x in splits if x)
-        for batch, objective in chain(batches, held_out):
-            self.no_gradient_pass(batch, zeros, objective)
+        n_batches = len(steps) + sum(map(bool, splits))
+        try:
+            with Wait("precomputing log-probs", n_batches, "batches"), run.stop.interruptible():
+                for batch, objective in chain(batches, held_out):
+                    self.no_gradient_pass(batch, zeros, objective)
+        finally:
+            run.reference.save()
         run.reference.release()
         say(f"reference: {run.reference.summary()}")
 
@@ -400,20 +430,29 @@ class Trainer:
         """Export the models, compare answers with those before, score the test split."""
         run = self.run
         run.logger.sync()  # fails where the run's folder is gone
-        export_models(run)
-        run.evaluator.compare(run.state.step)
+        with Wait("the export"):
+            export_models(run)
+        with run.stop.interruptible():
+            run.evaluator.compare(run.state.step)
         say(f"\nexported to {run.folder.path / 'final'}")
         test = self.held_out("test")
         if not test or not test[0].completions:
             return
-        scores = {"final": self.score(test)}
-        if load_best_weights(run):
-            scores["best"] = self.score(test)
+        with run.stop.interruptible():
+            scores = {"final": self.score(test)}
+            if load_best_weights(run):
+                scores["best"] = self.score(test)
         for name, row in scores.items():
             cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
             say(f"test, {name} weights: {', '.join(cells)}")
         if run.fabric.global_rank == 0:
             write_json(run.folder.path / "eval" / "test.json", scores)
+
+
+def n_micro_batches(batch: Batch, objective: Objective) -> int:
+    """Of this rank, in the passes over a batch."""
+    n = len(batch.micro_batches())
+    return n + len(batch.micro_batches(no_grad=True)) * objective.needs_no_gradient_pass
 
 
 def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
