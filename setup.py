@@ -7,10 +7,11 @@ order of their calls. Nobody needs this file to change an algorithm.
 import copy
 import hashlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
 from records.examples import Example, examples_hash, load_splits
+from records.readers import absolute_sources
 from records.tokenizer import Tokenizer
 from reference import CachedReference, Reference
 from runs.checkpoint import (
@@ -55,7 +57,7 @@ from runs.folder import (
 from runs.logger import TABLES, Logger, read_claimed_rows
 from runs.metrics import Throughput, least_passes
 from runs.optimizer import make_optimizer, make_plan
-from runs.settings import RunSettings, with_limits
+from runs.settings import DEFAULT_TOKENS, RunSettings, with_limits
 from runs.stop import Stop
 from runs.tensors import (
     LazyTensors,
@@ -272,7 +274,10 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         sys.exit(0)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     data = with_limits(cfg.data, arguments["block_size"])
-    cfg = replace(cfg, data=data, **resolve_devices(cfg))
+    resolved = resolve_devices(cfg)
+    cfg = with_absolute_paths(replace(cfg, data=data, **resolved))
+    if cfg.accelerator == "cpu":
+        cfg = replace(cfg, micro_batch_tokens=tokens_on_a_cpu(cfg, arguments))
 
     # the records
     with user_error("data", cfg.data.train):
@@ -333,6 +338,35 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         rollout=rollout,
         saved_step=state.step,
     )
+
+
+def with_absolute_paths(settings):
+    """The same settings with absolute paths: settings.yaml, which is made of them, then means the same
+    from any working directory. Ids of the Hub stay as they are."""
+    changed = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            changed[field.name] = with_absolute_paths(value)
+        elif value and field.metadata.get("path") == "source":
+            changed[field.name] = absolute_sources(value)
+        elif value and field.metadata.get("path") == "folder":
+            changed[field.name] = os.path.abspath(Path(value).expanduser())
+    return replace(settings, **changed)
+
+
+CPU_ACTIVATIONS = 4e9  # bytes
+
+
+def tokens_on_a_cpu(cfg: RunSettings, arguments: dict) -> int | None:
+    """micro_batch_tokens as given. The default is smaller than a GPU's where the activations of so many
+    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
+    width."""
+    if cfg.micro_batch_tokens or cfg.micro_batch_size:
+        return cfg.micro_batch_tokens
+    of_a_token = 80 * arguments["n_layer"] * arguments["n_embd"]
+    tokens = max(256, int(CPU_ACTIVATIONS / of_a_token) // 256 * 256)
+    return tokens if tokens < DEFAULT_TOKENS else None
 
 
 def refuse_unsavable_state(objective) -> None:

@@ -32,13 +32,15 @@ from data import (
     to_device,
 )
 from reference import CachedReference
-from runs.console import Wait, advance, say
+from runs.console import Wait, advance, duration, say
 from runs.devices import all_reduce
 from runs.errors import Failed, Interrupted
 from runs.files import write_json
 from runs.metrics import mean
 from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
 from setup import Run, export_models, load_best_weights
+
+CHECKED = 4  # examples of the start check: more would make the first step wait
 
 
 class KL(NamedTuple):
@@ -378,8 +380,10 @@ class Trainer:
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
         starts_equal = step == run.reference_step and not cfg.reference
         if starts_equal and run.objective.needs_reference and not cfg.debug:
+            batch = make_batch(run, examples[: cfg.batch_size], run.objective)
             with Wait("comparing policy and reference"), run.stop.interruptible():
-                self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
+                seconds = self.check_start(batch)
+            self.say_how_long(seconds * run.throughput.passed_tokens(batch.examples), plan)
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0 or run.state.unvalidated:
@@ -387,15 +391,17 @@ class Trainer:
         run.policy.train()
 
     @torch.no_grad()
-    def check_start(self, batch: Batch) -> None:
+    def check_start(self, batch: Batch) -> float:
         """Raise Failed unless the reference is the model that the run starts from: on the same
-        packed batch r is exactly 0."""
+        packed batch r is exactly 0. -> seconds that a token's forward takes"""
         run = self.run
         run.policy.eval()
-        index = batch.micro_batches()[0].index
+        index = batch.micro_batches()[0].index[:CHECKED]
         packed = self.pack(batch, index, borrowed=batch.partners is not None)
+        began = time.perf_counter()
         r_BK = self.forward(packed) - run.reference.compute(packed)
         largest = all_reduce(r_BK.abs().max().double()).item()
+        seconds = (time.perf_counter() - began) / 2 / len(packed.token_N) / run.fabric.world_size
         if largest != 0:
             reason = "the reference is not the model that the run starts from"
             if not math.isfinite(largest):
@@ -404,6 +410,18 @@ class Trainer:
                 f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: {reason}"
             )
         say(f"step {run.state.step}: policy and reference agree to the bit")
+        return seconds
+
+    def say_how_long(self, seconds: float, plan: Plan) -> None:
+        """Before the first step, if a step takes more than a minute: how long, and what makes it
+        shorter."""
+        if seconds < 60:
+            return
+        n = plan.total - self.run.state.step
+        say(
+            f"a step takes about {duration(seconds)}, all {n:,} steps {duration(n * seconds)}: shorter "
+            "with a smaller batch_size or data.max_completion, or with lora.rank"
+        )
 
     def precompute(self, examples, plan: Plan) -> None:
         """Compute all log-probs of the reference that the run will need, and release it."""

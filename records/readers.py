@@ -64,6 +64,25 @@ def _split_weight(source: str) -> tuple[list[str], float | None]:
     return files, weight
 
 
+def absolute_sources(sources: str) -> str:
+    """The same sources with absolute paths: of files, folders and patterns. Ids of the Hub stay as they
+    are, and so does a list that would no longer be understood, in a folder whose name has a comma."""
+    if _path_exists(sources):
+        return os.path.abspath(find_path(sources))
+    parts = []
+    for part in sources.split(","):
+        name, *weight = re.fullmatch(r"(.*?)(:\d*\.?\d+)?", part.strip()).groups("")
+        if _path_exists(part.strip()):
+            name, weight = part.strip(), []
+        if _path_exists(name):
+            name = os.path.abspath(find_path(name))
+        elif glob.has_magic(name) and not os.path.isabs(find_path(name)):
+            name = os.path.join(glob.escape(os.getcwd()), find_path(name))
+        parts.append("".join([name, *weight]))
+    absolute = ",".join(parts)
+    return absolute if len(absolute.split(",")) == len(parts) else sources
+
+
 def _path_exists(name: str) -> bool:
     # os.path.exists says False where Path.exists raises: a long list of files is too long a name.
     return os.path.exists(find_path(name))

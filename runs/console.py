@@ -59,6 +59,11 @@ def format_cells(row: dict, formats: dict[str, str]) -> list[str]:
     return cells
 
 
+def duration(seconds: float) -> str:
+    """Such as 01:30 or 2:00:00."""
+    return tqdm.format_interval(round(seconds))
+
+
 # ---- waits --------------------------------------------------------------------------------------
 
 SILENT = 5  # seconds in which a wait prints nothing
@@ -122,9 +127,9 @@ class Wait:
             cells.append(f"{self.tokens / elapsed:,.0f} tokens/s")
         left = self._seconds_left(elapsed)
         if left is None:
-            cells.append(f"{tqdm.format_interval(round(elapsed))} so far")
+            cells.append(f"{duration(elapsed)} so far")
         else:
-            cells.append(f"{tqdm.format_interval(round(left))} left")
+            cells.append(f"{duration(left)} left")
         return fit_80_columns(self.title, ", ".join(cells))
 
     def _show(self) -> None:
@@ -204,7 +209,7 @@ class Progress:
             self.next = step - step % self.every + self.every
             self.printed = time.monotonic()
             seconds_per_step = (self.printed - self.began) / max(1, step - self.start)
-            eta = tqdm.format_interval(round((self.total - step) * seconds_per_step))
+            eta = duration((self.total - step) * seconds_per_step)
             say(fit_80_columns(f"step {step}/{self.total}", " ".join([*cells, f"ETA {eta}"])))
 
     def _is_late(self) -> bool:
