@@ -292,7 +292,8 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     fabric = launch(cfg)
     program = program_file(type(objective))
     folder = RunFolder(fabric, cfg, program)
-    cfg = replace(cfg, out_dir=str(folder.path))  # settings.yaml alone must find its run
+    # settings.yaml alone must find its run
+    cfg = replace(cfg, out_dir=os.path.abspath(folder.path))
 
     # the models
     state = RunState(str(program), file_hash(program))

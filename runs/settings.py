@@ -31,7 +31,8 @@ def setting(default, *, at_least=None, above=None, at_most=None, below=None, cho
 SOURCE = {
     "path": "source"
 }  # of a field: a path, several data files, or the id of something on the Hub
-FOLDER = {"path": "folder"}  # a folder that the run writes into
+FOLDER = {"path": "folder"}  # a folder that the run may make
+RUN = {"path": "run"}  # a run's folder, or a checkpoint in it
 
 
 def path_setting(default: str | None = None):
@@ -282,9 +283,9 @@ class RunSettings:
     """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
     All log-probs that the run needs are computed before its first step, or found there; then the
     reference is released."""
-    out_dir: str | None = field(default=None, metadata=FOLDER)
+    out_dir: str | None = field(default=None, metadata=RUN)
     """Folder of this run. Default: a new one under out/."""
-    resume: str | None = field(default=None, metadata={"path": "checkpoint"})
+    resume: str | None = field(default=None, metadata=RUN)
     """auto: from out_dir's newest whole checkpoint, if there is one. Or a checkpoint's folder."""
     seed: int = setting(1, at_least=0, below=2**32)
     """Seeds the order of the examples, adapters, dropout and sampling."""

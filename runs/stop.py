@@ -30,6 +30,7 @@ class Stop:
         self._agreed = 0.0
         self._may_end = False  # within interruptible(): whether `check` ends the work
         self._may_raise = False  # and whether a signal ends it by itself
+        self._answered = threading.Event()
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         self._handlers = {n: signal.signal(n, self._on_signal) for n in ending_signals()}
         # Python calls a handler only between two of its own instructions, so not while torch computes.
@@ -62,6 +63,7 @@ class Stop:
                 with contextlib.suppress(OSError):  # nobody reads
                     if arrived[number] == 1:
                         say(self._answer_line(number))
+                        self._answered.set()
                     elif is_second:
                         say("ended at once: what was not saved is lost")
                 if is_second:
@@ -81,6 +83,7 @@ class Stop:
     def _on_signal(self, number, _frame):
         self.signal = number
         if self._may_raise:
+            self._answered.wait(1)  # the line names the work that is interrupted here
             raise Interrupted(number)
 
     # ---- whether to end
