@@ -28,6 +28,7 @@ from model import KVCache, LoraGPT
 from records.forms import Fault, Record
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
+from runs.console import advance
 from runs.devices import all_reduce, free_memory, keep_gathered
 from runs.errors import BadInput, run_cli
 from runs.settings import Sampling, check_fields, setting
@@ -208,6 +209,8 @@ class _Sampler:
             if args.stop and not dummy:
                 done_B = done_B | self._has_stop_text(answer_AY[answer_B, : y + 1])
             going_on = [row for row, done in enumerate(done_B.tolist()) if not done]
+            if not dummy:
+                self._count(len(new_B), len(going_on), max_new - y)
             if self._all_ranks(dummy or not going_on):
                 return
             if not going_on:
@@ -226,6 +229,12 @@ class _Sampler:
             last_slot = cache.slots - 1
             position_B = (length_B + y).clamp(max=last_slot)
             cache.at(new_B, position_B, longest=min(max(lengths) + y, last_slot))
+
+    def _count(self, rows: int, going_on: int, left: int) -> None:
+        """Progress counts the tokens that all answers could have: an answer that ends has all of those
+        that were left to it."""
+        ranks = self.fabric.world_size
+        advance(ranks * (going_on + (rows - going_on) * left), tokens=ranks * rows)
 
     def _has_stop_text(self, answer_BY):
         """(B,) bool: whether an answer's text so far has one of the stop texts."""

@@ -94,11 +94,11 @@ class CachedReference:
             self.unsaved |= new
             self.n_computed += len(new)
         if time.monotonic() - self.saved_at > SAVE_EVERY:
-            self._save()
+            self.save()
 
     def release(self) -> None:
         """Free the model: everything that the run needs is known now."""
-        self._save()
+        self.save()
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
@@ -123,7 +123,8 @@ class CachedReference:
     def _file_name(self, content: bytes) -> str:
         return f"{self.key}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write what is not written yet."""
         self.saved_at = time.monotonic()
         if not self.unsaved:
             return

@@ -14,6 +14,7 @@ pairs of a step (n <= G).
 
 import math
 import time
+import traceback
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -33,13 +34,15 @@ from data import (
 )
 from records.examples import Example
 from reference import CachedReference
-from runs.console import say
+from runs.console import Wait, advance, duration, say
 from runs.devices import all_reduce
-from runs.errors import BadInput, Failed
+from runs.errors import BadInput, Failed, Interrupted
 from runs.files import write_json
 from runs.metrics import mean
 from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
 from setup import Run, export_models, load_best_weights
+
+CHECKED = 4  # examples of the start check: more would make the first step wait
 
 
 class KL(NamedTuple):
@@ -141,10 +144,22 @@ class Trainer:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
-        self.run.close(failed=kind is not None)
-        if kind is None and self.run.stop.signal:
-            raise SystemExit(128 + self.run.stop.signal)  # as a shell reports a signal
+    def __exit__(self, kind, error, trace):
+        """The end of a run, of whatever kind. Interrupted is no error: what there is is saved."""
+        run, failed = self.run, kind not in (None, Interrupted)
+        try:
+            if kind is Interrupted:
+                traceback.clear_frames(trace)  # they hold the model, which must be gone at the end
+                run.stop.set_agreed(error.args[0])
+                run.save_and_say_how_to_go_on()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            run.close(failed)
+        if not failed and run.stop.signal:
+            raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
+        return not failed
 
     def fit(self, examples=None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a
@@ -157,6 +172,7 @@ class Trainer:
         self.has_fitted = True
         examples = run.examples["train"] if examples is None else examples
         plan = plan or make_plan(run.cfg, len(examples))
+        run.last_step = plan.total
         self.before_first_step(examples, plan)
         for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
@@ -174,7 +190,7 @@ class Trainer:
             if is_last or is_best or is_due(step, plan.save):
                 run.save()
             if run.stop.requested(step) and step < plan.total:
-                run.save_and_say_how_to_go_on(plan.total)
+                run.save_and_say_how_to_go_on()
                 return False
         return True
 
@@ -204,6 +220,7 @@ class Trainer:
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
+                advance()
         return self.sum_over_ranks(columns), before.kl
 
     @torch.no_grad()
@@ -240,6 +257,8 @@ class Trainer:
                 kl_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
                     kl_G[packed.index_B] = kl_B.double()
+            advance()
+            run.stop.check(device)
         step = batch.step_view(device)
         # an example without a partner is left out of the mean
         kl_n = all_reduce(kl_G)[step.paired] if has_pairs else kl_G[:0]
@@ -357,11 +376,14 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        before = self.no_gradient_pass(batch, self.forward, run.validation)
-        for micro in batch.micro_batches:
-            packed = self.pack(batch, micro.index)
-            logps = self.forward(packed)
-            self.loss(run.validation, batch, micro, packed, logps, before, columns)
+        with Wait("validation", n_micro_batches(batch, run.validation), "micro-batches"):
+            before = self.no_gradient_pass(batch, self.forward, run.validation)
+            for micro in batch.micro_batches:
+                packed = self.pack(batch, micro.index)
+                logps = self.forward(packed)
+                self.loss(run.validation, batch, micro, packed, logps, before, columns)
+                advance()
+                run.stop.check(run.fabric.device)
         run.policy.train()
         whole = self.sum_over_ranks(columns)
         return run.validation.metrics(*columns_to_cpu(whole, before.kl))
@@ -375,12 +397,16 @@ class Trainer:
         run, step, val = self.run, self.run.state.step, self.held_out("val")
         if not val or run.cfg.debug:
             return False
-        row = self.score(val)
-        if run.evaluator.checker:
-            is_checked = step in (0, plan.end) or self.checker_is_due(plan)
-            row["checker_accuracy"] = run.evaluator.accuracy(step) if is_checked else None
+        run.state.unvalidated = True
+        with run.stop.interruptible():
+            row = self.score(val)
+            if run.evaluator.checker:
+                is_checked = step in (0, plan.end) or self.checker_is_due(plan)
+                row["checker_accuracy"] = run.evaluator.accuracy(step) if is_checked else None
+            samples = run.evaluator.samples()
+        run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
-        run.logger.validation(step, row, run.evaluator.samples())
+        run.logger.validation(step, row, samples)
         return is_best
 
     # ---- before the first step, and after the last one ------------------------------------------
@@ -391,26 +417,33 @@ class Trainer:
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
         starts_equal = step == run.reference_step and not cfg.reference
         if starts_equal and run.objective.needs_reference and not cfg.debug:
-            self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
+            batch = make_batch(run, examples[: cfg.batch_size], run.objective)
+            with Wait("comparing policy and reference"), run.stop.interruptible():
+                seconds = self.check_start(batch)
+            self.say_how_long(seconds * run.throughput.passed_tokens(batch.examples), plan)
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
-        if step == 0:
+        if step == 0 or run.state.unvalidated:
             self.evaluate(plan)
         run.policy.train()
 
     @torch.no_grad()
-    def check_start(self, batch: Batch) -> None:
+    def check_start(self, batch: Batch) -> float:
         """Raise Failed unless the reference is the model that the run starts from: r is exactly 0 on
-        own completions and on borrowed ones."""
+        own completions and on borrowed ones. -> seconds that a token's forward takes"""
         run = self.run
         run.policy.eval()
-        index, caches = batch.micro_batches[0].index, (model.PromptCache(), model.PromptCache())
-        differences = []
+        index = batch.micro_batches[0].index[:CHECKED]
+        caches, differences, tokens = (model.PromptCache(), model.PromptCache()), [], 0
+        began = time.perf_counter()
         for borrowed in (False, True) if batch.partners is not None else (False,):
             packed = self.pack(batch, index, borrowed)
             logps = self.forward(packed, caches[0])
             differences.append((logps - run.reference.compute(packed, caches[1])).abs().max())
+            # of the borrowed ones the completions alone are computed
+            tokens += len(packed.completion_M if borrowed else packed.token_N)
         largest = all_reduce(torch.stack(differences).max().double(), "max").item()
+        seconds = (time.perf_counter() - began) / 2 / tokens / run.fabric.world_size
         if largest != 0:
             reason = "the reference is not the model that the run starts from"
             if not math.isfinite(largest):
@@ -419,6 +452,18 @@ class Trainer:
                 f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: {reason}"
             )
         say(f"step {run.state.step}: policy and reference agree to the bit")
+        return seconds
+
+    def say_how_long(self, seconds: float, plan: Plan) -> None:
+        """Before the first step, if a step takes more than a minute: how long, and what makes it
+        shorter."""
+        if seconds < 60:
+            return
+        n = plan.total - self.run.state.step
+        say(
+            f"a step takes about {duration(seconds)}, all {n:,} steps {duration(n * seconds)}: shorter "
+            "with a smaller batch_size or data.max_completion, or with lora.rank"
+        )
 
     def precompute(self, examples, plan: Plan) -> None:
         """Compute all log-probs of the reference that the run will need, and release it."""
@@ -431,8 +476,13 @@ class Trainer:
         batches = ((batch_of_step(run, examples, plan, step), run.objective) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
         held_out = ((make_batch(run, x, run.validation), run.validation) for x in splits if x)
-        for batch, objective in chain(batches, held_out):
-            self.no_gradient_pass(batch, zeros, objective)
+        n_batches = len(steps) + sum(map(bool, splits))
+        try:
+            with Wait("precomputing log-probs", n_batches, "batches"), run.stop.interruptible():
+                for batch, objective in chain(batches, held_out):
+                    self.no_gradient_pass(batch, zeros, objective)
+        finally:
+            run.reference.save()
         run.reference.release()
         say(f"reference: {run.reference.summary()}")
 
@@ -440,20 +490,28 @@ class Trainer:
         """Export the models, compare answers with those before, score the test split."""
         run = self.run
         run.logger.sync()  # fails where the run's folder is gone
-        export_models(run)
-        run.evaluator.compare(run.state.step)
+        with Wait("the export"):
+            export_models(run)
+        with run.stop.interruptible():
+            run.evaluator.compare(run.state.step)
         say(f"\nexported to {run.folder.path / 'final'}")
         test = self.held_out("test")
         if not test or not test[0].completions:
             return
-        scores = {"final": self.score(test)}
-        if load_best_weights(run):
-            scores["best"] = self.score(test)
+        with run.stop.interruptible():
+            scores = {"final": self.score(test)}
+            if load_best_weights(run):
+                scores["best"] = self.score(test)
         for name, row in scores.items():
             cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
             say(f"test, {name} weights: {', '.join(cells)}")
         if run.fabric.global_rank == 0:
             write_json(run.folder.path / "eval" / "test.json", scores)
+
+
+def n_micro_batches(batch: Batch, objective: Objective) -> int:
+    """Of this rank, in the passes over a batch."""
+    return len(batch.micro_batches) * (2 if objective.needs_no_gradient_pass else 1)
 
 
 def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:

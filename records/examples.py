@@ -17,8 +17,9 @@ import numpy as np
 
 from records.cache import cache_file, read_cached, write_cached
 from records.forms import Fault, Kind, Record, understand_record
-from records.readers import read_records, split_sources
+from records.readers import count_lines, read_records, split_sources
 from records.tokenizer import ENCODE_TEXTS, Endless, Texts, Tokenizer
+from runs.console import Wait, advance
 from runs.errors import BadInput
 from runs.settings import Data
 
@@ -170,7 +171,10 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     parts, weights = [], []
     cuts, ignored, renamed = Counter(), {}, {}  # the last two as sets that keep their order
     for files, weight in split_sources(source):
-        loaded = [_load_file(file, tokenizer, kind, data) for file in files]
+        loaded = []
+        for file in files:
+            with Wait(f"reading {file}", count_lines(file), "records"):
+                loaded.append(_load_file(file, tokenizer, kind, data))
         parts.append(Examples.join([one.examples for one in loaded]))
         weights.append(weight)
         for one in loaded:
@@ -225,6 +229,7 @@ def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) ->
             renamed.update(dict.fromkeys(record.renamed))
         # 6. make columns
         parts.append(Examples.of(examples))
+        advance(len(batch))
     if not parts:
         raise BadInput(f"{source}: no records")
     return LoadedExamples(Examples.join(parts), cuts, tuple(ignored), tuple(renamed))

@@ -52,6 +52,8 @@ class RunState:
     """Hashes of model, reference, tokenizer and data: a resume must find the same."""
     step: int = 0
     """Optimizer steps done."""
+    unvalidated: bool = False
+    """Whether the validation of this step has begun but not ended: a resume does it first."""
     iteration: int = 0
     """Of SPIN and online KTO, from 1."""
     moving_reference: bool = False

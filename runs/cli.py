@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from runs import errors
+from runs import console, errors
 from runs.console import say
 from runs.errors import BadInput, parse_file, printable
 from runs.files import ROOT
@@ -52,6 +52,10 @@ NAMES_ELSEWHERE = {
     "warmup_ratio": "optim.warmup",
     "warmup_steps": "optim.warmup",
 }
+
+
+# What the started script was given besides settings: the command that continues its run repeats it.
+script_arguments = []
 
 
 # ---- from settings to YAML -----------------------------------------------------------------------
@@ -178,7 +182,21 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     if settings.lora.rank and settings.optim.lr == Optim().lr:
         say(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
     errors.debug = settings.debug
+    console.shows_progress = settings.progress and not settings.debug
+    script_arguments[:] = _own_arguments(sys.argv[1:], argv)
     return settings
+
+
+def _own_arguments(typed: list[str], argv: list[str] | None) -> list[str]:
+    """Those of the typed words that a script has not passed on in argv to main: its own options. The
+    longest equal runs are found first, so that a value stays with its option."""
+    if argv is None:
+        return []
+    matcher = difflib.SequenceMatcher(None, typed, list(argv), autojunk=False)
+    own = list(typed)
+    for block in reversed(matcher.get_matching_blocks()):
+        del own[block.a : block.a + block.size]
+    return own
 
 
 def _check_own_run(configs: list[str], names: list[str], in_files: set[str], demo: str) -> None:

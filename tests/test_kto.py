@@ -63,6 +63,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         reference=reference and Reference(fabric, None, reference),
         tokenizer=None,
         state=RunState(),
+        stop=SimpleNamespace(check=lambda device: None),
         cfg=SimpleNamespace(data=data, **cut),
     )
     return Trainer(run)

@@ -7,6 +7,7 @@ what is found too late, R15 tracebacks, R16 templates and limits, R17 records, R
 R19 two processes.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from importlib import import_module
 from pathlib import Path
@@ -386,7 +388,140 @@ def test_a_second_ctrl_c_ends_at_once(begin, tmp_path):
     time.sleep(0.3)
     assert os.waitpid(child.pid, os.WNOHANG)[0] == 0, "the first one waits for the step"
     child.signal(signal.SIGINT)
-    assert child.ended(5)[0] == -signal.SIGINT
+    code, said, stderr = child.ended(5)
+    assert (code, stderr) == (128 + signal.SIGINT, "")
+    first, second = said.splitlines()[-2:]
+    assert first.startswith("SIGINT: waiting for the end of this step; a second one ends the run")
+    assert second == "ended at once: what was not saved is lost"
+
+
+HANGING = """
+import time
+from kto import main
+from runs.errors import run_cli
+
+def checker(prompt, completion):
+    print("asked", flush=True)
+    try:
+        time.sleep(600)
+    except Exception:  # as a checker may do around its own work
+        return False
+
+run_cli(lambda: main(checker=checker))
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path, ratings) -> dict:
+    """What `begin` and `group` need for a run whose checker hangs at its first answer."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    argv = [f"--data.val={ratings}", "--eval.samples=0", "--eval.max_new_tokens=4"]
+    return dict(argv=argv, program=str(script), first=lambda: sys.path.insert(0, str(ROOT)))
+
+
+def is_asked(tmp_path) -> bool:
+    said = tmp_path / "said-0" / "stdout-0"
+    return said.exists() and "asked" in said.read_text()
+
+
+@row("R11")
+def test_one_ctrl_c_ends_a_hanging_checker_within_two_seconds(begin, hanging, tmp_path):
+    child = begin(*hanging.pop("argv"), **hanging)
+    until(lambda: is_asked(tmp_path))
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended(2)
+    assert (code, stderr) == (130, "")
+    assert "SIGINT: ending the checker; a second one ends the run at once" in said
+    assert "stopped by SIGINT at step 0 of 6; go on with\n  python " in said, "nothing was saved"
+
+
+@row("R11")
+@pytest.mark.parametrize("last", [False, True])
+def test_ctrl_c_in_a_validation_saves_the_step_and_a_resume_validates_it(
+    last, begin, tmp_path, ratings
+):
+    argv = [f"--data.val={ratings}", "--val_interval=2", "--keep_best=loss", "--eval.samples=1"]
+    reached, hangs_at = os.pipe(), 6 if last else 4
+
+    def first():
+        import evaluate
+
+        real = evaluate.Evaluator.samples
+
+        def samples(self):
+            if newest_row(tmp_path / "run" / "metrics.csv") == hangs_at:
+                os.write(reached[1], b"x")
+                time.sleep(60)
+            return real(self)
+
+        evaluate.Evaluator.samples = samples
+
+    whole = tmp_path / "whole"
+    assert begin(*argv, out=whole).ended()[0] == 0
+    child = begin(*argv, first=first)
+    os.read(reached[0], 1)
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended(5)
+    assert (code, stderr) == (130, "")
+    assert f"stopped by SIGINT at step {hangs_at} of 6, saved; go on with" in said
+    assert begin(*argv, "--resume=auto").ended()[0] == 0
+    assert_same(result(tmp_path / "run"), result(whole))
+    assert (tmp_path / "run" / "val.csv").read_text() == (whole / "val.csv").read_text()
+
+
+def newest_row(rows: Path) -> int:
+    return lines(rows) - 1
+
+
+@row("R11")
+def test_ctrl_c_while_log_probs_are_precomputed_keeps_those_that_are_done(begin, tmp_path):
+    argv = [f"--reference_cache={tmp_path / 'cache'}"]
+    reached = os.pipe()
+
+    def first():
+        import reference
+
+        real, calls = reference.Reference.compute, []
+
+        def compute(self, packed):
+            calls.append(1)
+            if len(calls) == 4:
+                os.write(reached[1], b"x")
+                time.sleep(60)
+            return real(self, packed)
+
+        reference.Reference.compute = compute
+
+    child = begin(*argv, first=first)
+    os.read(reached[0], 1)
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended(5)
+    assert (code, stderr) == (130, "")
+    assert "SIGINT: ending precomputing log-probs; " in said and "saved" not in said
+    assert list((tmp_path / "cache").glob("*.safetensors"))
+    assert begin(*argv, "--resume=auto").ended()[0] == 0
+
+
+@row("R11")
+def test_a_terminal_that_is_closed_ends_a_run_saved(begin, tmp_path):
+    master, slave = os.openpty()
+
+    def first():  # as a shell starts a program in a terminal
+        os.close(master)
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        for fd in (1, 2):
+            os.dup2(slave, fd)
+        os.close(slave)
+
+    child = begin("--max_steps=4000", "--epochs=9999", "--progress=true", first=first)
+    os.close(slave)
+    until(lambda: lines(tmp_path / "run" / "metrics.csv") > 4)
+    os.close(master)
+    assert child.ended()[0] == 128 + signal.SIGHUP
+    newest = newest_checkpoint(tmp_path / "run").name
+    assert newest == f"step-{newest_row(tmp_path / 'run' / 'metrics.csv'):08d}"
 
 
 # ---- R12: a console that takes nothing -----------------------------------------------------------
@@ -766,6 +901,51 @@ def test_ctrl_c_on_two_processes_saves_once_and_a_resume_is_the_same_run(strateg
     assert [code for code, *_ in ended] == [130, 130]
     assert sum("stopped by SIGINT" in said for _, said, _ in ended) == 1
     assert not any(errors_of(stderr) for *_, stderr in ended)
+
+
+@row("R19")
+def test_one_ctrl_c_ends_a_hanging_checker_of_two_processes(group, hanging, tmp_path):
+    children = group("ddp", *hanging.pop("argv"), **hanging)
+    until(lambda: is_asked(tmp_path))
+    for child in children:  # as a terminal sends it
+        child.signal(signal.SIGINT)
+    ended = [child.ended(5) for child in children]
+    assert [(code, stderr) for code, _, stderr in ended] == [(130, ""), (130, "")]
+    assert sum("stopped by SIGINT at step 0" in said for _, said, _ in ended) == 1
+
+
+@row("R19")
+def test_the_rank_that_fails_first_has_written_its_line_before_rank_0_ends_it(group, tmp_path):
+    """Rank 1 is slow to write, and rank 0 ends the processes that it launched."""
+    other = tmp_path / "pid of rank 1"
+
+    def first():
+        import kto
+
+        rank_1 = os.environ["RANK"] == "1"
+        if rank_1:
+            other.write_text(str(os.getpid()))
+        real_print, real_end = errors._print_error, errors.end_process
+
+        def fail(*_):
+            if not rank_1:
+                time.sleep(1)  # so rank 1 is the first
+            raise errors.BadInput("both fail")
+
+        def slowly(text):
+            time.sleep(2 if rank_1 else 0)
+            real_print(text)
+
+        def end(code):
+            if not rank_1:
+                os.kill(int(other.read_text()), signal.SIGKILL)
+            real_end(code)
+
+        kto.kto_loss, errors._print_error, errors.end_process = fail, slowly, end
+
+    ended = [child.ended(20) for child in group("ddp", first=first)]
+    (line,) = [line for _, _, stderr in ended for line in errors_of(stderr)]
+    assert line == "rank 1: error: both fail" and ended[0][0] == 2
 
 
 # ---- slow: many moments --------------------------------------------------------------------------
