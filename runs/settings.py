@@ -118,6 +118,9 @@ class Data:
     """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
     columns: str | None = None
     """Names of the records' fields where they are not ours: prompt=question,label=good."""
+    labels: str | None = None
+    """What the values of the label mean where they are not ours: up=positive,down=negative, or
+    up=4|5,down=1|2. Records with other values are dropped and counted."""
     score_turns: str = setting("last", choices=("last", "all"))
     """Of a completion (or dialogue) with several turns: last scores the last turn only; all makes an
     example of each of the assistant's turns."""

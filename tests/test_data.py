@@ -160,11 +160,97 @@ def test_a_plain_completion_ends_with_one_eos(tmp_path):
 
 
 def test_a_chat_completion_ends_as_the_template_ends_the_turn(tmp_path):
-    source = write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")]), rated("a", "b"))
-    dialogue, text = read(source, chat())
+    (dialogue,) = read(write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")])), chat())
     assert ids(dialogue)[1] == ids_of(chat(), "c<|im_end|>\n")
     assert EOS not in dialogue.completions[0], "a second end would never be sampled"
-    assert ids(text) == [[66], [67, EOS]], "two strings are no dialogue"
+
+
+def test_a_completion_that_ends_with_eos_in_its_text_gets_no_second_one(tmp_path):
+    source = write(
+        tmp_path / "d.jsonl", *[rated("a", "b" + end * "<|endoftext|>") for end in (0, 1)]
+    )
+    without, rendered = read(source, plain())
+    assert ids(without) == ids(rendered) == [[66], [67, EOS]]
+
+
+DIALOGUE = rated([user("p")], [bot("c")])
+# the records of a file, whether its tokenizer has a template, how all of them are rendered
+RENDERED = {
+    "two strings are no dialogue": ([rated()], True, "plain"),
+    "an instruction is a turn of the user": (
+        [{"instruction": "p", "output": "c", "label": 1}],
+        True,
+        "by the chat template",
+    ),
+    "also a question": (
+        [{"question": "p", "completion": "c", "label": 1}],
+        True,
+        "by the chat template",
+    ),
+    "where there is a template": (
+        [{"question": "p", "completion": "c", "label": 1}],
+        False,
+        "plain",
+    ),
+    "strings before a dialogue": ([rated(), rated(), DIALOGUE], True, "by the chat template"),
+    "strings behind a dialogue": ([DIALOGUE, rated()], True, "by the chat template"),
+    "an empty system beside a filled one": (
+        [rated(system=""), rated(system="s"), rated()],
+        True,
+        "by the chat template",
+    ),
+    "an empty system alone": ([rated(system="")], True, "plain"),
+}
+
+
+@pytest.mark.parametrize("file", RENDERED)
+def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, monkeypatch, file):
+    monkeypatch.setattr(examples, "ENCODE_TEXTS", 2)  # the dialogue may come after a whole batch
+    records, has_template, how = RENDERED[file]
+    tokenizer = chat() if has_template else plain()
+    loaded = load(write(tmp_path / "d.jsonl", *records), tokenizer)
+    assert loaded.rendered == {how: len(records)} and len(loaded.examples) == len(records)
+    assert f"  rendered: {len(records)} {how}" in describe_examples("train", loaded).splitlines()
+    turn = ids_of(tokenizer, "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n")
+    for e in loaded.examples:
+        prompt, completion = ids(e)
+        if how == "plain":
+            assert (prompt, completion) == (ids_of(tokenizer, "p"), [68, EOS])
+        else:
+            assert prompt[-len(turn) :] == turn
+            assert completion == ids_of(tokenizer, "c<|im_end|>\n")
+
+
+def test_each_file_of_several_has_its_own_way_and_the_table_counts_both(tmp_path):
+    files = write(tmp_path / "a.jsonl", rated(), rated()), write(tmp_path / "b.jsonl", DIALOGUE)
+    table = describe_examples("train", load(",".join(files), chat()))
+    assert "  rendered: 2 plain, 1 by the chat template" in table.splitlines()
+
+
+def test_labels_that_data_labels_does_not_name_are_dropped_counted_and_shown(tmp_path):
+    source = write(
+        tmp_path / "d.jsonl", *[rated(str(i), label=i) for i in (1, 2, 3, 3, None, 4, 5)]
+    )
+    loaded = load(source, plain(), labels="up=4|5, down=1|2")
+    assert loaded.examples.rows["label"].tolist() == [False, False, True, True]
+    table = describe_examples("train", loaded)
+    assert table.endswith(
+        "\n  dropped, since data.labels does not name their label: 3 (2), null (1)"
+    )
+    (line,) = refusal(source, plain(), labels="up=yes,down=no")
+    there = "3 (2), 1 (1), 2 (1), null (1), 4 (1), 5 (1)"
+    assert line == f"{source}: data.labels names no label here: {there}"
+    with pytest.raises(BadInput) as e:
+        parts_of(Data(source, labels="up=4|5,down=bad"))
+    assert str(e.value).startswith(
+        f"data.labels: down=bad: no record of {source} has it; dropped were 3"
+    )
+
+
+@pytest.mark.parametrize("labels", ["up", "up=", "=4", "good=4", "up=4,down=4", "up=4|4", "up=4=5"])
+def test_labels_that_cannot_be_meant_are_refused(tmp_path, labels):
+    (line,) = refusal(write(tmp_path / "d.jsonl", rated()), plain(), labels=labels)
+    assert line.startswith("data.labels: ")
 
 
 def test_prompt_and_completion_are_tokenised_apart(tmp_path):
@@ -184,9 +270,10 @@ def test_reading_leaves_the_garbage_collector_on(tmp_path):
 
 
 def test_bos_stays_when_the_head_of_a_prompt_goes(tmp_path):
-    texts = [rated("abcdef"), rated([user("hi")], [bot("c")]), rated("abc"), rated("")]
+    texts = [rated("abcdef"), rated("abc"), rated("")]
     source = write(tmp_path / "d.jsonl", *texts)
-    cut, dialogue, fits, empty = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
+    source += "," + write(tmp_path / "e.jsonl", rated([user("hi")], [bot("c")]))
+    cut, fits, empty, dialogue = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
     assert cut == [512, *ids_of(bos(), "abcdef")[-3:]]
     assert dialogue == [512, *ids_of(bos(), "<|im_start|>assistant\n")[-3:]]
     assert (fits, empty) == ([512, 66, 67, 68], [512])
@@ -199,7 +286,8 @@ def test_a_bos_that_only_the_template_writes_stays_as_well(tmp_path):
     path = folder(tmp_path / "t", ("<s>",), bos_token="<s>", chat_template=template)
     tokenizer = Tokenizer(path)
     assert not tokenizer.adds_bos
-    source = write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")]), rated("abcdef"))
+    source = write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")]))
+    source += "," + write(tmp_path / "e.jsonl", rated("abcdef"))
     dialogue, text = read(source, tokenizer, max_prompt=4)
     assert dialogue.prompt.tolist() == [512, *ids_of(tokenizer, "assistant\n")[-3:]]
     assert text.prompt.tolist() == ids_of(tokenizer, "abcdef")[-4:]
@@ -212,14 +300,14 @@ def test_an_empty_prompt_needs_a_bos(tmp_path):
 
 
 def test_a_template_that_renders_nothing_is_refused_at_its_record(tmp_path):
-    source = write(tmp_path / "d.jsonl", rated(), rated([user("hi")], [bot("c")]))
+    source = write(tmp_path / "d.jsonl", rated(label=2), rated([user("hi")], [bot("c")]))
     for template, reason in (
         ("always the same", "completion: the chat template renders it as nothing"),
         ("{% if not add_generation_prompt %}c{% endif %}", "prompt: empty"),
         ("{{ raise_exception('a\nb') }}", "chat template: a"),
     ):
         tokenizer = Tokenizer(folder(tmp_path / "t", chat_template=template))
-        (line,) = refusal(source, tokenizer)
+        _, line = refusal(source, tokenizer)
         assert line.startswith(f"{source}:2: {reason}")
 
 
@@ -548,9 +636,8 @@ def test_parts_that_cannot_be_meant_are_refused(parts):
 
 
 def table_of(tmp_path, *records, kind="rated", **limits) -> str:
-    return describe_examples(
-        "train", *load(write(tmp_path / "d.jsonl", *records), plain(), kind, **limits)[:3]
-    )
+    source = write(tmp_path / "d.jsonl", *records)
+    return describe_examples("train", load(source, plain(), kind, **limits))
 
 
 def test_the_table_counts_what_was_read(tmp_path):
@@ -570,6 +657,7 @@ def test_the_table_counts_what_was_read(tmp_path):
         "  prompt tokens: median 1, 95% below 2, longest 4",
         "  completion tokens: median 2, 95% below 4, longest 4",
         "  2 duplicates, 1 contradictions, 2 completions cut, 1 prompts cut",
+        "  rendered: 8 plain",
     ]
 
 
@@ -585,7 +673,7 @@ def test_the_table_of_pairs_counts_pairs(tmp_path):
 
 def test_the_table_of_prompts_counts_prompts(tmp_path):
     said = table_of(tmp_path, rated("a"), rated("abcdef"), kind="prompts", max_prompt=4)
-    assert said == "train: 2 prompts, longest 4 tokens"
+    assert said == "train: 2 prompts, longest 4 tokens\n  rendered: 2 plain"
 
 
 # (n_D, n_U) -> weights by hand; arXiv 2402.01306 eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]
