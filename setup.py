@@ -175,7 +175,7 @@ class Run:
         """The policy's weights by their plain names, adapters apart, each gathered when it is asked
         for: of a sharded policy that is a collective. A quantised base is read from its source
         again, so that rounded numbers never leave."""
-        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.quantize
         if quantized:
             own = {name: p for name, p in params.items() if p.requires_grad}
         else:
@@ -390,8 +390,8 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
     elif has_copy:  # not wrapped: DDP refuses a module that never trains
         frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
         frozen = fabric.to_device(frozen)
-    if cfg.lora.base:  # only now: the hashes are of the source's own weights
-        quantize_base(policy, cfg.lora.base, fabric.device)
+    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
+        quantize_base(policy, cfg.lora.quantize, fabric.device)
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
     if sharded:
