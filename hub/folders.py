@@ -8,6 +8,7 @@ applied to the base, in this order. weights.py reads such a folder like any othe
 import atexit
 import json
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,8 +16,8 @@ from pathlib import Path
 import yaml
 
 from runs.checkpoint import verify_checkpoint
-from runs.errors import BadInput
-from runs.files import find_path, verify_folder
+from runs.errors import BadInput, printable
+from runs.files import find_path, read_object, verify_folder
 
 # Files of a tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json,
 # added_tokens.json, vocab.txt, merges.txt, chat_template.jinja
@@ -47,14 +48,29 @@ def fetch_model(source: str, what: str = "model", weights: bool = True) -> Path:
         return _adapter_on_base(folder, what, weights)
     if not downloaded:  # of a download some files are left out, which a manifest may name
         _verify_manifest(folder, what)
+    if weights and (downloaded or list(folder.glob("pytorch_model*.bin"))):
+        _refuse_pickles_alone(folder, source, what)
     return folder
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that hold its weights, in order of their names."""
-    # Mistral's folders hold the same weights a second time, as consolidated.safetensors
-    others = ("consolidated", "adapter_")
-    return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith(others))
+    """The files of a Hugging Face folder that hold its weights: those that the index names, else
+    model.safetensors. Other files of weights (a backup, Mistral's second copy) are not read. Raises
+    BadInput."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [whole] if whole.exists() else []
+    files = read_object(index, json.loads).get("weight_map")
+    files = set(files.values()) if isinstance(files, dict) else {None}
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name:
+            got = printable(name)
+            raise BadInput(f"{index}: weight_map: expected names of files beside it, got {got}")
+    if whole.exists() and whole.name not in files:
+        raise BadInput(
+            f"{folder}: {whole.name} and {index.name}: two models: remove one of the two"
+        )
+    return [folder / name for name in sorted(files)]
 
 
 def folders_on_top(folder: Path) -> list[Path]:
@@ -89,6 +105,21 @@ def _download(source: str, folder: Path, what: str, weights: bool) -> Path:
             f"{what}: {source}: no such folder here, and not fetched from huggingface.co ({type(e).__name__}); "
             "without a network, download it elsewhere and give the folder that holds config.json and model.safetensors"
         ) from e
+
+
+def _refuse_pickles_alone(folder: Path, source: str, what: str) -> None:
+    """Pickle files of weights are never read here, because they run code."""
+    if weight_files(folder) or (folder / "lit_model.pth").exists():
+        return
+    out = source if find_path(source).is_dir() else Path(source).name  # of an id on the hub
+    code = (
+        "import sys, transformers; m = transformers.AutoModelForCausalLM; "
+        'm.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])'
+    )
+    command = shlex.join(["python", "-c", code, source, out])
+    raise BadInput(
+        f"{what}: {source}: no model.safetensors; transformers converts pytorch_model.bin: {command}"
+    )
 
 
 def _checkpoint_on_base(folder: Path, what: str, weights: bool) -> Path:
