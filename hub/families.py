@@ -130,12 +130,12 @@ def _fields(config: dict, kind: str, family: dict) -> dict:
     other_names = family.get("also", {})
     given = given | {other_names[n]: x for n, x in given.items() if n in other_names}
     return {
-        name: _value(name, given[name], default) if name in given else default
+        name: field_value(name, given[name], default) if name in given else default
         for name, default in family["fields"].items()
     }
 
 
-def _value(name: str, value, default):
+def field_value(name: str, value, default):
     """A field's value, which must have the type of its default. Raises Unsupported."""
     if value is None and isinstance(default, bool):
         return False  # as transformers takes it, whatever the default is
@@ -144,7 +144,8 @@ def _value(name: str, value, default):
     if value is None:
         raise Unsupported(f"{name}: null is not supported")
     types = (int, float) if isinstance(default, float) else type(default)
-    if not isinstance(value, types) or isinstance(value, bool) != isinstance(default, bool):
+    fits = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
         raise Unsupported(f"{name}: expected a value like {default}, got {printable(value)}")
     return value
 

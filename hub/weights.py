@@ -264,8 +264,12 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
     if base is not None:
         like = weights.like
         weights = LazyTensors(like, lambda name: base[name].to(like[name].dtype))
-    settings = yaml.safe_load((folder / "settings.yaml").read_text())
-    arguments = adapter_arguments(Lora(**settings["lora"]), source.names)
+    settings = read_object(folder / "settings.yaml", yaml.safe_load)
+    try:
+        lora = Lora(**settings["lora"])
+    except (KeyError, TypeError):
+        raise BadInput(f"{folder}: a checkpoint of another version of this program") from None
+    arguments = adapter_arguments(lora, source.names)
     with torch.device("meta"):  # only the sizes of its layers are needed
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**source.arguments, **arguments))
     return merge_adapters(override_tensors(weights, trained), gpt)

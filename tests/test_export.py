@@ -245,7 +245,12 @@ NOT_OURS = {
     "bias: all": dict(bias="all"),
     "modules_to_save: ": dict(modules_to_save=["lm_head"]),
     "layer_replication: ": dict(layer_replication=[[0, 1]]),
-    "no usable PEFT adapter: ": dict(lora_alpha=None),
+    "lora_alpha: null is not supported": dict(lora_alpha=None),
+    "lora_alpha: expected a value like 8.0, got 16": dict(lora_alpha="16"),
+    "use_rslora: expected a value like False": dict(use_rslora=1),
+    r"alpha_pattern: expected an object, got \[3\]": dict(alpha_pattern=[3]),
+    "alpha_pattern: q_proj: expected": dict(alpha_pattern={"q_proj": "3"}),
+    "adapter_config.json: missing \\)": dict(alpha_pattern={"(q_proj": 3}),
 }
 
 
@@ -264,6 +269,16 @@ def test_an_adapter_that_does_not_fit_is_refused(lora, tmp_path):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
     save_file(tensors | {name: torch.ones(2)}, file)
     refused(f"peft/adapter_model.safetensors: {name}: only", our_logits, folder)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    for kind, other in ("AB", "BA"):
+        save_file({n: x for n, x in tensors.items() if n != name.format(kind)}, file)
+        refused(f"layers.0.self_attn.q_proj: lora_{other} alone$", our_logits, folder)
+        save_file(tensors | {name.format(kind): torch.ones(3)}, file)
+        refused("q_proj: lora_A and lora_B of shapes .*3,", our_logits, folder)
+    save_file(
+        tensors | {name.format("A").removeprefix("base_model.model."): torch.ones(2, 48)}, file
+    )
+    refused("q_proj.lora_A.weight: there under another name", our_logits, folder)
 
 
 def test_an_adapter_needs_its_base(lora, tmp_path):
@@ -271,6 +286,14 @@ def test_an_adapter_needs_its_base(lora, tmp_path):
     refused("^model: /no: no such folder", fetch_model, str(gone))
     unnamed = peft_folder(lora, tmp_path / "unnamed", base_model_name_or_path=None)
     refused("adapter_config.json: base_model_name_or_path: missing", fetch_model, str(unnamed))
+    odd = peft_folder(lora, tmp_path / "odd", base_model_name_or_path=[3])
+    refused(r"base_model_name_or_path: expected a name, got \[3\]", fetch_model, str(odd))
+    (odd / "adapter_config.json").write_text("[1]")
+    refused("adapter_config.json: expected an object", fetch_model, str(odd))
+    (odd / "adapter_config.json").write_text("{")
+    refused("adapter_config.json: Expecting", fetch_model, str(odd))
+    itself = peft_folder(lora, tmp_path / "x", base_model_name_or_path=str(tmp_path / "x"))
+    refused("^model: .*/x: it is its own base$", fetch_model, str(itself))
 
 
 def test_peft_puts_the_adapter_on_the_source_and_it_is_final(lora, llama):

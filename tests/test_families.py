@@ -388,7 +388,10 @@ REFUSED = {
     ),
     "rotary_pct: 0.25, but partial": ("gpt_neox", dict(rope_scaling=dict(partial_rotary_factor=1))),
     "vocab_size: expected a value like 32000, got 512.0": ("llama", dict(vocab_size=512.0)),
-    "rms_norm_eps: expected a number above 0, got nan": ("llama", dict(rms_norm_eps=float("nan"))),
+    "rms_norm_eps: expected a value like 1e-06, got nan": (
+        "llama",
+        dict(rms_norm_eps=float("nan")),
+    ),
     "head_dim: expected 1 to": ("llama", dict(head_dim=0)),
     "head_dim: expected 1 to .* got 8": ("llama", dict(head_dim="8")),
     "num_key_value_heads: expected a divisor of 6": ("llama", dict(num_key_value_heads=4)),
