@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hub import export
 from hub.export import export_weights
 from hub.families import canonical_name
 from hub.folders import fetch_model
-from runs import checkpoint
+from runs import checkpoint, tensors
+from runs.errors import Failed
 from runs.settings import Lora
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
@@ -119,6 +121,30 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, ca
     assert same(our_logits(full / "step-00000004"), our_logits(full), 0.0), "as final, to the bit"
     shutil.rmtree(full / "step-00000004")
     refused("^export: .*: neither a checkpoint", start, "export", [str(full / "final")])
+
+
+def test_an_export_is_whole_or_not_there(full, tmp_path, monkeypatch):
+    """export.py on a full disk, after an export that was killed, and with a damaged file."""
+    step, out = full / "checkpoints" / "step-00000002", tmp_path / "new" / "out"
+    argv = [str(step), "--out", str(out)]
+    with monkeypatch.context() as m:
+        m.setattr(tensors, "_bytes", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(Failed, match=f"^{out}: not saved: No space left on device$"):
+            start("export", argv)
+    assert not list(out.parent.iterdir())
+    killed = out.with_name(".out.tmp")
+    killed.mkdir()
+    (killed / "model-00001-of-00002.safetensors").write_text("half")
+    start("export", argv)
+    assert [file.name for file in out.parent.iterdir()] == ["out"]
+    assert {file.name for file in out.glob("*.safetensors")} == {"model.safetensors"}
+    assert fetch_model(str(out)) == out
+    with open(out / "model.safetensors", "r+b") as f:
+        f.seek(2000)
+        f.write(b"\0\1\2\3")
+    refused("model.safetensors is damaged; if you changed it yourself", fetch_model, str(out))
+    (tmp_path / "file").touch()
+    refused("^out: .*/file: ", start, "export", [str(step), "--out", str(tmp_path / "file" / "x")])
 
 
 def test_a_damaged_checkpoint_is_no_model_and_a_run_without_final_says_what_to_do(full, tmp_path):
