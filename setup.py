@@ -25,7 +25,7 @@ from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import read_config
 from hub.folders import fetch_model, folders_on_top
-from hub.lora import merge_adapters, reset_adapters
+from hub.lora import merge_adapters, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
@@ -261,6 +261,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     # the model's folder and its tokenizer
     source = fetch_model(cfg.model, weights=not cfg.estimate)
     arguments, config, names = read_config(source)  # refuses what could not be exported
+    cfg = replace(cfg, lora=without_missing_targets(cfg.lora, names))
     if cfg.estimate:
         make = partial(model.make_model, arguments, names=names)
         tied = config["tie_word_embeddings"]

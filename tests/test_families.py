@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from conftest import PARITY, train
 from models import logits, made, refused, same, shaken
 from safetensors.torch import load_file
@@ -187,6 +188,22 @@ def test_a_family_is_transformers_in_trained_and_out(name, four, tmp_path):
     before, after = (load_file(p / "model.safetensors") for p in (source, final))
     assert before.keys() == after.keys()
     assert all(x.shape == after[n].shape for n, x in before.items())
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_lora_s_default_leaves_the_experts_out_and_says_so(name, four, tmp_path, capsys):
+    source, out = tmp_path / "source", tmp_path / "run"
+    folder_of(name, source)
+    train(source, four, out, *STEP, "--lora.rank=2")
+    said = "lora.targets: query,key,value,projection; the experts of this model stay frozen"
+    assert capsys.readouterr().out.count(said) == 1
+    assert yaml.safe_load((out / "settings.yaml").read_text())["lora"]["targets"] in said
+    train(source, four, out, *STEP, "--lora.rank=2", "--resume=auto")  # not another run
+    before, after = (load_file(p / "model.safetensors") for p in (source, out / "final"))
+    moved = {n.split(".")[-2] for n, x in before.items() if not torch.equal(x, after[n])}
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    chosen = (*STEP, "--lora.rank=2", "--lora.targets=query,mlp")
+    refused("^lora.targets: .*; got mlp$", train, source, four, tmp_path / "chosen", *chosen)
 
 
 def packed_is_single(gpt) -> None:
