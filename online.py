@@ -69,7 +69,7 @@ class Settings(RunSettings):
         if self.online.reference == "last":
             only = "goes with online.reference first only"
             refuse_unless(not self.reference, f"reference: {only}")
-            refuse_unless(not self.lora.base, f"lora.base: {only}")
+            refuse_unless(not self.lora.quantize, f"lora.quantize: {only}")
             refuse_unless(
                 self.precision != "bf16-true", f"{NO_BF16_MERGING}, or online.reference first"
             )

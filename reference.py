@@ -51,7 +51,7 @@ class CachedReference:
         self.folder = Path(cfg.reference_cache).expanduser()
         # what the values depend on, besides prompt and completion
         models = [x for k, x in sorted(identity.items()) if k.startswith(("model ", "reference "))]
-        depends = [*models, cfg.precision + (cfg.lora.base or ""), cfg.data.score_prompt]
+        depends = [*models, cfg.precision + (cfg.lora.quantize or ""), cfg.data.score_prompt]
         self.key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
         self.known: dict[bytes, float] = {}
         self.unsaved: dict[bytes, float] = {}

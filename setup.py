@@ -26,7 +26,7 @@ from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import read_config
 from hub.folders import fetch_model, folders_on_top
-from hub.lora import merge_adapters, reset_adapters
+from hub.lora import merge_adapters, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
@@ -179,7 +179,7 @@ class Run:
         """The policy's weights by their plain names, adapters apart, each gathered when it is asked
         for: of a sharded policy that is a collective. A quantised base is read from its source
         again, so that rounded numbers never leave."""
-        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.quantize
         if quantized:
             own = {name: p for name, p in params.items() if p.requires_grad}
         else:
@@ -267,6 +267,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     # the model's folder and its tokenizer
     source = fetch_model(cfg.model, weights=not cfg.estimate)
     arguments, config, names = read_config(source)  # refuses what could not be exported
+    cfg = replace(cfg, lora=without_missing_targets(cfg.lora, names))
     if cfg.estimate:
         make = partial(model.make_model, arguments, names=names)
         tied = config["tie_word_embeddings"]
@@ -432,8 +433,8 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
     elif has_copy:  # not wrapped: DDP refuses a module that never trains
         frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
         frozen = fabric.to_device(frozen)
-    if cfg.lora.base:  # only now: the hashes are of the source's own weights
-        quantize_base(policy, cfg.lora.base, fabric.device)
+    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
+        quantize_base(policy, cfg.lora.quantize, fabric.device)
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
     if sharded:

@@ -74,8 +74,8 @@ class Settings(RunSettings):
             "reference_cache: SPIN's reference is another one in each iteration",
         )
         refuse_unless(
-            not self.lora.base,
-            "lora.base: SPIN merges the adapters into the base, which a quantised base cannot take",
+            not self.lora.quantize,
+            "lora.quantize: SPIN merges the adapters into the base, which a quantised base cannot take",
         )
         refuse_unless(self.precision != "bf16-true", NO_BF16_MERGING)
 

@@ -8,6 +8,7 @@ matrix W (outputs, inputs) of its layer. PEFT's files of adapters are in peft.py
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from litgpt.lora import LoRALayer, LoRALinear, LoRAQKVLinear, mark_only_lora_as_
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from runs.console import say
 from runs.errors import BadInput
 from runs.settings import Lora
 from runs.tensors import LazyTensors, rename_tensors
@@ -62,6 +64,18 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     for group in groups:
         arguments[f"lora_{group}"] = True
     return arguments
+
+
+def without_missing_targets(lora: Lora, names: dict[str, str]) -> Lora:
+    """The default of lora.targets without the groups that the model lacks: a mixture of experts has
+    no mlp that takes adapters. `names`: see families.py. Targets that the user chose stay."""
+    if not lora.rank or lora.targets != Lora.targets:
+        return lora
+    groups = {GROUPS[part] for part in names if part in GROUPS}
+    targets = ",".join(target for target in lora.targets.split(",") if target in groups)
+    if targets != lora.targets:
+        say(f"lora.targets: {targets}; the experts of this model stay frozen")
+    return replace(lora, targets=targets)
 
 
 def _target_parts(target: str, parts: dict[str, str]) -> set[str]:

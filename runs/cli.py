@@ -27,9 +27,10 @@ NAMES_ELSEWHERE = {
     "gradient_accumulation_steps": "batch_size",
     "gradient_checkpointing": "activation_checkpointing",
     "learning_rate": "optim.lr",
-    "load_in_4bit": "lora.base",
-    "load_in_8bit": "lora.base",
+    "load_in_4bit": "lora.quantize",
+    "load_in_8bit": "lora.quantize",
     "logging_steps": "log_interval",
+    "lora.base": "lora.quantize",  # its name in older settings.yaml
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
     "lora_r": "lora.rank",

@@ -166,7 +166,7 @@ class Lora:
     or PEFT's names: q_proj, o_proj, all-linear, ..."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
-    base: str | None = setting(None, choices=("nf4", "int8"))
+    quantize: str | None = setting(None, choices=("nf4", "int8"))
     """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes). The export
     has them as they were. null: not quantised."""
 
@@ -376,20 +376,22 @@ class RunSettings:
         self._validate_together()
 
     def _validate_models(self) -> None:
-        base, fsdp = self.lora.base, self.strategy == "fsdp"
+        quantize, fsdp = self.lora.quantize, self.strategy == "fsdp"
         double = self.precision == "64-true"
         refuse_unless(
             self.lora.targets, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}"
         )
         refuse_unless(
-            self.lora.rank or not base,
-            "lora.base: a quantised model cannot be trained itself; set lora.rank",
+            self.lora.rank or not quantize,
+            "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
         )
         refuse_unless(
-            not (base and fsdp), f"lora.base: {base} does not work with strategy fsdp; use ddp"
+            not (quantize and fsdp),
+            f"lora.quantize: {quantize} does not work with strategy fsdp; use ddp",
         )
         refuse_unless(
-            not (base and double), f"lora.base: {base} does not work with precision 64-true"
+            not (quantize and double),
+            f"lora.quantize: {quantize} does not work with precision 64-true",
         )
         refuse_unless(self.precision != "bf16-true" or self.lora.rank, NO_BF16)
         refuse_unless(
