@@ -12,10 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import yaml
-
-from runs.checkpoint import verify_checkpoint
-from runs.errors import BadInput
+from runs.checkpoint import read_settings, read_state, verify_checkpoint
+from runs.errors import BadInput, user_error
 from runs.files import find_path, verify_folder
 
 # Files of a tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json,
@@ -96,14 +94,14 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool) -> Path:
     fault = verify_checkpoint(folder)
     if fault:
         raise BadInput(f"{what}: {folder}: {fault}")
-    settings = yaml.safe_load((folder / "settings.yaml").read_text())
-    base = fetch_model(settings["model"], what, weights)
+    with user_error(what, folder, RecursionError):  # its settings may name itself
+        base = fetch_model(read_settings(folder)["model"], what, weights)
     view = _folder_of_links(base, folder)
-    run = json.loads((folder / "state.json").read_text())["run"]
-    if run.get("chat_template"):  # the template of data.chat_template, instead of the model's own
+    run, _ = read_state(folder)
+    if run.chat_template:  # the template of data.chat_template, instead of the model's own
         template = view / "chat_template.jinja"
         template.unlink(missing_ok=True)
-        template.write_text(run["chat_template"])
+        template.write_text(run.chat_template)
     return view
 
 

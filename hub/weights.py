@@ -32,8 +32,8 @@ from hub.families import (
 from hub.folders import folders_on_top, weight_files
 from hub.lora import adapter_arguments, merge_adapters, plain_names
 from hub.peft import read_adapter
-from runs.checkpoint import read_checkpoint_weights, read_state
-from runs.errors import BadInput
+from runs.checkpoint import read_checkpoint_weights, read_settings, read_state
+from runs.errors import BadInput, user_error
 from runs.files import read_object
 from runs.settings import Lora
 from runs.tensors import FLOAT_DTYPES, LazyTensors, open_safetensors, override_tensors
@@ -256,8 +256,9 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
     if base is not None:
         like = weights.like
         weights = LazyTensors(like, lambda name: base[name].to(like[name].dtype))
-    settings = yaml.safe_load((folder / "settings.yaml").read_text())
-    arguments = adapter_arguments(Lora(**settings["lora"]), source.names)
+    with user_error(None, folder / "settings.yaml", TypeError):  # a field of another version
+        lora = Lora(**read_settings(folder)["lora"])
+    arguments = adapter_arguments(lora, source.names)
     with torch.device("meta"):  # only the sizes of its layers are needed
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**source.arguments, **arguments))
     return merge_adapters(override_tensors(weights, trained), gpt)
