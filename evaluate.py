@@ -12,7 +12,7 @@ from records.examples import Example
 from records.tokenizer import Tokenizer
 from runs.console import Wait, format_before_after, say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, parse_file, printable, user_error
 from runs.files import write_json
 from runs.settings import RunSettings
 from runs.stop import Stop
@@ -183,6 +183,12 @@ class Evaluator:
     def compare(self, step: int) -> None:
         """Write the check of the last step as eval/after.json (after a resume it is asked anew), and
         print the accuracy and some answers beside those from before the run."""
-        after, before = self.check("after", step), self.folder / "before.json"
-        if after and before.exists():
-            say(format_before_after(json.loads(before.read_text()), after))
+        after, file = self.check("after", step), self.folder / "before.json"
+        if not after or not file.exists():
+            return
+        try:
+            with user_error(None, file, Exception):  # of a damaged file anything may be wrong
+                before = parse_file(None, file, json.loads, at_most=2**32)
+                say(format_before_after(before, after))
+        except BadInput as e:
+            say(f"no comparison with the answers before the run: {e}")

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-import yaml
 from torch import nn
 
 import model
@@ -39,6 +39,7 @@ from runs.checkpoint import (
     load_checkpoint,
     load_weights,
     program_file,
+    read_settings,
     read_state,
     save_checkpoint,
 )
@@ -395,9 +396,9 @@ def begin_folder(
             read_claimed_rows(folder.path / name, claims.get(name), folder.checkpoint)
             for name in TABLES
         ]
-        # A source whose tokenizer files cannot be copied is refused now, not at the export; `begin`
-        # removes the copy.
-        copy_tokenizer_files(source, folder.path / ".final.tmp")
+        # A source whose tokenizer files cannot be copied is refused now, not at the export.
+        with TemporaryDirectory(dir=folder.path, prefix=".", suffix=".tmp") as trial:
+            copy_tokenizer_files(source, Path(trial))
         folder.begin(cfg)
         return rows
 
@@ -541,9 +542,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
         raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
     notes, read_as = [], torch.float32
     if (checkpoint / "state.json").exists():
+        own = dtype_of(read_settings(checkpoint)["precision"])
         settings = (checkpoint / "settings.yaml").read_text()
         notes = notes_of(settings, read_state(checkpoint)[0], checkpoint.parent.parent)
-        own = dtype_of(yaml.safe_load(settings)["precision"])
         read_as = torch.promote_types(own, torch.float32)
     export_weights(model.read_folder_weights(folder, read_as), folder, out, dtype, notes)
 
@@ -552,8 +553,8 @@ def notes_of(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]
     """More files of an exported model, as (name, text): its card, and the chat template if the run
     used another one than the model's."""
     notes = [("README.md", model_card(settings, state, run))]
-    if file := yaml.safe_load(settings)["data"]["chat_template"]:
-        notes.append(("chat_template.jinja", Path(file).read_text()))
+    if state.chat_template:
+        notes.append(("chat_template.jinja", state.chat_template))
     return notes
 
 

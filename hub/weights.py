@@ -32,9 +32,9 @@ from hub.families import (
 from hub.folders import folders_on_top, weight_files
 from hub.lora import adapter_arguments, merge_adapters, plain_names
 from hub.peft import read_adapter
-from runs.checkpoint import read_checkpoint_weights, read_state
+from runs.checkpoint import read_checkpoint_weights, read_settings, read_state
 from runs.console import Wait, advance
-from runs.errors import BadInput
+from runs.errors import BadInput, user_error
 from runs.files import read_object
 from runs.settings import Lora
 from runs.tensors import FLOAT_DTYPES, LazyTensors, open_safetensors, override_tensors
@@ -275,11 +275,8 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
     if base is not None:
         like = weights.like
         weights = LazyTensors(like, lambda name: base[name].to(like[name].dtype))
-    settings = read_object(folder / "settings.yaml", yaml.safe_load)
-    try:
-        lora = Lora(**settings["lora"])
-    except (KeyError, TypeError):
-        raise BadInput(f"{folder}: a checkpoint of another version of this program") from None
+    with user_error(None, folder / "settings.yaml", TypeError):  # a field of another version
+        lora = Lora(**read_settings(folder)["lora"])
     arguments = adapter_arguments(lora, source.names)
     with torch.device("meta"):  # only the sizes of its layers are needed
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**source.arguments, **arguments))
