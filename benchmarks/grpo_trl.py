@@ -1,13 +1,14 @@
 """The peer of online.py: TRL's GRPOTrainer with the same model, prompts, checker and number of answers.
 
-    <TRL's environment>/bin/python benchmarks/grpo_trl.py --model <folder> --prompts <records> --out <folder>
+    <TRL's environment>/bin/python benchmarks/grpo_trl.py --model FOLDER --prompts FILE --out FOLDER --judge COMMAND
 
 It runs in an environment of its own: `pip install torch==2.13.0 trl==1.16.0 peft`. benchmarks/instructions.py makes
 the records and starts it.
 
 - LoRA of rank 16 on all linear layers of the blocks, bf16, as our runs have it.
 - As online.py's iterations: `--answers` sampled answers by one policy, then steps of 16 of them.
-- The reward is 1 where the checker of examples/instructions.py accepts an answer, else 0.
+- The reward is 1 where the checker of examples/instructions.py accepts an answer, else 0. The checker runs in our
+  environment, as the process that `--judge` names.
 - It writes `final`, a Hugging Face folder with the adapters merged in, and result.json: seconds of wall and CPU of
   the training (sampling included) and of the process, wall seconds of sampling alone, tokens, and the share of right
   answers of each iteration.
@@ -15,14 +16,10 @@ the records and starts it.
 
 import argparse
 import json
-import sys
+import shlex
+import subprocess
 import time
-from collections import namedtuple
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-Answer = namedtuple("Answer", ["prompt", "completion", "fields", "cut"])  # as evaluate.py's
 
 
 def arguments():
@@ -32,6 +29,7 @@ def arguments():
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="records; prompts are lists of messages")
     parser.add_argument("--out", required=True)
+    parser.add_argument("--judge", required=True, help="see judge in benchmarks/instructions.py")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--answers", type=int, default=96, help="of an iteration")
@@ -49,7 +47,6 @@ def main() -> None:
     import datasets
     import torch
     import transformers
-    from instructions import check
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
@@ -57,14 +54,18 @@ def main() -> None:
     out = Path(args.out)
     rows = [json.loads(line) for line in Path(args.prompts).read_text().splitlines()]
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    judge = subprocess.Popen(
+        shlex.split(args.judge), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     right, tokens, seconds = [], [], []  # of each iteration
 
     def reward(prompts, completions, completion_ids, record, **_):
         answers = [
-            Answer(p[-1]["content"], c[-1]["content"], r, ids[-1] != tokenizer.eos_token_id)
-            for p, c, ids, r in zip(prompts, completions, completion_ids, map(json.loads, record))
+            [p[-1]["content"], c[-1]["content"], json.loads(r), ids[-1] != tokenizer.eos_token_id]
+            for p, c, ids, r in zip(prompts, completions, completion_ids, record)
         ]
-        labels = check(answers)
+        print(json.dumps(answers), file=judge.stdin, flush=True)
+        labels = json.loads(judge.stdout.readline())
         right.append(sum(labels) / len(labels))
         tokens.append(sum(map(len, completion_ids)))
         return [float(label) for label in labels]
@@ -123,6 +124,7 @@ def main() -> None:
     }
     trainer.model.merge_and_unload().save_pretrained(out / "final")
     tokenizer.save_pretrained(out / "final")
+    judge.communicate()
     result |= {
         "process_seconds": time.time() - began,
         "process_cpu_seconds": time.process_time() - cpu_began,

@@ -12,7 +12,8 @@ was saved. Each run has a folder under out/instructions/.
 Every method learns from 576 sampled answers of at most 96 tokens to the same 144 prompts, in 36 steps of 16
 completions, with LoRA of rank 16:
 
-- online KTO and GRPO sample 6 times 4 answers to 24 prompts from the policy as it is then;
+- online KTO and GRPO sample 6 times 4 answers to 24 prompts from the policy as it is then ("576 prompts": one answer
+  to each of 6 times 96);
 - offline KTO learns from 4 answers of the base to each prompt, sampled once a seed and rated by the checker. DPO
   learns from all pairs of a right and a wrong one of them that answer one prompt, 8 pairs a step;
 - SPIN's demonstrations are the first right ones of them, at most 96. The answers rated to find them and its own, one
@@ -20,10 +21,10 @@ completions, with LoRA of rank 16:
 
 Learning rates were chosen on seed 0 (RESULTS.md), which is not in the table.
 
-Afterwards each final model answers the same held-out prompts: 96 of topics that training never has, 48 of kinds of
-instructions that it never has. kl is the mean of log pi - log base over these answers, in nats an answer: an estimate
-of KL(policy || base), for each method by the same function. Seconds are of all processes of a run, sampling and rating
-included, but not this last check.
+Afterwards each final model answers the same held-out prompts: 108 of trained kinds of instructions, 48 of kinds that
+training never has, all of them about topics that training never has. kl is the mean of log pi - log base over these
+answers, in nats an answer: an estimate of KL(policy || base), for each method by the same function. Seconds are of all
+processes of a run, sampling and rating included, but not of this last check.
 """
 
 import argparse
@@ -36,18 +37,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "examples")]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 RESULTS = HERE / "instructions.jsonl"
 OUT = HERE.parent / "out" / "instructions"
 PROMPTS, ANSWERS, TOKENS = 144, 4, 96  # of training; answers to a prompt; tokens of an answer
 ITERATIONS, BATCH = 6, 16
 STEPS = PROMPTS * ANSWERS // BATCH
-HELD_OUT = {"topics": 96, "kinds": 48}  # prompts of the last check
+HELD_OUT = {"val": 108, "new_kinds": 48}  # prompts of the last check, of the task's files
+FIELDS = ("kind", "group", "n", "words", "instruction")  # what the checker reads of a record
 DEMONSTRATIONS = 96
 SEEDS = [1, 2, 3]
 
@@ -57,7 +58,9 @@ COMMON = {
     "lora.alpha": 32,
     "optim.lr": 4e-4,
     "batch_size": BATCH,
-    "data.max_prompt": 256,
+    "optim.warmup": 4,
+    "data.extra": ",".join(FIELDS),
+    "data.max_prompt": 160,
     "data.max_completion": 128,  # a text of 96 sampled tokens may have more when it is encoded again
     "data.val": "null",
     "val_interval": "null",
@@ -70,6 +73,10 @@ ONLINE = {
     "online.num_generations": ANSWERS,
     "online.max_new_tokens": TOKENS,
 }
+ONE_ANSWER = {
+    "online.prompts_per_iteration": PROMPTS * ANSWERS // ITERATIONS,
+    "online.num_generations": 1,
+}
 FIRST, LAST = {"online.reference": "first"}, {"online.reference": "last"}
 PAIRS = {"batch_size": BATCH // 2, "epochs": STEPS, "max_steps": STEPS}
 SPIN = {"batch_size": BATCH // 2, "spin.max_iterations": 3, "spin.max_new_tokens": TOKENS}
@@ -80,6 +87,7 @@ METHODS = {
     "base": (None, None, {}),
     "online-first": ("online", "prompts", ONLINE | FIRST),
     "online-last": ("online", "prompts", ONLINE | LAST),
+    "online-first 576 prompts": ("online", "many prompts", ONLINE | FIRST | ONE_ANSWER),
     "kto": ("kto", "rated", {}),
     "apo_zero_unpaired": ("kto", "rated", {"kto.loss": "apo_zero_unpaired"}),
     "dpo": ("dpo", "pairs", PAIRS | {"optim.lr": 1e-4}),
@@ -91,8 +99,6 @@ METHODS = {
     "online-first z=nemo4": ("online nemo4", "prompts", ONLINE | FIRST),
     "online-first z=pairs": ("online pairs", "prompts", ONLINE | FIRST),
 }
-
-Answer = namedtuple("Answer", ["prompt", "completion", "fields", "cut"])  # as evaluate.py's
 
 
 # ---- what the methods learn from ---------------------------------------------------------------
@@ -110,14 +116,19 @@ def read_records(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def prompts_file(seed: int) -> Path:
-    """The training prompts of a seed."""
-    import instructions_task
+def task_file(name: str) -> Path:
+    """train, val or new_kinds of examples/instructions.py."""
+    from examples.instructions import write_data
 
-    file = OUT / f"data-{seed}" / "prompts.jsonl"
-    if not file.exists():
-        write_records(file, instructions_task.train_prompts(PROMPTS, seed))
-    return file
+    if not (OUT / "task" / f"{name}.jsonl").exists():
+        write_data(OUT / "task")
+    return OUT / "task" / f"{name}.jsonl"
+
+
+def prompts_file(seed: int) -> Path:
+    """The training prompts of a seed: as many of each kind."""
+    records = read_records(task_file("train"))[seed * PROMPTS : (seed + 1) * PROMPTS]
+    return write_records(OUT / f"data-{seed}" / "prompts.jsonl", records)
 
 
 def rated_file(seed: int, model: str) -> Path:
@@ -156,13 +167,18 @@ def pairs_file(seed: int, model: str) -> Path:
 
 def demonstrations_file(seed: int, model: str) -> Path:
     """The first right answers, as many as the answers that SPIN may have allow."""
-    found, budget = [], PROMPTS * ANSWERS
-    for n, r in enumerate(read_records(rated_file(seed, model)), start=1):
-        if len(found) == DEMONSTRATIONS or n + SPIN["spin.max_iterations"] * len(found) > budget:
+    found, rated = [], read_records(rated_file(seed, model))
+    for n, r in enumerate(rated, start=1):
+        if len(found) == DEMONSTRATIONS or spin_answers(n, len(found)) >= PROMPTS * ANSWERS:
             break
         if r["label"]:
-            found.append({"prompt": r["prompt"], "completion": r["completion"]})
+            found.append(r | {"answers": spin_answers(n, len(found) + 1)})
     return write_records(OUT / f"data-{seed}" / "demonstrations.jsonl", found)
+
+
+def spin_answers(rated: int, demonstrations: int) -> int:
+    """How many sampled answers SPIN uses: those that were rated, and its own."""
+    return rated + SPIN["spin.max_iterations"] * demonstrations
 
 
 def message(role: str, text: str) -> list[dict]:
@@ -185,37 +201,34 @@ class Sampler:
         self.tokenizer = Tokenizer(Path(folder))
         self.policy = self.fabric.setup_module(load_model(Path(folder)))
 
-    def prompts(self, records: list[dict]) -> list:
-        """The records' prompts as token ids; equal prompts are one."""
+    def examples(self, records: list[dict]) -> list:
+        """Records with different prompts as examples, by the way that a run reads them."""
         from records.examples import load_examples
         from runs.settings import Data
 
-        file = write_records(OUT / "asked.jsonl", records)
-        data = Data(train=str(file), max_prompt=COMMON["data.max_prompt"], max_completion=TOKENS)
-        return [
-            e.prompt for e in load_examples(str(file), self.tokenizer, "prompts", data).examples
-        ]
+        file = str(write_records(OUT / "asked.jsonl", records))
+        limits = {"max_prompt": COMMON["data.max_prompt"], "max_completion": TOKENS}
+        data = Data(train=file, extra=",".join(FIELDS), **limits)
+        return list(load_examples(file, self.tokenizer, "prompts", data).examples)
 
     def answer(self, records: list[dict], seed: int) -> tuple[list[dict], list]:
         """-> for each record {"completion", "tokens", "cut", "right"}; and its (prompt, answer), token ids."""
-        from instructions import check
+        from examples.instructions import check
 
-        from generate import completion_text, generate
+        from evaluate import as_answer
+        from generate import generate
         from runs.settings import Sampling
 
         distinct = list({json.dumps(r["prompt"]): r for r in records}.values())
-        ids_of = {json.dumps(r["prompt"]): x for r, x in zip(distinct, self.prompts(distinct))}
-        prompts = [ids_of[json.dumps(r["prompt"])] for r in records]
+        example_of = {json.dumps(r["prompt"]): e for r, e in zip(distinct, self.examples(distinct))}
+        examples = [example_of[json.dumps(r["prompt"])] for r in records]
+        prompts = [e.prompt for e in examples]
         sampling = Sampling(batch_size=32)
         ids = generate(self.fabric, self.policy, prompts, self.tokenizer, sampling, TOKENS, seed)
-        texts = [completion_text(self.tokenizer, x) for x in ids]
-        cut = [x[-1] not in self.tokenizer.stops for x in ids]
-        right = check(
-            [Answer(r["prompt"][-1]["content"], *x) for r, *x in zip(records, texts, records, cut)]
-        )
+        answers = [as_answer(self.tokenizer, e, x, []) for e, x in zip(examples, ids)]
         rows = [
-            {"completion": t, "tokens": len(x), "cut": c, "right": bool(y)}
-            for t, x, c, y in zip(texts, ids, cut, right)
+            {"completion": a.completion, "tokens": len(x), "cut": a.cut, "right": bool(right)}
+            for a, x, right in zip(answers, ids, check(answers))
         ]
         return rows, list(zip(prompts, ids))
 
@@ -238,9 +251,8 @@ class Sampler:
 
 def last_check(folder: Path, model: str, seed: int) -> dict:
     """What a final model answers to the held-out prompts."""
-    import instructions_task
-
-    records = instructions_task.held_out(HELD_OUT)
+    parts = {name: read_records(task_file(name))[:n] for name, n in HELD_OUT.items()}
+    records = [r | {"part": name} for name, part in parts.items() for r in part]
     policy = Sampler(folder)
     answers, pairs = policy.answer(records, seed)
     policy_scores = policy.score(pairs)
@@ -288,18 +300,23 @@ def run(name: str, seed: int, model: str, trl: str | None) -> dict:
         "rated": lambda: rated_file(seed, model),
         "pairs": lambda: pairs_file(seed, model),
         "demonstrations": lambda: demonstrations_file(seed, model),
+        "many prompts": lambda: task_file("train"),
     }
     data = files[source]()
+    n_answers = PROMPTS * ANSWERS
+    if source == "demonstrations":
+        n_answers = read_records(data)[-1]["answers"]
     if program == "grpo_trl":
         command = [trl, HERE / "grpo_trl.py", "--model", model, "--prompts", data, "--out", out]
         command += ["--seed", seed, "--iterations", ITERATIONS, "--generations", ANSWERS]
         command += ["--answers", PROMPTS * ANSWERS // ITERATIONS, "--batch", BATCH]
         command += ["--tokens", TOKENS, *flags(settings)]
+        command += ["--judge", f"{sys.executable} {__file__} judge"]
     else:
         command = [sys.executable, __file__, "train", *program.split(), *flags(COMMON | settings)]
         command += ["--model", model, "--data.train", data, "--seed", seed]
         command += ["--out_dir", out, "--resume", "auto"]
-    row |= {"answers": PROMPTS * ANSWERS, "resumed": out.exists()} | timed(command, out)
+    row |= {"answers": n_answers, "resumed": out.exists()} | timed(command, out)
     if source in ("rated", "pairs", "demonstrations"):
         cost = read_records(data.with_name("cost.json"))[0]
         for key, value in cost.items():
@@ -339,7 +356,7 @@ def versions() -> dict:
 
 def train(program: str, *argv: str) -> None:
     """The program's own main with the checker of the task."""
-    from instructions import check
+    from examples.instructions import check
 
     if argv and not argv[0].startswith("--"):
         import z_variants
@@ -347,6 +364,18 @@ def train(program: str, *argv: str) -> None:
         z_variants.run_variant(program, argv[0], list(argv[1:]), checker=check)
     else:
         __import__(program).main(list(argv), checker=check)
+
+
+def judge() -> None:
+    """The checker for grpo_trl.py: reads a line of JSON, [[prompt, completion, fields, cut], ...], and
+    writes a line, [verdict, ...]."""
+    from examples.instructions import check
+
+    from evaluate import Answer
+
+    for line in sys.stdin:
+        answers = [Answer(*row) for row in json.loads(line)]
+        print(json.dumps([bool(x) for x in check(answers)]), flush=True)
 
 
 # ---- tables ------------------------------------------------------------------------------------
@@ -419,5 +448,7 @@ if __name__ == "__main__":
         from runs.errors import run_cli
 
         run_cli(lambda: train(*sys.argv[2:]))
+    elif sys.argv[1:2] == ["judge"]:  # a process that grpo_trl.py started
+        judge()
     else:
         main()
