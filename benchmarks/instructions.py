@@ -48,7 +48,6 @@ PROMPTS, ANSWERS, TOKENS = 144, 4, 96  # of training; answers to a prompt; token
 ITERATIONS, BATCH = 6, 16
 STEPS = PROMPTS * ANSWERS // BATCH
 HELD_OUT = {"val": 108, "new_kinds": 48}  # prompts of the last check, of the task's files
-FIELDS = ("kind", "group", "n", "words", "instruction")  # what the checker reads of a record
 DEMONSTRATIONS = 96
 SEEDS = [1, 2, 3]
 
@@ -59,7 +58,6 @@ COMMON = {
     "optim.lr": 4e-4,
     "batch_size": BATCH,
     "optim.warmup": 4,
-    "data.extra": ",".join(FIELDS),
     "data.max_prompt": 160,
     "data.max_completion": 128,  # a text of 96 sampled tokens may have more when it is encoded again
     "data.val": "null",
@@ -123,6 +121,11 @@ def task_file(name: str) -> Path:
     if not (OUT / "task" / f"{name}.jsonl").exists():
         write_data(OUT / "task")
     return OUT / "task" / f"{name}.jsonl"
+
+
+def extra_fields(records: list[dict]) -> str:
+    """data.extra for the checker: all fields of the task's records but the prompt."""
+    return ",".join(name for name in records[0] if name != "prompt")
 
 
 def prompts_file(seed: int) -> Path:
@@ -208,7 +211,7 @@ class Sampler:
 
         file = str(write_records(OUT / "asked.jsonl", records))
         limits = {"max_prompt": COMMON["data.max_prompt"], "max_completion": TOKENS}
-        data = Data(train=file, extra=",".join(FIELDS), **limits)
+        data = Data(train=file, extra=extra_fields(records), **limits)
         return list(load_examples(file, self.tokenizer, "prompts", data).examples)
 
     def answer(self, records: list[dict], seed: int) -> tuple[list[dict], list]:
@@ -315,6 +318,8 @@ def run(name: str, seed: int, model: str, trl: str | None) -> dict:
     else:
         command = [sys.executable, __file__, "train", *program.split(), *flags(COMMON | settings)]
         command += ["--model", model, "--data.train", data, "--seed", seed]
+        if program.startswith("online"):  # the others need no checker
+            command += ["--data.extra", extra_fields(read_records(data))]
         command += ["--out_dir", out, "--resume", "auto"]
     row |= {"answers": n_answers, "resumed": out.exists()} | timed(command, out)
     if source in ("rated", "pairs", "demonstrations"):
