@@ -4,7 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from generate import completion_text, generate
+from records.examples import Example
 from runs.console import format_before_after, say
 from runs.devices import on_rank_0
 from runs.files import write_json
@@ -28,6 +31,7 @@ class Evaluator:
         self.prompts = list({e.prompt.tobytes(): e.prompt for e in val}.values())
         self.folder = Path(cfg.out_dir) / "eval"
         self.last_check: dict | None = None
+        self.last_answers: list[Example] = []  # what `answer` sampled last, as token ids
 
     def samples(self) -> list[dict]:
         """A few answers to look at, as {"prompt", "completion"}."""
@@ -40,6 +44,10 @@ class Evaluator:
         args, tokenizer = self.cfg.eval, self.tokenizer
         new = args.max_new_tokens or self.cfg.data.max_completion
         ids = generate(self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed)
+        self.last_answers = [
+            Example(prompt, (np.array(answer, np.int32),), True)
+            for prompt, answer in zip(prompts, ids)
+        ]
         return [
             {
                 "prompt": completion_text(tokenizer, list(prompt)),
