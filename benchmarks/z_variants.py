@@ -20,6 +20,7 @@ import csv
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -49,9 +50,14 @@ class VariantTrainer(Trainer):
     group: int | None = None  # None: the whole step
     rank: int | None = None  # None: one rank
     neighbours: int | None = None  # pairs as TRL makes them, in blocks of so many examples
+    by_prompt = (
+        False  # with --data.shuffle false: prompts in a seeded order, each with all its ratings
+    )
 
     def fit(self, examples=None, plan=None):
         examples = self.run.examples["train"] if examples is None else examples
+        if self.by_prompt:
+            examples = shuffled_prompts(examples, self.run.cfg.seed)
         if self.neighbours:
             examples = with_neighbours(list(examples), self.neighbours)
         return super().fit(examples, plan)
@@ -78,6 +84,16 @@ class VariantTrainer(Trainer):
         super().log(batch, columns, kl, row, plan, began)
 
 
+def shuffled_prompts(examples, seed: int) -> list:
+    """The prompts in a random order; the examples of one prompt stay side by side."""
+    of_prompt: dict[bytes, list] = {}
+    for example in examples:
+        of_prompt.setdefault(example.prompt.tobytes(), []).append(example)
+    groups = list(of_prompt.values())
+    random.Random(seed).shuffle(groups)
+    return [example for group in groups for example in group]
+
+
 def with_neighbours(examples, size: int) -> list:
     """Examples with a second completion: the one of the example before it in its block of `size`; the
     first of a block takes the last one's."""
@@ -101,14 +117,13 @@ def z_by_groups(r_G, group: int | None, rank: int | None):
     return z_G
 
 
-def variant(group=None, rank=None, neighbours=None):
+def variant(**attributes):
     """A subclass of VariantTrainer."""
-    settings = {"group": group, "rank": rank, "neighbours": neighbours}
-    return type("Variant", (VariantTrainer,), settings)
+    return type("Variant", (VariantTrainer,), attributes)
 
 
 # name -> what it is, a Trainer, more settings
-IN_ORDER = ["--data.shuffle", "false"]
+NOT_SHUFFLED = ["--data.shuffle", "false"]
 VARIANTS = {
     "ours": ("one z per step", variant(), []),
     "zero": ("z = 0 (apo_zero_unpaired)", Trainer, ["--kto.loss", "apo_zero_unpaired"]),
@@ -117,11 +132,15 @@ VARIANTS = {
     "nemo16": ("NeMo: ranks of 16, each clamped, then averaged", variant(rank=16), []),
     "nemo4": ("NeMo: ranks of 4, each clamped, then averaged", variant(rank=4), []),
     "pairs": ("one z per step, TRL's pairs in blocks of 4 of the file", variant(neighbours=4), []),
-    "ours-in-order": ("one z per step, data in the file's order", variant(), IN_ORDER),
-    "trl-in-order": (
-        "TRL's pairs and z, micro-batches of 4, data in the file's order",
-        variant(group=4, neighbours=4),
-        IN_ORDER,
+    "ours-by-prompt": (
+        "one z per step, ratings of a prompt side by side",
+        variant(by_prompt=True),
+        NOT_SHUFFLED,
+    ),
+    "trl-by-prompt": (
+        "TRL: its pairs and z, micro-batches of 4, ratings of a prompt side by side",
+        variant(by_prompt=True, group=4, neighbours=4),
+        NOT_SHUFFLED,
     ),
 }
 
