@@ -136,7 +136,7 @@ class DPO(Objective):
 
 
 def main(argv=None, checker=None) -> None:
-    """checker: a function (prompt, completion) -> bool that judges held-out answers."""
+    """checker: judges held-out answers, a list of them at once (evaluate.Checker)."""
     cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
     with Trainer(setup(cfg, DPO(cfg.dpo), checker=checker)) as trainer:
         if trainer.fit():

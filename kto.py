@@ -119,7 +119,7 @@ class KTO(Objective):
 
 
 def main(argv=None, checker=None) -> None:
-    """checker: a function (prompt, completion) -> bool that judges held-out answers."""
+    """checker: judges held-out answers, a list of them at once (evaluate.Checker)."""
     cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
     with Trainer(setup(cfg, KTO(cfg.kto), checker=checker)) as trainer:
         if trainer.fit():

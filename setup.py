@@ -249,8 +249,8 @@ class Run:
 def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=None) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
-    validation: the objective of val.csv, if it is another one. checker: a function (prompt,
-    completion) -> bool. rollout: an engine that answers prompts (see rollout.py). With
+    validation: the objective of val.csv, if it is another one. checker: judges answers
+    (evaluate.Checker). rollout: an engine that answers prompts (see rollout.py). With
     cfg.estimate the program ends here. Raises BadInput, Failed.
     """
     validation = validation or objective

@@ -144,7 +144,7 @@ def plans_of(run: Run) -> list[Plan]:
 
 
 def main(argv=None, checker=None, rollout=None) -> None:
-    """checker: a function (prompt, completion) -> bool; rollout: an engine that answers prompts (see
+    """checker: judges held-out answers (evaluate.Checker). rollout: an engine that answers prompts (see
     rollout.py)."""
     cfg = parse(Settings, argv, __doc__, demo="demo_spin.yaml")
     betas = cfg.spin.betas()

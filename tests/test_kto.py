@@ -355,7 +355,7 @@ def test_a_checker_is_asked_at_its_own_interval_between_validations_too(tiny, ra
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
     argv += [f"--out_dir={tmp_path}", "--batch_size=6", "--max_steps=7", "--epochs=9"]
     argv += ["--val_interval=3", "--eval.check_interval=2", "--eval.samples=0", "--progress=false"]
-    kto.main(argv, checker=lambda prompt, completion: True)
+    kto.main(argv, checker=lambda answers: [True] * len(answers))
     with open(tmp_path / "val.csv") as f:
         rows = {int(row["step"]): row["checker_accuracy"] for row in csv.DictReader(f)}
     assert list(rows) == [0, 2, 3, 4, 6, 7]

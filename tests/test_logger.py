@@ -634,9 +634,9 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
 def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch):
     asked = []
 
-    def checker(prompt, completion):
-        asked.append((prompt, completion))
-        return prompt == "s"
+    def checker(answers):
+        asked.extend((a.prompt, a.completion) for a in answers)
+        return [a.prompt == "s" for a in answers]
 
     evaluator = held_out(tmp_path, monkeypatch, "ssnmo", checker, prompts=3)
     verdict = evaluator.check("before", 0)
