@@ -7,7 +7,7 @@
     python benchmarks/instructions.py table                        # the tables for RESULTS.md
 
 A finished run is a line in benchmarks/instructions.jsonl and is not run again; a run that was stopped goes on where it
-was saved. Each run has a folder under out/instructions/.
+was saved. Each run has a folder under out/methods/.
 
 Every method learns from 576 sampled answers of at most 96 tokens to the same 144 prompts, in 36 steps of 16
 completions, with LoRA of rank 16:
@@ -43,7 +43,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 RESULTS = HERE / "instructions.jsonl"
-OUT = HERE.parent / "out" / "instructions"
+OUT = HERE.parent / "out" / "methods"
 PROMPTS, ANSWERS, TOKENS = 144, 4, 96  # of training; answers to a prompt; tokens of an answer
 ITERATIONS, BATCH = 6, 16
 STEPS = PROMPTS * ANSWERS // BATCH
