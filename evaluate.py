@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from generate import completion_text, generate
 from records.examples import Example
 from records.tokenizer import Tokenizer
@@ -117,6 +119,7 @@ class Evaluator:
         self.examples = list({e.prompt.tobytes(): e for e in reversed(val)}.values())[::-1]
         self.folder = Path(cfg.out_dir) / "eval"
         self.last_check: dict | None = None
+        self.last_answers: list[Example] = []  # what `answer` sampled last, as token ids
 
     def samples(self) -> list[dict]:
         """A few answers to look at, as {"prompt", "completion"}."""
@@ -140,6 +143,9 @@ class Evaluator:
             all_ids = generate(
                 self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, ask
             )
+        self.last_answers = [
+            e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, all_ids)
+        ]
         return [as_answer(tokenizer, e, ids, args.stop) for e, ids in zip(examples, all_ids)]
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:

@@ -24,6 +24,7 @@ import torch
 import model
 from data import (
     Batch,
+    Cut,
     LossView,
     MicroBatch,
     StepView,
@@ -402,12 +403,31 @@ class Trainer:
             row = self.score(val)
             if run.evaluator.checker:
                 is_checked = step in (0, plan.end) or self.checker_is_due(plan)
-                row["checker_accuracy"] = run.evaluator.accuracy(step) if is_checked else None
+                share = run.evaluator.accuracy(step) if is_checked else None
+                row["checker_accuracy"] = share
+                row["kl/own"] = None if share is None else self.own_kl(run.evaluator.last_answers)
             samples = run.evaluator.samples()
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
         run.logger.validation(step, row, samples)
         return is_best
+
+    @torch.no_grad()
+    def own_kl(self, answers: list) -> float | None:
+        """The mean of r over answers that the policy has just sampled, in nats an answer: an estimate
+        of KL(policy || reference). None without a reference in memory."""
+        run, reference = self.run, self.run.reference
+        if reference is None or getattr(reference, "released", False):
+            return None
+        run.policy.eval()
+        total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
+        batch = Batch(answers, cut=Cut.of(run.cfg, run.fabric))
+        for micro in batch.micro_batches:
+            packed = self.pack(batch, micro.index)
+            r_B = (self.forward(packed) - reference.compute(packed))[:, 0]
+            total += r_B.double().sum() * (not micro.filler)
+        run.policy.train()
+        return all_reduce(total).item() / len(answers)
 
     # ---- before the first step, and after the last one ------------------------------------------
 
