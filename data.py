@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from records.examples import Example
+from records.examples import Example, Examples
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.optimizer import Plan
@@ -69,7 +69,11 @@ def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
     # unique over the whole run: an iteration has at least as many steps as epochs, so its numbers stay below the next
     # iteration's plan.begin
     number = plan.begin + epoch
-    order = epoch_order(len(examples), number, run.cfg.seed, run.cfg.data.shuffle)
+    args = number, run.cfg.seed, run.cfg.data.shuffle
+    if run.cfg.data.group_by_prompt:
+        order = epoch_order_by_prompt(Examples.of(examples), *args)
+    else:
+        order = epoch_order(len(examples), *args)
     chosen = [examples[j] for j in order[i * G : (i + 1) * G]]
     return make_batch(run, chosen, run.objective)
 
@@ -92,6 +96,15 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
         return list(range(n))
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
     return torch.randperm(n, generator=generator).tolist()
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order_by_prompt(examples: Examples, epoch: int, seed: int, shuffle: bool) -> list[int]:
+    """epoch_order, but the examples of a prompt come together, where its first one would come."""
+    order = np.array(epoch_order(len(examples), epoch, seed, shuffle))
+    prompt = examples.prompt_numbers()[order]
+    _, first, which = np.unique(prompt, return_index=True, return_inverse=True)
+    return order[np.argsort(first[which], kind="stable")].tolist()
 
 
 def next_items(items: list, i: int, n: int | None, seed: int) -> list:

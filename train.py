@@ -33,7 +33,7 @@ from data import (
     mismatched,
     step_batches,
 )
-from records.examples import Example
+from records.examples import Example, Examples
 from reference import CachedReference
 from runs.console import Wait, advance, duration, say
 from runs.devices import all_reduce
@@ -171,7 +171,7 @@ class Trainer:
             "fit: the default plan has ended: give one that begins here"
         )
         self.has_fitted = True
-        examples = run.examples["train"] if examples is None else examples
+        examples = Examples.of(run.examples["train"] if examples is None else examples)
         plan = plan or make_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)

@@ -147,6 +147,10 @@ class Examples(Sequence):
         for start, end in zip(starts.tolist(), ends.tolist()):
             yield content[start:end]
 
+    def prompt_numbers(self) -> np.ndarray:
+        """A number for each example: equal ones have equal prompts."""
+        return _number_distinct(self.ids_as_bytes(0))
+
 
 class LoadedExamples(NamedTuple):
     """What load_examples returns."""
@@ -210,7 +214,7 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     all_sources = LoadedExamples.join(loaded)
     examples = all_sources.examples
     if kind == "prompts":
-        _, first = np.unique(_number_distinct(examples.ids_as_bytes(0)), return_index=True)
+        _, first = np.unique(examples.prompt_numbers(), return_index=True)
         examples = examples[first]
     _check_extra_types(examples)
     return all_sources._replace(examples=examples)

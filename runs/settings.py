@@ -103,6 +103,9 @@ class Data:
     """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a prompt stay together."""
     shuffle: bool = True
     """A new order in each epoch, which depends on the seed and the epoch only. False: file order."""
+    group_by_prompt: bool = False
+    """The examples of one prompt stay side by side in each epoch's order: a step has most or all of
+    them, and computes their prompt once."""
     max_prompt: int | None = setting(None, at_least=1)
     """Longest prompt in tokens; a longer one loses its beginning. Default: 1024, or half the
     context, or less where data.max_completion leaves less."""

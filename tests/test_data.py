@@ -972,6 +972,21 @@ def test_without_shuffling_the_order_is_the_files():
         assert list(data.epoch_order(5, epoch, seed, False)) == [0, 1, 2, 3, 4]
 
 
+def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
+    found = examples.Examples.of([example([p], [n]) for n in range(4) for p in (7, 5, 9)])
+    orders = []
+    for epoch in range(9):
+        order = data.epoch_order_by_prompt(found, epoch, 3, True)
+        assert sorted(order) == list(range(12))
+        prompts = [found[i].prompt[0] for i in order]
+        assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
+        orders.append(tuple(order))
+    assert len(set(orders)) == 9, "both prompts and their examples are shuffled"
+    assert len({found[order[0]].prompt[0] for order in orders}) > 1
+    in_file = data.epoch_order_by_prompt(found, 0, 3, False)
+    assert in_file == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+
+
 # ---- packing -------------------------------------------------------------------------------------
 
 PROMPTS = [np.array([10, 11, 12]), np.array([13])]
