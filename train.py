@@ -177,6 +177,7 @@ class Trainer:
         self.before_first_step(examples, plan)
         for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
+            run.policy.module.measures_entropy = self.row_is_due(run.state.step + 1, plan)
             columns, kl = self.forward_backward(batch)
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
@@ -303,12 +304,19 @@ class Trainer:
         run.state.step += 1
         return lr
 
+    def row_is_due(self, step: int, plan: Plan) -> bool:
+        return step == plan.end or is_due(step, self.run.cfg.log_interval)
+
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float) -> None:
         """Write a row of metrics.csv if one is due: of this step, but its speed since the last row."""
         run, step = self.run, self.run.state.step
         metrics = None
-        if step == plan.end or is_due(step, run.cfg.log_interval):
-            metrics = run.objective.metrics(*columns_to_cpu(columns, kl)) | row
+        if self.row_is_due(step, plan):
+            on_cpu, kl = columns_to_cpu(columns, kl)
+            entropy_G = on_cpu.pop("entropy_sum", None)
+            metrics = run.objective.metrics(on_cpu, kl) | row
+            if entropy_G is not None:
+                metrics["entropy"] = entropy_G.sum().item() / batch.scored_tokens
             metrics["epoch"] = (step - plan.begin) / plan.per_epoch
             metrics["samples"] = step * len(batch.examples)
         # only now: on a GPU the row has waited for the step's end
@@ -344,6 +352,9 @@ class Trainer:
             z = z[packed.index_B]
         view = batch.loss_view(packed, before.step)
         loss_B, values = objective.loss(logps, ref_logps, view, z)
+        entropy_BK = self.run.policy.module.entropy_BK
+        if self.run.policy.training and entropy_BK is not None:
+            values = {**values, "entropy_sum": entropy_BK.sum(1)}
         for name, value_B in {"loss": loss_B, **values}.items():
             if value_B.shape != (B,):  # a mean would silently scale the gradient
                 shape = tuple(value_B.shape)
