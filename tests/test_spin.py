@@ -151,8 +151,8 @@ def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
     whole = file.read_text()
     assert answered("--resume=auto") == [] and file.read_text() == whole
     forget("lost")
-    asked, lines = rollout._read_lines(file)
-    rollout._write_lines(file, asked, lines[:3])  # as a kill in the second batch leaves it
+    header, lines = rollout._read_lines(file)
+    rollout._write_lines(file, header, lines[:3])  # as a kill in the second batch leaves it
     assert answered("--resume=auto") == [3, 2] and file.read_text() == whole
     forget("left")
     assert answered("--spin.temperature=0.5") == [3, 3, 2], "another temperature: other answers"
