@@ -326,7 +326,7 @@ def test_held_out_prompts_are_answered_and_checked(tiny, prompts, tmp_path):
     )
     with open(tmp_path / "val.csv") as f:
         rows = list(csv.DictReader(f))
-    assert list(rows[0]) == ["step", "checker_accuracy"]
+    assert list(rows[0]) == ["step", "checker_accuracy", "kl/own"]
     assert [bool(r["checker_accuracy"]) for r in rows] == [
         True,
         False,
