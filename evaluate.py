@@ -49,7 +49,7 @@ def as_answer(tokenizer: Tokenizer, example: Example, ids: list[int], stop: list
 
 def was_cut(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> bool:
     """Whether an answer ended neither by EOS nor by a stop text."""
-    if ids[-1] in tokenizer.stops:
+    if ids and ids[-1] in tokenizer.stops:
         return False
     return not stop or not any(text in tokenizer.decode(ids) for text in stop)
 
@@ -115,8 +115,10 @@ class Evaluator:
             from demo.check import check as checker
         self.fabric, self.cfg, self.policy, self.tokenizer = fabric, cfg, policy, tokenizer
         self.checker, self.stop = checker, stop
-        # distinct prompts, in order
-        self.examples = list({e.prompt.tobytes(): e for e in reversed(val)}.values())[::-1]
+        distinct: dict[bytes, Example] = {}  # the first example of each prompt, in order
+        for e in val:
+            distinct.setdefault(e.prompt.tobytes(), e)
+        self.examples = list(distinct.values())
         self.folder = Path(cfg.out_dir) / "eval"
         self.last_check: dict | None = None
         self.last_answers: list[Example] = []  # what `answer` sampled last, as token ids

@@ -12,15 +12,16 @@ rollout_batch_size prompts; the model in `folder` changes once an iteration.
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from generate import completion_text, generate
 from hub.export import export_weights
 from runs.console import Wait, advance, say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, printable, user_error
 from runs.files import write_atomically
 from runs.optimizer import Plan
 from runs.settings import Sampling
@@ -50,14 +51,35 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
 
 
 def answers_file(run, i: int) -> Path:
-    """A header line (what was asked, and of which policy), then one line for each answer."""
+    """A header line (what was asked, of which policy, and the hash of the other lines), then one line
+    for each answer."""
     return run.folder.path / "iterations" / f"answers-{i}.jsonl"
 
 
 def read_answers(run, i: int) -> list[list[int]]:
-    """The token ids of iteration i's answers."""
-    _, *lines = answers_file(run, i).read_text().split("\n")[:-1]
+    """The token ids of iteration i's answers. Raises BadInput if the file is damaged."""
+    file = answers_file(run, i)
+    _, lines = _read_lines(file)
     return [json.loads(line)["ids"] for line in lines]
+
+
+def _read_lines(file: Path) -> tuple[dict, list[str]]:
+    """-> what was asked, and a line for each answer. Raises BadInput if the file is damaged."""
+    with user_error(None, file, Exception):
+        header, *lines = file.read_text().split("\n")[:-1] or [""]
+        asked = json.loads(header)
+        if asked.pop("answers_hash", None) != _lines_hash(lines):
+            raise BadInput(f"{file}: damaged: not the answers that were written")
+    return asked, lines
+
+
+def _write_lines(file: Path, asked: dict, lines: list[str]) -> None:
+    header = json.dumps(asked | {"answers_hash": _lines_hash(lines)})
+    write_atomically(file, "\n".join([header, *lines, ""]))
+
+
+def _lines_hash(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[int]]:
@@ -69,8 +91,8 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
     """
     file, size = answers_file(run, i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    header = _header_line(run, prompts, args, new)
-    lines = run.fabric.broadcast(_whole_batches(file, header, len(prompts), size))
+    asked = _what_is_asked(run, prompts, args, new)
+    lines = on_rank_0(run.fabric, lambda: _lines_on_disk(file, asked))
     answers = [json.loads(line)["ids"] for line in lines]
     if len(answers) == len(prompts):
         return answers
@@ -91,28 +113,32 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
             answers += fresh
             if run.fabric.global_rank == 0:
                 lines += [_answer_line(run, ids, args.stop) for ids in fresh]
-                write_atomically(file, "\n".join([header, *lines, ""]))
+                _write_lines(file, asked, lines)
     return answers
 
 
-def _header_line(run, prompts: list, args: Sampling, new: int) -> str:
+def _what_is_asked(run, prompts: list, args: Sampling, new: int) -> dict:
     """All that the answers of an iteration depend on."""
     h = hashlib.sha256()
     for prompt in prompts:
         h.update(len(prompt).to_bytes(8, "big") + prompt.tobytes())
     asked = {"policy": run.state.started_from, "seed": run.cfg.seed, "prompts": h.hexdigest()}
     asked["engine"] = run.rollout is not None
-    return json.dumps({**asked, **asdict(args), "max_new_tokens": new})
+    names = [f.name for f in fields(Sampling)]
+    sampling = {name: getattr(args, name) for name in (*names, "rollout_batch_size")}
+    return {**asked, **sampling, "max_new_tokens": new}
 
 
-def _whole_batches(file: Path, header: str, n: int, size: int) -> list[str]:
-    """The lines of whole rollout batches that the file has for this header."""
+def _lines_on_disk(file: Path, asked: dict) -> list[str]:
+    """The lines of whole rollout batches that were written for what is asked."""
     if not file.exists():
         return []
-    first, *lines = file.read_text().split("\n")[:-1] or [""]
-    if first != header:
+    try:
+        known, lines = _read_lines(file)
+    except BadInput as e:
+        say(f"{e}; they cannot be used")
         return []
-    return lines if len(lines) == n else lines[: len(lines) // size * size]
+    return lines if known == asked else []
 
 
 def _answer_line(run, ids: list[int], stop: list[str]) -> str:
@@ -143,13 +169,34 @@ def _answer_batch(run, folder, prompts, args: Sampling, new: int, seed: int):
         with run.stop.interruptible(alone=True):
             fresh = run.rollout(folder, [p.tolist() for p in prompts], args, new, seed)
         advance(len(prompts) * new)
-        return [[int(i) for i in ids] for ids in fresh]
+        return _check_answers(run, prompts, fresh, new)
 
-    fresh = on_rank_0(run.fabric, ask_engine)
-    if len(fresh) != len(prompts) or not all(fresh):
-        lengths = printable([len(ids) for ids in fresh])
-        raise BadInput(
-            f"rollout: {len(prompts)} prompts need as many answers of one token or more, got answers "
-            f"of {lengths} tokens"
-        )
-    return fresh
+    return on_rank_0(run.fabric, ask_engine)
+
+
+def _check_answers(run, prompts: list, answers, new: int) -> list[list[int]]:
+    """An engine's answers as lists of Python's ints. Raises BadInput with the number of the first one
+    that the policy could not have given."""
+    module = getattr(run.policy, "module", run.policy)
+    size, context = module.config.padded_vocab_size, module.max_seq_length
+    try:
+        answers = list(answers)
+    except TypeError:
+        raise BadInput(f"rollout: expected a list of answers, got {printable(answers)}") from None
+    if len(answers) != len(prompts):
+        raise BadInput(f"rollout: {len(prompts)} prompts need as many answers, got {len(answers)}")
+    checked = []
+    for i, (prompt, ids) in enumerate(zip(prompts, answers)):
+        most = min(new, context - len(prompt))
+        try:
+            ids = [operator.index(x) for x in ids]  # no floats, no texts
+            is_valid = 0 < len(ids) <= most and min(ids) >= 0 and max(ids) < size
+        except TypeError:
+            is_valid = False
+        if not is_valid:
+            raise BadInput(
+                f"rollout: answer {i}: expected 1 to {most} token ids from 0 to {size - 1}, got "
+                f"{printable(repr(ids))}"
+            )
+        checked.append(ids)
+    return checked

@@ -269,6 +269,8 @@ def format_by_field(before: dict, after: dict) -> list[str]:
     """Lines of right answers by the values of the records' fields; none where nothing was counted."""
     lines = []
     for name, counts in after.get("by", {}).items():
+        if before.get("by", {}).get(name, {}).keys() != counts.keys():
+            continue  # a resume with other fields or prompts
         width = max(map(len, (name, *counts)))
         lines.append(f"  {name:<{width}}  before   after     of")
         for value, (right, total) in counts.items():

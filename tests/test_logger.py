@@ -640,7 +640,7 @@ def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch
         asked.extend((a.prompt, a.completion) for a in answers)
         return [a.prompt == "s" for a in answers]
 
-    evaluator = held_out(tmp_path, monkeypatch, "ssnmo", checker, prompts=3)
+    evaluator = held_out(tmp_path, monkeypatch, "snsmo", checker, prompts=3)
     verdict = evaluator.check("before", 0)
     assert asked == [("s", "ab"), ("n", "ab"), ("m", "ab")]
     assert (verdict["right"], verdict["of"], verdict["step"]) == (1, 3, 0)
