@@ -627,9 +627,11 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
 
     monkeypatch.setattr(evaluate, "generate", generate)
     val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
-    cfg = run_settings(out, eval=Eval(**settings))
+    cfg = run_settings(out, eval=Eval(max_new_tokens=2, **settings))
     fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x, device=None)
-    stop = SimpleNamespace(check=None, interruptible=lambda alone: contextlib.nullcontext())
+    stop = SimpleNamespace(
+        check=lambda device: None, interruptible=lambda alone: contextlib.nullcontext()
+    )
     return Evaluator(fabric, cfg, None, plain(), val, checker, stop)
 
 
