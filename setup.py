@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-import yaml
 from torch import nn
 
 import model
@@ -26,7 +26,7 @@ from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import read_config
 from hub.folders import fetch_model, folders_on_top
-from hub.lora import merge_adapters, reset_adapters
+from hub.lora import merge_adapters, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
@@ -39,6 +39,7 @@ from runs.checkpoint import (
     load_checkpoint,
     load_weights,
     program_file,
+    read_settings,
     read_state,
     save_checkpoint,
 )
@@ -179,7 +180,7 @@ class Run:
         """The policy's weights by their plain names, adapters apart, each gathered when it is asked
         for: of a sharded policy that is a collective. A quantised base is read from its source
         again, so that rounded numbers never leave."""
-        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.quantize
         if quantized:
             own = {name: p for name, p in params.items() if p.requires_grad}
         else:
@@ -255,8 +256,8 @@ class Run:
 def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=None) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
-    validation: the objective of val.csv, if it is another one. checker: a function (prompt,
-    completion) -> bool. rollout: an engine that answers prompts (see rollout.py). With
+    validation: the objective of val.csv, if it is another one. checker: judges answers
+    (evaluate.Checker). rollout: an engine that answers prompts (see rollout.py). With
     cfg.estimate the program ends here. Raises BadInput, Failed.
     """
     validation = validation or objective
@@ -267,6 +268,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     # the model's folder and its tokenizer
     source = fetch_model(cfg.model, weights=not cfg.estimate)
     arguments, config, names = read_config(source)  # refuses what could not be exported
+    cfg = replace(cfg, lora=without_missing_targets(cfg.lora, names))
     if cfg.estimate:
         make = partial(model.make_model, arguments, names=names)
         tied = config["tie_word_embeddings"]
@@ -404,9 +406,9 @@ def begin_folder(
             read_claimed_rows(folder.path / name, claims.get(name), folder.checkpoint)
             for name in TABLES
         ]
-        # A source whose tokenizer files cannot be copied is refused now, not at the export; `begin`
-        # removes the copy.
-        copy_tokenizer_files(source, folder.path / ".final.tmp")
+        # A source whose tokenizer files cannot be copied is refused now, not at the export.
+        with TemporaryDirectory(dir=folder.path, prefix=".", suffix=".tmp") as trial:
+            copy_tokenizer_files(source, Path(trial))
         folder.begin(cfg)
         return rows
 
@@ -442,8 +444,8 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
     elif has_copy:  # not wrapped: DDP refuses a module that never trains
         frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
         frozen = fabric.to_device(frozen)
-    if cfg.lora.base:  # only now: the hashes are of the source's own weights
-        quantize_base(policy, cfg.lora.base, fabric.device)
+    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
+        quantize_base(policy, cfg.lora.quantize, fabric.device)
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
     if sharded:
@@ -550,9 +552,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
         raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
     notes, read_as = [], torch.float32
     if (checkpoint / "state.json").exists():
+        own = dtype_of(read_settings(checkpoint)["precision"])
         settings = (checkpoint / "settings.yaml").read_text()
         notes = notes_of(settings, read_state(checkpoint)[0], checkpoint.parent.parent)
-        own = dtype_of(yaml.safe_load(settings)["precision"])
         read_as = torch.promote_types(own, torch.float32)
     export_weights(model.read_folder_weights(folder, read_as), folder, out, dtype, notes)
 
@@ -561,8 +563,8 @@ def notes_of(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]
     """More files of an exported model, as (name, text): its card, and the chat template if the run
     used another one than the model's."""
     notes = [("README.md", model_card(settings, state, run))]
-    if file := yaml.safe_load(settings)["data"]["chat_template"]:
-        notes.append(("chat_template.jinja", Path(file).read_text()))
+    if state.chat_template:
+        notes.append(("chat_template.jinja", state.chat_template))
     return notes
 
 

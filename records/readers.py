@@ -186,14 +186,28 @@ def _read_csv(
     """
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
     with _open(path) as file:
-        content = file.read()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        line = content[: e.start].count(b"\n") + 1
-        raise BadInput(f"{source}:{line}: csv: not UTF-8") from None
+        lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        try:
+            yield from _csv_records(source, path, lines, extra, columns)
+        except UnicodeDecodeError:
+            raise BadInput(f"{source}:{_first_line_not_utf8(path)}: csv: not UTF-8") from None
+
+
+def _first_line_not_utf8(path: Path) -> int:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+def _csv_records(
+    source: str, path: Path, lines: Iterable[str], extra: tuple[str, ...], columns: dict[str, str]
+) -> Iterator[tuple[str, object]]:
     delimiter = "\t" if ".tsv" in path.suffixes else ","
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
+    rows = csv.reader(lines, strict=True, delimiter=delimiter)
     try:
         names = next(rows, [])
         unique_keys([(name, None) for name in names])

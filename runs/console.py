@@ -265,6 +265,19 @@ def wilson_interval(k: int, n: int) -> tuple[float, float]:
     return max(0.0, middle - half_width), min(1.0, middle + half_width)
 
 
+def format_by_field(before: dict, after: dict) -> list[str]:
+    """Lines of right answers by the values of the records' fields; none where nothing was counted."""
+    lines = []
+    for name, counts in after.get("by", {}).items():
+        width = max(map(len, (name, *counts)))
+        lines.append(f"  {name:<{width}}  before   after     of")
+        for value, (right, total) in counts.items():
+            right_before, total_before = before["by"][name][value]
+            shares = f"{100 * (right_before / total_before):5.1f}%  {100 * (right / total):5.1f}%"
+            lines.append(f"  {value:<{width}}  {shares}  {total:5}")
+    return lines
+
+
 def format_before_after(before: dict, after: dict, n: int = 5) -> str:
     """The checker's accuracy before and after training, with 95% intervals, and n answers.
 
@@ -280,7 +293,7 @@ def format_before_after(before: dict, after: dict, n: int = 5) -> str:
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         lines.append(f"  {name:<7} {percent}  {interval}  {right} of {total}")
     gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
-    lines += [f"  gain    {gain:+5.1f} points", ""]
+    lines += [f"  gain    {gain:+5.1f} points", *format_by_field(before, after), ""]
 
     changed, unchanged = [], []
     for old, new in zip(before["answers"], after["answers"]):

@@ -5,11 +5,11 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import sys
 import traceback
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC, EPIPE
-from pathlib import Path
 
 # For the processes that this one launches, since torch reads it while it is imported: a rank whose
 # peer has died would print a C++ stack beside our line.
@@ -80,10 +80,21 @@ def user_error(setting: str | None, path=None, errors=(OSError, ValueError, Recu
         raise BadInput(f"{setting}: {line}" if setting else line) from None
 
 
-def parse_file(setting: str | None, path, parse=str):
-    """parse(text of a UTF-8 file that the user gave). Whatever the parser raises becomes BadInput."""
+def parse_file(setting: str | None, path, parse=str, at_most: int = 2**26):
+    """parse(text of a UTF-8 file of at most so many bytes). Whatever the parser raises becomes
+    BadInput, and so does a pipe or a device: a read of them may never end."""
+
+    def without_waiting(path, flags):  # for a writer at the other end of a pipe
+        return os.open(path, flags | os.O_NONBLOCK)
+
     with user_error(setting, path, Exception):
-        return parse(Path(path).read_bytes().decode("utf-8"))
+        with open(path, "rb", opener=without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("not a regular file")
+            content = file.read(at_most + 1)
+        if len(content) > at_most:
+            raise ValueError(f"larger than {at_most:,} bytes")
+        return parse(content.decode("utf-8"))
 
 
 @contextlib.contextmanager

@@ -118,6 +118,9 @@ class Data:
     """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
     columns: str | None = None
     """Names of the records' fields where they are not ours: prompt=question,label=good."""
+    labels: str | None = None
+    """What the values of the label mean where they are not ours: up=positive,down=negative, or
+    up=4|5,down=1|2. Records with other values are dropped and counted."""
     score_turns: str = setting("last", choices=("last", "all"))
     """Of a completion (or dialogue) with several turns: last scores the last turn only; all makes an
     example of each of the assistant's turns."""
@@ -163,7 +166,7 @@ class Lora:
     or PEFT's names: q_proj, o_proj, all-linear, ..."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
-    base: str | None = setting(None, choices=("nf4", "int8"))
+    quantize: str | None = setting(None, choices=("nf4", "int8"))
     """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes). The export
     has them as they were. null: not quantised."""
 
@@ -322,10 +325,8 @@ class RunSettings:
     micro_batch_size: int | None = setting(None, above=0)
     """Examples per forward on a device. It changes memory and speed only."""
     micro_batch_tokens: int | None = setting(None, above=0)
-    """Tokens per forward instead; a longer example is computed alone. Default: 16384; on a CPU fewer
-    where they would need more than 4 GB."""
-    no_grad_tokens: int | None = setting(None, above=0)
-    """The same for the no-gradient pass, which needs less memory. Default: twice the other."""
+    """Tokens per forward instead, also without gradient; a longer example is computed alone. Default:
+    16384; on a CPU fewer where they would need more than 4 GB."""
     activation_checkpointing: bool = False
     """Compute blocks again in the backward pass: less memory, a quarter slower."""
 
@@ -376,20 +377,22 @@ class RunSettings:
         self._validate_together()
 
     def _validate_models(self) -> None:
-        base, fsdp = self.lora.base, self.strategy == "fsdp"
+        quantize, fsdp = self.lora.quantize, self.strategy == "fsdp"
         double = self.precision == "64-true"
         refuse_unless(
             self.lora.targets, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}"
         )
         refuse_unless(
-            self.lora.rank or not base,
-            "lora.base: a quantised model cannot be trained itself; set lora.rank",
+            self.lora.rank or not quantize,
+            "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
         )
         refuse_unless(
-            not (base and fsdp), f"lora.base: {base} does not work with strategy fsdp; use ddp"
+            not (quantize and fsdp),
+            f"lora.quantize: {quantize} does not work with strategy fsdp; use ddp",
         )
         refuse_unless(
-            not (base and double), f"lora.base: {base} does not work with precision 64-true"
+            not (quantize and double),
+            f"lora.quantize: {quantize} does not work with precision 64-true",
         )
         refuse_unless(self.precision != "bf16-true" or self.lora.rank, NO_BF16)
         refuse_unless(
@@ -431,7 +434,7 @@ class RunSettings:
 # log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
 CUT_SETTINGS = {
     "accelerator", "devices", "num_nodes", "strategy",
-    "micro_batch_size", "micro_batch_tokens", "no_grad_tokens", "reference_cache",
+    "micro_batch_size", "micro_batch_tokens", "reference_cache",
 }  # fmt: skip
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
@@ -457,7 +460,7 @@ SECTIONS = (
     ("step", "How long and how fast. Micro-batches are a matter of memory and speed: they never "
      "change the numbers.",
      "epochs max_steps max_time stop_at limit_train batch_size micro_batch_size "
-     "micro_batch_tokens no_grad_tokens activation_checkpointing optim seed"),
+     "micro_batch_tokens activation_checkpointing optim seed"),
     ("precision and devices", "The same run on a CPU, one GPU or many.",
      "accelerator devices num_nodes strategy precision deterministic estimate estimate_gb"),
     ("checkpoints", "Where a run lies, how it goes on and how it ends.",
