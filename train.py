@@ -35,7 +35,7 @@ from data import (
 )
 from records.examples import Example
 from reference import CachedReference
-from runs.console import Wait, advance, duration, say
+from runs.console import LONGEST_PAUSE, SILENT, Wait, advance, duration, say
 from runs.devices import all_reduce
 from runs.errors import BadInput, Failed, Interrupted
 from runs.files import write_json
@@ -175,9 +175,13 @@ class Trainer:
         plan = plan or make_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)
+        silent = SILENT
         for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
-            columns, kl = self.forward_backward(batch)
+            total = passed_examples(batch, run.objective, run.fabric.world_size)
+            with Wait(f"step {run.state.step + 1}", total, silent=silent):
+                columns, kl = self.forward_backward(batch)
+            silent = LONGEST_PAUSE  # once there are lines of steps
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
@@ -221,7 +225,7 @@ class Trainer:
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
-                advance()
+                advance(len(micro.index))
         return self.sum_over_ranks(columns), before.kl
 
     @torch.no_grad()
@@ -258,7 +262,7 @@ class Trainer:
                 kl_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
                     kl_G[packed.index_B] = kl_B.double()
-            advance()
+            advance(len(micro.index))
             run.stop.check(device)
         step = batch.step_view(device)
         # an example without a partner is left out of the mean
@@ -377,13 +381,13 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        with Wait("validation", n_micro_batches(batch, run.validation), "micro-batches"):
+        with Wait("validation", passed_examples(batch, run.validation, run.fabric.world_size)):
             before = self.no_gradient_pass(batch, self.forward, run.validation)
             for micro in batch.micro_batches:
                 packed = self.pack(batch, micro.index)
                 logps = self.forward(packed)
                 self.loss(run.validation, batch, micro, packed, logps, before, columns)
-                advance()
+                advance(len(micro.index))
                 run.stop.check(run.fabric.device)
         run.policy.train()
         whole = self.sum_over_ranks(columns)
@@ -496,9 +500,10 @@ class Trainer:
         batches = ((batch_of_step(run, examples, plan, step), run.objective) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
         held_out = ((make_batch(run, x, run.validation), run.validation) for x in splits if x)
-        n_batches = len(steps) + sum(map(bool, splits))
+        n = len(steps) * run.cfg.batch_size + sum(map(len, splits))
+        share = n // run.fabric.world_size
         try:
-            with Wait("precomputing log-probs", n_batches, "batches"), run.stop.interruptible():
+            with Wait("precomputing log-probs", share), run.stop.interruptible():
                 for batch, objective in chain(batches, held_out):
                     self.no_gradient_pass(batch, zeros, objective)
         finally:
@@ -529,9 +534,9 @@ class Trainer:
             write_json(run.folder.path / "eval" / "test.json", scores)
 
 
-def n_micro_batches(batch: Batch, objective: Objective) -> int:
-    """Of this rank, in the passes over a batch."""
-    return len(batch.micro_batches) * (2 if objective.needs_no_gradient_pass else 1)
+def passed_examples(batch: Batch, objective: Objective, ranks: int) -> int:
+    """How many examples of this rank advance() counts in the passes over a batch."""
+    return len(batch.examples) * (2 if objective.needs_no_gradient_pass else 1) // ranks
 
 
 def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
