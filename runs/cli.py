@@ -189,15 +189,28 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
 
 
 def _own_arguments(typed: list[str], argv: list[str] | None) -> list[str]:
-    """Those of the typed words that a script has not passed on in argv to main: its own options. The
-    longest equal runs are found first, so that a value stays with its option."""
+    """Those of the typed words that a script has not passed on in argv to main: its own options, each
+    with the words that follow it."""
     if argv is None:
         return []
-    matcher = difflib.SequenceMatcher(None, typed, list(argv), autojunk=False)
-    own = list(typed)
-    for block in reversed(matcher.get_matching_blocks()):
-        del own[block.a : block.a + block.size]
+    passed_on = _split_options(argv)
+    own = []
+    for option in _split_options(typed):
+        if option in passed_on:
+            passed_on.remove(option)
+        else:
+            own += option
     return own
+
+
+def _split_options(words: list[str]) -> list[list[str]]:
+    """[["--seed", "1"], ["--debug"], ...]; words before the first option are one more list."""
+    options = [[]]
+    for word in map(str, words):
+        if re.match("--?[a-zA-Z]", word):
+            options.append([])
+        options[-1].append(word)
+    return options
 
 
 def _check_own_run(configs: list[str], names: list[str], in_files: set[str], demo: str) -> None:
