@@ -317,7 +317,8 @@ def _read_texts(
                 yield from results
     except MemoryError:
         raise BadInput(
-            f"{where}: {over_memory()} to read on from here: give one record a line (.jsonl)"
+            f"{where}: reading on from here takes {over_memory()}: make the records smaller, or "
+            "write one a line (.jsonl)"
         ) from None
     if faults:
         raise BadInput("\n".join(faults))
