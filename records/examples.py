@@ -18,8 +18,9 @@ import numpy as np
 from records.cache import cache_file, read_cached, write_cached
 from records.forms import Dropped, Fault, Kind, Record, understand_record
 from records.memory import bounded_memory, over_memory
-from records.readers import read_records, split_sources
+from records.readers import count_lines, read_records, split_sources
 from records.tokenizer import ENCODE_TEXTS, Endless, Texts, Tokenizer
+from runs.console import Wait, advance
 from runs.errors import BadInput, printable
 from runs.settings import Data
 
@@ -197,9 +198,11 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     """
     loaded, weights = [], []
     for files, weight in split_sources(source):
-        loaded.append(
-            LoadedExamples.join([_load_file(file, tokenizer, kind, data) for file in files])
-        )
+        of_source = []
+        for file in files:
+            with Wait(f"reading {file}", count_lines(file), "records"):
+                of_source.append(_load_file(file, tokenizer, kind, data))
+        loaded.append(LoadedExamples.join(of_source))
         weights.append(weight)
     if weights[0] is not None:  # then all sources have one
         shares = _take_shares([one.examples for one in loaded], weights)
@@ -265,6 +268,7 @@ def _tokenise_file(
             rendered["by the chat template" if texts.by_template else "plain"] += 1
         # 6. make columns
         parts.append(Examples.of(examples))
+        advance(len(batch))
     if not parts and dropped:
         raise BadInput(f"{source}: data.labels names no label here: {_show_labels(dropped)}")
     if not parts:
