@@ -536,6 +536,11 @@ def load_splits(
                         cuts=_of_all_parts(part.cuts), rendered=_of_all_parts(part.rendered)
                     )
             say(describe_examples(name, part))
+    if len({how for one in loaded.values() for how in one.rendered}) > 1:
+        say(
+            "warning: some records are rendered by the chat template and some are plain: data.columns can "
+            "make them alike (see docs/data.md)"
+        )
     # val and test are one batch each, whose examples are asked for again and again
     return {"train": parts["train"], "val": list(parts["val"]), "test": list(parts["test"])}
 

@@ -500,6 +500,51 @@ def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, mon
     assert_same(run, same)
 
 
+SAME_FILES = {
+    "Anthropic HH": (
+        "dpo",
+        {
+            k: f"\n\nHuman: {{}}\n\nAssistant: {v}"
+            for k, v in dict(chosen="a", rejected="b").items()
+        },
+        {"prompt": "\n\nHuman: {}\n\nAssistant:", "chosen": " a", "rejected": " b"},
+    ),
+    "OpenAI": (
+        "dpo",
+        {
+            "input": {"messages": [user("{}")]},
+            "preferred_output": [bot("a")],
+            "non_preferred_output": [bot("b")],
+        },
+        {"prompt": [user("{}")], "chosen": [bot("a")], "rejected": [bot("b")]},
+    ),
+    "LLaMA-Factory": (
+        "kto",
+        {"instruction": "Sort", "input": "{}", "output": "a", "kto_tag": "True"},
+        rated([user("Sort\n{}")], [bot("a")]),
+    ),
+    "parts": (
+        "kto",
+        rated([user([{"type": "text", "text": "{}"}])], [bot("a")]),
+        rated([user("{}")], [bot("a")]),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", SAME_FILES)
+def test_a_run_on_a_file_of_any_form_is_the_run_on_the_same_records_in_ours(tiny, tmp_path, form):
+    program, theirs, ours = SAME_FILES[form]
+    template = tmp_path / "chatml.jinja"
+    template.write_text(tokens.CHATML)
+    runs = []
+    for name, record in (("theirs", theirs), ("ours", ours)):
+        lines = [json.dumps(record).replace("{}", word) for word in ("fig", "pea", "yam", "oat")]
+        source = write(tmp_path / f"{name}.jsonl", *lines)
+        argv = ("--batch_size=2", "--max_steps=2", f"--data.chat_template={template}")
+        runs.append(train(tiny, source, tmp_path / name, *argv, program=program))
+    assert_same(*runs)
+
+
 def test_data_py_takes_the_context_as_a_run_does_and_fetches_no_weights(
     tiny, tmp_path, monkeypatch, capsys
 ):

@@ -285,6 +285,15 @@ def test_each_file_of_several_has_its_own_way_and_the_table_counts_both(tmp_path
     assert "  rendered: 2 plain, 1 by the chat template" in table.splitlines()
 
 
+def test_parts_that_are_rendered_differently_are_warned_of(tmp_path):
+    files = write(tmp_path / "t.jsonl", DIALOGUE), write(tmp_path / "v.jsonl", rated())
+    for train, val, warned in ((0, 1, True), (1, 0, True), (0, 0, False), (1, 1, False)):
+        said = []
+        d = Data(files[train], val=files[val], max_prompt=64, max_completion=64)
+        load_splits(d, chat(), "rated", "rated", said.append)
+        assert said[-1].startswith("warning: some records are rendered by") == warned
+
+
 def test_labels_that_data_labels_does_not_name_are_dropped_counted_and_shown(tmp_path):
     source = write(
         tmp_path / "d.jsonl", *[rated(str(i), label=i) for i in (1, 2, 3, 3, None, 4, 5)]
