@@ -171,29 +171,34 @@ class Run:
 
     # ---- weights
 
-    def weights(self) -> LazyTensors:
+    def weights(self, export: bool = False) -> LazyTensors:
         """The policy's weights by their plain names, adapters apart, each gathered when it is asked
         for: of a sharded policy that is a collective. A quantised base is read from its source
-        again, so that rounded numbers never leave."""
+        again, so that rounded numbers never leave; for an export a base in bfloat16, too."""
         params, quantized = self.policy.unique_parameters(), self.cfg.lora.quantize
-        if quantized:
+        from_source = quantized or (export and self.cfg.precision == "bf16-true")
+        if from_source:
             own = {name: p for name, p in params.items() if p.requires_grad}
         else:
             own = params
         weights = LazyTensors(own, lambda name: gather_tensor(own[name]))
-        if quantized:
+        if from_source:
             base = [name for name in params if "lora_" not in name]
-            weights = override_tensors(weights, self._source_weights(base))
+            weights = override_tensors(weights, self._source_weights(base, export))
         return weights
 
-    def _source_weights(self, names: list[str]) -> LazyTensors:
-        """What a quantised base was made of."""
-        stored = model.read_folder_weights(self.source, dtype_of(self.cfg.precision))
-        # a LoRA layer holds its matrix as .linear
-        weights = rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
-        if weights_hash(weights) != self.state.identity["model weights"]:
+    def _source_weights(self, names: list[str], export: bool) -> LazyTensors:
+        """What a frozen base was made of: as the run holds it, or for an export not rounded."""
+        held = dtype_of(self.cfg.precision)
+
+        def read(dtype):
+            stored = model.read_folder_weights(self.source, dtype)
+            # a LoRA layer holds its matrix as .linear
+            return rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
+
+        if weights_hash(read(held)) != self.state.identity["model weights"]:
             raise Failed(f"{self.source}: not the weights that this run began with: put them back")
-        return weights
+        return read(torch.promote_types(held, torch.float32) if export else held)
 
     def merged_weights(self) -> LazyTensors:
         """The same with the adapters merged in."""
@@ -455,7 +460,7 @@ def export_models(run: Run) -> None:
     """Write final; with LoRA final_adapter, in PEFT's format; and best, if keep_best kept one."""
     cfg, fabric, out = run.cfg, run.fabric, run.folder.path
     weights = run.weights()
-    merged = merge_adapters(weights, run.policy.module)
+    merged = merge_adapters(run.weights(export=True), run.policy.module)
 
     def write_final(new):
         notes = notes_of(dump_yaml(cfg), run.state, out)
