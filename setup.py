@@ -29,7 +29,7 @@ from hub.lora import merge_adapters, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
-from records.examples import Example, examples_hash, load_splits
+from records.examples import Example, Examples, examples_hash, load_splits
 from records.tokenizer import Tokenizer
 from reference import CachedReference, Reference
 from runs.checkpoint import (
@@ -280,6 +280,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     with user_error("data", cfg.data.train):
         kinds = objective.records, validation.records
         examples = load_splits(cfg.data, tokenizer, *kinds, say)
+    refuse_ids_beyond(arguments["padded_vocab_size"], cfg.model, tokenizer, examples)
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")
     if objective.records != "prompts":  # too few examples are refused before any work
@@ -334,6 +335,22 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     )
 
 
+def refuse_ids_beyond(n: int, name: str, tokenizer: Tokenizer, examples: dict) -> None:
+    """Raise BadInput where EOS, BOS or a record has a token id that the model's embedding, of n rows,
+    does not have. Other tokens may lie beyond it: Gemma 3 1B has one, for images."""
+    fault = f"but the embedding of {name} has {n} rows"
+    for token, i in (("eos_token", tokenizer.eos), ("bos_token", tokenizer.bos)):
+        if i is not None and i >= n:
+            raise BadInput(f"model: {token}: id {i}, {fault}")
+    for part in examples.values():
+        if not part or Examples.of(part).tokens.max(initial=0) < n:
+            continue
+        for example in part:
+            for ids in (example.prompt, *example.completions):
+                if (largest := ids.max(initial=0)) >= n:
+                    raise BadInput(f"{example.where}: token id {largest}, {fault}")
+
+
 def refuse_unsavable_state(objective) -> None:
     """Raise BadInput if an objective's state_dict cannot be saved: now, not at the first checkpoint.
     Say so if it remembers something that no checkpoint saves."""
@@ -384,7 +401,7 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
     has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
     policy = other = identity = frozen = None
     if first or not sharded:
-        policy = load_policy(cfg, source, tokenizer)
+        policy = model.load_model(source, cfg.lora, dtype_of(cfg.precision))
         if has_copy and cfg.reference:
             other = load_other_reference(cfg, policy, tokenizer)
     if first:
@@ -406,14 +423,6 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
     return policy, frozen, identity
-
-
-def load_policy(cfg: RunSettings, source: Path, tokenizer: Tokenizer) -> nn.Module:
-    policy = model.load_model(source, cfg.lora, dtype_of(cfg.precision))
-    if tokenizer.n_vocab > policy.config.padded_vocab_size:
-        n = tokenizer.n_vocab
-        raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
-    return policy
 
 
 def load_other_reference(cfg: RunSettings, policy, tokenizer: Tokenizer) -> nn.Module:
