@@ -461,7 +461,7 @@ BROKEN = {
     "config.json: n_embd: null is not supported": lambda f: edited(f, n_embd=None),
     "config.json: n_layer: expected 1 to 10000, got 0": lambda f: edited(f, n_layer=0),
     "config.json: n_positions: expected 1 to": lambda f: edited(f, n_positions=10**9),
-    "config.json: n_positions: expected at most 67108864,": lambda f: edited(f, n_positions=10**8),
+    "config.json: n_positions: expected at most 16777216,": lambda f: edited(f, n_positions=10**8),
     "config.json: model_type: 'llamba' is not supported": lambda f: edited(f, model_type="llamba"),
     "in/config.json: activation_function: relu": lambda f: edited(f, activation_function="relu"),
     "no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
