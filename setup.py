@@ -336,19 +336,19 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
 
 
 def refuse_ids_beyond(n: int, name: str, tokenizer: Tokenizer, examples: dict) -> None:
-    """Raise BadInput where EOS, BOS or a record has a token id that the model's embedding, of n rows,
-    does not have. Other tokens may lie beyond it: Gemma 3 1B has one, for images."""
-    fault = f"but the embedding of {name} has {n} rows"
-    for token, i in (("eos_token", tokenizer.eos), ("bos_token", tokenizer.bos)):
-        if i is not None and i >= n:
-            raise BadInput(f"model: {token}: id {i}, {fault}")
+    """Raise BadInput where a record has a token id that the model's embedding, of n rows, does not
+    have. Tokens that no record has may lie beyond it: Gemma 3 1B has one, for images."""
     for part in examples.values():
         if not part or Examples.of(part).tokens.max(initial=0) < n:
             continue
         for example in part:
             for ids in (example.prompt, *example.completions):
                 if (largest := ids.max(initial=0)) >= n:
-                    raise BadInput(f"{example.where}: token id {largest}, {fault}")
+                    token = "eos_token" if largest == tokenizer.eos else "token"
+                    raise BadInput(
+                        f"{example.where}: {token}: id {largest}, but the embedding of {name} "
+                        f"has {n} rows"
+                    )
 
 
 def refuse_unsavable_state(objective) -> None:
