@@ -33,9 +33,10 @@ import torch
 from runs.cli import dump_yaml
 from runs.devices import all_reduce
 from runs.errors import BadInput, printable
-from runs.files import parse_yaml, publish_folder, read_object, require_fields, verify_folder
+from runs.files import publish_folder, verify_folder
 from runs.settings import MAX_INT, RunSettings, flatten
 from runs.shards import load_shards, open_shards, save_shards
+from runs.small_files import parse_yaml, read_object, require_fields
 from runs.tensors import LazyTensors
 
 

@@ -22,6 +22,7 @@ from conftest import (
     checkpoint_tensors,
     first_shard,
     killed_and_resumed,
+    last_of_each,
     numbers,
     ranks,
     train,
@@ -468,7 +469,7 @@ def test_two_processes_say_nothing_but_their_own_lines(strategy, tiny, ratings, 
     """No library's warning stands between them."""
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN]
     argv += ["--devices=2", f"--strategy={strategy}", "--max_steps=2"]
-    argv = [sys.executable, ROOT / "kto.py", *argv]
+    argv = [sys.executable, ROOT / "kto.py", *last_of_each(argv)]
     process = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert (process.returncode, process.stderr) == (0, "")
     assert "exported to" in process.stdout and "Warning" not in process.stdout
