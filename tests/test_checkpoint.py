@@ -64,6 +64,12 @@ def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(
     )
     assert_same(resumed, whole)
     assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
+    last = Path("checkpoints", "step-00000007")
+    shards = sorted((tmp_path / "whole" / last).glob("shard-*"))
+    assert len(shards) >= 4, "weights and random states, and three moments"
+    for shard in shards:
+        equal = (out / last / shard.name).read_bytes() == shard.read_bytes()
+        assert equal, "equal checkpoints are equal files"
     if mode == LORA and n == 1:
         out, argv = tmp_path / "other", (*argv, "--seed=2")
         other, *_ = ranks(n, lambda rank: train(tiny, ratings, out, *argv))
