@@ -188,7 +188,7 @@ class Optim:
     schedule: str = setting("cosine", choices=("cosine", "linear", "constant"))
     """How the learning rate falls after the warmup; constant: it does not."""
     warmup: int | float = setting(0, at_least=0)
-    """Steps of linear warmup from 0; a float is a fraction of an epoch."""
+    """Steps of linear warmup from 0; a float is a fraction of an epoch (SPIN: of the first one)."""
     constant: int | float = setting(0, at_least=0)
     """Steps at the peak between warmup and decay; a float is a fraction of an epoch."""
     weight_decay: float = setting(0.0, at_least=0)
