@@ -1,12 +1,12 @@
 """The result on a real model: SmolLM2-135M learns instructions that a program can check, by each method.
 
     python examples/smollm2.py                                     # the model, once
-    python benchmarks/instructions.py run                          # what is missing, one run after the other: a day
-    python benchmarks/instructions.py run online-first kto --seeds 1,2
-    python benchmarks/instructions.py run grpo --trl <a Python that has TRL 1.16>
-    python benchmarks/instructions.py table                        # the tables for RESULTS.md
+    python benchmarks/methods.py run                          # what is missing, one run after the other: a day
+    python benchmarks/methods.py run online-first kto --seeds 1,2
+    python benchmarks/methods.py run grpo --trl <a Python that has TRL 1.16>
+    python benchmarks/methods.py table                        # the tables for RESULTS.md
 
-A finished run is a line in benchmarks/instructions.jsonl and is not run again; a run that was stopped goes on where it
+A finished run is a line in benchmarks/methods.jsonl and is not run again; a run that was stopped goes on where it
 was saved. Each run has a folder under out/methods/.
 
 Every method learns from 576 sampled answers of at most 96 tokens to the same 144 prompts, in 36 steps of 16
@@ -42,7 +42,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-RESULTS = HERE / "instructions.jsonl"
+RESULTS = HERE / "methods.jsonl"
 OUT = HERE.parent / "out" / "methods"
 PROMPTS, ANSWERS, TOKENS = 144, 4, 96  # of training; answers to a prompt; tokens of an answer
 ITERATIONS, BATCH = 6, 16
@@ -216,9 +216,8 @@ class Sampler:
 
     def answer(self, records: list[dict], seed: int) -> tuple[list[dict], list]:
         """-> for each record {"completion", "tokens", "cut", "right"}; and its (prompt, answer), token ids."""
-        from examples.instructions import check
-
         from evaluate import as_answer
+        from examples.instructions import check
         from generate import generate
         from runs.settings import Sampling
 
@@ -374,9 +373,8 @@ def train(program: str, *argv: str) -> None:
 def judge() -> None:
     """The checker for grpo_trl.py: reads a line of JSON, [[prompt, completion, fields, cut], ...], and
     writes a line, [verdict, ...]."""
-    from examples.instructions import check
-
     from evaluate import Answer
+    from examples.instructions import check
 
     for line in sys.stdin:
         answers = [Answer(*row) for row in json.loads(line)]
