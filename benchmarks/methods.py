@@ -1,10 +1,11 @@
 """The result on a real model: SmolLM2-135M learns instructions that a program can check, by each method.
 
-    python examples/smollm2.py                                     # the model, once
-    python benchmarks/methods.py run                          # what is missing, one run after the other: a day
+    python examples/smollm2.py                  # the model, once
+    python benchmarks/methods.py run            # what is missing, one run after the other: a day
     python benchmarks/methods.py run online-first kto --seeds 1,2
     python benchmarks/methods.py run grpo --trl <a Python that has TRL 1.16>
-    python benchmarks/methods.py table                        # the tables for RESULTS.md
+    python benchmarks/methods.py table          # the tables for RESULTS.md
+    python benchmarks/methods.py picture        # benchmarks/methods.svg, accuracy against KL
 
 A finished run is a line in benchmarks/methods.jsonl and is not run again; a run that was stopped goes on where it
 was saved. Each run has a folder under out/methods/.
@@ -47,6 +48,7 @@ OUT = HERE.parent / "out" / "methods"
 PROMPTS, ANSWERS, TOKENS = 144, 4, 96  # of training; answers to a prompt; tokens of an answer
 ITERATIONS, BATCH = 6, 16
 STEPS = PROMPTS * ANSWERS // BATCH
+PARTS = {"val": "held-out topics", "new_kinds": "held-out kinds and topics"}
 HELD_OUT = {"val": 108, "new_kinds": 48}  # prompts of the last check, of the task's files
 DEMONSTRATIONS = 96
 SEEDS = [1, 2, 3]
@@ -80,7 +82,7 @@ PAIRS = {"batch_size": BATCH // 2, "epochs": STEPS, "max_steps": STEPS}
 SPIN = {"batch_size": BATCH // 2, "spin.max_iterations": 3, "spin.max_new_tokens": TOKENS}
 
 # name -> (program, what it learns from, settings). A program of two words is a variant of
-# z_variants.py. The first is the peer of the others: what they start from.
+# z_variants.py.
 METHODS = {
     "base": (None, None, {}),
     "online-first": ("online", "prompts", ONLINE | FIRST),
@@ -140,8 +142,14 @@ def rated_file(seed: int, model: str) -> Path:
     if not file.exists():
         began, cpu = time.time(), time.process_time()
         asked = [r for r in read_records(prompts_file(seed)) for _ in range(ANSWERS)]
-        answers, _ = Sampler(model).answer(asked, seed)
-        cost = {"seconds": time.time() - began, "cpu_seconds": time.process_time() - cpu}
+        sampler = Sampler(model)
+        answers, _ = sampler.answer(asked, seed)
+        cost = {
+            "seconds": time.time() - began,
+            "cpu_seconds": time.process_time() - cpu,
+            "sampling_seconds": sampler.seconds,
+            "tokens": sum(a["tokens"] for a in answers),
+        }
         write_records(file.with_name("cost.json"), [cost])
         write_records(
             file,
@@ -203,6 +211,7 @@ class Sampler:
         self.fabric = Fabric(accelerator="cpu", devices=1, precision=COMMON["precision"])
         self.tokenizer = Tokenizer(Path(folder))
         self.policy = self.fabric.setup_module(load_model(Path(folder)))
+        self.seconds = 0.0  # of sampling alone
 
     def examples(self, records: list[dict]) -> list:
         """Records with different prompts as examples, by the way that a run reads them."""
@@ -226,7 +235,9 @@ class Sampler:
         examples = [example_of[json.dumps(r["prompt"])] for r in records]
         prompts = [e.prompt for e in examples]
         sampling = Sampling(batch_size=32)
+        began = time.time()
         ids = generate(self.fabric, self.policy, prompts, self.tokenizer, sampling, TOKENS, seed)
+        self.seconds += time.time() - began
         answers = [as_answer(self.tokenizer, e, x, []) for e, x in zip(examples, ids)]
         rows = [
             {"completion": a.completion, "tokens": len(x), "cut": a.cut, "right": bool(right)}
@@ -323,14 +334,16 @@ def run(name: str, seed: int, model: str, trl: str | None) -> dict:
     row |= {"answers": n_answers, "resumed": out.exists()} | timed(command, out)
     if source in ("rated", "pairs", "demonstrations"):
         cost = read_records(data.with_name("cost.json"))[0]
-        for key, value in cost.items():
-            row[key] += value
-            row[f"{key} of the base's answers"] = value
+        row["base's answers"] = cost
+        for key in ("seconds", "cpu_seconds"):
+            row[key] += cost[key]
     if program == "grpo_trl":
-        row |= {"trl": json.loads((out / "result.json").read_text())}
+        row["trl"] = json.loads((out / "result.json").read_text())
     log = (OUT / f"{out.name}.log").read_text()
     shares = re.findall(r"^iteration \d+: .*right \(([\d.]+)%", log, re.MULTILINE)
     row["rollouts"] = [float(x) for x in shares]
+    if program == "grpo_trl":
+        row["rollouts"] = [100 * x for x in row["trl"]["right"]]
     row["settings"] = settings
     return row | last_check(out / "final", model, seed) | versions()
 
@@ -415,16 +428,40 @@ def print_tables() -> None:
     print("\nRight answers in % in each iteration's rollout:\n")
     for r in finished():
         if r.get("rollouts"):
-            print(
-                f"- {r['method']}, seed {r['seed']}: {', '.join(f'{x:.0f}' for x in r['rollouts'])}"
-            )
+            shares = ", ".join(f"{x:.0f}" for x in r["rollouts"])
+            print(f"- {r['method']}, seed {r['seed']}: {shares}")
+    print("\nSampling alone, tokens a second:\n")
+    for r in finished():
+        for name, cost in (("TRL", r.get("trl")), ("ours", r.get("base's answers"))):
+            if cost:
+                speed = cost["tokens"] / cost["sampling_seconds"]
+                print(f"- {name}, {r['method']}, seed {r['seed']}: {speed:.0f}")
+
+
+def draw(file: Path) -> None:
+    """Accuracy against KL: a point for each run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (part, title) in zip(panels, PARTS.items()):
+        for i, name in enumerate(METHODS):
+            rows = [r for r in finished() if r["method"] == name]
+            shares = [100 * r[part][0] / r[part][1] for r in rows]
+            if rows:
+                marker = "osv^"[i // 10]
+                axes.plot([r["kl"] for r in rows], shares, marker, color=f"C{i % 10}", label=name)
+        axes.set(title=title, xlabel="KL to the base, nats an answer", ylim=(0, 100))
+    panels[0].set_ylabel("right answers, %")
+    panels[1].legend(fontsize=7)
+    figure.savefig(file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("what", choices=["run", "table", "picture"])
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--model", default=str(HERE.parent / "out" / "smollm2-135m"))
@@ -443,7 +480,10 @@ def main() -> None:
                 with RESULTS.open("a") as f:
                     f.write(line + "\n")
                 print(line, flush=True)
-    print_tables()
+    if args.what == "picture":
+        draw(HERE / "methods.svg")
+    else:
+        print_tables()
 
 
 if __name__ == "__main__":

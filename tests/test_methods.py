@@ -34,7 +34,7 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
     assert (base["method"], kto["method"]) == ("base", "kto")
     assert base["kl"] == 0 and kto["kl"] != 0
     assert base["val"] == kto["val"] == [2, 4] and kto["new_kinds"] == [1, 2]
-    assert kto["answers"] == 8 and kto["cpu_seconds"] > kto["cpu_seconds of the base's answers"] > 0
+    assert kto["answers"] == 8 and kto["cpu_seconds"] > kto["base's answers"]["cpu_seconds"] > 0
     rated = [json.loads(x) for x in (tmp_path / "data-1" / "rated.jsonl").read_text().splitlines()]
     assert [r["label"] for r in rated] == [True, False] * 4
     assert rated[0]["prompt"] == rated[1]["prompt"] != rated[2]["prompt"]
@@ -43,3 +43,5 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
     assert "kto, seed 1 ..." in first and "..." not in again
     table = [line for line in again.splitlines() if line.startswith("| kto | 1 | 50.0% ")]
     assert len(table) == 1 and table[0] in first
+    methods.draw(tmp_path / "methods.svg")
+    assert "kto" in (tmp_path / "methods.svg").read_text()
