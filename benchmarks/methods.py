@@ -29,6 +29,7 @@ processes of a run, sampling and rating included, but not of this last check.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -357,9 +358,12 @@ def timed(command: list, out: Path) -> dict:
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     OUT.mkdir(parents=True, exist_ok=True)
     with (OUT / f"{out.name}.log").open("a") as log:
-        code = subprocess.call(list(map(str, command)), stdout=log, stderr=log)
-    if code:
-        raise SystemExit(f"{out.name}: exit code {code}: see {log.name}")
+        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+        while process.poll() is None:
+            with contextlib.suppress(KeyboardInterrupt):  # the run saves itself and ends
+                process.wait()
+    if process.returncode:
+        raise SystemExit(f"{out.name}: exit code {process.returncode}: see {log.name}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": time.time() - began, "cpu_seconds": cpu}
