@@ -66,6 +66,9 @@ class Objective:
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
     """True: `reduce` gets the log-probs of each token."""
+    vocabulary_kl = False
+    """True, with by_token: batch.vocabulary_kl has the KL to the reference at each token. Costs one more
+    forward of the reference; not with fsdp."""
     average_logps = False
     """Whether a log-ratio is divided by the number of scored tokens."""
 
@@ -142,6 +145,10 @@ class Trainer:
                 "data.score_prompt, reference_cache: this objective takes the log-probs of each token "
                 "of a completion: the cache has only their sums, and a prompt's tokens are no part of it"
             )
+        if run.objective.vocabulary_kl and run.cfg.strategy == "fsdp":
+            raise BadInput(
+                "strategy: fsdp: this objective needs the reference's head whole: ddp or auto"
+            )
 
     def __enter__(self):
         return self
@@ -216,7 +223,7 @@ class Trainer:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = model.PromptCache()
-            packed = self.pack(batch, micros[0].index)
+            packed = self.pack_own(batch, micros[0].index, run.objective)
             first_forward = packed, self.forward(packed, cache)
             score_pairs = partial(self.forward, prompt_cache=cache)
         before = self.no_gradient_pass(batch, score_pairs, run.objective)
@@ -227,7 +234,7 @@ class Trainer:
                 if first_forward:
                     packed, logps = first_forward
                 else:
-                    packed = self.pack(batch, micro.index)
+                    packed = self.pack_own(batch, micro.index, run.objective)
                     logps = self.forward(packed)
                 loss_B = self.loss(run.objective, batch, micro, packed, logps, before, columns)
                 # DDP and FSDP2 average gradients over ranks
@@ -343,6 +350,13 @@ class Trainer:
     def pack(self, batch: Batch, index, borrowed: bool = False):
         return batch.pack(index, borrowed).to(self.run.fabric.device)
 
+    def pack_own(self, batch: Batch, index, objective: Objective):
+        """Own completions, with the reference's distributions if the objective asks for the KL to them."""
+        packed = self.pack(batch, index)
+        if objective.vocabulary_kl:
+            packed = packed._replace(next_tokens=self.run.reference.next_tokens(packed))
+        return packed
+
     def forward(self, packed, prompt_cache=None):
         """The policy's log-probs of a packed batch, (B, K) or by token (B, K, L), with gradient in
         training. prompt_cache: where to leave the prompts' keys and values, or from where to read
@@ -352,7 +366,9 @@ class Trainer:
     def loss(self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns):
         """-> the losses (B,) of a micro-batch. Its columns are written to their places among the
         step's G. A filler only makes the columns, so that all ranks have the same ones."""
-        ref_logps, z, B = before.ref_logps, before.kl.z, len(logps)
+        ref_logps, z, B, vocabulary_kl = before.ref_logps, before.kl.z, len(logps), None
+        if objective.vocabulary_kl:
+            logps, vocabulary_kl = logps.unbind(-1)
         if ref_logps is not None:
             ref_logps = ref_logps[packed.index_B]
         if objective.by_token:
@@ -361,7 +377,7 @@ class Trainer:
             logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         if z.dim():
             z = z[packed.index_B]
-        view = batch.loss_view(packed, before.step)
+        view = batch.loss_view(packed, before.step)._replace(vocabulary_kl=vocabulary_kl)
         loss_B, values = objective.loss(logps, ref_logps, view, z)
         entropy_BK = self.run.policy.module.entropy_BK
         if self.run.policy.training and entropy_BK is not None:
@@ -402,7 +418,7 @@ class Trainer:
         with Wait("validation", passed_examples(batch, run.validation, run.fabric.world_size)):
             before = self.no_gradient_pass(batch, self.forward, run.validation)
             for micro in batch.micro_batches:
-                packed = self.pack(batch, micro.index)
+                packed = self.pack_own(batch, micro.index, run.validation)
                 logps = self.forward(packed)
                 self.loss(run.validation, batch, micro, packed, logps, before, columns)
                 advance(len(micro.index))

@@ -40,18 +40,20 @@ COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "-
           "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
 
 
-@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge", "token_kto", "z_by_source"])
+@pytest.mark.parametrize(
+    "program", ["bco", "ema_z", "simpo", "hinge", "token_kto", "z_by_source", "tdpo"]
+)
 def test_an_algorithm_from_outside_trains_resumes_and_shards(
     program, tiny, ratings, pairs, tmp_path
 ):
-    data = pairs if program in ("simpo", "hinge") else ratings
+    data = pairs if program in ("simpo", "hinge", "tdpo") else ratings
     argv = (*COMMON, f"--data.val={data}", "--eval.samples=0", "--val_interval=3")
     whole = train(tiny, data, tmp_path / "whole", *argv, program=program)
     assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
     out = tmp_path / "run"
     killed(1, out, "metrics.csv", 4, lambda rank: train(tiny, data, out, *argv, program=program))
     assert_same(train(tiny, data, out, *argv, "--resume=auto", program=program), whole)
-    for strategy in ("ddp", "fsdp"):
+    for strategy in ("ddp", "fsdp") if program != "tdpo" else ("ddp",):
         two = (f"--strategy={strategy}", *argv)
         (run, _) = ranks(
             2, lambda rank: train(tiny, data, tmp_path / strategy, *two, program=program)
