@@ -2,7 +2,7 @@
 
     <TRL's environment>/bin/python benchmarks/grpo_trl.py --model FOLDER --prompts FILE --out FOLDER --judge COMMAND
 
-It runs in an environment of its own: `pip install torch==2.13.0 trl==1.16.0 peft`. benchmarks/instructions.py makes
+It runs in an environment of its own: `pip install torch==2.13.0 trl==1.16.0 peft`. benchmarks/methods.py makes
 the records and starts it.
 
 - LoRA of rank 16 on all linear layers of the blocks, bf16, as our runs have it.
@@ -29,7 +29,7 @@ def arguments():
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="records; prompts are lists of messages")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--judge", required=True, help="see judge in benchmarks/instructions.py")
+    parser.add_argument("--judge", required=True, help="see judge in benchmarks/methods.py")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--answers", type=int, default=96, help="of an iteration")

@@ -1,12 +1,13 @@
 """The result on a real model: SmolLM2-135M learns instructions that a program can check, by each method.
 
-    python examples/smollm2.py                                     # the model, once
-    python benchmarks/instructions.py run                          # what is missing, one run after the other: a day
-    python benchmarks/instructions.py run online-first kto --seeds 1,2
-    python benchmarks/instructions.py run grpo --trl <a Python that has TRL 1.16>
-    python benchmarks/instructions.py table                        # the tables for RESULTS.md
+    python examples/smollm2.py                  # the model, once
+    python benchmarks/methods.py run            # what is missing, one run after the other: a day
+    python benchmarks/methods.py run online-first kto --seeds 1,2
+    python benchmarks/methods.py run grpo --trl <a Python that has TRL 1.16>
+    python benchmarks/methods.py table          # the tables for RESULTS.md
+    python benchmarks/methods.py picture        # benchmarks/methods.svg, accuracy against KL
 
-A finished run is a line in benchmarks/instructions.jsonl and is not run again; a run that was stopped goes on where it
+A finished run is a line in benchmarks/methods.jsonl and is not run again; a run that was stopped goes on where it
 was saved. Each run has a folder under out/methods/.
 
 Every method learns from 576 sampled answers of at most 96 tokens to the same 144 prompts, in 36 steps of 16
@@ -19,7 +20,7 @@ completions, with LoRA of rank 16:
 - SPIN's demonstrations are the first right ones of them, at most 96. The answers rated to find them and its own, one
   to each demonstration in 3 iterations, are at most 576 together.
 
-Learning rates were chosen on seed 0 (RESULTS.md), which is not in the table.
+Learning rates are not tuned yet. Tune them on seed 0 (`--seeds 0`), which no table counts.
 
 Afterwards each final model answers the same held-out prompts: 108 of trained kinds of instructions, 48 of kinds that
 training never has, all of them about topics that training never has. kl is the mean of log pi - log base over these
@@ -28,6 +29,7 @@ processes of a run, sampling and rating included, but not of this last check.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -42,11 +44,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-RESULTS = HERE / "instructions.jsonl"
+RESULTS = HERE / "methods.jsonl"
 OUT = HERE.parent / "out" / "methods"
 PROMPTS, ANSWERS, TOKENS = 144, 4, 96  # of training; answers to a prompt; tokens of an answer
 ITERATIONS, BATCH = 6, 16
 STEPS = PROMPTS * ANSWERS // BATCH
+PARTS = {"val": "held-out topics", "new_kinds": "held-out kinds and topics"}
 HELD_OUT = {"val": 108, "new_kinds": 48}  # prompts of the last check, of the task's files
 DEMONSTRATIONS = 96
 SEEDS = [1, 2, 3]
@@ -80,7 +83,7 @@ PAIRS = {"batch_size": BATCH // 2, "epochs": STEPS, "max_steps": STEPS}
 SPIN = {"batch_size": BATCH // 2, "spin.max_iterations": 3, "spin.max_new_tokens": TOKENS}
 
 # name -> (program, what it learns from, settings). A program of two words is a variant of
-# z_variants.py. The first is the peer of the others: what they start from.
+# z_variants.py.
 METHODS = {
     "base": (None, None, {}),
     "online-first": ("online", "prompts", ONLINE | FIRST),
@@ -140,8 +143,14 @@ def rated_file(seed: int, model: str) -> Path:
     if not file.exists():
         began, cpu = time.time(), time.process_time()
         asked = [r for r in read_records(prompts_file(seed)) for _ in range(ANSWERS)]
-        answers, _ = Sampler(model).answer(asked, seed)
-        cost = {"seconds": time.time() - began, "cpu_seconds": time.process_time() - cpu}
+        sampler = Sampler(model)
+        answers, _ = sampler.answer(asked, seed)
+        cost = {
+            "seconds": time.time() - began,
+            "cpu_seconds": time.process_time() - cpu,
+            "sampling_seconds": sampler.seconds,
+            "tokens": sum(a["tokens"] for a in answers),
+        }
         write_records(file.with_name("cost.json"), [cost])
         write_records(
             file,
@@ -203,6 +212,7 @@ class Sampler:
         self.fabric = Fabric(accelerator="cpu", devices=1, precision=COMMON["precision"])
         self.tokenizer = Tokenizer(Path(folder))
         self.policy = self.fabric.setup_module(load_model(Path(folder)))
+        self.seconds = 0.0  # of sampling alone
 
     def examples(self, records: list[dict]) -> list:
         """Records with different prompts as examples, by the way that a run reads them."""
@@ -226,7 +236,9 @@ class Sampler:
         examples = [example_of[json.dumps(r["prompt"])] for r in records]
         prompts = [e.prompt for e in examples]
         sampling = Sampling(batch_size=32)
+        began = time.time()
         ids = generate(self.fabric, self.policy, prompts, self.tokenizer, sampling, TOKENS, seed)
+        self.seconds += time.time() - began
         answers = [as_answer(self.tokenizer, e, x, []) for e, x in zip(examples, ids)]
         rows = [
             {"completion": a.completion, "tokens": len(x), "cut": a.cut, "right": bool(right)}
@@ -323,14 +335,16 @@ def run(name: str, seed: int, model: str, trl: str | None) -> dict:
     row |= {"answers": n_answers, "resumed": out.exists()} | timed(command, out)
     if source in ("rated", "pairs", "demonstrations"):
         cost = read_records(data.with_name("cost.json"))[0]
-        for key, value in cost.items():
-            row[key] += value
-            row[f"{key} of the base's answers"] = value
+        row["base's answers"] = cost
+        for key in ("seconds", "cpu_seconds"):
+            row[key] += cost[key]
     if program == "grpo_trl":
-        row |= {"trl": json.loads((out / "result.json").read_text())}
+        row["trl"] = json.loads((out / "result.json").read_text())
     log = (OUT / f"{out.name}.log").read_text()
     shares = re.findall(r"^iteration \d+: .*right \(([\d.]+)%", log, re.MULTILINE)
     row["rollouts"] = [float(x) for x in shares]
+    if program == "grpo_trl":
+        row["rollouts"] = [100 * x for x in row["trl"]["right"]]
     row["settings"] = settings
     return row | last_check(out / "final", model, seed) | versions()
 
@@ -344,9 +358,12 @@ def timed(command: list, out: Path) -> dict:
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     OUT.mkdir(parents=True, exist_ok=True)
     with (OUT / f"{out.name}.log").open("a") as log:
-        code = subprocess.call(list(map(str, command)), stdout=log, stderr=log)
-    if code:
-        raise SystemExit(f"{out.name}: exit code {code}: see {log.name}")
+        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+        while process.poll() is None:
+            with contextlib.suppress(KeyboardInterrupt):  # the run saves itself and ends
+                process.wait()
+    if process.returncode:
+        raise SystemExit(f"{out.name}: exit code {process.returncode}: see {log.name}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": time.time() - began, "cpu_seconds": cpu}
@@ -398,7 +415,7 @@ def print_tables() -> None:
     )
     print("| minutes | CPU minutes |\n" + "| --- " * 10 + "|")
     for name in METHODS:
-        rows = [r for r in finished() if r["method"] == name]
+        rows = [r for r in finished() if r["method"] == name and r["seed"] > 0]
         if not rows:
             continue
         cells = [name, f"{len(rows)}"]
@@ -415,16 +432,40 @@ def print_tables() -> None:
     print("\nRight answers in % in each iteration's rollout:\n")
     for r in finished():
         if r.get("rollouts"):
-            print(
-                f"- {r['method']}, seed {r['seed']}: {', '.join(f'{x:.0f}' for x in r['rollouts'])}"
-            )
+            shares = ", ".join(f"{x:.0f}" for x in r["rollouts"])
+            print(f"- {r['method']}, seed {r['seed']}: {shares}")
+    print("\nSampling alone, tokens a second:\n")
+    for r in finished():
+        for name, cost in (("TRL", r.get("trl")), ("ours", r.get("base's answers"))):
+            if cost:
+                speed = cost["tokens"] / cost["sampling_seconds"]
+                print(f"- {name}, {r['method']}, seed {r['seed']}: {speed:.0f}")
+
+
+def draw(file: Path) -> None:
+    """Accuracy against KL: a point for each run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (part, title) in zip(panels, PARTS.items()):
+        for i, name in enumerate(METHODS):
+            rows = [r for r in finished() if r["method"] == name and r["seed"] > 0]
+            shares = [100 * r[part][0] / r[part][1] for r in rows]
+            if rows:
+                marker = "osv^"[i // 10]
+                axes.plot([r["kl"] for r in rows], shares, marker, color=f"C{i % 10}", label=name)
+        axes.set(title=title, xlabel="KL to the base, nats an answer", ylim=(0, 100))
+    panels[0].set_ylabel("right answers, %")
+    panels[1].legend(fontsize=7)
+    figure.savefig(file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("what", choices=["run", "table", "picture"])
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--model", default=str(HERE.parent / "out" / "smollm2-135m"))
@@ -443,7 +484,10 @@ def main() -> None:
                 with RESULTS.open("a") as f:
                     f.write(line + "\n")
                 print(line, flush=True)
-    print_tables()
+    if args.what == "picture":
+        draw(HERE / "methods.svg")
+    else:
+        print_tables()
 
 
 if __name__ == "__main__":

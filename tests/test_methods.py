@@ -1,0 +1,47 @@
+"""benchmarks/methods.py: a finished run is a line that the table is made of, and is not run again."""
+
+import json
+import sys
+
+from conftest import ROOT
+from test_instructions import chatty  # noqa: F401
+
+from examples import instructions as task
+
+sys.path.append(str(ROOT / "benchmarks"))
+import methods  # noqa: E402
+
+SMALL = {"batch_size": 4, "data.max_prompt": 100, "data.max_completion": 20, "lora.rank": 2}
+
+
+def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, capsys):  # noqa: F811
+    for name, value in (
+        ("OUT", tmp_path),
+        ("RESULTS", tmp_path / "methods.jsonl"),
+        ("COMMON", methods.COMMON | SMALL),
+        ("PROMPTS", 4),
+        ("ANSWERS", 2),
+        ("TOKENS", 6),
+        ("HELD_OUT", {"val": 4, "new_kinds": 2}),
+    ):
+        monkeypatch.setattr(methods, name, value)
+    monkeypatch.setattr(task, "check", lambda answers: [i % 2 == 0 for i in range(len(answers))])
+    argv = ["methods.py", "run", "base", "kto", "--seeds", "1", "--model", str(chatty)]
+    monkeypatch.setattr(sys, "argv", argv)
+    methods.main()
+    first = capsys.readouterr().out
+    base, kto = map(json.loads, (tmp_path / "methods.jsonl").read_text().splitlines())
+    assert (base["method"], kto["method"]) == ("base", "kto")
+    assert base["kl"] == 0 and kto["kl"] != 0
+    assert base["val"] == kto["val"] == [2, 4] and kto["new_kinds"] == [1, 2]
+    assert kto["answers"] == 8 and kto["cpu_seconds"] > kto["base's answers"]["cpu_seconds"] > 0
+    rated = [json.loads(x) for x in (tmp_path / "data-1" / "rated.jsonl").read_text().splitlines()]
+    assert [r["label"] for r in rated] == [True, False] * 4
+    assert rated[0]["prompt"] == rated[1]["prompt"] != rated[2]["prompt"]
+    methods.main()
+    again = capsys.readouterr().out
+    assert "kto, seed 1 ..." in first and "..." not in again
+    table = [line for line in again.splitlines() if line.startswith("| kto | 1 | 50.0% ")]
+    assert len(table) == 1 and table[0] in first
+    methods.draw(tmp_path / "methods.svg")
+    assert "kto" in (tmp_path / "methods.svg").read_text()
