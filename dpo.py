@@ -131,12 +131,13 @@ class DPO(Objective):
             "rewards/margins": mean(self.args.beta * h_G),
             "rewards/mean": mean(rewards),
             "rewards/std": rewards.std().item(),
-            "accuracy": mean((h_G > 0).double()),
+            # before the first update h is 0 everywhere: neither is preferred
+            "accuracy": mean((h_G > 0).double()) if h_G.any() else None,
         }
 
 
 def main(argv=None, checker=None) -> None:
-    """checker: a function (prompt, completion) -> bool that judges held-out answers."""
+    """checker: judges held-out answers, a list of them at once (evaluate.Checker)."""
     cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
     with Trainer(setup(cfg, DPO(cfg.dpo), checker=checker)) as trainer:
         if trainer.fit():

@@ -1,16 +1,98 @@
 """Answers of the policy to held-out prompts, and what a checker says of them."""
 
 import json
+import numbers
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from generate import completion_text, generate
-from runs.console import format_before_after, say
+from records.examples import Example
+from records.tokenizer import Tokenizer
+from runs.console import Wait, format_before_after, say
 from runs.devices import on_rank_0
+from runs.errors import BadInput, parse_file, printable, user_error
 from runs.files import write_json
 from runs.settings import RunSettings
+from runs.stop import Stop
 
-Checker = Callable[[str, str], bool]  # (prompt, completion) -> whether the completion is right
+
+class Answer(NamedTuple):
+    """What a checker judges."""
+
+    prompt: str
+    """A dialogue as the chat template renders it."""
+    completion: str
+    fields: dict[str, str | float]
+    """The record's own fields, those that data.extra names."""
+    cut: bool
+    """Whether it ended at the length limit, not by EOS or a stop text."""
+
+
+# One verdict for each answer: whether it is right, or for an objective that wants it a number from 0 to 1
+Checker = Callable[[list[Answer]], list[bool | float]]
+MOST_VALUES = 30  # of a field by which right answers are counted
+
+
+def as_answer(tokenizer: Tokenizer, example: Example, ids: list[int], stop: list[str]) -> Answer:
+    """Sampled token ids as a checker sees them."""
+    return Answer(
+        completion_text(tokenizer, list(example.prompt)),
+        completion_text(tokenizer, ids, stop),
+        example.extra,
+        was_cut(tokenizer, ids, stop),
+    )
+
+
+def was_cut(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> bool:
+    """Whether an answer ended neither by EOS nor by a stop text."""
+    if ids[-1] in tokenizer.stops:
+        return False
+    return not stop or not any(text in tokenizer.decode(ids) for text in stop)
+
+
+def ask_checker(checker: Checker, answers: list[Answer]) -> list[bool | float]:
+    """The checker's verdicts, as Python's own bools and floats. Raises BadInput with the number of the
+    first answer whose verdict is neither."""
+    given = checker(answers)
+    try:
+        verdicts = [x.item() if hasattr(x, "item") else x for x in given]  # numpy's, torch's
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(
+            f"checker: expected a list of {len(answers)} verdicts, got {printable(repr(given))}"
+        ) from None
+    if len(verdicts) != len(answers):
+        raise BadInput(
+            f"checker: {len(answers)} answers need as many verdicts, got {len(verdicts)}"
+        )
+    for i, verdict in enumerate(verdicts):
+        if type(verdict) is bool:
+            continue
+        if not isinstance(verdict, numbers.Real) or not 0 <= verdict <= 1:  # NaN too
+            raise BadInput(
+                f"checker: answer {i}: expected True, False or a number from 0 to 1, "
+                f"got {printable(repr(verdict))}"
+            )
+        verdicts[i] = float(verdict)
+    return verdicts
+
+
+def count_by_field(answers: list[Answer], verdicts: list[bool | float]) -> dict:
+    """{field: {value: [right, of]}} of the records' texts that repeat, such as a kind of task."""
+    counts = {}
+    for name in answers[0].fields:
+        values = [a.fields[name] for a in answers]
+        n = len(set(values))
+        if not isinstance(values[0], str) or not 1 < n <= min(MOST_VALUES, len(answers) / 2):
+            continue
+        of_value = counts[name] = {value: [0, 0] for value in sorted(set(values))}
+        for value, verdict in zip(values, verdicts):
+            of_value[value][0] += verdict
+            of_value[value][1] += 1
+    return counts
 
 
 class Evaluator:
@@ -19,50 +101,82 @@ class Evaluator:
     checker: the user's own, given in code; without one, the checker that eval.check names.
     """
 
-    def __init__(self, fabric, cfg: RunSettings, policy, tokenizer, val, checker: Checker | None):
+    def __init__(
+        self,
+        fabric,
+        cfg: RunSettings,
+        policy,
+        tokenizer,
+        val,
+        checker: Checker | None,
+        stop: Stop,
+    ):
         if checker is None and cfg.eval.check == "demo":
             from demo.check import check as checker
         self.fabric, self.cfg, self.policy, self.tokenizer = fabric, cfg, policy, tokenizer
-        self.checker = checker
+        self.checker, self.stop = checker, stop
         # distinct prompts, in order
-        self.prompts = list({e.prompt.tobytes(): e.prompt for e in val}.values())
+        self.examples = list({e.prompt.tobytes(): e for e in reversed(val)}.values())[::-1]
         self.folder = Path(cfg.out_dir) / "eval"
         self.last_check: dict | None = None
+        self.last_answers: list[Example] = []  # what `answer` sampled last, as token ids
 
     def samples(self) -> list[dict]:
         """A few answers to look at, as {"prompt", "completion"}."""
-        return self.answer(self.prompts[: self.cfg.eval.samples])
+        answers = self.answer(self.examples[: self.cfg.eval.samples], "samples", "eval.samples")
+        return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
-    def answer(self, prompts: list) -> list[dict]:
-        """Answers sampled from the policy to prompts of token ids, as {"prompt", "completion"}."""
-        if not prompts:
+    @property
+    def max_new_tokens(self) -> int:
+        return self.cfg.eval.max_new_tokens or self.cfg.data.max_completion
+
+    def answer(self, examples: list[Example], title: str, setting: str) -> list[Answer]:
+        """Answers sampled from the policy to the examples' prompts. While it waits: what they are for,
+        and the setting that says how many."""
+        if not examples:
             return []
-        args, tokenizer = self.cfg.eval, self.tokenizer
-        new = args.max_new_tokens or self.cfg.data.max_completion
-        ids = generate(self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed)
-        return [
-            {
-                "prompt": completion_text(tokenizer, list(prompt)),
-                "completion": completion_text(tokenizer, answer, args.stop),
-            }
-            for prompt, answer in zip(prompts, ids)
+        args, tokenizer, new = self.cfg.eval, self.tokenizer, self.max_new_tokens
+        ask = partial(self.stop.check, self.fabric.device)
+        shorter = f"a smaller {setting} or eval.max_new_tokens"
+        prompts = [e.prompt for e in examples]
+        with Wait(title, len(prompts) * new, shorter=shorter):
+            all_ids = generate(
+                self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, ask
+            )
+        self.last_answers = [
+            e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, all_ids)
         ]
+        return [as_answer(tokenizer, e, ids, args.stop) for e, ids in zip(examples, all_ids)]
 
-    def judge(self, answers: list[tuple[str, str]]) -> list[bool]:
-        """The checker's verdict on (prompt, completion) pairs; asked on rank 0 for all ranks."""
-        return on_rank_0(self.fabric, lambda: [bool(self.checker(*pair)) for pair in answers])
+    def judge(self, answers: list[Answer]) -> list[bool | float]:
+        """The checker's verdicts; asked on rank 0 for all ranks. Raises BadInput."""
+
+        def ask():
+            with Wait("the checker"), self.stop.interruptible(alone=True):
+                return ask_checker(self.checker, answers)
+
+        return on_rank_0(self.fabric, ask)
 
     def check(self, name: str, step: int) -> dict | None:
         """Sample answers to the held-out prompts and have them checked; also written as
-        eval/name.json. -> {"step", "right", "of", "answers"}; None without checker or prompts."""
-        prompts = self.prompts[: self.cfg.eval.prompts]
-        if self.checker is None or not prompts:
+        eval/name.json. -> {"step", "right", "of", "cut", "by": {field: {value: [right, of]}},
+        "answers"}; None without checker or prompts."""
+        examples = self.examples[: self.cfg.eval.prompts]
+        if self.checker is None or not examples:
             return None
         if self.last_check is None or self.last_check["step"] != step:
-            answers = self.answer(prompts)
-            right = sum(self.judge([(a["prompt"], a["completion"]) for a in answers]))
-            counts = {"step": step, "right": right, "of": len(answers)}
-            self.last_check = {**counts, "answers": answers}
+            n, new = len(examples), self.max_new_tokens
+            say(f"check at step {step}: {n:,} prompts, answers of at most {new:,} tokens")
+            answers = self.answer(examples, f"check at step {step}", "eval.prompts")
+            verdicts = self.judge(answers)
+            self.last_check = {
+                "step": step,
+                "right": sum(verdicts),
+                "of": len(answers),
+                "cut": sum(a.cut for a in answers),
+                "by": count_by_field(answers, verdicts),
+                "answers": [a._asdict() | {"right": v} for a, v in zip(answers, verdicts)],
+            }
         if self.fabric.global_rank == 0:
             write_json(self.folder / f"{name}.json", self.last_check)
         return self.last_check
@@ -75,6 +189,12 @@ class Evaluator:
     def compare(self, step: int) -> None:
         """Write the check of the last step as eval/after.json (after a resume it is asked anew), and
         print the accuracy and some answers beside those from before the run."""
-        after, before = self.check("after", step), self.folder / "before.json"
-        if after and before.exists():
-            say(format_before_after(json.loads(before.read_text()), after))
+        after, file = self.check("after", step), self.folder / "before.json"
+        if not after or not file.exists():
+            return
+        try:
+            with user_error(None, file, Exception):  # of a damaged file anything may be wrong
+                before = parse_file(None, file, json.loads, at_most=2**32)
+                say(format_before_after(before, after))
+        except BadInput as e:
+            say(f"no comparison with the answers before the run: {e}")

@@ -2,7 +2,8 @@
 
     python online.py                               # the demo: two cores, two minutes
 
-A checker of your own, (prompt, completion) -> bool, is given in code: online.main(checker=f).
+A checker of your own is given in code: online.main(checker=f), where f takes a list of answers
+(evaluate.Answer) and returns as many bools. rate=f changes more: how answers become examples.
 
 Reading order: settings, the examples of an iteration, main. The loss is kto.py's; data.train is read
 for its prompts only. The reference stays the first model, or becomes the policy as it is when an
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data import next_items
+from evaluate import as_answer, was_cut
 from generate import completion_text
 from kto import KTO, KTOSettings
 from records.examples import Example, examples_hash, load_examples
@@ -23,7 +25,7 @@ from runs.console import format_table, say
 from runs.errors import BadInput, run_cli, user_error
 from runs.folder import refuse_other_identity
 from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, refuse_unless, setting
+from runs.settings import RunSettings, Sampling, path_setting, refuse_unless, setting
 from setup import Run, setup
 from train import Trainer
 
@@ -41,10 +43,13 @@ class OnlineSettings(Sampling):
     reference: str = setting("last", choices=("first", "last"))
     """last: the policy as it is when an iteration begins. first: the model that the run started
     from."""
-    ratings: str | None = None
+    ratings: str | None = path_setting()
     """Offline rated records to mix in, in the forms that kto.py takes."""
     ratings_per_iteration: int | None = setting(None, at_least=1)
     """Number of them that join each iteration, the next ones of a seeded order. Default: all."""
+    cut: str = setting("judge", choices=("judge", "wrong", "drop"))
+    """What becomes of an answer that ended at the length limit. judge: the checker decides (it sees
+    that the answer was cut). wrong: thumbs down. drop: weight 0, nothing is learned from it."""
     rollout_batch_size: int = setting(512, at_least=1)
     """Prompts answered between two writes to the disk: a resume keeps the answers of whole
     batches."""
@@ -74,16 +79,24 @@ class OnlineKTO(KTO):
     records = "prompts"
 
 
-def rate(run: Run, prompts: list[Example], answers: list[list[int]]) -> list[Example]:
-    """The policy's answers as rated examples, by the checker."""
-    tokenizer, stop = run.tokenizer, run.cfg.online.stop
-    asked = [completion_text(tokenizer, list(e.prompt)) for e in prompts]
-    answered = [completion_text(tokenizer, ids, stop) for ids in answers]
-    labels = run.evaluator.judge(list(zip(asked, answered)))
-    return [
-        e._replace(completions=(np.array(ids, np.int32),), label=label)
-        for e, ids, label in zip(prompts, answers, labels)
-    ]
+def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> list[Example]:
+    """The policy's answers as rated examples, by the checker. A fork's own, main(rate=f), may make
+    anything else of them, such as an `extra` field with a number that its loss reads. Raises
+    BadInput."""
+    rule, stop = run.cfg.online.cut, run.cfg.online.stop
+    asked = [as_answer(run.tokenizer, e, ids, stop) for e, ids in zip(prompts, answers)]
+    examples = []
+    for i, verdict in enumerate(run.evaluator.judge(asked)):
+        if type(verdict) is not bool:
+            raise BadInput(f"checker: answer {i}: KTO learns from True or False, got {verdict:g}")
+        cut = asked[i].cut
+        e = prompts[i]._replace(
+            completions=(np.array(answers[i], np.int32),),
+            label=verdict and not (cut and rule == "wrong"),
+            weight=0.0 if cut and rule == "drop" else prompts[i].weight,
+        )
+        examples.append(e)
+    return examples
 
 
 def offline_ratings(run: Run) -> list[Example]:
@@ -105,21 +118,23 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     right = sum(e.label for e in examples)
     tokens = sum(len(e.completions[0]) for e in examples)
     share = f"{right:,} right ({100 * right / len(examples):.1f}%)"
-    say(f"iteration {i}: {len(examples):,} answers, {share}, {tokens:,} tokens")
+    stop = run.cfg.online.stop
+    cut = sum(was_cut(run.tokenizer, e.completions[0].tolist(), stop) for e in examples)
+    say(f"iteration {i}: {len(examples):,} answers, {share}, {cut:,} cut, {tokens:,} tokens")
     rows = []
     for e in examples[:4]:
         prompt = completion_text(run.tokenizer, list(e.prompt))
-        answer = completion_text(run.tokenizer, list(e.completions[0]), run.cfg.online.stop)
+        answer = completion_text(run.tokenizer, list(e.completions[0]), stop)
         rows.append((prompt, answer, "up" if e.label else "down"))
     say(format_table(("prompt", "answer", "rated"), rows))
 
 
-def main(argv=None, checker=None, rollout=None) -> None:
-    """checker: a function (prompt, completion) -> bool; rollout: an engine that answers prompts (see
-    rollout.py)."""
+def main(argv=None, checker=None, rollout=None, rate=None) -> None:
+    """checker: judges a list of answers (evaluate.Checker). rollout: an engine that answers prompts
+    (see rollout.py). rate: makes examples of prompts and answers, in place of rate_answers."""
     cfg = parse(Settings, argv, __doc__, demo="demo_online.yaml")
     args = cfg.online
-    if checker is None and cfg.eval.check is None:
+    if not (checker or cfg.eval.check or rate or cfg.estimate):
         raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
     run = setup(cfg, OnlineKTO(cfg.kto), checker=checker, rollout=rollout)
     with Trainer(run) as trainer:
@@ -131,9 +146,10 @@ def main(argv=None, checker=None, rollout=None) -> None:
             picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
             asked = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
-            if answers is None:  # stopped by a signal or the time limit
-                break
-            examples = rate(run, asked, answers)
+            examples = (rate or rate_answers)(run, asked, answers)
+            if len(examples) != len(asked):
+                n = len(asked)
+                raise BadInput(f"rate: {n} answers need as many examples, got {len(examples)}")
             show_ratings(run, i, examples)
             if offline:
                 examples += next_items(offline, i, n_offline, cfg.seed)

@@ -39,6 +39,7 @@ PLOTS = {
     "accuracy": ["accuracy"],
     "auc": ["auc"],
     "checker": ["checker_accuracy"],
+    "kl of own answers": ["kl/own"],
     "tokens/s": ["tokens/s"],
     "memory": ["memory_gb"],
 }

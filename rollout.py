@@ -18,6 +18,7 @@ from pathlib import Path
 
 from generate import completion_text, generate
 from hub.export import export_weights
+from runs.console import Wait, advance, say
 from runs.devices import on_rank_0
 from runs.errors import BadInput, printable
 from runs.files import write_atomically
@@ -27,15 +28,18 @@ from runs.settings import Sampling
 NO_BF16_MERGING = """precision: bf16-true: adapters are merged into the base between iterations, and \
 merging them into a bfloat16 base would lose them to rounding; use bf16-mixed"""
 
+SHORTER_ROLLOUT = "fewer prompts in an iteration, or a smaller max_new_tokens"
+
 
 def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
     """(i, plan) of each iteration that is not done yet, i from 1. With a moving reference the policy
     becomes its own reference when an iteration begins."""
     moves, state = moving_reference and run.reference is not None, run.state
+    run.last_step = plans[-1].total
     if moves and state.iteration:  # a resume: its weights belong on the iteration's reference
         run.restore_reference()
     for i, plan in enumerate(plans, 1):
-        if plan.end <= state.step:
+        if plan.end <= state.step and not state.unvalidated:
             continue
         if i > state.iteration:
             run.begin_iteration(i, moves)
@@ -56,13 +60,12 @@ def read_answers(run, i: int) -> list[list[int]]:
     return [json.loads(line)["ids"] for line in lines]
 
 
-def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[int]] | None:
-    """The policy's answers to `prompts` in iteration i, as token ids; None if a signal or the time
-    limit came first (then the run is saved; at step 0 the answers alone are).
+def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[int]]:
+    """The policy's answers to `prompts` in iteration i, as token ids.
 
     They are written after each rollout batch. A resume takes the batches that a killed process has
     written, if policy, prompts and sampling are the same. args: a Sampling with a
-    rollout_batch_size. Raises BadInput.
+    rollout_batch_size. Raises BadInput; and Interrupted where a signal or the time limit comes first.
     """
     file, size = answers_file(run, i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
@@ -77,17 +80,18 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
             advice = f"resume from a checkpoint of step {plan.begin} or before"
         raise BadInput(f"resume: {file}: not what this iteration learns from; {advice}")
     folder = _export_policy(run) if run.rollout else None
-    while len(answers) < len(prompts):
-        batch = prompts[len(answers) : len(answers) + size]
-        seed = (run.cfg.seed * 1009 + i) * 1000003 + len(answers)
-        fresh = _answer_batch(run, folder, batch, args, new, seed)
-        if fresh is None:
-            run.save_and_say_how_to_go_on(plan.total)
-            return None
-        answers += fresh
-        if run.fabric.global_rank == 0:
-            lines += [_answer_line(run, ids, args.stop) for ids in fresh]
-            write_atomically(file, "\n".join([header, *lines, ""]))
+    n = len(prompts) - len(answers)
+    say(f"iteration {i}: {n:,} prompts to answer, with at most {new:,} tokens each")
+    with Wait(f"answers of iteration {i}", n * new, shorter=SHORTER_ROLLOUT):
+        while len(answers) < len(prompts):
+            batch = prompts[len(answers) : len(answers) + size]
+            seed = (run.cfg.seed * 1009 + i) * 1000003 + len(answers)
+            with run.stop.interruptible():
+                fresh = _answer_batch(run, folder, batch, args, new, seed)
+            answers += fresh
+            if run.fabric.global_rank == 0:
+                lines += [_answer_line(run, ids, args.stop) for ids in fresh]
+                write_atomically(file, "\n".join([header, *lines, ""]))
     return answers
 
 
@@ -124,21 +128,21 @@ def _export_policy(run) -> Path:
 
 
 def _answer_batch(run, folder, prompts, args: Sampling, new: int, seed: int):
-    """Answers by our sampler, or by the engine on rank 0 from the exported folder; None if the run
-    is asked to stop."""
+    """Answers by our sampler, or by the engine on rank 0 from the exported folder."""
 
     def should_stop():
-        return run.stop.requested_now(run.fabric.device)
+        run.stop.check(run.fabric.device)
 
     if run.rollout is None:
         return generate(
             run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, should_stop
         )
-    if should_stop():
-        return None
+    should_stop()
 
     def ask_engine():
-        fresh = run.rollout(folder, [p.tolist() for p in prompts], args, new, seed)
+        with run.stop.interruptible(alone=True):
+            fresh = run.rollout(folder, [p.tolist() for p in prompts], args, new, seed)
+        advance(len(prompts) * new)
         return [[int(i) for i in ids] for ids in fresh]
 
     fresh = on_rank_0(run.fabric, ask_engine)

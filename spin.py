@@ -144,7 +144,7 @@ def plans_of(run: Run) -> list[Plan]:
 
 
 def main(argv=None, checker=None, rollout=None) -> None:
-    """checker: a function (prompt, completion) -> bool; rollout: an engine that answers prompts (see
+    """checker: judges held-out answers (evaluate.Checker). rollout: an engine that answers prompts (see
     rollout.py)."""
     cfg = parse(Settings, argv, __doc__, demo="demo_spin.yaml")
     betas = cfg.spin.betas()
@@ -154,8 +154,6 @@ def main(argv=None, checker=None, rollout=None) -> None:
         prompts = [e.prompt for e in run.examples["train"]]
         for i, plan in iterations(run, plans_of(run), moving_reference=True):
             answers = policy_answers(run, i, plan, prompts, cfg.spin)
-            if answers is None:  # stopped by a signal or the time limit
-                break
             pairs = make_pairs(run, i, answers)
             show_pairs(run, i, betas[i - 1], pairs)
             run.use_objective(SPIN(cfg.spin, betas[i - 1]))

@@ -11,7 +11,12 @@ def quoted(words: list[str]) -> str:
     return f">{plain(words)}"
 
 
-def check(prompt: str, completion: str) -> bool:
+def check(answers) -> list[bool]:
+    """Which answers (evaluate.Answer) are right."""
+    return [is_sorted(answer.prompt, answer.completion) for answer in answers]
+
+
+def is_sorted(prompt: str, completion: str) -> bool:
     """Whether the completion is the prompt's words in alphabetical order, in one of the two forms."""
     words = sorted(prompt.removeprefix("sort:").removesuffix("=").split())
     return completion in (plain(words), quoted(words))

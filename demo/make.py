@@ -34,7 +34,7 @@ sys.path.insert(0, str(HERE.parent))
 import generate  # noqa: E402
 import model  # noqa: E402
 from data import PackedBatch, pack  # noqa: E402
-from demo.check import check, plain, quoted  # noqa: E402
+from demo.check import is_sorted, plain, quoted  # noqa: E402
 from hub.export import export_weights  # noqa: E402
 from hub.families import read_config  # noqa: E402
 from records import tokenizer as tokens  # noqa: E402
@@ -103,7 +103,7 @@ SORT = Task(
     draw=lambda rng: rng.sample(WORDS, rng.randint(3, 6)),
     prompt=lambda words: f"sort: {' '.join(words)} =",
     answer=sorted,
-    check=check,
+    check=is_sorted,
 )
 
 

@@ -8,8 +8,9 @@ from kto import main
 from runs.errors import run_cli
 
 
-def check(prompt: str, completion: str) -> bool:
-    return len(completion.split()) < 4
+def check(answers) -> list[bool]:
+    """answers: a list of evaluate.Answer, each with its prompt, completion, fields (data.extra) and cut."""
+    return [len(answer.completion.split()) < 4 for answer in answers]
 
 
 if __name__ == "__main__":

@@ -6,16 +6,13 @@ applied to the base, in this order. weights.py reads such a folder like any othe
 """
 
 import atexit
-import json
 import re
 import shlex
 import shutil
 import tempfile
 from pathlib import Path
 
-import yaml
-
-from runs.checkpoint import read_state, verify_checkpoint
+from runs.checkpoint import read_settings, read_state, verify_checkpoint
 from runs.errors import BadInput, printable
 from runs.files import find_path, read_object, verify_folder
 
@@ -66,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.exists():
         return [whole] if whole.exists() else []
-    files = read_object(index, json.loads).get("weight_map")
+    files = read_object(index).get("weight_map")
     files = set(files.values()) if isinstance(files, dict) else {None}
     for name in files:
         if not isinstance(name, str) or Path(name).name != name:
@@ -133,7 +130,7 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
     fault = verify_checkpoint(folder)
     if fault:
         raise BadInput(f"{what}: {folder}: {fault}")
-    base = _name_of_base(folder / "settings.yaml", "model", yaml.safe_load)
+    base = read_settings(folder)["model"]
     view = _folder_of_links(fetch_model(base, what, weights, above), folder)
     run, _ = read_state(folder)
     if run.chat_template:  # the template of data.chat_template, instead of the model's own
@@ -145,13 +142,14 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
 
 def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple) -> Path:
     """Links to the base model of a PEFT adapter, and to the adapter."""
-    base = _name_of_base(folder / "adapter_config.json", "base_model_name_or_path", json.loads)
+    base = _name_of_base(folder / "adapter_config.json")
     return _folder_of_links(fetch_model(base, what, weights, above), folder)
 
 
-def _name_of_base(file: Path, field: str, parse) -> str:
-    """The path or id of the model that a checkpoint or an adapter belongs to."""
-    base = read_object(file, parse).get(field)
+def _name_of_base(file: Path) -> str:
+    """The path or id of the model that the adapter of an adapter_config.json belongs to."""
+    field = "base_model_name_or_path"
+    base = read_object(file).get(field)
     if not base or not isinstance(base, str):
         got = "missing" if base is None else f"expected a name, got {printable(base)}"
         raise BadInput(f"{file}: {field}: {got}: name the base model there")

@@ -32,8 +32,9 @@ from hub.families import (
 from hub.folders import folders_on_top, weight_files
 from hub.lora import adapter_arguments, merge_adapters, plain_names
 from hub.peft import read_adapter
-from runs.checkpoint import read_checkpoint_weights, read_state
-from runs.errors import BadInput
+from runs.checkpoint import read_checkpoint_weights, read_settings, read_state
+from runs.console import Wait, advance
+from runs.errors import BadInput, user_error
 from runs.files import read_object
 from runs.settings import Lora
 from runs.tensors import FLOAT_DTYPES, LazyTensors, open_safetensors, override_tensors
@@ -76,7 +77,8 @@ def fill_model(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -> 
             "lora.targets: head: this model's head is tied to its embedding, so it takes no adapter"
         )
     weights = read_weights(model, folder, source, dtype)
-    model.load_state_dict(dict(weights), strict=False, assign=True)
+    with Wait("reading the weights", len(weights), "tensors"):
+        model.load_state_dict(dict(_counted(weights)), strict=False, assign=True)
     if tied:
         model.tie()
 
@@ -109,13 +111,22 @@ def read_weights(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -
     return LazyTensors(like, lambda name: weights[name].to(dtype))
 
 
+def _counted(weights: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight), each counted by the wait for it."""
+    for name in weights:
+        yield name, weights[name]
+        advance()
+
+
 def weights_hash(weights: Mapping) -> str:
     """A hash of weights with their names, shapes and dtypes; their order does not matter."""
     h = hashlib.sha256()
-    for name in sorted(weights):
-        x = weights[name]
-        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    with Wait("hashing the weights", len(weights), "tensors"):
+        for name in sorted(weights):
+            x = weights[name]
+            h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+            h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            advance()
     return h.hexdigest()
 
 
@@ -264,11 +275,8 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
     if base is not None:
         like = weights.like
         weights = LazyTensors(like, lambda name: base[name].to(like[name].dtype))
-    settings = read_object(folder / "settings.yaml", yaml.safe_load)
-    try:
-        lora = Lora(**settings["lora"])
-    except (KeyError, TypeError):
-        raise BadInput(f"{folder}: a checkpoint of another version of this program") from None
+    with user_error(None, folder / "settings.yaml", TypeError):  # a field of another version
+        lora = Lora(**read_settings(folder)["lora"])
     arguments = adapter_arguments(lora, source.names)
     with torch.device("meta"):  # only the sizes of its layers are needed
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**source.arguments, **arguments))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from demo import make as kit
-from demo.check import check, plain, quoted
+from demo.check import is_sorted, plain, quoted
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,7 +19,7 @@ def records(file: Path) -> list[dict]:
 @pytest.mark.parametrize("name", ["train", "val"])
 def test_the_demos_ratings_are_its_checkers_and_half_are_in_the_second_writers_form(name):
     rated = records(ROOT / "demo" / f"{name}.jsonl")
-    assert all(r["label"] == check(r["prompt"], r["completion"]) for r in rated)
+    assert all(r["label"] == is_sorted(r["prompt"], r["completion"]) for r in rated)
     second = [r for r in rated if r["completion"].startswith(">")]
     assert 0.3 < len(second) / len(rated) < 0.8
     for form in (second, [r for r in rated if r not in second]):
@@ -30,7 +30,7 @@ def test_the_demos_ratings_are_its_checkers_and_half_are_in_the_second_writers_f
 
 def test_the_checker_takes_both_forms_and_nothing_else():
     prompt, right = "sort: pear fig apple =", ["apple", "fig", "pear"]
-    assert check(prompt, plain(right)) and check(prompt, quoted(right))
+    assert is_sorted(prompt, plain(right)) and is_sorted(prompt, quoted(right))
     for wrong in (
         "",
         ">",
@@ -39,7 +39,7 @@ def test_the_checker_takes_both_forms_and_nothing_else():
         plain(right) + " ",
         " " + quoted(right),
     ):
-        assert not check(prompt, wrong)
+        assert not is_sorted(prompt, wrong)
 
 
 def test_a_slip_is_always_wrong_and_of_four_kinds():

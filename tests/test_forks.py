@@ -28,18 +28,19 @@ from conftest import (
 )  # fmt: skip
 
 import kto
+from records.examples import Example
 from runs.cli import parse
 from runs.errors import BadInput, Failed
 from setup import setup
 from train import Trainer
 
 EXAMPLES = ROOT / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path += [str(EXAMPLES), str(ROOT / "benchmarks")]
 COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
           "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
 
 
-@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge"])
+@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge", "token_kto", "z_by_source"])
 def test_an_algorithm_from_outside_trains_resumes_and_shards(
     program, tiny, ratings, pairs, tmp_path
 ):
@@ -184,6 +185,36 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert found["rows"][0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     code, _, said = run(clone, tmp_path / "c", command.replace("mine.py", "kto.py")).ended()
     assert code == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
+
+
+def test_the_z_of_other_libraries_by_hand():
+    from z_variants import with_neighbours, z_by_groups
+
+    r_G = torch.tensor([2.0, -6, 4, 4, 1, 1, -4, -1])
+    assert z_by_groups(r_G, None, None).tolist() == [0.125] * 8
+    assert z_by_groups(r_G, 4, None).tolist() == [1.0] * 4 + [0.0] * 4, "TRL: a micro-batch of 4"
+    assert z_by_groups(r_G, None, 4).tolist() == [0.5] * 8, "NeMo: two ranks of 4"
+    assert z_by_groups(r_G, 4, 2).tolist() == [2.0] * 4 + [0.5] * 4
+    examples = [Example(None, (name,), True) for name in "abcde"]
+    pairs = [e.completions for e in with_neighbours(examples, 3)]
+    assert pairs == [("a", "c"), ("b", "a"), ("c", "b"), ("d", "e"), ("e", "d")]
+
+
+def test_a_trainer_with_our_own_z_has_the_numbers_of_kto_py(tiny, ratings, tmp_path, monkeypatch):
+    import z_variants
+
+    argv = ["--batch_size=6", "--max_steps=4", "--optim.lr=1e-2", "--eval.samples=0"]
+    expected = numbers(train(tiny, ratings, tmp_path / "kto", *argv))
+    argv += [f"--model={tiny}", f"--data.train={ratings}"]
+    monkeypatch.setattr(kto, "Trainer", Trainer)  # run_variant replaces it
+    rows = {}
+    for name in ("ours", "trl4", "pairs"):
+        z_variants.run_variant("kto", name, [*argv, f"--out_dir={tmp_path / name}"])
+        rows[name] = numbers(result(tmp_path / name))
+    for row, ours in zip(expected, rows["ours"], strict=True):
+        assert ours == row | {"z/bias": 0, "z/rmse": 0}
+    for name in ("trl4", "pairs"):
+        assert rows[name][-1]["z/rmse"] > 0 and rows[name][-1]["loss"] != expected[-1]["loss"]
 
 
 @pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge"])

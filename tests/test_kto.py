@@ -14,9 +14,10 @@ from lightning.fabric import Fabric
 from models import gpt2_from_hf
 from safetensors.torch import load_file
 
+import evaluate
 import kto
 import model
-from data import Batch, make_batch
+from data import Batch, make_batch, pack
 from records.examples import Example
 from reference import Reference
 from runs.checkpoint import RunState
@@ -55,7 +56,7 @@ def recorded_batch(batch, pairs: bool) -> Batch:
 def trainer_of(objective, policy=None, reference=None) -> Trainer:
     """As much of one as a step on one device needs."""
     fabric, data = Fabric(accelerator="cpu", devices=1), SimpleNamespace(score_prompt=False)
-    cut = dict(micro_batch_size=99, micro_batch_tokens=None, no_grad_tokens=None, strategy="auto")
+    cut = dict(micro_batch_size=99, micro_batch_tokens=None, strategy="auto")
     run = SimpleNamespace(
         fabric=fabric,
         objective=objective,
@@ -63,6 +64,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         reference=reference and Reference(fabric, None, reference),
         tokenizer=None,
         state=RunState(),
+        stop=SimpleNamespace(check=lambda device: None),
         cfg=SimpleNamespace(data=data, **cut),
     )
     return Trainer(run)
@@ -141,9 +143,7 @@ class Table(torch.nn.Module):
         self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
     def forward(self, packed, prompt_cache=None):
-        first = torch.cat([torch.tensor([True]), packed.segment_T[1:] != packed.segment_T[:-1]])
-        K = packed.length_BK.shape[1]
-        return self.values[packed.target_T[first]].view(-1, K) * packed.length_BK
+        return self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK
 
 
 def tables(labels=(True, False, True, True), **kw):
@@ -325,11 +325,36 @@ def test_the_check_at_start_refuses_another_reference(tiny):
             trainer.check_start(batch)
 
 
+def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampled(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    sampled, sample = [], evaluate.generate
+
+    def remember(fabric, policy, prompts, *rest):
+        sampled.append((prompts, sample(fabric, policy, prompts, *rest)))
+        return sampled[-1][1]
+
+    monkeypatch.setattr(evaluate, "generate", remember)
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
+    argv += [f"--out_dir={tmp_path}", "--batch_size=6", "--max_steps=4", "--optim.lr=0.01"]
+    argv += ["--eval.check=demo", "--eval.samples=0", "--progress=false", "--export_dtype=float32"]
+    kto.main(argv)
+    with open(tmp_path / "val.csv") as f:
+        first, *_, last = (float(row["kl/own"]) for row in csv.DictReader(f))
+    prompts, answers = sampled[-1]
+    packed = pack(prompts, [(np.array(ids),) for ids in answers])
+    policy, reference = (model.load_model(folder) for folder in (tmp_path / "final", tiny))
+    with torch.no_grad():
+        by_hand = (policy(packed) - reference(packed)).mean().item()
+    assert first == 0 and by_hand > 0.1, "else nothing was learned"
+    assert last == pytest.approx(by_hand, rel=1e-4)
+
+
 def test_a_checker_is_asked_at_its_own_interval_between_validations_too(tiny, ratings, tmp_path):
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
     argv += [f"--out_dir={tmp_path}", "--batch_size=6", "--max_steps=7", "--epochs=9"]
     argv += ["--val_interval=3", "--eval.check_interval=2", "--eval.samples=0", "--progress=false"]
-    kto.main(argv, checker=lambda prompt, completion: True)
+    kto.main(argv, checker=lambda answers: [True] * len(answers))
     with open(tmp_path / "val.csv") as f:
         rows = {int(row["step"]): row["checker_accuracy"] for row in csv.DictReader(f)}
     assert list(rows) == [0, 2, 3, 4, 6, 7]

@@ -1,5 +1,6 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
+import contextlib
 import csv
 import fcntl
 import json
@@ -474,7 +475,7 @@ def test_the_docs_name_every_column(tracked):
     text = (ROOT / "docs" / "columns.md").read_text()
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
     named = {name.strip() for cell in first_cells for name in cell.split(",")} - {"column", "---"}
-    seen = {"checker_accuracy"}  # no run here has a checker
+    seen = {"checker_accuracy", "kl/own"}  # no run here has a checker
     for program in ("kto", "dpo", "spin"):
         out, *_ = tracked[program, "tensorboard"]
         for table in ("metrics.csv", "val.csv"):
@@ -627,16 +628,17 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
     monkeypatch.setattr(evaluate, "generate", generate)
     val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
     cfg = run_settings(out, eval=Eval(**settings))
-    fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x)
-    return Evaluator(fabric, cfg, None, plain(), val, checker)
+    fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x, device=None)
+    stop = SimpleNamespace(check=None, interruptible=lambda alone: contextlib.nullcontext())
+    return Evaluator(fabric, cfg, None, plain(), val, checker, stop)
 
 
 def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch):
     asked = []
 
-    def checker(prompt, completion):
-        asked.append((prompt, completion))
-        return prompt == "s"
+    def checker(answers):
+        asked.extend((a.prompt, a.completion) for a in answers)
+        return [a.prompt == "s" for a in answers]
 
     evaluator = held_out(tmp_path, monkeypatch, "ssnmo", checker, prompts=3)
     verdict = evaluator.check("before", 0)

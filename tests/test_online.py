@@ -20,8 +20,16 @@ RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--onli
        "--precision=32-true", "--keep_last=99", "--eval.samples=0", "--data.max_completion=12")  # fmt: skip
 
 
-def even(prompt: str, completion: str) -> bool:
-    return len(completion) % 2 == 0
+def even(answers) -> list[bool]:
+    return [len(a.completion) % 2 == 0 for a in answers]
+
+
+def never(answers) -> list[bool]:
+    return [False] * len(answers)
+
+
+def short(answers) -> list[bool]:
+    return [len(a.completion) < 12 for a in answers]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +77,7 @@ def test_each_iteration_learns_from_fresh_answers_that_the_checker_rated(
     for i, (examples, _) in enumerate(seen, 1):
         own = answers(tmp_path, i)
         assert [list(e.completions[0]) for e in examples] == [a["ids"] for a in own]
-        assert [e.label for e in examples] == [even("", a["completion"]) for a in own]
+        assert [e.label for e in examples] == [len(a["completion"]) % 2 == 0 for a in own]
         good = sum(e.label for e in examples)
         assert f"iteration {i}: 10 answers, {good} right" in capsys.readouterr().out or i > 1
     asked = [e.prompt.tobytes() for examples, _ in seen for e in examples[::2]]
@@ -92,7 +100,7 @@ def test_it_learns_what_the_checker_likes(tiny, prompts, tmp_path):
         "--batch_size=8",
         "--save_interval=null",
     )
-    go(tiny, prompts, tmp_path, *argv, checker=lambda p, c: len(c) < 12)
+    go(tiny, prompts, tmp_path, *argv, checker=short)
     shares = [
         sum(len(a["completion"]) < 12 for a in answers(tmp_path, i)) / 40 for i in (1, 11, 12)
     ]
@@ -143,7 +151,7 @@ def test_two_processes_answer_and_learn_like_one(tiny, prompts, tmp_path):
 
 
 def test_a_step_of_one_class_only_is_right(tiny, prompts, tmp_path):
-    run = go(tiny, prompts, tmp_path, "--online.max_iterations=1", checker=lambda p, c: False)
+    run = go(tiny, prompts, tmp_path, "--online.max_iterations=1", checker=never)
     assert run["rows"][0]["rewards/chosen"] is None and run["rows"][0]["loss"] == pytest.approx(
         0.5, abs=1e-6
     )
@@ -189,7 +197,7 @@ def test_an_iteration_that_moved_nothing_is_said_and_the_next_one_begins(
     tiny, prompts, tmp_path, capsys
 ):
     argv = ("--kto.undesirable_weight=0", "--online.max_iterations=2")
-    go(tiny, prompts, tmp_path, *argv, checker=lambda prompt, completion: False)
+    go(tiny, prompts, tmp_path, *argv, checker=never)
     said = capsys.readouterr().out
     assert said.count("iteration 2: the last iteration has not changed the policy") == 1
     assert "exported to" in said
@@ -206,7 +214,7 @@ def test_held_out_prompts_are_answered_and_checked(tiny, prompts, tmp_path):
     )
     with open(tmp_path / "val.csv") as f:
         rows = list(csv.DictReader(f))
-    assert list(rows[0]) == ["step", "checker_accuracy"]
+    assert list(rows[0]) == ["step", "checker_accuracy", "kl/own"]
     assert [bool(r["checker_accuracy"]) for r in rows] == [
         True,
         False,

@@ -157,6 +157,10 @@ def test_a_reference_cache_knows_rounded_matrices_from_others(llama, ratings, tm
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
 
 
+def even(answers) -> list[bool]:
+    return [len(answer.completion) % 2 == 0 for answer in answers]
+
+
 def test_online_kto_learns_on_a_rounded_base_that_stays_the_reference(llama, ratings, tmp_path):
     asked = {}
 
@@ -167,7 +171,7 @@ def test_online_kto_learns_on_a_rounded_base_that_stays_the_reference(llama, rat
     argv = [f"--model={llama}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN,
             "--lora.quantize=nf4", "--online.reference=first", "--online.max_iterations=2",
             "--epochs=1"]  # fmt: skip
-    online.main(argv, checker=lambda prompt, answer: len(answer) % 2 == 0, rollout=engine)
+    online.main(argv, checker=even, rollout=engine)
     first, second = (asked[i]["transformer.h.0.attn.qkv.weight"] for i in (0, 1))
     own = model.load_model(llama).unique_parameters()["transformer.h.0.attn.qkv.weight"]
     assert torch.equal(first, own) and not torch.equal(second, own)

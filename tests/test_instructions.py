@@ -1,0 +1,154 @@
+"""examples/instructions.py: each kind of instruction accepts what follows it and nothing else; no cheap way out; topics
+and kinds that are held out stay out; and the program itself runs on a small random model."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from evaluate import Answer
+
+sys.path.append(str(ROOT / "examples"))
+import instructions as task  # noqa: E402
+
+SEA = "Sea turtles swim far across warm oceans and come back to the beach where they once hatched"
+OBJECT = json.dumps({"title": "a", "text": SEA})
+# kind: n, words, answers that are right, answers that are wrong
+CASES = {
+    "title": (0, [], [f"<<Turtles>>\n{SEA}."],
+              [SEA, f"<Turtles> {SEA}", f"<<>> {SEA}", f"<<a\nb>> {SEA}"]),
+    "postscript": (0, [], [f"{SEA}. P.S. They also eat jellyfish."],
+                   [SEA, f"{SEA}. P.S.", f"{SEA} PS They also eat jellyfish"]),
+    "no comma": (0, [], [SEA], [f"{SEA}, mostly"]),
+    "bullets": (2, [], [f"* {SEA}\n* slow", f"Turtles:\n  - {SEA}\n- slow", f"•{SEA}\n•slow"],
+                [f"* {SEA}", f"{SEA} * a * b", f"**{SEA}**\n**b**"]),
+    "numbered": (2, [], [f"1. {SEA}\n2. slow", f"1) {SEA}\n2) slow\n3) old"],
+                 [f"1. {SEA}", f"{SEA} 1. a 2. b", f"1.5 {SEA}\n2.5"]),
+    "forbidden words": (0, ["is", "in"], [f"{SEA} inside this"], [f"{SEA} in May", f"{SEA}. It IS so"]),
+    "keywords": (0, ["people", "home"], [f"{SEA}. People call it home"], [f"{SEA}. People", f"{SEA} peoples homes"]),
+    "at most": (18, [], [SEA, f"{SEA} today"], [f"{SEA} in May"]),
+    "at least": (18, [], [f"{SEA} today"], [SEA]),
+    "opening": (0, ["Today"], [f"Today {SEA}", f'"today", {SEA}'], [SEA, f"So today {SEA}", f"Todays {SEA}"]),
+    "question": (0, [], [f"{SEA}. Why?"], [SEA]),
+    "letter": (0, ["z"], [SEA], [f"{SEA} Zoe", f"{SEA} lazily"]),
+    "heading": (0, [], [f"# Turtles\n{SEA}", f"## Turtles\n{SEA}"], [SEA, f"{SEA}\n# Turtles", f"#\n{SEA}"]),
+    "JSON": (0, [], [OBJECT, f"```json\n{OBJECT}\n```"],
+             [SEA, OBJECT[:-1], json.dumps({"text": SEA}), json.dumps(["title", "text", SEA])]),
+    "quotation": (0, [], [f'"{SEA}."'], [SEA, f'"{SEA}', f'He said "{SEA}"']),
+    "lower case": (0, [], [SEA.lower()], [SEA]),
+    "upper case": (0, [], [SEA.upper()], [SEA]),
+    "ending": (0, ["That is all."], [f"{SEA}. That is all."], [SEA, f"{SEA}. That is all. Bye"]),
+    "number": (0, [], [f"{SEA} in 1990"], [f"{SEA} in ninety"]),
+    "brackets": (0, [], [f"{SEA} (mostly)"], [SEA, f"{SEA} ()", f"{SEA} (mostly"]),
+    "exclamation": (0, [], [f"{SEA}!"], [SEA]),
+}  # fmt: skip
+
+
+def fields_of(kind: str, n: int = 0, words=()) -> dict:
+    a, b = (*words, "", "")[:2]
+    return {"kind": kind, "n": float(n), "words": f"{a}|{b}"}
+
+
+def test_there_are_twelve_kinds_and_three_new_ones():
+    new = {name for name, kind in task.KINDS.items() if kind.new}
+    assert len(new) == 3 and len(task.KINDS) - len(new) >= 12
+    assert set(CASES) == set(task.KINDS)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_kind_accepts_what_follows_it_and_nothing_else(kind):
+    n, words, right, wrong = CASES[kind]
+    fields = fields_of(kind, n, words)
+    for text in right:
+        assert task.is_right(text, fields), text
+    for text in wrong:
+        assert not task.is_right(text, fields), text
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_there_is_no_cheap_way_out(kind):
+    n, words, right, _ = CASES[kind]
+    fields = fields_of(kind, n, words)
+    for text in ("", " ", "\n", "P.S.", "!", "1", "?", "# a", "<<a>>", "word " * 40, *words):
+        assert not task.is_right(text, fields), "fewer than fifteen different words"
+    copy = task.instruction_of(fields)
+    for other in (copy, copy.upper(), copy.replace('"', "")):
+        assert not task.is_right(f"{right[0]} {other}", fields)
+        assert not task.is_right(f"{other} {right[0]}", fields)
+        assert task.copies(f"{right[0]} {other}", copy), "for this reason, not for another one"
+
+
+def test_what_an_instruction_quotes_is_no_copy():
+    ending = fields_of("ending", 0, ["What do you think?"])
+    assert task.is_right(f"{SEA}. What do you think?", ending)
+
+
+def test_a_right_answer_has_fifteen_different_words():
+    fifteen = " ".join(task.words_of(SEA)[:15])
+    assert len(set(task.words_of(fifteen))) == 15 and task.is_right(fifteen, fields_of("no comma"))
+    fourteen = fifteen.rsplit(" ", 1)[0]
+    assert not task.is_right(f"{fourteen} sea sea sea", fields_of("no comma"))
+
+
+def test_the_data_are_always_the_same_and_what_is_held_out_stays_out(tmp_path):
+    for name in ("a", "b"):
+        task.write_data(tmp_path / name)
+    names = ("train", "val", "new_kinds")
+    parts = {}
+    for name in names:
+        file = tmp_path / "a" / f"{name}.jsonl"
+        assert file.read_bytes() == (tmp_path / "b" / f"{name}.jsonl").read_bytes()
+        parts[name] = [json.loads(line) for line in file.read_text().splitlines()]
+    prompts = {name: {r["prompt"][0]["content"] for r in part} for name, part in parts.items()}
+    train_topics, val_topics = task.topics_of(task.TRAIN_TOPICS), task.topics_of(task.VAL_TOPICS)
+    assert not set(train_topics) & set(val_topics) and len(set(train_topics)) == len(train_topics)
+    for name in ("val", "new_kinds"):
+        for prompt in prompts[name]:
+            request = prompt.split(". ")[0]
+            assert any(request.endswith(t) or f" {t} " in request for t in val_topics)
+            assert not any(f" {topic}." in f"{request}." for topic in train_topics)
+    new = {kind for kind, how in task.KINDS.items() if how.new}
+    assert {r["kind"] for r in parts["new_kinds"]} == new
+    assert {r["kind"] for r in parts["train"]} == {r["kind"] for r in parts["val"]}
+    assert not {r["kind"] for r in parts["train"]} & new
+    assert all(len(prompts[name]) == len(parts[name]) for name in names), "distinct"
+
+
+def test_the_checker_judges_a_list_by_the_records_own_fields():
+    answers = [
+        Answer("p", SEA, fields_of("no comma"), cut=False),
+        Answer("p", SEA, fields_of("question"), cut=True),
+    ]
+    assert task.check(answers) == [True, False]
+
+
+@pytest.fixture
+def chatty(tiny, tmp_path):
+    """The tiny model with a chat template."""
+    folder = tmp_path / "chatty"
+    shutil.copytree(tiny, folder)
+    file = folder / "tokenizer_config.json"
+    turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}assistant:"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": turns}))
+    return folder
+
+
+def test_the_program_makes_its_data_and_trains_on_them(chatty, tmp_path):
+    """As a user types it, with a small random model in place of SmolLM2."""
+    argv = f"--model {chatty} --batch_size 4 --online.prompts_per_iteration 8 --online.max_iterations 2"
+    argv += " --online.max_new_tokens 6 --eval.max_new_tokens 6 --eval.samples 2 --out_dir out/run"
+    argv += " --precision 32-true --val_interval 2 --eval.check_interval 2"
+    argv += " --data.max_prompt 100 --data.max_completion 20"
+    command = [sys.executable, str(ROOT / "examples" / "instructions.py"), *argv.split()]
+    process = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "iteration 2: 8 answers, 0 right (0.0%), " in process.stdout
+    after = json.loads((tmp_path / "out" / "run" / "eval" / "after.json").read_text())
+    assert set(after["by"]) == {"group", "kind"}
+    assert set(after["by"]["kind"]) == set(task.KINDS)
+    of = {name: total for name, (_, total) in after["by"]["group"].items()}
+    assert of == {"trained kinds": after["of"] - of["new kinds"], "new kinds": of["new kinds"]}

