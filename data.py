@@ -8,13 +8,14 @@ Shape letters; model.py uses the same ones:
 
     G  examples of a step, on all ranks together
     B  examples of a micro-batch
-    K  completions of an example; with a borrowed one packed behind them, one more
-    J  = K + 1, segments of an example: its prompt (number 0) and its completions (numbers 1 to K)
+    K  completions of an example
+    U  prompts of a micro-batch: examples with one prompt share it, so U <= B
     N  packed input tokens of a micro-batch
     P  those of the N that belong to prompts
     M  those of the N that belong to completions; at least 1 (see PackedBatch.completion_M)
     T  targets: tokens that are predicted and scored
-    L  gathered keys of attention
+    L  tokens of the longest completion
+    I  gathered keys of attention
     S  = B * K + 1, where attention's B * K sequences begin, and where the last one ends
 """
 
@@ -29,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from records.examples import Example
+from records.examples import Example, Examples
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.optimizer import Plan
@@ -45,7 +46,7 @@ def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
 
     def make(step):
         batch = batch_of_step(run, examples, plan, step)
-        batch.pack_ahead(run.objective.needs_no_gradient_pass)
+        batch.pack_ahead()
         return batch
 
     if run.cfg.debug:  # a breakpoint wants the main thread
@@ -68,16 +69,21 @@ def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
     # unique over the whole run: an iteration has at least as many steps as epochs, so its numbers stay below the next
     # iteration's plan.begin
     number = plan.begin + epoch
-    order = epoch_order(len(examples), number, run.cfg.seed, run.cfg.data.shuffle)
+    args = number, run.cfg.seed, run.cfg.data.shuffle
+    if run.cfg.data.group_by_prompt:
+        order = epoch_order_by_prompt(Examples.of(examples), *args)
+    else:
+        order = epoch_order(len(examples), *args)
     chosen = [examples[j] for j in order[i * G : (i + 1) * G]]
     return make_batch(run, chosen, run.objective)
 
 
 def make_batch(run, examples, objective) -> "Batch":
     """These examples as the batch of a step of this objective, with mismatched pairs if it asks for them."""
-    partners = mismatched(examples) if objective.kl_pairs else None
+    partners = objective.partners(examples) if objective.kl_pairs else None
     cut = Cut.of(run.cfg, run.fabric)
-    return Batch(examples, partners, run.cfg.data.score_prompt, run.tokenizer, cut)
+    by_token = objective.by_token
+    return Batch(examples, partners, run.cfg.data.score_prompt, by_token, run.tokenizer, cut)
 
 
 @functools.lru_cache(maxsize=2)
@@ -90,6 +96,15 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
         return list(range(n))
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
     return torch.randperm(n, generator=generator).tolist()
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order_by_prompt(examples: Examples, epoch: int, seed: int, shuffle: bool) -> list[int]:
+    """epoch_order, but the examples of a prompt come together, where its first one would come."""
+    order = np.array(epoch_order(len(examples), epoch, seed, shuffle))
+    prompt = examples.prompt_numbers()[order]
+    _, first, which = np.unique(prompt, return_index=True, return_inverse=True)
+    return order[np.argsort(first[which], kind="stable")].tolist()
 
 
 def next_items(items: list, i: int, n: int | None, seed: int) -> list:
@@ -115,20 +130,14 @@ class Cut(NamedTuple):
     rank: int = 0
     ranks: int = 1
     max_examples: int | None = None  # of a micro-batch
-    max_tokens: int | None = DEFAULT_TOKENS  # of a micro-batch of the gradient pass
-    # of a micro-batch of the no-gradient pass, which needs less memory
-    max_no_grad_tokens: int | None = 2 * DEFAULT_TOKENS
+    max_tokens: int | None = DEFAULT_TOKENS  # of a micro-batch
 
     @classmethod
     def of(cls, cfg: RunSettings, fabric) -> "Cut":
         tokens = cfg.micro_batch_tokens
         if tokens is None and cfg.micro_batch_size is None:
             tokens = DEFAULT_TOKENS
-        no_grad_tokens = cfg.no_grad_tokens
-        if no_grad_tokens is None and tokens is not None:
-            no_grad_tokens = 2 * tokens
-        rank, ranks = fabric.global_rank, fabric.world_size
-        return cls(rank, ranks, cfg.micro_batch_size, tokens, no_grad_tokens)
+        return cls(fabric.global_rank, fabric.world_size, cfg.micro_batch_size, tokens)
 
 
 @dataclass(frozen=True)
@@ -140,82 +149,121 @@ class Batch:
     # partners[i] is the example whose completion example i borrows for its KL pair; -1: it has no partner
     partners: list[int] | None = None
     score_prompt: bool = False
+    by_token: bool = False
     tokenizer: Tokenizer | None = None
     cut: Cut = Cut()
-    # results of micro_batches, by its argument
-    micro_batches_of_pass: dict[bool, list["MicroBatch"]] = field(default_factory=dict)
-    # results of pack that were made ahead, by its arguments: (example numbers, own, borrowed)
-    packed: dict[tuple[tuple[int, ...], bool, bool], "PackedBatch"] = field(default_factory=dict)
+    # results of pack that were made ahead, by its arguments
+    packed: dict[tuple[tuple[int, ...], bool], "PackedBatch"] = field(default_factory=dict)
 
-    def micro_batches(self, no_grad: bool = False) -> list["MicroBatch"]:
-        """This rank's micro-batches of the gradient pass or of the no-gradient pass. Both passes cut the same part of
-        the step, and all ranks have equally many."""
-        if no_grad not in self.micro_batches_of_pass:
-            cut, sizes = self.cut, self.sizes()
-            parts = split_over_ranks(sizes, cut.ranks, by_tokens=cut.max_tokens is not None)
-            tokens = cut.max_tokens
-            if no_grad:
-                sizes, tokens = self.sizes(borrowed=True), cut.max_no_grad_tokens
-            of_ranks = cut_micro_batches(sizes, parts, cut.max_examples, tokens)
-            self.micro_batches_of_pass[no_grad] = of_ranks[cut.rank]
-        return self.micro_batches_of_pass[no_grad]
+    @functools.cached_property
+    def micro_batches(self) -> list["MicroBatch"]:
+        """This rank's micro-batches, of the gradient pass and of the no-gradient pass. All ranks have equally many."""
+        cut, groups = self.cut, self.fitting_groups()
+        sizes = [self.group_size(group) for group in groups]
+        parts = split_over_ranks(sizes, cut.ranks, by_tokens=cut.max_tokens is not None)
+        counts = list(map(len, groups))
+        of_ranks = cut_micro_batches(sizes, counts, parts, cut.max_examples, cut.max_tokens)
+        micros = []
+        for micro in of_ranks[cut.rank]:
+            index = sorted(i for g in micro.index for i in groups[g])
+            micros.append(MicroBatch(index, micro.filler))
+        return micros
 
-    def pack_ahead(self, no_gradient_pass: bool) -> None:
+    @functools.cached_property
+    def groups(self) -> list[list[int]]:
+        """The numbers of the examples with one prompt, for each of the step's prompts in order of appearance."""
+        groups = {}
+        for i, example in enumerate(self.examples):
+            groups.setdefault(example.prompt.tobytes(), []).append(i)
+        return list(groups.values())
+
+    def fitting_groups(self) -> list[list[int]]:
+        """The groups, of which those that are larger than a micro-batch are cut: each part computes the prompt."""
+        cut, parts = self.cut, []
+        for group in self.groups:
+            part, size = [], 0
+            for i in group:
+                new = self.completion_tokens(i)
+                too_long = cut.max_tokens is not None and size + new > cut.max_tokens
+                too_many = cut.max_tokens is None and len(part) == cut.max_examples
+                if part and (too_long or too_many):
+                    parts.append(part)
+                    part = []
+                if not part:
+                    size = len(self.examples[i].prompt)
+                part.append(i)
+                size += new
+            parts.append(part)
+        return parts
+
+    def completion_tokens(self, i: int) -> int:
+        return sum(map(len, self.examples[i].completions))
+
+    def group_size(self, group: list[int]) -> int:
+        """The tokens of a group: its prompt once, and all own completions."""
+        return len(self.examples[group[0]].prompt) + sum(map(self.completion_tokens, group))
+
+    def pack_ahead(self) -> None:
         """Pack what the passes of the step will ask for."""
-        for no_grad in (False, True) if no_gradient_pass else (False,):
-            if no_grad and self.partners is not None:
-                # (own, borrowed): the reference scores both at once, the policy its pairs alone
-                for_reference, for_policy_pairs = (True, True), (False, True)
-                kinds = [for_reference, for_policy_pairs]
-            else:
-                kinds = [(True, False)]
-            for micro in self.micro_batches(no_grad):
-                for own, borrowed in kinds:
-                    key = (tuple(micro.index), own, borrowed)
-                    self.packed[key] = self.pack(micro.index, own, borrowed)
+        for micro in self.micro_batches:
+            for borrowed in (False, True) if self.partners is not None else (False,):
+                self.packed[tuple(micro.index), borrowed] = self.pack(micro.index, borrowed)
 
-    def pack(self, index: list[int], own: bool = True, borrowed: bool = False) -> "PackedBatch":
-        """These examples' prompts with their own completions, with the borrowed one, or with both (the borrowed one
-        is then the last of the K). The result is on the CPU."""
-        key = (tuple(index), own, borrowed)
+    def pack(self, index: list[int], borrowed: bool = False) -> "PackedBatch":
+        """These examples' prompts with their own completions or, as mismatched pairs, with the borrowed ones. The
+        result is on the CPU."""
+        key = (tuple(index), borrowed)
         if key in self.packed:
             return self.packed[key]
-        prompts, completions = [], []
-        for i in index:
-            example = self.examples[i]
-            chosen = example.completions if own else ()
-            if borrowed:
-                chosen = (*chosen, self.borrowed_completion(i))
-            prompts.append(example.prompt)
-            completions.append(chosen)
-        return pack(prompts, completions, self.score_prompt, index)
+        examples = [self.examples[i] for i in index]
+        completions = [example.completions for example in examples]
+        if borrowed:
+            completions = [(self.borrowed_completion(i),) for i in index]
+        prompts = [example.prompt for example in examples]
+        packed = pack(prompts, completions, self.score_prompt, index)
+        return packed._replace(by_token=self.by_token)
 
     def borrowed_completion(self, i: int) -> np.ndarray:
         """The token ids of the completion that example i borrows. An example without a partner borrows that of
         example 0, to keep the shape; its pair is left out of the KL mean."""
         return self.examples[max(self.partners[i], 0)].completions[0]
 
-    def sizes(self, borrowed: bool = False) -> list[int]:
-        """The number of tokens of each example: its prompt, its completions and, on request, the borrowed one."""
-        sizes = []
-        for i, example in enumerate(self.examples):
-            size = len(example.prompt) + sum(map(len, example.completions))
-            if borrowed and self.partners is not None:
-                size += len(self.borrowed_completion(i))
-            sizes.append(size)
-        return sizes
+    @property
+    def longest_completion(self) -> int:
+        """Tokens of the longest completion of all examples."""
+        return max(len(y) for example in self.examples for y in example.completions)
 
-    def loss_view(self, index: list[int], length_BK: torch.Tensor) -> "LossView":
-        """What a loss sees of these examples. length_BK: their numbers of scored tokens, on the device."""
-        examples = [self.examples[i] for i in index]
-        device = length_BK.device
+    def step_view(self, device) -> "StepView":
+        """What a baseline and a loss see of the whole step."""
+        group_G = [0] * len(self.examples)
+        for number, group in enumerate(self.groups):
+            for i in group:
+                group_G[i] = number
+        paired = [i for i, partner in enumerate(self.partners or ()) if partner >= 0]
+        return StepView(
+            self.examples,
+            size=len(self.examples),
+            desirable=sum(e.label for e in self.examples),
+            label=to_device(torch.tensor([e.label for e in self.examples]), device),
+            weight=to_device(torch.tensor([e.weight for e in self.examples]), device),
+            reward=to_device(torch.tensor([reward_of(e) for e in self.examples]), device),
+            group=to_device(torch.tensor(group_G), device),
+            paired=to_device(torch.tensor(paired, dtype=torch.long), device),
+        )
+
+    def loss_view(self, packed: "PackedBatch", step: "StepView") -> "LossView":
+        """What a loss sees of a packed micro-batch."""
+        examples = [self.examples[i] for i in packed.index]
+        at = packed.index_B
         return LossView(
             examples,
-            label=to_device(torch.tensor([e.label for e in examples]), device),
-            weight=to_device(torch.tensor([e.weight for e in examples]), device),
-            length=length_BK,
-            step_size=len(self.examples),
-            step_desirable=sum(e.label for e in self.examples),
+            label=step.label[at],
+            weight=step.weight[at],
+            reward=step.reward[at],
+            group=step.group[at],
+            length=packed.length_BK,
+            index=at,
+            step=step,
             tokenizer=self.tokenizer,
         )
 
@@ -227,28 +275,58 @@ def to_device(x, device):
     return x.to(device, non_blocking=True)
 
 
+def reward_of(example: Example) -> float:
+    """An example's graded reward; where it has none, 1 for a desirable and 0 for an undesirable one."""
+    reward = example.rewards[0]
+    return float(example.label) if reward is None else reward
+
+
+def field_of_examples(examples: list[Example], name: str, device):
+    """A field of the records that data.extra names: a tensor of numbers, or a list of texts.
+
+    Raises BadInput if the field was not read.
+    """
+    if not all(name in e.extra for e in examples):
+        raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
+    values = [e.extra[name] for e in examples]
+    if any(isinstance(v, str) for v in values):
+        return values
+    return to_device(torch.tensor(values), device)
+
+
+class StepView(NamedTuple):
+    """All G examples of a step, the same on every rank. Its tensors are on the device of the log-probs."""
+
+    examples: list[Example]
+    size: int  # G
+    desirable: int  # number of desirable examples
+    label: torch.Tensor  # (G,) bool, True: desirable
+    weight: torch.Tensor  # (G,) the records' own weights, 1 where a record has none
+    reward: torch.Tensor  # (G,) graded rewards (see reward_of)
+    group: torch.Tensor  # (G,) examples with one prompt have one number, from 0 on
+    paired: torch.Tensor  # (n,) which of the G have a mismatched pair
+
+    def extra(self, name: str):
+        """A field that data.extra names: a (G,) tensor of numbers, or a list of G texts. Raises BadInput."""
+        return field_of_examples(self.examples, name, self.label.device)
+
+
 class LossView(NamedTuple):
     """B examples of a step, as a loss sees them. Its tensors are on the device of the log-probs."""
 
     examples: list[Example]
     label: torch.Tensor  # (B,) bool, True: desirable
     weight: torch.Tensor  # (B,) the records' own weights, 1 where a record has none
+    reward: torch.Tensor  # (B,) graded rewards (see reward_of)
+    group: torch.Tensor  # (B,) examples with one prompt have one number, the same as in step.group
     length: torch.Tensor  # (B, K) scored tokens
-    step_size: int  # G
-    step_desirable: int  # number of desirable examples among the step's G
+    index: torch.Tensor  # (B,) the examples' numbers in the step
+    step: StepView
     tokenizer: Tokenizer | None = None
 
     def extra(self, name: str):
-        """A field of the records that data.extra names: a (B,) tensor of numbers, or a list of B texts.
-
-        Raises BadInput if the field was not read.
-        """
-        if not all(name in e.extra for e in self.examples):
-            raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
-        values = [e.extra[name] for e in self.examples]
-        if any(isinstance(v, str) for v in values):
-            return values
-        return to_device(torch.tensor(values), self.label.device)
+        """A field that data.extra names: a (B,) tensor of numbers, or a list of B texts. Raises BadInput."""
+        return field_of_examples(self.examples, name, self.label.device)
 
     def text(self, i: int) -> str:
         """Example i of this micro-batch as lines of text: its place in the data, its label, prompt and completions."""
@@ -296,10 +374,10 @@ class MicroBatch(NamedTuple):
 
 
 def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
-    """Each rank's part of a step, as numbers of examples.
+    """Each rank's part of a step, as numbers of groups.
 
-    by_tokens: the longest example goes first, each to the rank with the fewest tokens so far. Otherwise ranks take
-    examples in turn.
+    by_tokens: the longest group goes first, each to the rank with the fewest tokens so far. Otherwise ranks take
+    groups in turn.
     """
     if not by_tokens:
         return [list(range(rank, len(sizes), ranks)) for rank in range(ranks)]
@@ -313,21 +391,24 @@ def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list
 
 
 def cut_micro_batches(
-    sizes: list[int], parts: list[list[int]], max_examples: int | None, max_tokens: int | None
+    sizes: list[int],
+    counts: list[int],
+    parts: list[list[int]],
+    max_examples: int | None,
+    max_tokens: int | None,
 ) -> list[list[MicroBatch]]:
     """Cut each rank's part into micro-batches of at most max_tokens tokens or, where that is None, of max_examples
-    examples.
+    examples. sizes, counts: tokens and examples of each group; parts, and the result: numbers of groups.
 
     All ranks get equally many, because collectives inside a sharded forward must match: a rank with fewer repeats
-    example 0 as a filler.
+    group 0 as a filler.
     """
     micros = []
     for part in parts:
         if max_tokens:
             indices = _first_fit(part, sizes, max_tokens)
         else:
-            starts = range(0, len(part), max_examples)
-            indices = [part[i : i + max_examples] for i in starts]
+            indices = _consecutive(part, counts, max_examples)
         micros.append([MicroBatch(sorted(index)) for index in indices])
     most = max(map(len, micros))
     for rank_micros in micros:
@@ -335,9 +416,21 @@ def cut_micro_batches(
     return micros
 
 
+def _consecutive(part: list[int], counts: list[int], most: int) -> list[list[int]]:
+    """Consecutive groups of up to `most` examples together."""
+    cut, room = [], 0
+    for i in part:
+        if counts[i] > room:
+            cut.append([])
+            room = most
+        cut[-1].append(i)
+        room -= counts[i]
+    return cut
+
+
 def _first_fit(part: list[int], sizes: list[int], tokens: int) -> list[list[int]]:
-    """First-fit decreasing: the longest example first, each into the first micro-batch with room for it. An example
-    over the budget is a micro-batch of its own."""
+    """First-fit decreasing: the longest group first, each into the first micro-batch with room for it. A group over
+    the budget is a micro-batch of its own."""
     cut, room = [], []
     for i in sorted(part, key=lambda i: -sizes[i]):
         first = next((j for j, free in enumerate(room) if free >= sizes[i]), None)
@@ -357,56 +450,74 @@ def _first_fit(part: list[int], sizes: list[int], tokens: int) -> list[list[int]
 INT64_FIELDS = (
     "token_N",
     "position_N",
-    "example_N",
+    "prompt_N",
     "branch_N",
     "source_T",
     "target_T",
-    "segment_T",
+    "sequence_T",
     "length_BK",
+    "sequence_BK",
+    "first_target_BK",
+    "prompt_B",
     "index_B",
     "prompt_P",
     "completion_M",
-    "key_L",
+    "key_I",
 )
 INT32_FIELDS = ("query_start_S", "completion_query_start_S", "key_start_S")
 
 
 class PackedBatch(NamedTuple):
-    """B prompts, each followed by its K completions, in one row of N input tokens without padding.
+    """U prompts, each followed by the completions of all its examples, in one row of N input tokens without padding.
 
     A completion's positions continue those of its prompt, and its tokens see the prompt and themselves, never another
     completion. Its last token is no input, because nothing follows it.
 
-    For flash attention the row has B * K sequences, each a completion with its prompt. A sequence's keys are the
-    prompt and the completion. Its queries are the completion and, in the first of an example's K sequences, the
-    prompt. The last query sees all keys, the one before it all keys but the last, and so on ("bottom-right causal").
-    If the prompts' keys and values come from a cache (model.PromptCache), the queries are the completions alone.
+    A prompt and one of its completions are a sequence; there are B * K, in the order in which the completions lie. For
+    flash attention a sequence's keys are the prompt and the completion. Its queries are the completion and, in the
+    first of a prompt's sequences, the prompt. The last query sees all keys, the one before it all keys but the last,
+    and so on ("bottom-right causal"). If the prompts' keys and values come from a cache (model.PromptCache), the
+    queries are the completions alone.
     """
 
     token_N: torch.Tensor
     position_N: torch.Tensor
-    example_N: torch.Tensor  # the token's example, 0 to B - 1
-    branch_N: torch.Tensor  # 0: the token belongs to the prompt; k: to completion k
+    prompt_N: torch.Tensor  # which of the U prompts the token belongs to, or its completion
+    branch_N: (
+        torch.Tensor
+    )  # 0: the token belongs to the prompt itself; k: to its completion number k, from 1 on
     source_T: torch.Tensor  # the input token whose hidden state predicts the target
     target_T: torch.Tensor  # the token id to predict
-    segment_T: torch.Tensor  # J * example + branch: which of the B * J segments has the target
+    sequence_T: (
+        torch.Tensor
+    )  # the sequence whose completion has the target; B * K + u in scored prompt number u
     length_BK: torch.Tensor  # scored tokens of a completion, plus those of a scored prompt
+    sequence_BK: torch.Tensor  # the number of the sequence
+    first_target_BK: torch.Tensor  # which of the T targets is the completion's first token
+    prompt_B: torch.Tensor  # which of the U prompts the example has
     index_B: torch.Tensor  # the example's number in its step
     prompt_P: torch.Tensor  # which of the N tokens belong to prompts
     # Which of the N tokens belong to completions. If none does (all completions have one token), this is token 0:
     # the model's layers need at least one query.
     completion_M: torch.Tensor
-    # Which of the N tokens are the keys, one sequence after the other. Empty for K = 1: all N tokens, as they lie.
-    key_L: torch.Tensor
+    # Which of the N tokens are the keys, one sequence after the other. Empty if no prompt is shared: all N tokens, as
+    # they lie.
+    key_I: torch.Tensor
     # Where each sequence's queries begin, and where the last one's end: the cu_seq_q of torch's varlen_attn.
     query_start_S: torch.Tensor
     completion_query_start_S: torch.Tensor  # the same if only the M completion tokens are queries
     key_start_S: torch.Tensor  # the same for the keys: cu_seq_k
-    segment_sizes: tuple[tuple[int, ...], ...]  # (B, J) input tokens of each segment
+    # (U,) for each prompt: its input tokens, and those of each of its completions
+    segment_sizes: tuple[tuple[int, ...], ...]
+    index: tuple[int, ...]  # index_B, on the CPU
     max_queries: int  # the most queries of a sequence
     max_completion_queries: int  # the same if only the M completion tokens are queries
     max_keys: int  # the most keys of a sequence
+    longest: int  # L: tokens of the longest completion
     buffer: torch.Tensor  # all tensors above, one after the other, as int32 on the CPU
+    by_token: bool = (
+        False  # what the model gives for this batch: log-probs (B, K), or of each token (B, K, L)
+    )
 
     def to(self, device) -> "PackedBatch":
         """This batch on a device. One copy moves all tensors, without waiting for the work queued on the device."""
@@ -420,28 +531,45 @@ class PackedBatch(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(B,) input tokens of each example."""
+        """(U,) input tokens of each prompt with its completions."""
         return tuple(map(sum, self.segment_sizes))
+
+    def sums(self, x_T):
+        """Sums (B, K) of the targets' numbers over each completion and its prompt, if that is scored."""
+        B, K = self.length_BK.shape
+        sums = x_T.new_zeros(B * K + len(self.segment_sizes)).index_add(0, self.sequence_T, x_T)
+        # the prompt's sum is 0 unless data.score_prompt makes its tokens targets
+        return sums[self.sequence_BK] + sums[B * K + self.prompt_B][:, None]
+
+    def tokens_of_completions(self, x_T):
+        """The targets' numbers as (B, K, L), with 0 beyond a completion's end."""
+        offset_L = torch.arange(self.longest, device=x_T.device)
+        is_token = offset_L < self.length_BK[..., None]
+        target_BKL = torch.where(is_token, self.first_target_BK[..., None] + offset_L, 0)
+        return torch.where(is_token, x_T[target_BKL], 0)
 
     def digests(self) -> list[list[bytes]]:
         """(B, K) hashes of 16 bytes, each of the token ids of a prompt and one of its completions."""
         host = _buffer_views(self.buffer, self._shapes())  # the batch itself may be on a GPU
         token, target = host["token_N"].numpy(), host["target_T"].numpy()
+        prompts, completion_sizes = [], []
+        start = 0
+        for prompt_size, *sizes in self.segment_sizes:
+            prompt = token[start : start + prompt_size].tobytes()
+            prompts.append(len(prompt).to_bytes(8, "big") + prompt)
+            completion_sizes += [size + 1 for size in sizes]  # the last token is a target only
+            start += prompt_size + sum(sizes)
+        rows = zip(
+            host["prompt_B"].tolist(),
+            host["sequence_BK"].tolist(),
+            host["first_target_BK"].tolist(),
+        )
         digests = []
-        token_start = target_start = 0
-        for sizes, lengths in zip(self.segment_sizes, host["length_BK"].tolist()):
-            prompt_size, *completion_sizes = sizes
-            prompt = token[token_start : token_start + prompt_size].tobytes()
+        for u, sequences, firsts in rows:
             row = []
-            for size in completion_sizes:
-                end = target_start + size + 1  # all of its tokens are targets, the last one too
-                completion = target[target_start:end].tobytes()
-                content = len(prompt).to_bytes(8, "big") + prompt + completion
-                row.append(hashlib.blake2b(content, digest_size=16).digest())
-                target_start = end
-            # a scored prompt's targets come after its completions' and are counted in each length
-            target_start += lengths[0] - (completion_sizes[0] + 1)
-            token_start += sum(sizes)
+            for sequence, first in zip(sequences, firsts):
+                completion = target[first : first + completion_sizes[sequence]].tobytes()
+                row.append(hashlib.blake2b(prompts[u] + completion, digest_size=16).digest())
             digests.append(row)
         return digests
 
@@ -467,77 +595,100 @@ def _spans(lengths):
 
 
 def pack(prompts, completions, score_prompt: bool = False, index=None) -> PackedBatch:
-    """Pack B prompts and their completions. The result is on the CPU.
+    """Pack B prompts and their completions; examples with equal prompts share one. The result is on the CPU.
 
     prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty. score_prompt: the prompts'
     tokens from the second on are targets, too. index: the examples' numbers in their step (default: 0 to B - 1).
     """
     B, K = len(prompts), len(completions[0])
-    J = K + 1
-    prompt_B = np.array([len(prompt) for prompt in prompts])
-    completion_BK = np.array([[len(y) for y in ys] for ys in completions])
+    index = range(B) if index is None else index
 
-    # Inputs: each example's prompt, then its completions without their last tokens.
-    size_BJ = np.column_stack([prompt_B, completion_BK - 1])
-    start_BJ = (np.cumsum(size_BJ) - size_BJ.ravel()).reshape(B, J)
-    inputs = []
-    for prompt, ys in zip(prompts, completions):
-        inputs.append(prompt)
-        inputs += [y[:-1] for y in ys]
-    segment_N, offset_N = _spans(size_BJ.ravel())
-    example_N, branch_N = np.divmod(segment_N, J)
-    position_N = offset_N + np.where(branch_N > 0, prompt_B[example_N], 0)
+    # The distinct prompts, and the sequences in the order in which their completions lie.
+    examples_of = {}
+    for b, prompt in enumerate(prompts):
+        examples_of.setdefault(prompt.tobytes(), []).append(b)
+    groups = list(examples_of.values())
+    U = len(groups)
+    order = [b for group in groups for b in group]
+    prompt_B = np.empty(B, int)
+    prompt_B[order] = np.repeat(np.arange(U), list(map(len, groups)))
+    sequence_BK = np.empty((B, K), int)
+    sequence_BK[order] = np.arange(B * K).reshape(B, K)
+    prompts = [prompts[group[0]] for group in groups]
+    completions = [y for b in order for y in completions[b]]
+    prompt_U = np.array(list(map(len, prompts)))
+    completion_C = np.array(list(map(len, completions)))  # C = B * K: the sequences
+    count_U = np.array(list(map(len, groups))) * K  # completions of each prompt
+    u_C = np.repeat(np.arange(U), count_U)
+    number_C = (
+        np.arange(B * K) - (np.cumsum(count_U) - count_U)[u_C]
+    )  # 0 in a prompt's first completion
 
-    # Targets: each example's completions and, last, its prompt from the second token on if that is scored.
-    scored_prompt_B = prompt_B - 1 if score_prompt else np.zeros_like(prompt_B)
-    targets = []
-    for prompt, ys in zip(prompts, completions):
-        targets += ys
-        if score_prompt:
-            targets.append(prompt[1:])
-    run_T, offset_T = _spans(np.column_stack([completion_BK, scored_prompt_B]).ravel())
-    example_T, run_T = np.divmod(run_T, J)
-    branch_T = (run_T + 1) % J  # the prompt, branch 0, is the last run
-    segment_T = example_T * J + branch_T
+    # Segments: each prompt, followed by its completions without their last tokens.
+    place_U = np.cumsum(count_U + 1) - (count_U + 1)  # a prompt's place among the U + C segments
+    place_C = place_U[u_C] + 1 + number_C
+    size = np.empty(U + B * K, int)
+    size[place_U], size[place_C] = prompt_U, completion_C - 1
+    start = np.cumsum(size) - size
+    inputs = [None] * len(size)
+    prompt_of_segment, branch_of_segment = np.empty_like(size), np.zeros_like(size)
+    prompt_of_segment[place_U], prompt_of_segment[place_C] = np.arange(U), u_C
+    branch_of_segment[place_C] = number_C + 1
+    for place, prompt in zip(place_U, prompts):
+        inputs[place] = prompt
+    for place, y in zip(place_C, completions):
+        inputs[place] = y[:-1]
+    segment_N, offset_N = _spans(size)
+    prompt_N, branch_N = prompt_of_segment[segment_N], branch_of_segment[segment_N]
+    position_N = offset_N + np.where(branch_N > 0, prompt_U[prompt_N], 0)
+
+    # Targets: the completions in their order and, last, the prompts from the second token on if these are scored.
+    targets = list(completions)
+    scored_U = prompt_U - 1 if score_prompt else np.zeros_like(prompt_U)
+    if score_prompt:
+        targets += [prompt[1:] for prompt in prompts]
+    sequence_T, offset_T = _spans(np.concatenate([completion_C, scored_U]))
     # The source of a target is the token before it. Before a completion's first token this is the prompt's last one.
-    before_T = start_BJ.ravel()[segment_T] + offset_T - (branch_T > 0)
-    prompt_end_T = (start_BJ[:, 0] + prompt_B - 1)[example_T]
-    source_T = np.where((branch_T > 0) & (offset_T == 0), prompt_end_T, before_T)
+    segment_start = np.concatenate([start[place_C] - 1, start[place_U]])
+    prompt_end = (start[place_U] + prompt_U - 1)[np.concatenate([u_C, np.arange(U)])]
+    is_first_T = (offset_T == 0) & (sequence_T < B * K)
+    source_T = np.where(is_first_T, prompt_end[sequence_T], segment_start[sequence_T] + offset_T)
+    first_target_C = np.cumsum(completion_C) - completion_C
 
     # Attention's sequences: their queries and keys (see PackedBatch).
     completion_M = np.flatnonzero(branch_N)
-    completion_queries_BK = size_BJ[:, 1:].copy()
+    completion_queries_C = completion_C - 1
     if not len(completion_M):
         completion_M = np.zeros(1, int)
-        completion_queries_BK[0, 0] = 1
-    queries_BK = size_BJ[:, 1:].copy()
-    queries_BK[:, 0] += prompt_B
-    keys_BK = size_BJ[:, 1:] + prompt_B[:, None]
-    key_L = np.zeros(0, int)
-    if K > 1:
-        sequence_L, offset_L = _spans(keys_BK.ravel())
-        example_L = sequence_L // K
-        prompt_L = prompt_B[example_L]
-        in_prompt_L = start_BJ[:, 0][example_L] + offset_L
-        in_completion_L = start_BJ[:, 1:].ravel()[sequence_L] + offset_L - prompt_L
-        key_L = np.where(offset_L < prompt_L, in_prompt_L, in_completion_L)
+        completion_queries_C[0] = 1
+    queries_C = completion_C - 1 + np.where(number_C == 0, prompt_U[u_C], 0)
+    keys_C = completion_C - 1 + prompt_U[u_C]
+    key_I = np.zeros(0, int)
+    if U < B * K:
+        sequence_I, offset_I = _spans(keys_C)
+        in_prompt_I = start[place_U[u_C]][sequence_I] + offset_I
+        in_completion_I = (start[place_C] - prompt_U[u_C])[sequence_I] + offset_I
+        key_I = np.where(offset_I < prompt_U[u_C][sequence_I], in_prompt_I, in_completion_I)
 
     arrays = {
         "token_N": np.concatenate(inputs),
         "position_N": position_N,
-        "example_N": example_N,
+        "prompt_N": prompt_N,
         "branch_N": branch_N,
         "source_T": source_T,
         "target_T": np.concatenate(targets),
-        "segment_T": segment_T,
-        "length_BK": completion_BK + scored_prompt_B[:, None],
-        "index_B": np.arange(B) if index is None else np.array(index),
+        "sequence_T": sequence_T,
+        "length_BK": completion_C[sequence_BK] + scored_U[prompt_B][:, None],
+        "sequence_BK": sequence_BK,
+        "first_target_BK": first_target_C[sequence_BK],
+        "prompt_B": prompt_B,
+        "index_B": np.array(index),
         "prompt_P": np.flatnonzero(branch_N == 0),
         "completion_M": completion_M,
-        "key_L": key_L,
-        "query_start_S": np.append(0, np.cumsum(queries_BK)),
-        "completion_query_start_S": np.append(0, np.cumsum(completion_queries_BK)),
-        "key_start_S": np.append(0, np.cumsum(keys_BK)),
+        "key_I": key_I,
+        "query_start_S": np.append(0, np.cumsum(queries_C)),
+        "completion_query_start_S": np.append(0, np.cumsum(completion_queries_C)),
+        "key_start_S": np.append(0, np.cumsum(keys_C)),
     }
     # Numpy does all the work here. This function runs in a thread of its own, where a torch operation would start a
     # second set of OpenMP threads; between operations they wait in a loop, on the cores that the training step needs.
@@ -551,10 +702,12 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         arrays[name] = arrays[name].astype(np.int32)
     return PackedBatch(
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
-        segment_sizes=tuple(map(tuple, size_BJ.tolist())),
-        max_queries=int(queries_BK.max()),
-        max_completion_queries=int(completion_queries_BK.max()),
-        max_keys=int(keys_BK.max()),
+        segment_sizes=tuple(tuple(part.tolist()) for part in np.split(size, place_U[1:])),
+        index=tuple(index),
+        max_queries=int(queries_C.max()),
+        max_completion_queries=int(completion_queries_C.max()),
+        max_keys=int(keys_C.max()),
+        longest=int(completion_C.max()),
         buffer=buffer,
     )
 

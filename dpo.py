@@ -131,7 +131,8 @@ class DPO(Objective):
             "rewards/margins": mean(self.args.beta * h_G),
             "rewards/mean": mean(rewards),
             "rewards/std": rewards.std().item(),
-            "accuracy": mean((h_G > 0).double()),
+            # before the first update h is 0 everywhere: neither is preferred
+            "accuracy": mean((h_G > 0).double()) if h_G.any() else None,
         }
 
 

@@ -3,6 +3,7 @@
 import json
 import numbers
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +12,12 @@ import numpy as np
 from generate import completion_text, generate
 from records.examples import Example
 from records.tokenizer import Tokenizer
-from runs.console import format_before_after, say
+from runs.console import Wait, format_before_after, say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, parse_file, printable, user_error
 from runs.files import write_json
 from runs.settings import RunSettings
+from runs.stop import Stop
 
 
 class Answer(NamedTuple):
@@ -47,7 +49,7 @@ def as_answer(tokenizer: Tokenizer, example: Example, ids: list[int], stop: list
 
 def was_cut(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> bool:
     """Whether an answer ended neither by EOS nor by a stop text."""
-    if ids[-1] in tokenizer.stops:
+    if ids and ids[-1] in tokenizer.stops:
         return False
     return not stop or not any(text in tokenizer.decode(ids) for text in stop)
 
@@ -99,30 +101,50 @@ class Evaluator:
     checker: the user's own, given in code; without one, the checker that eval.check names.
     """
 
-    def __init__(self, fabric, cfg: RunSettings, policy, tokenizer, val, checker: Checker | None):
+    def __init__(
+        self,
+        fabric,
+        cfg: RunSettings,
+        policy,
+        tokenizer,
+        val,
+        checker: Checker | None,
+        stop: Stop,
+    ):
         if checker is None and cfg.eval.check == "demo":
             from demo.check import check as checker
         self.fabric, self.cfg, self.policy, self.tokenizer = fabric, cfg, policy, tokenizer
-        self.checker = checker
-        # distinct prompts, in order
-        self.examples = list({e.prompt.tobytes(): e for e in reversed(val)}.values())[::-1]
+        self.checker, self.stop = checker, stop
+        distinct: dict[bytes, Example] = {}  # the first example of each prompt, in order
+        for e in val:
+            distinct.setdefault(e.prompt.tobytes(), e)
+        self.examples = list(distinct.values())
         self.folder = Path(cfg.out_dir) / "eval"
         self.last_check: dict | None = None
         self.last_answers: list[Example] = []  # what `answer` sampled last, as token ids
 
     def samples(self) -> list[dict]:
         """A few answers to look at, as {"prompt", "completion"}."""
-        answers = self.answer(self.examples[: self.cfg.eval.samples])
+        answers = self.answer(self.examples[: self.cfg.eval.samples], "samples", "eval.samples")
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
-    def answer(self, examples: list[Example]) -> list[Answer]:
-        """Answers sampled from the policy to the examples' prompts."""
+    @property
+    def max_new_tokens(self) -> int:
+        return self.cfg.eval.max_new_tokens or self.cfg.data.max_completion
+
+    def answer(self, examples: list[Example], title: str, setting: str) -> list[Answer]:
+        """Answers sampled from the policy to the examples' prompts. While it waits: what they are for,
+        and the setting that says how many."""
         if not examples:
             return []
-        args, tokenizer = self.cfg.eval, self.tokenizer
-        new = args.max_new_tokens or self.cfg.data.max_completion
+        args, tokenizer, new = self.cfg.eval, self.tokenizer, self.max_new_tokens
+        ask = partial(self.stop.check, self.fabric.device)
+        shorter = f"a smaller {setting} or eval.max_new_tokens"
         prompts = [e.prompt for e in examples]
-        all_ids = generate(self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed)
+        with Wait(title, len(prompts) * new, shorter=shorter):
+            all_ids = generate(
+                self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, ask
+            )
         self.last_answers = [
             e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, all_ids)
         ]
@@ -130,7 +152,12 @@ class Evaluator:
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:
         """The checker's verdicts; asked on rank 0 for all ranks. Raises BadInput."""
-        return on_rank_0(self.fabric, lambda: ask_checker(self.checker, answers))
+
+        def ask():
+            with Wait("the checker"), self.stop.interruptible(alone=True):
+                return ask_checker(self.checker, answers)
+
+        return on_rank_0(self.fabric, ask)
 
     def check(self, name: str, step: int) -> dict | None:
         """Sample answers to the held-out prompts and have them checked; also written as
@@ -140,7 +167,9 @@ class Evaluator:
         if self.checker is None or not examples:
             return None
         if self.last_check is None or self.last_check["step"] != step:
-            answers = self.answer(examples)
+            n, new = len(examples), self.max_new_tokens
+            say(f"check at step {step}: {n:,} prompts, answers of at most {new:,} tokens")
+            answers = self.answer(examples, f"check at step {step}", "eval.prompts")
             verdicts = self.judge(answers)
             self.last_check = {
                 "step": step,
@@ -162,6 +191,12 @@ class Evaluator:
     def compare(self, step: int) -> None:
         """Write the check of the last step as eval/after.json (after a resume it is asked anew), and
         print the accuracy and some answers beside those from before the run."""
-        after, before = self.check("after", step), self.folder / "before.json"
-        if after and before.exists():
-            say(format_before_after(json.loads(before.read_text()), after))
+        after, file = self.check("after", step), self.folder / "before.json"
+        if not after or not file.exists():
+            return
+        try:
+            with user_error(None, file, Exception):  # of a damaged file anything may be wrong
+                before = parse_file(None, file, json.loads, at_most=2**32)
+                say(format_before_after(before, after))
+        except BadInput as e:
+            say(f"no comparison with the answers before the run: {e}")

@@ -2,13 +2,18 @@
 
     python export.py out/run/checkpoints/step-00000100 [--out FOLDER] [--dtype float32]
 
-A PEFT folder is merged with its base in the same way.
+A PEFT folder is merged with its base in the same way. The folder is whole or not there, and has a
+manifest with a hash of each file.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
-from runs.errors import BadInput, run_cli
+from lightning.fabric import Fabric
+
+from runs.errors import BadInput, run_cli, user_error
+from runs.files import publish_folder
 from runs.settings import EXPORT_DTYPES
 from setup import export_checkpoint
 
@@ -26,8 +31,10 @@ def main(argv=None) -> None:
         raise BadInput("out: required: a PEFT folder does not lie in a run's folder")
     if out.exists():
         raise BadInput(f"out: {out}: is there already")
-    export_checkpoint(args.checkpoint, tmp := out.with_name(f".{out.name}.tmp"), args.dtype)
-    tmp.rename(out)
+    with user_error("out", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write = partial(export_checkpoint, args.checkpoint, dtype=args.dtype)
+    publish_folder(Fabric(accelerator="cpu", devices=1), write, out)
     print(f"exported to {out}")
 
 

@@ -12,6 +12,7 @@ Shape letters:
     N  packed tokens of the B prompts
 """
 
+import contextlib
 import math
 import re
 import sys
@@ -22,10 +23,12 @@ import numpy as np
 import torch
 
 from data import pack, to_device
-from model import KVCache
+from hub.lora import merge_for_sampling
+from model import KVCache, LoraGPT
 from records.forms import Fault, Record
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
+from runs.console import advance
 from runs.devices import all_reduce, free_memory, keep_gathered
 from runs.errors import BadInput, run_cli
 from runs.settings import Sampling, check_fields, setting
@@ -114,8 +117,11 @@ def generate(
     rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
     most = math.ceil(len(prompts) / fabric.world_size)  # prompts of a rank
     rows = sampler.rows_at_once(prompts, max_new)
+    merged = contextlib.nullcontext()
+    if isinstance(sampler.module, LoraGPT):
+        merged = merge_for_sampling(sampler.module, compute_dtype(fabric))
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
-    with fabric.autocast(), keep_gathered(policy, fabric.device):
+    with merged, fabric.autocast(), keep_gathered(policy, fabric.device):
         for start in range(0, most, rows):
             sampler.answer(prompts, rank_prompts[start : start + rows], answer_AY)
             if sampler.stopped:
@@ -126,6 +132,13 @@ def generate(
     # the one rank that sampled an answer has its tokens, the others have -1 + 1 = 0 there
     answer_AY = all_reduce(answer_AY + 1) - 1
     return [[token for token in answer if token >= 0] for answer in answer_AY.tolist()]
+
+
+def compute_dtype(fabric) -> torch.dtype:
+    """In which linear layers compute."""
+    with fabric.autocast():
+        one = torch.ones(1, 1, device=fabric.device)
+        return (one @ one).dtype
 
 
 class _Sampler:
@@ -168,7 +181,7 @@ class _Sampler:
         # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
         completions = [(np.zeros(1, int),)] * len(batch_prompts)
         packed = pack(batch_prompts, completions).to(device)
-        lengths = list(packed.sizes)
+        lengths = list(map(len, batch_prompts))
         length_B = to_device(torch.tensor(lengths), device)
         room_B = torch.clamp(self.context - length_B, max=max_new)  # new tokens that fit
         cache = KVCache(packed, slots=min(self.context, max(lengths) + max_new))
@@ -182,7 +195,8 @@ class _Sampler:
             if args.repetition_penalty != 1:
                 if seen_BV is None:
                     seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-                    seen_BV[packed.example_N, packed.token_N] = True
+                    for row, prompt in enumerate(batch_prompts):
+                        seen_BV[row, to_device(torch.from_numpy(prompt).long(), device)] = True
                 logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
             if y < args.min_new_tokens:
                 logits_BV[:, self.eos_ids] = -torch.inf
@@ -195,6 +209,8 @@ class _Sampler:
             if args.stop and not dummy:
                 done_B = done_B | self._has_stop_text(answer_AY[answer_B, : y + 1])
             going_on = [row for row, done in enumerate(done_B.tolist()) if not done]
+            if not dummy:
+                self._count(len(new_B), len(going_on), max_new - y)
             if self._all_ranks(dummy or not going_on):
                 return
             if not going_on:
@@ -213,6 +229,12 @@ class _Sampler:
             last_slot = cache.slots - 1
             position_B = (length_B + y).clamp(max=last_slot)
             cache.at(new_B, position_B, longest=min(max(lengths) + y, last_slot))
+
+    def _count(self, rows: int, going_on: int, left: int) -> None:
+        """Progress counts the tokens that all answers could have: an answer that ends has all of those
+        that were left to it."""
+        ranks = self.fabric.world_size
+        advance(ranks * (going_on + (rows - going_on) * left), tokens=ranks * rows)
 
     def _has_stop_text(self, answer_BY):
         """(B,) bool: whether an answer's text so far has one of the stop texts."""

@@ -76,7 +76,7 @@ class KTO(Objective):
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
         preference_B = batch.weight * kto_loss(logratio_B, z, batch.label, args)
         # a mean over the step's desirable examples, written as a mean over all G of them
-        share = batch.step_size / max(1, batch.step_desirable)
+        share = batch.step.size / max(1, batch.step.desirable)
         sft_B = -logp_B / (length_B if args.sft_average else 1) * batch.label * share
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
         return loss_B, {
@@ -94,7 +94,9 @@ class KTO(Objective):
         reward_G = self.args.beta * r_G
         chosen, rejected = mean(reward_G[desirable_G]), mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
-        z, n = kl.z.item(), len(kl.logratio)
+        z, n = kl.z.mean().item(), len(kl.logratio)
+        # before the first update r is 0 everywhere: no side to be on
+        has_moved = bool(r_G.any())
         return {
             "loss": mean(columns["loss"]),
             "preference_loss": mean(columns["preference_loss"]),
@@ -111,10 +113,10 @@ class KTO(Objective):
             "logps/chosen": mean(logp_G[desirable_G]),
             "logps/rejected": mean(logp_G[~desirable_G]),
             # whether r is on its label's side of 0; about_z: of z, as the loss sees it
-            "accuracy": mean((sign_G * r_G > 0).double()),
-            "accuracy/about_z": mean((sign_G * (r_G - z) > 0).double()),
+            "accuracy": mean((sign_G * r_G > 0).double()) if has_moved else None,
+            "accuracy/about_z": mean((sign_G * (r_G - kl.z) > 0).double()) if has_moved else None,
             # P(r of a thumbs up > r of a thumbs down)
-            "auc": auc(r_G[desirable_G], r_G[~desirable_G]) if has_both else None,
+            "auc": auc(r_G[desirable_G], r_G[~desirable_G]) if has_both and has_moved else None,
         }
 
 

@@ -3,11 +3,11 @@
 The blocks, the LoRA layers and the conversion of weights are litgpt's. Reading order: PackedAttention, _PackedGPT;
 the LM head is in head.py.
 
-Shape letters; B, K, J, N, P, M, T, L and S are those of data.py:
+Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
 
-    B  examples of a micro-batch; in sampling, sequences
+    B  examples of a micro-batch; in sampling, answers
     K  completions of an example
-    J  = K + 1, segments of an example: its prompt (0) and its completions (1 to K)
+    U  prompts of a micro-batch: examples with one prompt share it
     N  packed input tokens of a batch
     P  those of the N that belong to prompts
     M  those of the N that belong to completions
@@ -15,7 +15,8 @@ Shape letters; B, K, J, N, P, M, T, L and S are those of data.py:
        in sampling, one a sequence after the first forward
     R  rows of Q queries: B in sampling after the first forward, else 1
     T  targets: tokens that are predicted and scored
-    L  gathered keys, S  starts of attention's sequences: see data.PackedBatch
+    L  tokens of the longest completion
+    I  gathered keys, S  starts of attention's sequences: see data.PackedBatch
     C  width of the hidden states
     H  query heads (keys and values may have fewer: grouped-query attention)
     D  size of a head
@@ -45,8 +46,8 @@ from runs.errors import BadInput
 from runs.settings import Lora
 from runs.tensors import LazyTensors, set_weights
 
-# Examples of up to so many tokens together share one tile of attention. A larger tile means fewer calls, but more
-# scores that are computed only to be masked.
+# Prompts (with their completions) of up to so many tokens together share one tile of attention. A larger tile means
+# fewer calls, but more scores that are computed only to be masked.
 TILE_TOKENS = 128
 
 # Torch 2.10 lacks some of these arguments (see flash_fits).
@@ -69,9 +70,9 @@ class PromptCache:
 
 
 class Tile(NamedTuple):
-    """One call of scaled_dot_product_attention: the next queries, over the first keys of their group of examples."""
+    """One call of scaled_dot_product_attention: the next queries, over the first keys of their bin (see bins)."""
 
-    group: int
+    bin: int
     n_queries: int
     n_keys: int
     mask: torch.Tensor | None  # (n_queries, n_keys), True: attend; None: plain causal attention
@@ -130,8 +131,8 @@ class PackedAttention:
     def flash(self, attn, q, k, v):
         """One call of flash attention for all sequences (data.PackedBatch says what these are)."""
         batch = self.batch
-        if len(batch.key_L):
-            k, v = k[:, :, batch.key_L], v[:, :, batch.key_L]
+        if len(batch.key_I):
+            k, v = k[:, :, batch.key_I], v[:, :, batch.key_I]
         if self.cached:
             query_start_S = batch.completion_query_start_S
             max_queries = batch.max_completion_queries
@@ -153,45 +154,46 @@ class PackedAttention:
         """Attention where flash attention does not fit: tile by tile."""
         if attn.window not in self.tiles_of_window:
             self.tiles_of_window[attn.window] = self.tiles(attn.window)
-        group_sizes, tiles = self.tiles_of_window[attn.window]
+        bin_sizes, tiles = self.tiles_of_window[attn.window]
         # split instead of slices: its backward is a single cat
-        k_groups, v_groups = k.split(group_sizes, 2), v.split(group_sizes, 2)
+        k_bins, v_bins = k.split(bin_sizes, 2), v.split(bin_sizes, 2)
         out = []
         for q_tile, tile in zip(q.split([tile.n_queries for tile in tiles], 2), tiles):
-            k_tile, v_tile = k_groups[tile.group], v_groups[tile.group]
-            if tile.n_keys < group_sizes[tile.group]:
+            k_tile, v_tile = k_bins[tile.bin], v_bins[tile.bin]
+            if tile.n_keys < bin_sizes[tile.bin]:
                 k_tile, v_tile = k_tile[:, :, : tile.n_keys], v_tile[:, :, : tile.n_keys]
             out.append(sdpa(attn, q_tile, k_tile, v_tile, tile.mask))
         return torch.cat(out, dim=2)
 
     def tiles(self, window: int | None) -> tuple[list[int], list[Tile]]:
-        """The number of tokens of each group of examples, and the tiles in the order of their queries.
+        """The number of tokens of each bin, and the tiles in the order of their queries.
 
-        Short examples form a group with one tile under one mask. A long example is a group of its own with a tile for
-        each segment, so that few scores are computed only to be masked.
+        Short prompts form a bin with one tile under one mask. A long one is a bin of its own with a tile for each
+        segment, so that few scores are computed only to be masked.
+
+        A completion's tile is the same whether its prompt is computed or comes from a cache, so the numbers are, too:
+        before the first update a log-ratio is exactly 0, although policy and reference may do this differently.
         """
         batch = self.batch
-        sizes, K = batch.sizes, batch.length_BK.shape[1]
+        sizes = batch.sizes
         token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
         token_Q = self.queries(token_N)
-        queries_BJ = self.query_counts()
-        group_sizes, tiles = [], []
+        queries = self.query_counts()
+        bin_sizes, tiles = [], []
         first_token = first_query = 0
-        for group, examples in enumerate(self.groups()):
-            group_size = sum(sizes[b] for b in examples)
-            group_sizes.append(group_size)
-            # the group's tiles: numbers of queries and keys, and whether attention is plain causal within the tile
-            if len(examples) > 1:
-                n_queries = sum(sum(queries_BJ[b]) for b in examples)
-                cuts = [(n_queries, group_size, False)]
-            elif K == 1 and not self.cached:
-                cuts = [(group_size, group_size, True)]
+        for number, prompts in enumerate(self.bins()):
+            bin_size = sum(sizes[u] for u in prompts)
+            bin_sizes.append(bin_size)
+            # the bin's tiles: numbers of queries and keys, and whether attention is plain causal within the tile
+            if len(prompts) > 1:
+                n_queries = sum(sum(queries[u]) for u in prompts)
+                cuts = [(n_queries, bin_size, False)]
             else:
-                b = examples[0]
-                ends = list(itertools.accumulate(batch.segment_sizes[b]))
+                u = prompts[0]
+                ends = list(itertools.accumulate(batch.segment_sizes[u]))
                 # only the prompt is plain causal: a completion must not see the other completions
                 causal = [end == ends[0] for end in ends]
-                cuts = list(zip(queries_BJ[b], ends, causal))
+                cuts = list(zip(queries[u], ends, causal))
             for n_queries, n_keys, causal in cuts:
                 if n_queries == 0:
                     continue
@@ -200,38 +202,38 @@ class PackedAttention:
                     i = token_Q[first_query : first_query + n_queries, None]
                     j = token_N[None, first_token : first_token + n_keys]
                     mask = self.mask(i, j, window)
-                tiles.append(Tile(group, n_queries, n_keys, mask))
+                tiles.append(Tile(number, n_queries, n_keys, mask))
                 first_query += n_queries
-            first_token += group_size
-        return group_sizes, tiles
+            first_token += bin_size
+        return bin_sizes, tiles
 
-    def groups(self) -> list[list[int]]:
-        """Consecutive examples that share a tile: up to TILE_TOKENS tokens together, or a longer example alone."""
-        groups, group_size = [], 0
-        for b, size in enumerate(self.batch.sizes):
-            if groups and group_size + size <= TILE_TOKENS:
-                groups[-1].append(b)
-                group_size += size
+    def bins(self) -> list[list[int]]:
+        """Consecutive prompts that share a tile: up to TILE_TOKENS tokens together, or a longer one alone."""
+        bins, bin_size = [], 0
+        for u, size in enumerate(self.batch.sizes):
+            if bins and bin_size + size <= TILE_TOKENS:
+                bins[-1].append(u)
+                bin_size += size
             else:
-                groups.append([b])
-                group_size = size
-        return groups
+                bins.append([u])
+                bin_size = size
+        return bins
 
     def query_counts(self) -> list[list[int]]:
-        """(B, J) queries of each example's segments."""
-        counts_BJ = [list(sizes) for sizes in self.batch.segment_sizes]
+        """(U,) for each prompt: the queries of its segments."""
+        counts = [list(sizes) for sizes in self.batch.segment_sizes]
         if self.cached:
-            for counts in counts_BJ:
-                counts[0] = 0
-            if not any(map(sum, counts_BJ)):
-                counts_BJ[0][0] = 1  # token 0 stands in: see PackedBatch.completion_M
-        return counts_BJ
+            for segments in counts:
+                segments[0] = 0
+            if not any(map(sum, counts)):
+                counts[0][0] = 1  # token 0 stands in: see PackedBatch.completion_M
+        return counts
 
     def mask(self, i, j, window: int | None):
-        """Whether token i attends to token j: j is in the same example and not after i, belongs to the prompt or to i's
-        own completion, and is within the window."""
+        """Whether token i attends to token j: j has the same prompt and is not after i, belongs to the prompt itself or
+        to i's own completion, and is within the window."""
         batch = self.batch
-        mask = (batch.example_N[i] == batch.example_N[j]) & (j <= i)
+        mask = (batch.prompt_N[i] == batch.prompt_N[j]) & (j <= i)
         mask = mask & ((batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i]))
         if window is not None:
             mask = mask & (batch.position_N[i] - batch.position_N[j] < window)
@@ -273,30 +275,37 @@ class KVCache:
     """Keys and values of B sequences (prompts and their answers so far), for sampling.
 
     Slot p of a sequence holds its position p, so prompts of different lengths need no padding: slots beyond a
-    sequence's position are masked, and overwritten later. The first forward takes the packed prompts; each later one
-    takes one token of each sequence (see `at`).
+    sequence's position are masked, and overwritten later. The first forward takes the packed prompts, each of which it
+    computes once, however many sequences have it; each later one takes one token of each sequence (see `at`).
     """
 
     def __init__(self, batch: PackedBatch, slots: int):
         self.slots = slots
-        self.length = (
-            0  # after the first forward: the slots that are in use, those of the longest sequence
-        )
+        # after the first forward: the slots that are in use, those of the longest sequence
+        self.length = 0
         self.tensors = {}  # layer -> keys, values; each (B, key heads, slots, D)
         self.masks = {}  # window -> mask of the current forward
         # the tokens of the next forward
         self.packed = PackedAttention(batch)  # None after the first forward
         self.token_RQ = batch.token_N[None]
         self.position_RQ = batch.position_N[None]
-        self.sequence_of_token = batch.example_N  # R * Q of them
-        self.last_B = batch.source_T  # which of these R * Q tokens predict the sequences' next ones
-        self.row_B = torch.arange(len(batch.sizes), device=batch.token_N.device)
+        first_target_B = batch.first_target_BK[:, 0]
+        self.last_B = batch.source_T[
+            first_target_B
+        ]  # which of the tokens predict the sequences' next ones
+        self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
+        # where the tokens' keys and values go: to these rows, and to the slots of their positions
+        self.row_of_token, self.copied_token = batch.prompt_N, None
+        if len(batch.key_I):  # prompts are shared: each of their tokens goes to several rows
+            self.copied_token = batch.key_I
+            sequence_I = torch.repeat_interleave(batch.key_start_S.diff())
+            self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
 
     def at(self, token_B, position_B, longest: int) -> None:
         """Set the tokens of the next forward. `longest` is the largest of their positions."""
         self.token_RQ = token_B[:, None]
         self.position_RQ = position_B[:, None]
-        self.sequence_of_token = self.row_B
+        self.row_of_token, self.copied_token = self.row_B, None
         self.last_B = self.row_B
         self.packed = None
         self.masks = {}
@@ -329,10 +338,14 @@ class KVCache:
         if attn not in self.tensors:
             shape = len(self.row_B), k.shape[1], self.slots, k.shape[3]
             self.tensors[attn] = k.new_zeros(shape), v.new_zeros(shape)
-        cached_k, cached_v = self.tensors[attn]
+        new_k, new_v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
         slot = self.position_RQ.flatten()
-        cached_k[self.sequence_of_token, :, slot] = k.transpose(1, 2).flatten(0, 1)
-        cached_v[self.sequence_of_token, :, slot] = v.transpose(1, 2).flatten(0, 1)
+        if self.copied_token is not None:
+            new_k, new_v = new_k[self.copied_token], new_v[self.copied_token]
+            slot = slot[self.copied_token]
+        cached_k, cached_v = self.tensors[attn]
+        cached_k[self.row_of_token, :, slot] = new_k
+        cached_v[self.row_of_token, :, slot] = new_v
         if self.packed:
             return self.packed.attend(attn, q, k, v)
         k, v = cached_k[:, :, : self.length], cached_v[:, :, : self.length]
@@ -393,7 +406,8 @@ class _PackedGPT:
 
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
         """PackedBatch -> (B, K) summed log-probs of the completions, in nats: float64 for a float64 model, else
-        float32. With data.score_prompt each sum has the prompt's log-probs, too.
+        float32. With data.score_prompt each sum has the prompt's log-probs, too. If the batch says by_token: (B, K, L)
+        log-probs of the completions' tokens, 0 beyond a completion's end.
 
         KVCache -> (B, V) logits of the next tokens, in float32.
 
@@ -409,11 +423,7 @@ class _PackedGPT:
         # the head runs only on hidden states that predict a target
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
         logp_T = self.lm_head.logp(h_TC, x.target_T)
-        B, K = x.length_BK.shape
-        J = K + 1
-        logp_BJ = logp_T.new_zeros(B * J).index_add(0, x.segment_T, logp_T).view(B, J)
-        # the prompt's sum is 0 unless data.score_prompt makes its tokens targets
-        return logp_BJ[:, 1:] + logp_BJ[:, :1]
+        return x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
 
     def hidden(self, token_RQ, position_RQ, attention: PackedAttention | KVCache):
         """-> last hidden states (R, Q, C)."""

@@ -25,7 +25,7 @@ from runs.console import format_table, say
 from runs.errors import BadInput, run_cli, user_error
 from runs.folder import refuse_other_identity
 from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, refuse_unless, setting
+from runs.settings import RunSettings, Sampling, path_setting, refuse_unless, setting
 from setup import Run, setup
 from train import Trainer
 
@@ -43,7 +43,7 @@ class OnlineSettings(Sampling):
     reference: str = setting("last", choices=("first", "last"))
     """last: the policy as it is when an iteration begins. first: the model that the run started
     from."""
-    ratings: str | None = None
+    ratings: str | None = path_setting()
     """Offline rated records to mix in, in the forms that kto.py takes."""
     ratings_per_iteration: int | None = setting(None, at_least=1)
     """Number of them that join each iteration, the next ones of a seeded order. Default: all."""
@@ -69,7 +69,7 @@ class Settings(RunSettings):
         if self.online.reference == "last":
             only = "goes with online.reference first only"
             refuse_unless(not self.reference, f"reference: {only}")
-            refuse_unless(not self.lora.base, f"lora.base: {only}")
+            refuse_unless(not self.lora.quantize, f"lora.quantize: {only}")
             refuse_unless(
                 self.precision != "bf16-true", f"{NO_BF16_MERGING}, or online.reference first"
             )
@@ -146,8 +146,6 @@ def main(argv=None, checker=None, rollout=None, rate=None) -> None:
             picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
             asked = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
-            if answers is None:  # stopped by a signal or the time limit
-                break
             examples = (rate or rate_answers)(run, asked, answers)
             if len(examples) != len(asked):
                 n = len(asked)

@@ -26,15 +26,15 @@ class Reference:
     def __init__(self, fabric, policy, frozen):
         self.fabric, self.policy, self.frozen = fabric, policy, frozen
 
-    def compute(self, packed: PackedBatch) -> torch.Tensor:
-        """-> log-probs (B, K) in nats"""
+    def compute(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
+        """-> what the policy's forward would give: log-probs in nats (see model.py)"""
         if self.frozen is None:
             with disable_adapters(self.policy):
-                return self.policy(packed)
+                return self.policy(packed, prompt_cache)
         # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
         # differently from the policy.
         with self.fabric.autocast():
-            return self.frozen(packed)
+            return self.frozen(packed, prompt_cache)
 
     __call__ = compute
 
@@ -51,7 +51,7 @@ class CachedReference:
         self.folder = Path(cfg.reference_cache).expanduser()
         # what the values depend on, besides prompt and completion
         models = [x for k, x in sorted(identity.items()) if k.startswith(("model ", "reference "))]
-        depends = [*models, cfg.precision + (cfg.lora.base or ""), cfg.data.score_prompt]
+        depends = [*models, cfg.precision + (cfg.lora.quantize or ""), cfg.data.score_prompt]
         self.key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
         self.known: dict[bytes, float] = {}
         self.unsaved: dict[bytes, float] = {}
@@ -64,12 +64,13 @@ class CachedReference:
     def released(self) -> bool:
         return self.reference is None
 
-    def compute(self, packed: PackedBatch) -> torch.Tensor:
+    def compute(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
         """Log-probs (B, K) by the model itself, not from the cache."""
-        return self.reference.compute(packed)
+        return self.reference.compute(packed, prompt_cache)
 
-    def __call__(self, packed: PackedBatch) -> torch.Tensor:
-        """-> log-probs (B, K) in nats, from the cache where it has them"""
+    def __call__(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
+        """-> log-probs (B, K) in nats, from the folder where it has them. prompt_cache is not used: the
+        prompts' keys may never have been computed."""
         keys, device = packed.digests(), packed.token_N.device
         is_missing = any(key not in self.known for row in keys for key in row)
         if self.released:
@@ -93,11 +94,11 @@ class CachedReference:
             self.unsaved |= new
             self.n_computed += len(new)
         if time.monotonic() - self.saved_at > SAVE_EVERY:
-            self._save()
+            self.save()
 
     def release(self) -> None:
         """Free the model: everything that the run needs is known now."""
-        self._save()
+        self.save()
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
@@ -122,7 +123,8 @@ class CachedReference:
     def _file_name(self, content: bytes) -> str:
         return f"{self.key}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write what is not written yet."""
         self.saved_at = time.monotonic()
         if not self.unsaved:
             return

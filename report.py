@@ -97,6 +97,7 @@ class RunResults(NamedTuple):
     settings: dict[str, str]  # dotted name -> value; without the seed and BOOKKEEPING
     tables: dict[str, pd.DataFrame]  # by step: raw (metrics.csv), train (running mean of raw), val
     samples: pd.DataFrame  # by prompt: the answers before and after training
+    shares: pd.DataFrame  # of right answers before and after, by field and value of the records
 
 
 Groups = dict[str, list[RunResults]]  # label -> runs with equal settings
@@ -134,6 +135,15 @@ def parse_answers(text: str) -> tuple[dict[str, str], float | None]:
     return {pair["prompt"]: pair["completion"] for pair in pairs}, share
 
 
+def parse_shares(text: str) -> dict[str, str]:
+    """A file of RUN/eval: {"field: value": "right% of n"} of the records' fields."""
+    shares = {}
+    for field, counts in json.loads(text).get("by", {}).items():
+        for value, (right, n) in counts.items():
+            shares[f"{field}: {value}"] = f"{100 * right / n:.0f}% of {n}"
+    return shares
+
+
 def read_eval_file(file: Path | None) -> tuple[dict[str, str], float | None]:
     """What parse_answers returns of a file; ({}, None) when there is no file."""
     if file is None:
@@ -165,12 +175,16 @@ def read_run(folder: str) -> RunResults:
     answers_before, share_before = read_eval_file(first)
     answers_after, share_after = read_eval_file(last)
     samples = pd.DataFrame({"before": answers_before, "after": answers_after}).dropna()[:8]
+    files = {"before": first, "after": last}
+    shares = pd.DataFrame({k: parse_file(k, f, parse_shares) for k, f in files.items() if f})
     if "checker_accuracy" not in val:
-        shares = pd.Series({0: share_before, raw.index[-1]: share_after}, name="checker_accuracy")
-        shares = shares.dropna().astype(float)
-        val = val.join(shares, how="outer").dropna(axis=1, how="all")
+        checks = pd.Series({0: share_before, raw.index[-1]: share_after}, name="checker_accuracy")
+        checks = checks.dropna().astype(float)
+        val = val.join(checks, how="outer").dropna(axis=1, how="all")
 
-    return RunResults(folder, seed, settings, {"raw": raw, "train": train, "val": val}, samples)
+    return RunResults(
+        folder, seed, settings, {"raw": raw, "train": train, "val": val}, samples, shares
+    )
 
 
 def group_runs(runs: list[RunResults]) -> tuple[Groups, pd.DataFrame]:
@@ -338,6 +352,8 @@ def write_page(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
     html += ["<p>", ABOUT]
     for label, group in groups.items():
         samples = group[0].samples.to_html()
+        if len(group[0].shares):
+            html += [f"<h2>Right answers of {escape(label)}</h2>", group[0].shares.to_html()]
         html += [f"<h2>Samples of {escape(label)}</h2><div>", samples, "</div>"]
     if len(differ):
         html += ["<h2>Settings that differ</h2><div>", differ.to_html(), "</div>"]

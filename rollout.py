@@ -12,14 +12,16 @@ rollout_batch_size prompts; the model in `folder` changes once an iteration.
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from generate import completion_text, generate
 from hub.export import export_weights
+from runs.console import Wait, advance, say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, printable, user_error
 from runs.files import write_atomically
 from runs.optimizer import Plan
 from runs.settings import Sampling
@@ -27,15 +29,18 @@ from runs.settings import Sampling
 NO_BF16_MERGING = """precision: bf16-true: adapters are merged into the base between iterations, and \
 merging them into a bfloat16 base would lose them to rounding; use bf16-mixed"""
 
+SHORTER_ROLLOUT = "fewer prompts in an iteration, or a smaller max_new_tokens"
+
 
 def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
     """(i, plan) of each iteration that is not done yet, i from 1. With a moving reference the policy
     becomes its own reference when an iteration begins."""
     moves, state = moving_reference and run.reference is not None, run.state
+    run.last_step = plans[-1].total
     if moves and state.iteration:  # a resume: its weights belong on the iteration's reference
         run.restore_reference()
     for i, plan in enumerate(plans, 1):
-        if plan.end <= state.step:
+        if plan.end <= state.step and not state.unvalidated:
             continue
         if i > state.iteration:
             run.begin_iteration(i, moves)
@@ -46,28 +51,48 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
 
 
 def answers_file(run, i: int) -> Path:
-    """A header line (what was asked, and of which policy), then one line for each answer."""
+    """A header line (what was asked, of which policy, and the hash of the other lines), then one line
+    for each answer."""
     return run.folder.path / "iterations" / f"answers-{i}.jsonl"
 
 
 def read_answers(run, i: int) -> list[list[int]]:
-    """The token ids of iteration i's answers."""
-    _, *lines = answers_file(run, i).read_text().split("\n")[:-1]
+    """The token ids of iteration i's answers. Raises BadInput if the file is damaged."""
+    file = answers_file(run, i)
+    _, lines = _read_lines(file)
     return [json.loads(line)["ids"] for line in lines]
 
 
-def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[int]] | None:
-    """The policy's answers to `prompts` in iteration i, as token ids; None if a signal or the time
-    limit came first (then the run is saved; at step 0 the answers alone are).
+def _read_lines(file: Path) -> tuple[dict, list[str]]:
+    """-> what was asked, and a line for each answer. Raises BadInput if the file is damaged."""
+    with user_error(None, file, Exception):
+        header, *lines = file.read_text().split("\n")[:-1] or [""]
+        asked = json.loads(header)
+        if asked.pop("answers_hash", None) != _lines_hash(lines):
+            raise BadInput(f"{file}: damaged: not the answers that were written")
+    return asked, lines
+
+
+def _write_lines(file: Path, asked: dict, lines: list[str]) -> None:
+    header = json.dumps(asked | {"answers_hash": _lines_hash(lines)})
+    write_atomically(file, "\n".join([header, *lines, ""]))
+
+
+def _lines_hash(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[int]]:
+    """The policy's answers to `prompts` in iteration i, as token ids.
 
     They are written after each rollout batch. A resume takes the batches that a killed process has
     written, if policy, prompts and sampling are the same. args: a Sampling with a
-    rollout_batch_size. Raises BadInput.
+    rollout_batch_size. Raises BadInput; and Interrupted where a signal or the time limit comes first.
     """
     file, size = answers_file(run, i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    header = _header_line(run, prompts, args, new)
-    lines = run.fabric.broadcast(_whole_batches(file, header, len(prompts), size))
+    asked = _what_is_asked(run, prompts, args, new)
+    lines = on_rank_0(run.fabric, lambda: _lines_on_disk(file, asked))
     answers = [json.loads(line)["ids"] for line in lines]
     if len(answers) == len(prompts):
         return answers
@@ -77,38 +102,43 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
             advice = f"resume from a checkpoint of step {plan.begin} or before"
         raise BadInput(f"resume: {file}: not what this iteration learns from; {advice}")
     folder = _export_policy(run) if run.rollout else None
-    while len(answers) < len(prompts):
-        batch = prompts[len(answers) : len(answers) + size]
-        seed = (run.cfg.seed * 1009 + i) * 1000003 + len(answers)
-        fresh = _answer_batch(run, folder, batch, args, new, seed)
-        if fresh is None:
-            run.save_and_say_how_to_go_on(plan.total)
-            return None
-        answers += fresh
-        if run.fabric.global_rank == 0:
-            lines += [_answer_line(run, ids, args.stop) for ids in fresh]
-            write_atomically(file, "\n".join([header, *lines, ""]))
+    n = len(prompts) - len(answers)
+    say(f"iteration {i}: {n:,} prompts to answer, with at most {new:,} tokens each")
+    with Wait(f"answers of iteration {i}", n * new, shorter=SHORTER_ROLLOUT):
+        while len(answers) < len(prompts):
+            batch = prompts[len(answers) : len(answers) + size]
+            seed = (run.cfg.seed * 1009 + i) * 1000003 + len(answers)
+            with run.stop.interruptible():
+                fresh = _answer_batch(run, folder, batch, args, new, seed)
+            answers += fresh
+            if run.fabric.global_rank == 0:
+                lines += [_answer_line(run, ids, args.stop) for ids in fresh]
+                _write_lines(file, asked, lines)
     return answers
 
 
-def _header_line(run, prompts: list, args: Sampling, new: int) -> str:
+def _what_is_asked(run, prompts: list, args: Sampling, new: int) -> dict:
     """All that the answers of an iteration depend on."""
     h = hashlib.sha256()
     for prompt in prompts:
         h.update(len(prompt).to_bytes(8, "big") + prompt.tobytes())
     asked = {"policy": run.state.started_from, "seed": run.cfg.seed, "prompts": h.hexdigest()}
     asked["engine"] = run.rollout is not None
-    return json.dumps({**asked, **asdict(args), "max_new_tokens": new})
+    names = [f.name for f in fields(Sampling)]
+    sampling = {name: getattr(args, name) for name in (*names, "rollout_batch_size")}
+    return {**asked, **sampling, "max_new_tokens": new}
 
 
-def _whole_batches(file: Path, header: str, n: int, size: int) -> list[str]:
-    """The lines of whole rollout batches that the file has for this header."""
+def _lines_on_disk(file: Path, asked: dict) -> list[str]:
+    """The lines of whole rollout batches that were written for what is asked."""
     if not file.exists():
         return []
-    first, *lines = file.read_text().split("\n")[:-1] or [""]
-    if first != header:
+    try:
+        known, lines = _read_lines(file)
+    except BadInput as e:
+        say(f"{e}; they cannot be used")
         return []
-    return lines if len(lines) == n else lines[: len(lines) // size * size]
+    return lines if known == asked else []
 
 
 def _answer_line(run, ids: list[int], stop: list[str]) -> str:
@@ -124,28 +154,49 @@ def _export_policy(run) -> Path:
 
 
 def _answer_batch(run, folder, prompts, args: Sampling, new: int, seed: int):
-    """Answers by our sampler, or by the engine on rank 0 from the exported folder; None if the run
-    is asked to stop."""
+    """Answers by our sampler, or by the engine on rank 0 from the exported folder."""
 
     def should_stop():
-        return run.stop.requested_now(run.fabric.device)
+        run.stop.check(run.fabric.device)
 
     if run.rollout is None:
         return generate(
             run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, should_stop
         )
-    if should_stop():
-        return None
+    should_stop()
 
     def ask_engine():
-        fresh = run.rollout(folder, [p.tolist() for p in prompts], args, new, seed)
-        return [[int(i) for i in ids] for ids in fresh]
+        with run.stop.interruptible(alone=True):
+            fresh = run.rollout(folder, [p.tolist() for p in prompts], args, new, seed)
+        advance(len(prompts) * new)
+        return _check_answers(run, prompts, fresh, new)
 
-    fresh = on_rank_0(run.fabric, ask_engine)
-    if len(fresh) != len(prompts) or not all(fresh):
-        lengths = printable([len(ids) for ids in fresh])
-        raise BadInput(
-            f"rollout: {len(prompts)} prompts need as many answers of one token or more, got answers "
-            f"of {lengths} tokens"
-        )
-    return fresh
+    return on_rank_0(run.fabric, ask_engine)
+
+
+def _check_answers(run, prompts: list, answers, new: int) -> list[list[int]]:
+    """An engine's answers as lists of Python's ints. Raises BadInput with the number of the first one
+    that the policy could not have given."""
+    module = getattr(run.policy, "module", run.policy)
+    size, context = module.config.padded_vocab_size, module.max_seq_length
+    try:
+        answers = list(answers)
+    except TypeError:
+        raise BadInput(f"rollout: expected a list of answers, got {printable(answers)}") from None
+    if len(answers) != len(prompts):
+        raise BadInput(f"rollout: {len(prompts)} prompts need as many answers, got {len(answers)}")
+    checked = []
+    for i, (prompt, ids) in enumerate(zip(prompts, answers)):
+        most = min(new, context - len(prompt))
+        try:
+            ids = [operator.index(x) for x in ids]  # no floats, no texts
+            is_valid = 0 < len(ids) <= most and min(ids) >= 0 and max(ids) < size
+        except TypeError:
+            is_valid = False
+        if not is_valid:
+            raise BadInput(
+                f"rollout: answer {i}: expected 1 to {most} token ids from 0 to {size - 1}, got "
+                f"{printable(repr(ids))}"
+            )
+        checked.append(ids)
+    return checked

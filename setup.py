@@ -7,15 +7,16 @@ order of their calls. Nobody needs this file to change an algorithm.
 import copy
 import hashlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-import yaml
 from torch import nn
 
 import model
@@ -25,11 +26,12 @@ from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import read_config
 from hub.folders import fetch_model, folders_on_top
-from hub.lora import merge_adapters, reset_adapters
+from hub.lora import merge_adapters, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
 from records.examples import Example, examples_hash, load_splits
+from records.readers import absolute_sources
 from records.tokenizer import Tokenizer
 from reference import CachedReference, Reference
 from runs.checkpoint import (
@@ -37,11 +39,12 @@ from runs.checkpoint import (
     load_checkpoint,
     load_weights,
     program_file,
+    read_settings,
     read_state,
     save_checkpoint,
 )
-from runs.cli import dump_yaml
-from runs.console import say
+from runs.cli import dump_yaml, script_arguments
+from runs.console import Wait, say
 from runs.devices import launch, leave_process_group, on_rank_0, resolve_devices
 from runs.errors import BadInput, Failed, user_error
 from runs.files import file_hash, find_path, publish_folder, verify_folder
@@ -55,7 +58,7 @@ from runs.folder import (
 from runs.logger import TABLES, Logger, read_claimed_rows
 from runs.metrics import Throughput, least_passes
 from runs.optimizer import make_optimizer, make_plan
-from runs.settings import RunSettings, with_limits
+from runs.settings import DEFAULT_TOKENS, RunSettings, with_limits
 from runs.stop import Stop
 from runs.tensors import (
     LazyTensors,
@@ -111,6 +114,8 @@ class Run:
     """Counts tokens and FLOPs between two rows of metrics.csv."""
     stop: Stop
     """Whether a signal or the time limit asks the run to end."""
+    last_step: int = 0
+    """The step with which the whole run ends. Changed by Trainer.fit and rollout.iterations."""
     rollout: Callable | None = None
     """An engine that answers prompts in place of our sampler (see rollout.py)."""
     saved_step: int = 0
@@ -175,7 +180,7 @@ class Run:
         """The policy's weights by their plain names, adapters apart, each gathered when it is asked
         for: of a sharded policy that is a collective. A quantised base is read from its source
         again, so that rounded numbers never leave."""
-        params, quantized = self.policy.unique_parameters(), self.cfg.lora.base
+        params, quantized = self.policy.unique_parameters(), self.cfg.lora.quantize
         if quantized:
             own = {name: p for name, p in params.items() if p.requires_grad}
         else:
@@ -218,26 +223,28 @@ class Run:
         self.state.rows = self.logger.sync()
         checkpoints = self.folder.path / "checkpoints"
         new = checkpoint_folder(checkpoints, self.state.step)
-        save_checkpoint(self.fabric, new, self.policy, self.optimizer, self.state, self.cfg)
+        with Wait(f"saving step {self.state.step}"):
+            save_checkpoint(self.fabric, new, self.policy, self.optimizer, self.state, self.cfg)
         self.saved_step = self.state.step
         if self.fabric.global_rank == 0:
             prune_checkpoints(checkpoints, self.cfg.keep_last, self.state.best_step)
 
-    def save_and_say_how_to_go_on(self, last_step: int) -> None:
-        """For a run that stops before its last step."""
-        if self.saved_step < self.state.step:
+    def save_and_say_how_to_go_on(self) -> None:
+        """For a run that stops before its end."""
+        step = self.state.step
+        if self.saved_step < step:
             self.save()
-        say(
-            f"stopped by {self.stop.reason} at step {self.state.step} of {last_step}, saved; go on with"
-        )
+        saved = ", saved" if step else ""  # before the first step there is nothing to save
+        say(f"stopped by {self.stop.reason} at step {step} of {self.last_step}{saved}; go on with")
         settings = str(self.folder.path / "settings.yaml")
-        command = ["python", self.state.program, "--config", settings, "--resume", "auto"]
-        say(f"  {shlex.join(command)}")
+        command = ["python", self.state.program, *script_arguments]
+        say(f"  {shlex.join([*command, '--config', settings, '--resume', 'auto'])}")
 
     def close(self, failed: bool) -> None:
         """Close the files and, unless the run has failed, end the processes together."""
         self.logger.close()
         self.folder.close()
+        self.stop.close()
         if not failed:
             self.policy = self.reference = self.optimizer = self.evaluator = None
             leave_process_group(self.fabric)
@@ -261,6 +268,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     # the model's folder and its tokenizer
     source = fetch_model(cfg.model, weights=not cfg.estimate)
     arguments, config, names = read_config(source)  # refuses what could not be exported
+    cfg = replace(cfg, lora=without_missing_targets(cfg.lora, names))
     if cfg.estimate:
         make = partial(model.make_model, arguments, names=names)
         tied = config["tie_word_embeddings"]
@@ -268,7 +276,10 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         sys.exit(0)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     data = with_limits(cfg.data, arguments["block_size"])
-    cfg = replace(cfg, data=data, **resolve_devices(cfg))
+    resolved = resolve_devices(cfg)
+    cfg = with_absolute_paths(replace(cfg, data=data, **resolved))
+    if cfg.accelerator == "cpu":
+        cfg = replace(cfg, micro_batch_tokens=tokens_on_a_cpu(cfg, arguments))
 
     # the records
     with user_error("data", cfg.data.train):
@@ -283,15 +294,17 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     fabric = launch(cfg)
     program = program_file(type(objective))
     folder = RunFolder(fabric, cfg, program)
-    cfg = replace(cfg, out_dir=str(folder.path))  # settings.yaml alone must find its run
+    # settings.yaml alone must find its run
+    cfg = replace(cfg, out_dir=os.path.abspath(folder.path))
 
     # the models
     state = RunState(str(program), file_hash(program))
     if cfg.data.chat_template:
         state.chat_template = tokenizer.template_text
-    policy, frozen, state.identity = load_models(
-        cfg, fabric, source, tokenizer, examples, needs_reference
-    )
+    with Wait("loading the model"):
+        policy, frozen, state.identity = load_models(
+            cfg, fabric, source, tokenizer, examples, needs_reference
+        )
     optimizer = fabric.setup_optimizers(make_optimizer(cfg.optim, policy.module))
     reference = Reference(fabric, policy, frozen) if needs_reference else None
     if reference and cfg.reference_cache:
@@ -300,10 +313,12 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     # a new run, or the one that it goes on from
     rows = begin_folder(fabric, folder, cfg, state, source)
     if folder.state:
-        load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
+        with Wait("reading the checkpoint"):
+            load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
         state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
 
+    stop = Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at)
     runs_reference = objective.needs_reference and not cfg.reference_cache
     passes = least_passes(objective.kl_pairs, runs_reference, bool(cfg.lora.rank))
     return Run(
@@ -320,12 +335,41 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         state=state,
         folder=folder,
         logger=Logger(cfg, rows),
-        evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker),
+        evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker, stop),
         throughput=Throughput(fabric, cfg.precision, policy.module, passes),
-        stop=Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at),
+        stop=stop,
         rollout=rollout,
         saved_step=state.step,
     )
+
+
+def with_absolute_paths(settings):
+    """The same settings with absolute paths: settings.yaml, which is made of them, then means the same
+    from any working directory. Ids of the Hub stay as they are."""
+    changed = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            changed[field.name] = with_absolute_paths(value)
+        elif value and field.metadata.get("path") == "source":
+            changed[field.name] = absolute_sources(value)
+        elif value and field.metadata.get("path") == "folder":
+            changed[field.name] = os.path.abspath(Path(value).expanduser())
+    return replace(settings, **changed)
+
+
+CPU_ACTIVATIONS = 4e9  # bytes
+
+
+def tokens_on_a_cpu(cfg: RunSettings, arguments: dict) -> int | None:
+    """micro_batch_tokens as given. The default is smaller than a GPU's where the activations of so many
+    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
+    width."""
+    if cfg.micro_batch_tokens or cfg.micro_batch_size:
+        return cfg.micro_batch_tokens
+    of_a_token = 80 * arguments["n_layer"] * arguments["n_embd"]
+    tokens = max(256, int(CPU_ACTIVATIONS / of_a_token) // 256 * 256)
+    return tokens if tokens < DEFAULT_TOKENS else None
 
 
 def refuse_unsavable_state(objective) -> None:
@@ -352,9 +396,9 @@ def begin_folder(
             read_claimed_rows(folder.path / name, claims.get(name), folder.checkpoint)
             for name in TABLES
         ]
-        # A source whose tokenizer files cannot be copied is refused now, not at the export; `begin`
-        # removes the copy.
-        copy_tokenizer_files(source, folder.path / ".final.tmp")
+        # A source whose tokenizer files cannot be copied is refused now, not at the export.
+        with TemporaryDirectory(dir=folder.path, prefix=".", suffix=".tmp") as trial:
+            copy_tokenizer_files(source, Path(trial))
         folder.begin(cfg)
         return rows
 
@@ -390,8 +434,8 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
     elif has_copy:  # not wrapped: DDP refuses a module that never trains
         frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
         frozen = fabric.to_device(frozen)
-    if cfg.lora.base:  # only now: the hashes are of the source's own weights
-        quantize_base(policy, cfg.lora.base, fabric.device)
+    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
+        quantize_base(policy, cfg.lora.quantize, fabric.device)
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
     if sharded:
@@ -498,9 +542,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
         raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
     notes, read_as = [], torch.float32
     if (checkpoint / "state.json").exists():
+        own = dtype_of(read_settings(checkpoint)["precision"])
         settings = (checkpoint / "settings.yaml").read_text()
         notes = notes_of(settings, read_state(checkpoint)[0], checkpoint.parent.parent)
-        own = dtype_of(yaml.safe_load(settings)["precision"])
         read_as = torch.promote_types(own, torch.float32)
     export_weights(model.read_folder_weights(folder, read_as), folder, out, dtype, notes)
 
@@ -509,8 +553,8 @@ def notes_of(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]
     """More files of an exported model, as (name, text): its card, and the chat template if the run
     used another one than the model's."""
     notes = [("README.md", model_card(settings, state, run))]
-    if file := yaml.safe_load(settings)["data"]["chat_template"]:
-        notes.append(("chat_template.jinja", Path(file).read_text()))
+    if state.chat_template:
+        notes.append(("chat_template.jinja", state.chat_template))
     return notes
 
 

@@ -74,8 +74,8 @@ class Settings(RunSettings):
             "reference_cache: SPIN's reference is another one in each iteration",
         )
         refuse_unless(
-            not self.lora.base,
-            "lora.base: SPIN merges the adapters into the base, which a quantised base cannot take",
+            not self.lora.quantize,
+            "lora.quantize: SPIN merges the adapters into the base, which a quantised base cannot take",
         )
         refuse_unless(self.precision != "bf16-true", NO_BF16_MERGING)
 
@@ -154,8 +154,6 @@ def main(argv=None, checker=None, rollout=None) -> None:
         prompts = [e.prompt for e in run.examples["train"]]
         for i, plan in iterations(run, plans_of(run), moving_reference=True):
             answers = policy_answers(run, i, plan, prompts, cfg.spin)
-            if answers is None:  # stopped by a signal or the time limit
-                break
             pairs = make_pairs(run, i, answers)
             show_pairs(run, i, betas[i - 1], pairs)
             run.use_objective(SPIN(cfg.spin, betas[i - 1]))

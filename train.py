@@ -14,6 +14,7 @@ pairs of a step (n <= G).
 
 import math
 import time
+import traceback
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -26,19 +27,23 @@ from data import (
     Cut,
     LossView,
     MicroBatch,
+    StepView,
     batch_of_step,
     make_batch,
+    mismatched,
     step_batches,
-    to_device,
 )
+from records.examples import Example, Examples
 from reference import CachedReference
-from runs.console import say
+from runs.console import Wait, advance, duration, say
 from runs.devices import all_reduce
-from runs.errors import Failed
+from runs.errors import BadInput, Failed, Interrupted
 from runs.files import write_json
 from runs.metrics import mean
 from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
 from setup import Run, export_models, load_best_weights
+
+CHECKED = 4  # examples of the start check: more would make the first step wait
 
 
 class KL(NamedTuple):
@@ -47,7 +52,7 @@ class KL(NamedTuple):
     logratio: torch.Tensor
     """(n,), nats."""
     z: torch.Tensor
-    """The baseline, one number."""
+    """The baseline: one number, or (G,), one for each example."""
 
 
 class Objective:
@@ -59,6 +64,8 @@ class Objective:
     """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, for z."""
     needs_reference = True
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
+    by_token = False
+    """True: `reduce` gets the log-probs of each token."""
     average_logps = False
     """Whether a log-ratio is divided by the number of scored tokens."""
 
@@ -67,10 +74,20 @@ class Objective:
         return self.needs_reference or self.kl_pairs
 
     def loss(self, logps, ref_logps, batch: LossView, z):
-        """logps, ref_logps: log-probs (B, K) of policy and reference, in nats. z: the step's
-        baseline. -> the loss (B,) of each example, not their mean; and {column: (B,)}. These
-        columns, with the loss among them, reach `metrics`. Validation calls it too."""
+        """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
+        z: the step's baseline, or (B,) the examples' own. -> the loss (B,) of each example, not their
+        mean; and {column: (B,)}. These columns, with the loss among them, reach `metrics`.
+        Validation calls it too."""
         raise NotImplementedError
+
+    def reduce(self, logps, ref_logps, lengths):
+        """Only if by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end
+        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K)."""
+        return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
+
+    def partners(self, examples: list[Example]) -> list[int]:
+        """With kl_pairs: the number of the example whose completion each example borrows, or -1."""
+        return mismatched(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
         """columns: of all G examples, on the CPU. -> a row of metrics.csv; None is an empty cell."""
@@ -82,10 +99,11 @@ class Objective:
         r = logps if ref_logps is None else logps - ref_logps
         return r / lengths if self.average_logps else r
 
-    def baseline(self, kl_n):
-        """z of a step, a number or tensor, from the log-ratios (n,) of its mismatched pairs: first
-        the mean, then the clamp. n may be 0. Validation and precomputing call it too: it must not
-        update what the objective remembers."""
+    def baseline(self, kl_n, step: StepView):
+        """z of a step from the log-ratios (n,) of its mismatched pairs: first the mean, then the clamp.
+        -> a number, or (G,): one for each example. Pair i is that of example step.paired[i]; n may
+        be 0. Validation and precomputing call it too: it must not update what the objective
+        remembers."""
         return (kl_n.sum() / max(1, len(kl_n))).clamp(min=0)
 
     def after_step(self, columns: dict, kl: KL) -> None:
@@ -105,8 +123,10 @@ class BeforeGradient(NamedTuple):
     """What the no-gradient pass of a step found."""
 
     ref_logps: torch.Tensor | None
-    """(G, K), of which the rows of this rank's examples are filled; None without a reference."""
+    """(G, K), or (G, K, L) by token, of which the rows of this rank's examples are filled; None
+    without a reference."""
     kl: KL
+    step: StepView
 
 
 class Trainer:
@@ -116,14 +136,31 @@ class Trainer:
     def __init__(self, run: Run):
         self.run = run
         self.has_fitted = False
+        if run.objective.by_token and (run.cfg.data.score_prompt or run.cfg.reference_cache):
+            raise BadInput(
+                "data.score_prompt, reference_cache: this objective takes the log-probs of each token "
+                "of a completion: the cache has only their sums, and a prompt's tokens are no part of it"
+            )
 
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
-        self.run.close(failed=kind is not None)
-        if kind is None and self.run.stop.signal:
-            raise SystemExit(128 + self.run.stop.signal)  # as a shell reports a signal
+    def __exit__(self, kind, error, trace):
+        """The end of a run, of whatever kind. Interrupted is no error: what there is is saved."""
+        run, failed = self.run, kind not in (None, Interrupted)
+        try:
+            if kind is Interrupted:
+                traceback.clear_frames(trace)  # they hold the model, which must be gone at the end
+                run.stop.set_agreed(error.args[0])
+                run.save_and_say_how_to_go_on()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            run.close(failed)
+        if not failed and run.stop.signal:
+            raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
+        return not failed
 
     def fit(self, examples=None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a
@@ -134,8 +171,9 @@ class Trainer:
             "fit: the default plan has ended: give one that begins here"
         )
         self.has_fitted = True
-        examples = run.examples["train"] if examples is None else examples
+        examples = Examples.of(run.examples["train"] if examples is None else examples)
         plan = plan or make_plan(run.cfg, len(examples))
+        run.last_step = plan.total
         self.before_first_step(examples, plan)
         for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
@@ -153,16 +191,16 @@ class Trainer:
             if is_last or is_best or is_due(step, plan.save):
                 run.save()
             if run.stop.requested(step) and step < plan.total:
-                run.save_and_say_how_to_go_on(plan.total)
+                run.save_and_say_how_to_go_on()
                 return False
         return True
 
     def forward_backward(self, batch: Batch) -> tuple[dict, KL]:
         """Add the step's gradient to the policy's. -> {column: (G,)} and KL, of all ranks"""
         run, columns = self.run, {}
-        micros = batch.micro_batches()
+        micros = batch.micro_batches
         first_forward, score_pairs = None, self.forward
-        if run.objective.kl_pairs and len(micros) == len(batch.micro_batches(no_grad=True)) == 1:
+        if run.objective.kl_pairs and len(micros) == 1:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = model.PromptCache()
@@ -183,42 +221,56 @@ class Trainer:
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
+                advance()
         return self.sum_over_ranks(columns), before.kl
 
     @torch.no_grad()
     def no_gradient_pass(self, batch: Batch, score_pairs, objective: Objective) -> BeforeGradient:
         """The reference's log-probs of this rank's completions, and z from the log-ratios of all
-        mismatched pairs of the step, on all ranks. score_pairs(packed): the policy's log-probs."""
+        mismatched pairs of the step, on all ranks. score_pairs(packed): the policy's log-probs.
+
+        The reference runs the micro-batches of the policy, first the own completions, then the
+        borrowed ones. So both models round alike: a log-ratio is exactly 0 before the first update,
+        and later the rounding of the two mostly cancels."""
         run, device = self.run, self.run.fabric.device
-        G = len(batch.examples)
-        has_pairs = batch.partners is not None
-        ref_logps = None
+        G, has_pairs, ref_logps = len(batch.examples), batch.partners is not None, None
         kl_G = torch.zeros(G, device=device, dtype=torch.float64)
-        micros = batch.micro_batches(no_grad=True) if objective.needs_no_gradient_pass else []
-        for micro in micros:
-            packed = self.pack(batch, micro.index, borrowed=has_pairs)
-            ref_pair_B = None
+        for micro in batch.micro_batches if objective.needs_no_gradient_pass else []:
+            prompt_cache = model.PromptCache() if has_pairs else None
             if objective.needs_reference:
-                ref_BK = run.reference(packed)
-                if has_pairs:  # the borrowed completion is the last of the K
-                    ref_BK, ref_pair_B = ref_BK[:, :-1], ref_BK[:, -1]
+                packed = self.pack(batch, micro.index)
+                ref_own = run.reference(packed, prompt_cache)
                 if ref_logps is None:
-                    ref_logps = torch.zeros(G, ref_BK.shape[1], device=device)
+                    shape = ref_own.shape[1:]
+                    if objective.by_token:
+                        shape = (shape[0], batch.longest_completion)
+                    ref_logps = torch.zeros(G, *shape, device=device)
                 if not micro.filler:
-                    ref_logps[packed.index_B] = ref_BK
+                    rows = ref_logps[..., : ref_own.shape[2]] if objective.by_token else ref_logps
+                    rows[packed.index_B] = ref_own
             if has_pairs:
-                logps = score_pairs(self.pack(batch, micro.index, own=False, borrowed=True))
-                kl_B = objective.logratio(logps[:, 0], ref_pair_B, packed.length_BK[:, -1])
+                packed = self.pack(batch, micro.index, borrowed=True)
+                logps, ref_pairs = score_pairs(packed), None
+                if objective.needs_reference:
+                    ref_pairs = run.reference(packed, prompt_cache)
+                if objective.by_token:
+                    logps, ref_pairs = objective.reduce(logps, ref_pairs, packed.length_BK)
+                kl_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
                     kl_G[packed.index_B] = kl_B.double()
-        kl_n = kl_G[:0]
-        if has_pairs:  # an example without a partner is left out of the mean
-            paired = [i for i, partner in enumerate(batch.partners) if partner >= 0]
-            kl_n = all_reduce(kl_G)[to_device(torch.tensor(paired, dtype=torch.long), device)]
-        z = objective.baseline(kl_n)
+            advance()
+            run.stop.check(device)
+        step = batch.step_view(device)
+        # an example without a partner is left out of the mean
+        kl_n = all_reduce(kl_G)[step.paired] if has_pairs else kl_G[:0]
+        z = objective.baseline(kl_n, step)
         if not isinstance(z, torch.Tensor):
             z = torch.full((), z, device=device)
-        return BeforeGradient(ref_logps, KL(kl_n, z.to(torch.get_default_dtype())))
+        if z.shape not in ((), (G,)):
+            raise Failed(
+                f"baseline: one number or ({G},), one for each example, not {tuple(z.shape)}"
+            )
+        return BeforeGradient(ref_logps, KL(kl_n, z.to(torch.get_default_dtype())), step)
 
     def check_finite(self, batch: Batch, columns: dict, kl: KL, grad_norm) -> float:
         """Raise Failed if the norm or z is not finite: both are of all ranks, and a loss that is not
@@ -226,7 +278,7 @@ class Trainer:
         also agree on whether to stop. -> the norm"""
         run = self.run
         stop_code = torch.full_like(grad_norm, run.stop.code(), dtype=torch.float64)
-        numbers = torch.stack([grad_norm.double(), kl.z.double(), stop_code])
+        numbers = torch.stack([grad_norm.double(), kl.z.double().sum(), stop_code])
         grad_norm, z, stop_code = all_reduce(numbers, "max").tolist()
         run.stop.set_agreed(stop_code)
         if math.isfinite(grad_norm) and math.isfinite(z):
@@ -269,25 +321,32 @@ class Trainer:
 
     # ---- parts of a step ------------------------------------------------------------------------
 
-    def pack(self, batch: Batch, index, own: bool = True, borrowed: bool = False):
-        return batch.pack(index, own, borrowed).to(self.run.fabric.device)
+    def pack(self, batch: Batch, index, borrowed: bool = False):
+        return batch.pack(index, borrowed).to(self.run.fabric.device)
 
     def forward(self, packed, prompt_cache=None):
-        """The policy's log-probs (B, K) of a packed batch, with gradient in training. prompt_cache:
-        where to leave the prompts' keys and values, or from where to read them."""
+        """The policy's log-probs of a packed batch, (B, K) or by token (B, K, L), with gradient in
+        training. prompt_cache: where to leave the prompts' keys and values, or from where to read
+        them."""
         return self.run.policy(packed, prompt_cache)
 
     def loss(self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns):
         """-> the losses (B,) of a micro-batch. Its columns are written to their places among the
         step's G. A filler only makes the columns, so that all ranks have the same ones."""
-        ref_logps = before.ref_logps
+        ref_logps, z, B = before.ref_logps, before.kl.z, len(logps)
         if ref_logps is not None:
             ref_logps = ref_logps[packed.index_B]
-        view = batch.loss_view(micro.index, packed.length_BK)
-        loss_B, values = objective.loss(logps, ref_logps, view, before.kl.z)
+        if objective.by_token:
+            if ref_logps is not None:
+                ref_logps = ref_logps[..., : logps.shape[2]]
+            logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
+        if z.dim():
+            z = z[packed.index_B]
+        view = batch.loss_view(packed, before.step)
+        loss_B, values = objective.loss(logps, ref_logps, view, z)
         for name, value_B in {"loss": loss_B, **values}.items():
-            if value_B.shape != logps.shape[:1]:  # a mean would silently scale the gradient
-                shape, B = tuple(value_B.shape), len(logps)
+            if value_B.shape != (B,):  # a mean would silently scale the gradient
+                shape = tuple(value_B.shape)
                 raise Failed(f"loss: {name}: one number an example, shape ({B},), not {shape}")
             value_B = value_B.detach().double()
             column_G = columns.setdefault(name, value_B.new_zeros(len(batch.examples)))
@@ -318,11 +377,14 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        before = self.no_gradient_pass(batch, self.forward, run.validation)
-        for micro in batch.micro_batches():
-            packed = self.pack(batch, micro.index)
-            logps = self.forward(packed)
-            self.loss(run.validation, batch, micro, packed, logps, before, columns)
+        with Wait("validation", n_micro_batches(batch, run.validation), "micro-batches"):
+            before = self.no_gradient_pass(batch, self.forward, run.validation)
+            for micro in batch.micro_batches:
+                packed = self.pack(batch, micro.index)
+                logps = self.forward(packed)
+                self.loss(run.validation, batch, micro, packed, logps, before, columns)
+                advance()
+                run.stop.check(run.fabric.device)
         run.policy.train()
         whole = self.sum_over_ranks(columns)
         return run.validation.metrics(*columns_to_cpu(whole, before.kl))
@@ -336,17 +398,18 @@ class Trainer:
         run, step, val = self.run, self.run.state.step, self.held_out("val")
         if not val or run.cfg.debug:
             return False
-        row = self.score(val)
-        if run.evaluator.checker:
-            is_checked = step in (0, plan.end) or self.checker_is_due(plan)
-            share = run.evaluator.accuracy(step) if is_checked else None
-            row["checker_accuracy"] = share
-            row["kl/own"] = None if share is None else self.own_kl(run.evaluator.last_answers)
+        run.state.unvalidated = True
+        with run.stop.interruptible():
+            row = self.score(val)
+            if run.evaluator.checker:
+                is_checked = step in (0, plan.end) or self.checker_is_due(plan)
+                share = run.evaluator.accuracy(step) if is_checked else None
+                row["checker_accuracy"] = share
+                row["kl/own"] = None if share is None else self.own_kl(run.evaluator.last_answers)
+            samples = run.evaluator.samples()
+        run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
-        if step == 0 and run.validation.needs_reference and not run.cfg.reference:
-            # r is 0 here: these would compare rounding errors
-            row |= {name: None for name in row if name.startswith(("accuracy", "auc"))}
-        run.logger.validation(step, row, run.evaluator.samples())
+        run.logger.validation(step, row, samples)
         return is_best
 
     @torch.no_grad()
@@ -359,7 +422,7 @@ class Trainer:
         run.policy.eval()
         total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
         batch = Batch(answers, cut=Cut.of(run.cfg, run.fabric))
-        for micro in batch.micro_batches(no_grad=True):
+        for micro in batch.micro_batches:
             packed = self.pack(batch, micro.index)
             r_B = (self.forward(packed) - reference.compute(packed))[:, 0]
             total += r_B.double().sum() * (not micro.filler)
@@ -374,23 +437,33 @@ class Trainer:
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
         starts_equal = step == run.reference_step and not cfg.reference
         if starts_equal and run.objective.needs_reference and not cfg.debug:
-            self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
+            batch = make_batch(run, examples[: cfg.batch_size], run.objective)
+            with Wait("comparing policy and reference"), run.stop.interruptible():
+                seconds = self.check_start(batch)
+            self.say_how_long(seconds * run.throughput.passed_tokens(batch.examples), plan)
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
-        if step == 0:
+        if step == 0 or run.state.unvalidated:
             self.evaluate(plan)
         run.policy.train()
 
     @torch.no_grad()
-    def check_start(self, batch: Batch) -> None:
-        """Raise Failed unless the reference is the model that the run starts from: on the same
-        packed batch r is exactly 0."""
+    def check_start(self, batch: Batch) -> float:
+        """Raise Failed unless the reference is the model that the run starts from: r is exactly 0 on
+        own completions and on borrowed ones. -> seconds that a token's forward takes"""
         run = self.run
         run.policy.eval()
-        index = batch.micro_batches()[0].index
-        packed = self.pack(batch, index, borrowed=batch.partners is not None)
-        r_BK = self.forward(packed) - run.reference.compute(packed)
-        largest = all_reduce(r_BK.abs().max().double()).item()
+        index = batch.micro_batches[0].index[:CHECKED]
+        caches, differences, tokens = (model.PromptCache(), model.PromptCache()), [], 0
+        began = time.perf_counter()
+        for borrowed in (False, True) if batch.partners is not None else (False,):
+            packed = self.pack(batch, index, borrowed)
+            logps = self.forward(packed, caches[0])
+            differences.append((logps - run.reference.compute(packed, caches[1])).abs().max())
+            # of the borrowed ones the completions alone are computed
+            tokens += len(packed.completion_M if borrowed else packed.token_N)
+        largest = all_reduce(torch.stack(differences).max().double(), "max").item()
+        seconds = (time.perf_counter() - began) / 2 / tokens / run.fabric.world_size
         if largest != 0:
             reason = "the reference is not the model that the run starts from"
             if not math.isfinite(largest):
@@ -399,6 +472,18 @@ class Trainer:
                 f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: {reason}"
             )
         say(f"step {run.state.step}: policy and reference agree to the bit")
+        return seconds
+
+    def say_how_long(self, seconds: float, plan: Plan) -> None:
+        """Before the first step, if a step takes more than a minute: how long, and what makes it
+        shorter."""
+        if seconds < 60:
+            return
+        n = plan.total - self.run.state.step
+        say(
+            f"a step takes about {duration(seconds)}, all {n:,} steps {duration(n * seconds)}: shorter "
+            "with a smaller batch_size or data.max_completion, or with lora.rank"
+        )
 
     def precompute(self, examples, plan: Plan) -> None:
         """Compute all log-probs of the reference that the run will need, and release it."""
@@ -411,8 +496,13 @@ class Trainer:
         batches = ((batch_of_step(run, examples, plan, step), run.objective) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
         held_out = ((make_batch(run, x, run.validation), run.validation) for x in splits if x)
-        for batch, objective in chain(batches, held_out):
-            self.no_gradient_pass(batch, zeros, objective)
+        n_batches = len(steps) + sum(map(bool, splits))
+        try:
+            with Wait("precomputing log-probs", n_batches, "batches"), run.stop.interruptible():
+                for batch, objective in chain(batches, held_out):
+                    self.no_gradient_pass(batch, zeros, objective)
+        finally:
+            run.reference.save()
         run.reference.release()
         say(f"reference: {run.reference.summary()}")
 
@@ -420,15 +510,18 @@ class Trainer:
         """Export the models, compare answers with those before, score the test split."""
         run = self.run
         run.logger.sync()  # fails where the run's folder is gone
-        export_models(run)
-        run.evaluator.compare(run.state.step)
+        with Wait("the export"):
+            export_models(run)
+        with run.stop.interruptible():
+            run.evaluator.compare(run.state.step)
         say(f"\nexported to {run.folder.path / 'final'}")
         test = self.held_out("test")
         if not test or not test[0].completions:
             return
-        scores = {"final": self.score(test)}
-        if load_best_weights(run):
-            scores["best"] = self.score(test)
+        with run.stop.interruptible():
+            scores = {"final": self.score(test)}
+            if load_best_weights(run):
+                scores["best"] = self.score(test)
         for name, row in scores.items():
             cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
             say(f"test, {name} weights: {', '.join(cells)}")
@@ -436,8 +529,13 @@ class Trainer:
             write_json(run.folder.path / "eval" / "test.json", scores)
 
 
+def n_micro_batches(batch: Batch, objective: Objective) -> int:
+    """Of this rank, in the passes over a batch."""
+    return len(batch.micro_batches) * (2 if objective.needs_no_gradient_pass else 1)
+
+
 def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
     """In one copy, which waits for the device once."""
-    parts = [*columns.values(), kl.logratio, kl.z.double()[None]]
+    parts = [*columns.values(), kl.logratio, kl.z.double().flatten()]
     *values, logratio, z = torch.cat(parts).cpu().split([len(x) for x in parts])
-    return dict(zip(columns, values)), KL(logratio, z[0].to(kl.z.dtype))
+    return dict(zip(columns, values)), KL(logratio, z.to(kl.z.dtype).view(kl.z.shape))

@@ -14,7 +14,7 @@ from train import Trainer
 class EMA(KTO):
     average = 0.0
 
-    def baseline(self, kl_n):
+    def baseline(self, kl_n, step):
         return max(0.0, self.average)
 
     def after_step(self, columns, kl):

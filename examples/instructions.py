@@ -9,6 +9,10 @@ of instruction in new_kinds.jsonl are trained nowhere. A record has the kind of 
 instruction's number and words, `n` and `words`; data.extra hands them to the checker, and the accuracy is counted by
 kind and by `group`, trained kinds and new ones.
 
+The kinds are chosen so that the model already follows most of them now and then: from answers that are all wrong KTO
+only learns what not to say. Left out for that reason: JSON, quotation marks, capital letters, small letters, a heading,
+a last sentence (0 of 36 right).
+
 An answer that follows its instruction is still wrong if it is a cheap way out: with fewer than fifteen different
 words, or where it repeats four words in a row of the instruction.
 
@@ -61,20 +65,10 @@ def lines_with(pattern: str, text: str) -> int:
     return len(re.findall(rf"^\s*{pattern}", text, re.M))
 
 
-def is_json(text: str) -> bool:
-    """Whether the text is a JSON object with a title and a text, in a code block or not."""
-    try:
-        value = json.loads(re.sub(r"^\s*```(json)?|```\s*$", "", text))
-    except ValueError:
-        return False
-    return isinstance(value, dict) and {"title", "text"} <= set(value)
-
-
 COMMON = ("and", "is", "of", "in", "that", "it", "are", "for", "with", "as")
 PLAIN = ("people", "water", "light", "world", "children", "money", "small", "time", "new", "home")
 OPENINGS = ("Imagine", "Today", "Many", "Although", "Sometimes", "Once")
 LETTERS = ("j", "z", "q", "k", "x", "v")
-ENDINGS = ("That is all.", "What do you think?", "Now you know.")
 
 KINDS = {
     "title": Kind(
@@ -132,31 +126,6 @@ KINDS = {
         'Do not use the letter "{a}".',
         lambda text, n, words: words[0] not in text.lower(),
         words=LETTERS,
-    ),
-    "heading": Kind(
-        'Begin with a heading, a line that starts with "#".',
-        lambda text, n, words: bool(re.match(r"\s*#+ *\w", text)),
-    ),
-    "JSON": Kind(
-        'Answer with nothing but a JSON object that has the keys "title" and "text".',
-        lambda text, n, words: is_json(text),
-    ),
-    "quotation": Kind(
-        "Put your whole answer in double quotation marks.",
-        lambda text, n, words: text.strip()[0] == '"' == text.strip()[-1],
-    ),
-    "lower case": Kind(
-        "Write everything in lower case letters.",
-        lambda text, n, words: text == text.lower(),
-    ),
-    "upper case": Kind(
-        "Write everything in CAPITAL LETTERS.",
-        lambda text, n, words: text == text.upper(),
-    ),
-    "ending": Kind(
-        'End with the sentence "{a}"',
-        lambda text, n, words: text.strip().endswith(words[0]),
-        words=ENDINGS,
     ),
     "number": Kind(
         "Mention at least one number, written in digits.",

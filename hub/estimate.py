@@ -37,7 +37,7 @@ PRECISIONS = {
     "bf16-true": ElementBytes(trained=4, weight=2, compute=2),  # adapters are in float32
     "64-true": ElementBytes(trained=8, weight=8, compute=8),
 }
-# Bytes of a weight in a quantised base (lora.base). nf4: half a byte, one byte of scale for 64
+# Bytes of a weight in a quantised base (lora.quantize). nf4: half a byte, one byte of scale for 64
 # weights, and four bytes for 256 of these scales. int8: its scales, one for each row, are left out.
 QUANTIZED = {"nf4": 0.5 + (1 + 4 / 256) / 64, "int8": 1}
 # Bytes of an element of 8-bit AdamW's states: one, and four for each 256 of them.
@@ -146,7 +146,7 @@ class Estimate:
         size = self.bytes
         # embedding, head and norms are never quantised
         outside = self.total - self.matrices
-        matrix_bytes = QUANTIZED.get(self.cfg.lora.base, size.weight)
+        matrix_bytes = QUANTIZED.get(self.cfg.lora.quantize, size.weight)
         weights = self.matrices * matrix_bytes + outside * size.weight
         reference = self.total * size.weight - self.linear_weights * (size.weight - size.compute)
         state = ADAMW8BIT if self.cfg.optim.name == "adamw8bit" else size.trained
@@ -184,7 +184,7 @@ class Estimate:
         block = BACKWARD * self.saved_by_token * tokens
         # fsdp gathers the weights in bf16, and a quantised weight is unpacked when it is used:
         # no cast is kept
-        casts = 0 if sharded or self.cfg.lora.base else self.casts
+        casts = 0 if sharded or self.cfg.lora.quantize else self.casts
         if checkpointing:  # a block saves its input only, and runs again before its backward
             block += saved + casts
             saved = self.config.n_embd * tokens * self.bytes.weight
@@ -285,7 +285,7 @@ class Estimate:
             largest = self._largest_micro_batch(checkpointing, devices, sharded)
             line = "checkpointing: " if checkpointing else ""
             line += f"micro_batch_tokens {largest:,} fit {cfg.estimate_gb:g} GB"
-            if not cfg.lora.base:  # which does not work with fsdp
+            if not cfg.lora.quantize:  # which does not work with fsdp
                 fewest = self._fewest_devices(tokens_set, checkpointing)
                 line += f"; {tokens_set:,} fit {fewest} with fsdp"
             lines.append(line)

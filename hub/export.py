@@ -25,6 +25,13 @@ from runs.tensors import DTYPES, LazyTensors, open_safetensors, shapes_of, write
 MAX_SHARD = 5 * 10**9  # bytes of one weights file
 # generation_config.json, preprocessor_config.json, processor_config.json
 OTHER_FILES = re.compile("generation_config|(pre)?processor")
+# A link is copied under one of these names only: an export may be published, and a link of a
+# downloaded folder, tokenizer_x, could point at any file of this machine.
+LINKED_FILES = re.compile(
+    "(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template"
+    "|generation_config|preprocessor_config|processor_config)[.]json"
+    "|tokenizer[.]model|vocab[.]txt|merges[.]txt|chat_template[.]jinja"
+)
 
 
 def export_weights(
@@ -121,7 +128,10 @@ def copy_tokenizer_files(source: Path, out: Path) -> None:
     if source == out:
         return
     for file in source.iterdir():
-        wanted = TOKENIZER_FILES.match(file.name) or OTHER_FILES.match(file.name)
+        if file.is_symlink():
+            wanted = LINKED_FILES.fullmatch(file.name)
+        else:
+            wanted = TOKENIZER_FILES.match(file.name) or OTHER_FILES.match(file.name)
         if wanted and file.is_file():
             with user_error("model", file):
                 shutil.copyfile(file, out / file.name)

@@ -1,11 +1,12 @@
 """Families of models: config.json as arguments of litgpt's Config, and where each weight lies.
 
-families.yaml is the table of the families that are known. Here are the rules that do not fit into
-a table. Every field of config.json that changes what a model computes is read, or it must have the
-one value that litgpt's block computes.
+families.yaml is the table of the families that are known: which fields of config.json each has, and
+what transformers takes where a file leaves one out. Here are the rules that do not fit into a table.
+Every field that changes what a model computes is read, or it must have the one value that litgpt's
+block computes.
 
-Reading order: read_config and the rules of single families; rotary positions; names of weights;
-weight_layout.
+Reading order: read_config, the fields and their limits; the rules of single families; rotary
+positions; names of weights; weight_layout.
 """
 
 import json
@@ -22,16 +23,15 @@ from runs.files import read_object
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["families"]
 
-# argument of litgpt's Config: the names that families have for this field of config.json
-REQUIRED = {
+# argument of litgpt's Config: its field of config.json, which is the one of these that a family has
+READ = {
     "block_size": ("max_position_embeddings", "n_positions"),
     "n_layer": ("num_hidden_layers", "n_layer"),
     "n_embd": ("hidden_size", "n_embd"),
     "n_head": ("num_attention_heads", "n_head"),
-    "norm_eps": ("layer_norm_eps", "layer_norm_epsilon"),  # of a LayerNorm; see _common
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "vocab_size": ("vocab_size",),
-}
-OPTIONAL = {
+    "padded_vocab_size": ("vocab_size",),
     "n_query_groups": ("num_key_value_heads",),
     "head_size": ("head_dim",),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
@@ -41,8 +41,24 @@ OPTIONAL = {
 ACTIVATION = ("hidden_activation", "hidden_act", "activation", "activation_function")
 # GELU by Hugging Face's name: litgpt's gelu_approximate
 GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-# a larger number in a config is a mistake, and building such a model would take all memory
-LARGEST = dict(n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8)
+# fields that have a value by default, but may be null: as many keys as queries, no window, no cap
+NULLABLE = {
+    "num_key_value_heads",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+}
+# A larger number in a config is a mistake, and building such a model would take all time or memory.
+LARGEST = dict(
+    n_layer=10**4, n_head=10**5, n_embd=10**6, block_size=10**8, vocab_size=10**8, head_size=10**5,
+    padded_vocab_size=10**8, n_query_groups=10**5, intermediate_size=10**7, n_expert=10**4,
+    n_expert_per_token=10**4, moe_intermediate_size=10**7, sliding_window_size=10**8,
+)  # fmt: skip
+NUMBERS = ("norm_eps", "rope_base", "attention_scores_scalar", "attention_logit_softcapping",
+           "final_logit_softcapping")  # fmt: skip
+REQUIRED = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+LARGEST_MODULES = 10**5  # experts of all layers: each is a few Python objects
+LARGEST_ROPE = 2**29  # positions x head size, the size of each of two tables in float32
 
 
 class ModelConfig(NamedTuple):
@@ -77,40 +93,102 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _read_family(config: dict, file: Path) -> ModelConfig:
     kind = config.get("model_type")
-    family = TABLE.get(kind)
+    family = TABLE.get(kind) if isinstance(kind, str) else None
     if not family:
-        raise Unsupported(f"model_type: {kind!r} is not supported")
-    # a model with a vision tower keeps the fields of its language model in text_config
-    fields = family.get("default", {}) | config | config.get("text_config", {})
-    must_equal(fields, quantization_config=None, **family.get("must", {}))
-    layer_types = {"full_attention"}
-    if "gemma" in kind:
-        layer_types.add("sliding_attention")
-    for layer_type in fields.get("layer_types") or ():
-        if layer_type not in layer_types:
-            raise Unsupported(f"layer_types: {layer_type} is not supported for {kind}")
+        raise Unsupported(f"model_type: {printable(kind)!r} is not supported")
+    c = _fields(config, kind, family)
+    must_equal(c, quantization_config=None, **family.get("must", {}))
 
-    arguments = _common(fields, family)
+    field_of = _field_of_arguments(family)
+    arguments = family["fixed"] | {argument: c[field] for argument, field in field_of.items()}
+    check_sizes(arguments, file, field_of)  # first: the rules make lists of n_layer
+    arguments |= _common(c, kind, arguments)
     if kind in RULES:
-        arguments |= RULES[kind](fields)
+        arguments |= RULES[kind](c)
+    check_sizes(arguments, file, field_of)
     # litgpt's RMSNorm adds 1 to its weights where this name has Gemma in it, so the name comes
     # from the model_type and never from the folder, which may have any name
     arguments["name"] = "Gemma" if "gemma" in kind else kind
-    check_sizes(arguments, file)
 
     names = dict(family["names"])
     if kind == "falcon" and not arguments["shared_attention_norm"]:
         names |= {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
-    config["tie_word_embeddings"] = fields.get("tie_word_embeddings", False)
+    config["tie_word_embeddings"] = c["tie_word_embeddings"]
     return ModelConfig(arguments, config, names)
 
 
-def check_sizes(arguments: dict, file: Path) -> None:
-    """Refuse impossible sizes before anything of such a size is made. Raises BadInput."""
+# ---- fields and their limits ---------------------------------------------------------------------
+
+
+def _fields(config: dict, kind: str, family: dict) -> dict:
+    """The fields that this family reads: as the file has them, else as transformers does."""
+    given = config
+    if kind == "gemma3":  # with a vision tower: the language model's own are in text_config
+        outer = ("tie_word_embeddings", "quantization_config")
+        given = {n: x for n, x in (config.get("text_config") or {}).items() if n not in outer}
+        given |= {n: config[n] for n in outer if n in config}
+    other_names = family.get("also", {})
+    given = given | {other_names[n]: x for n, x in given.items() if n in other_names}
+    return {
+        name: field_value(name, given[name], default) if name in given else default
+        for name, default in family["fields"].items()
+    }
+
+
+def field_value(name: str, value, default):
+    """A field's value, which must have the type of its default. Raises Unsupported."""
+    if value is None and isinstance(default, bool):
+        return False  # as transformers takes it, whatever the default is
+    if default is None or (value is None and name in NULLABLE):
+        return value
+    if value is None:
+        raise Unsupported(f"{name}: null is not supported")
+    types = (int, float) if isinstance(default, float) else type(default)
+    fits = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        raise Unsupported(f"{name}: expected a value like {default}, got {printable(value)}")
+    return value
+
+
+def _field_of_arguments(family: dict) -> dict[str, str]:
+    """Argument of litgpt's Config: the field that gives its value."""
+    fields = family["fields"]
+    common = {a: name for a, names in READ.items() for name in names if name in fields}
+    return common | family.get("read", {})
+
+
+def check_sizes(arguments: dict, file: Path, field_of: dict[str, str]) -> None:
+    """Refuse impossible sizes of a model before anything of such a size is made. `field_of`: see
+    _field_of_arguments. Raises BadInput."""
+
+    def refuse(name, expected):
+        got = printable(arguments.get(name))
+        raise BadInput(f"{file}: {field_of.get(name, name)}: expected {expected}, got {got}")
+
     for name, largest in LARGEST.items():
         n = arguments.get(name)
-        if type(n) is not int or not 1 <= n <= largest:
-            raise BadInput(f"{file}: {name}: expected 1 to {largest}, got {printable(n)}")
+        if n is None and name not in REQUIRED:
+            continue
+        least = 0 if name.startswith("n_expert") else 1  # litgpt's file has 0 for no experts
+        if type(n) is not int or not least <= n <= largest:
+            refuse(name, f"{least} to {largest}")
+    for name in NUMBERS:
+        x = arguments.get(name)
+        if x is not None and not (isinstance(x, (int, float)) and 0 < x < math.inf):
+            refuse(name, "a number above 0")
+    n_head, groups = arguments["n_head"], arguments.get("n_query_groups")
+    width = arguments.get("head_size") or arguments["n_embd"] // n_head
+    if not arguments.get("head_size") and arguments["n_embd"] % n_head:
+        refuse("n_head", f"a divisor of the width {arguments['n_embd']}")
+    if groups and n_head % groups:
+        refuse("n_query_groups", f"a divisor of {n_head} heads")
+    n_expert = arguments.get("n_expert") or 0
+    if n_expert < (arguments.get("n_expert_per_token") or 0):
+        refuse("n_expert_per_token", f"at most {n_expert}")
+    if arguments["n_layer"] * n_expert > LARGEST_MODULES:
+        refuse("n_expert", f"at most {LARGEST_MODULES} in all layers")
+    if arguments["block_size"] * width > LARGEST_ROPE:
+        refuse("block_size", f"at most {LARGEST_ROPE // width}")
 
 
 def must_equal(c: dict, **fields) -> None:
@@ -119,58 +197,47 @@ def must_equal(c: dict, **fields) -> None:
     for name, value in fields.items():
         if c.get(name) not in (None, value):
             only = "" if value is None else f", only {value}"
-            raise Unsupported(f"{name}: {c[name]} is not supported{only}")
-
-
-def _first_name(c: dict, names: tuple[str, ...]) -> str | None:
-    """The first of these names that the file gives a value; None if it gives none of them a value."""
-    return next((name for name in names if c.get(name) is not None), None)
-
-
-def _first_value(c: dict, names: tuple[str, ...], default=None):
-    """The value of the first of these fields that the file gives one; else `default`."""
-    name = _first_name(c, names)
-    return default if name is None else c[name]
+            raise Unsupported(f"{name}: {printable(c[name])} is not supported{only}")
 
 
 # ---- the rules: fields of config.json -> arguments of litgpt's Config ----------------------------
 
 
-def _common(c: dict, family: dict) -> dict:
-    """The arguments that every family has."""
-    arguments = dict(family["fixed"])
-    fields = REQUIRED | OPTIONAL
-    if arguments["norm_class_name"] == "RMSNorm":
-        fields["norm_eps"] = ("rms_norm_eps",)
-    for argument, names in fields.items():
-        arguments[argument] = _first_value(c, names)
-    for argument in REQUIRED:
-        if arguments[argument] is None:
-            raise KeyError(" or ".join(fields[argument]))
-    arguments["padded_vocab_size"] = c["vocab_size"]
-    arguments["gelu_approximate"] = _gelu_approximate(c, arguments["mlp_class_name"])
-    if arguments["rotary_percentage"]:
-        arguments |= _rope(c)
-    for argument, field in family.get("read", {}).items():
-        arguments[argument] = c.get(field)
+def _common(c: dict, kind: str, fixed: dict) -> dict:
+    """What every family has besides its sizes."""
+    supported = {"full_attention", "sliding_attention"} if "gemma" in kind else {"full_attention"}
+    for layer_type in _per_layer(c, "layer_types"):
+        if layer_type not in supported:
+            raise Unsupported(f"layer_types: {printable(layer_type)} is not supported for {kind}")
+    arguments = {"gelu_approximate": _gelu_approximate(c, fixed["mlp_class_name"])}
+    if "rope_scaling" in c and "rope_local_base_freq" not in c:  # see _gemma3
+        rope = c["rope_scaling"] or c["rope_parameters"] or {}
+        arguments |= _rope(c, rope, fixed["rotary_percentage"])
     return arguments
+
+
+def _per_layer(c: dict, field: str) -> list:
+    """A list with a value for each layer; an empty one where the field is null."""
+    values = c[field]
+    if values is None:
+        return []
+    if not isinstance(values, list) or len(values) != c["num_hidden_layers"]:
+        raise Unsupported(f"{field}: expected a list with a value for each layer")
+    return values
 
 
 def _gelu_approximate(c: dict, mlp_class_name: str) -> str:
     """litgpt's gelu_approximate. A LLaMAMLP computes silu, all others a GELU."""
-    # transformers reads hidden_act for Gemma 1, and ignores a hidden_activation beside it
-    names = ("hidden_act",) if c["model_type"] == "gemma" else ACTIVATION
-    activation = _first_value(c, names, "silu")
+    field = next(name for name in ACTIVATION if name in c)
     supported = ["silu"] if mlp_class_name.startswith("LLaMA") else GELUS
-    if activation not in supported:
-        raise Unsupported(f"{_first_name(c, names)}: {activation} is not supported")
-    return GELUS.get(activation, "none")
+    if c[field] not in supported:
+        raise Unsupported(f"{field}: {printable(c[field])} is not supported")
+    return GELUS.get(c[field], "none")
 
 
 def _llama(c: dict) -> dict:
-    bias = bool(c.get("mlp_bias"))
-    must_equal(c, attention_bias=bias)  # litgpt has one switch for both
-    return {"bias": bias}
+    must_equal(c, attention_bias=c["mlp_bias"])  # litgpt has one switch for both
+    return {"bias": c["mlp_bias"]}
 
 
 def _granite(c: dict) -> dict:
@@ -189,43 +256,46 @@ def _smollm3(c: dict) -> dict:
     n_layer = c["num_hidden_layers"]
     interval = c["no_rope_layer_interval"]
     # despite its name, no_rope_layers is 1 where a layer has rotary positions
-    has_rope = c.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layer)]
+    has_rope = _per_layer(c, "no_rope_layers") or [(i + 1) % interval for i in range(n_layer)]
     return {**_llama(c), "rope_indices": [int(not x) for x in has_rope]}
 
 
 def _gemma2(c: dict) -> dict:
     """Some layers attend within a window: sliding_window_indices is 1 for these, else 0."""
-    n_layer = c["num_hidden_layers"]
-    pattern = _first_value(c, ("_sliding_window_pattern", "sliding_window_pattern"))
-    is_local = [x == "sliding_attention" for x in c.get("layer_types") or ()]
+    if c["sliding_window"] is None:
+        raise Unsupported("sliding_window: null is not supported")
+    is_local = [x == "sliding_attention" for x in _per_layer(c, "layer_types")]
     if not is_local:  # every pattern-th layer attends to everything
-        is_local = [(i + 1) % pattern != 0 for i in range(n_layer)]
+        pattern = c.get("sliding_window_pattern", 2)  # Gemma 3 has this field
+        is_local = [(i + 1) % pattern != 0 for i in range(c["num_hidden_layers"])]
     return {"sliding_window_indices": [int(x) for x in is_local]}
 
 
 def _gemma3(c: dict) -> dict:
     """Gemma 2's layers; those with a window have a rope_theta of their own."""
-    by_layer_type = c.get("rope_parameters") or {}
-    full = by_layer_type.get("full_attention") or {}
+    by_layer_type = c["rope_parameters"] or {}
+    full = by_layer_type.get("full_attention") or {"rope_type": "default"}
+    full = full | (c["rope_scaling"] or {})
     local = by_layer_type.get("sliding_attention") or {}
-    must_equal(local, rope_type="default")
+    must_equal(local, rope_type="default", partial_rotary_factor=1.0)
     windows = _gemma2(c)
     return {
         **windows,
-        **_rope({"rope_theta": 1e6} | c | {"rope_parameters": full}),
+        **_rope(c, full),
         "rope_indices": windows["sliding_window_indices"],
-        "rope_local_base_freq": local.get("rope_theta") or c["rope_local_base_freq"],
+        "rope_local_base_freq": _positive(
+            {"rope_theta": c["rope_local_base_freq"]} | local, "rope_theta"
+        ),
     }
 
 
 def _falcon(c: dict) -> dict:
-    new = c.get("new_decoder_architecture")
-    n_head = c["num_attention_heads"]
+    new, n_head = c["new_decoder_architecture"], c["num_attention_heads"]
     if new:
-        groups = c.get("num_kv_heads") or n_head
+        groups = n_head if c["num_kv_heads"] is None else c["num_kv_heads"]
     else:
         groups = 1 if c["multi_query"] else n_head
-    two_norms = new and c.get("num_ln_in_parallel_attn") in (None, 2)
+    two_norms = new and c["num_ln_in_parallel_attn"] in (None, 2)
     return {"n_query_groups": groups, "shared_attention_norm": not two_norms}
 
 
@@ -243,44 +313,89 @@ RULES = {
 # ---- rotary positions ----------------------------------------------------------------------------
 
 
-def _rope(c: dict) -> dict:
+def _rope(c: dict, rope: dict, fixed: float | None = 1.0) -> dict:
     """litgpt's arguments of rotary positions.
 
-    transformers 5 writes one field, rope_parameters; older files have rope_theta and rope_scaling.
+    `rope`: rope_parameters, which transformers 5 writes, or rope_scaling of older files; these have
+    the rest beside it. `fixed`: see _rotary_percentage. Raises Unsupported.
     """
-    parameters = c.get("rope_parameters") or {}
-    scaling = c.get("rope_scaling") or parameters
-    kind = _first_value(scaling, ("rope_type", "type"), "default")
-    theta = _first_value(c | parameters | scaling, ("rope_theta", "rotary_emb_base"), 10000)
-    arguments = {"rope_base": theta, "rope_adjustments": None}
-    rotary = _first_value(c | parameters, ("partial_rotary_factor", "rotary_pct"))
-    if rotary is not None:
-        arguments["rotary_percentage"] = rotary
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise Unsupported("rope_parameters: one for each type of layer is not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = c["rotary_emb_base"] if "rotary_emb_base" in c else c["rope_theta"]
+    rotary_percentage = _rotary_percentage(c, rope, kind, fixed)
+    arguments = {
+        "rope_base": _positive({"rope_theta": theta} | rope, "rope_theta"),
+        "rope_adjustments": None,
+        "rotary_percentage": rotary_percentage,
+    }
     if kind == "llama3":
         arguments["rope_adjustments"] = {
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_freq_factor"],
-            "high_freq_factor": scaling["high_freq_factor"],
-            "original_max_seq_len": scaling["original_max_position_embeddings"],
+            "factor": _positive(rope, "factor"),
+            "low_freq_factor": _positive(rope, "low_freq_factor"),
+            "high_freq_factor": _positive(rope, "high_freq_factor"),
+            "original_max_seq_len": _original_context(c, rope),
         }
     elif kind == "linear":
-        arguments["rope_adjustments"] = {"factor": scaling["factor"]}
+        arguments["rope_adjustments"] = {"factor": _positive(rope, "factor")}
     elif kind in ("longrope", "su"):
-        arguments |= _longrope(c, scaling)
+        arguments |= _longrope(c, rope, rotary_percentage)
     elif kind != "default":
-        raise Unsupported(f"rope_scaling: {kind} is not supported")
+        raise Unsupported(f"rope_scaling: {printable(kind)} is not supported")
     return arguments
 
 
-def _longrope(c: dict, scaling: dict) -> dict:
+def _positive(rope: dict, field: str) -> float:
+    """A number of rope_parameters or rope_scaling. Raises Unsupported."""
+    x = rope.get(field)
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf:
+        raise Unsupported(f"rope_scaling: {field}: expected a number above 0, got {printable(x)}")
+    return x
+
+
+def _original_context(c: dict, rope: dict) -> int:
+    """Tokens. As in transformers the field of the file counts more than the one in `rope`."""
+    field = "original_max_position_embeddings"
+    if c[field] is not None:
+        return _positive(c, field)
+    return _positive({field: c["max_position_embeddings"]} | rope, field)
+
+
+def _rotary_percentage(c: dict, rope: dict, kind: str, fixed: float | None) -> float:
+    """The share of a head that is rotated. `fixed`: that of all models of the family, or None."""
+    field = "rotary_pct" if "rotary_pct" in c else "partial_rotary_factor"
+    outer, inner = c[field], rope.get("partial_rotary_factor")
+    if fixed is not None:
+        for share in (outer, inner):
+            must_equal({field: share}, **{field: fixed})
+        return fixed
+    share = outer if inner is None else inner
+    if share != outer and (kind != "default" or field == "rotary_pct"):
+        # of two numbers transformers takes one here and the other there
+        raise Unsupported(f"{field}: {outer}, but partial_rotary_factor is {printable(inner)}")
+    if not 0 < share <= 1:
+        raise Unsupported(f"{field}: expected more than 0, at most 1, got {printable(share)}")
+    return share
+
+
+def _longrope(c: dict, rope: dict, rotary_percentage: float) -> dict:
     """longrope has a table for texts up to the original context and one for longer texts. Only
     the first table is read, so the context is the original one."""
-    original = _first_value(scaling | c, ("original_max_position_embeddings",))
-    factor = max(1.0, scaling.get("factor") or c["max_position_embeddings"] / original)
-    attention_factor = scaling.get("attention_factor")
-    if not attention_factor:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
-    adjustments = {"short_factor": scaling["short_factor"], "attention_factor": attention_factor}
+    original = _original_context(c, rope)
+    head_size = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    factors = rope.get("short_factor")
+    n = int(head_size * rotary_percentage) // 2
+    if not isinstance(factors, list) or len(factors) != n:
+        raise Unsupported(f"rope_scaling: short_factor: expected a list of {n} numbers")
+    for x in factors:
+        _positive({"short_factor": x}, "short_factor")
+    factor = rope.get("factor")
+    if factor is None:
+        factor = c["max_position_embeddings"] / original
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(max(1.0, factor)) / math.log(original))
+    adjustments = {"short_factor": factors, "attention_factor": attention_factor}
     return {"rope_adjustments": adjustments, "block_size": original}
 
 

@@ -6,30 +6,31 @@ applied to the base, in this order. weights.py reads such a folder like any othe
 """
 
 import atexit
-import json
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
 
-import yaml
-
-from runs.checkpoint import verify_checkpoint
-from runs.errors import BadInput
-from runs.files import find_path, verify_folder
+from runs.checkpoint import read_settings, read_state, verify_checkpoint
+from runs.errors import BadInput, printable
+from runs.files import find_path, read_object, verify_folder
 
 # Files of a tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json,
 # added_tokens.json, vocab.txt, merges.txt, chat_template.jinja
 TOKENIZER_FILES = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
 
 
-def fetch_model(source: str, what: str = "model", weights: bool = True) -> Path:
+def fetch_model(
+    source: str, what: str = "model", weights: bool = True, above: tuple[Path, ...] = ()
+) -> Path:
     """The folder that holds a model's files.
 
     `source` is a model folder, a run (its `final` is taken), a checkpoint of a run, a PEFT folder,
     or a Hugging Face id, which is downloaded. For a checkpoint or a PEFT folder the answer is a
     temporary folder of links (see above), deleted when the process ends. `what` is the setting
-    that an error names. With weights=False a download leaves the weights out. Raises BadInput.
+    that an error names. With weights=False a download leaves the weights out. `above`: the folders
+    whose base this is. Raises BadInput.
     """
     folder = find_path(source)
     if _is_run(folder):
@@ -41,20 +42,38 @@ def fetch_model(source: str, what: str = "model", weights: bool = True) -> Path:
     downloaded = not folder.is_dir()
     if downloaded:
         folder = _download(source, folder, what, weights)
+    if folder.resolve() in above:
+        raise BadInput(f"{what}: {source}: it is its own base")
+    above = (*above, folder.resolve())
     if (folder / "state.json").exists():
-        return _checkpoint_on_base(folder, what, weights)
+        return _checkpoint_on_base(folder, what, weights, above)
     if (folder / "adapter_config.json").exists() and not weight_files(folder):
-        return _adapter_on_base(folder, what, weights)
+        return _adapter_on_base(folder, what, weights, above)
     if not downloaded:  # of a download some files are left out, which a manifest may name
         _verify_manifest(folder, what)
+    if weights and (downloaded or list(folder.glob("pytorch_model*.bin"))):
+        _refuse_pickles_alone(folder, source, what)
     return folder
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that hold its weights, in order of their names."""
-    # Mistral's folders hold the same weights a second time, as consolidated.safetensors
-    others = ("consolidated", "adapter_")
-    return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith(others))
+    """The files of a Hugging Face folder that hold its weights: those that the index names, else
+    model.safetensors. Other files of weights (a backup, Mistral's second copy) are not read. Raises
+    BadInput."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [whole] if whole.exists() else []
+    files = read_object(index).get("weight_map")
+    files = set(files.values()) if isinstance(files, dict) else {None}
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name:
+            got = printable(name)
+            raise BadInput(f"{index}: weight_map: expected names of files beside it, got {got}")
+    if whole.exists() and whole.name not in files:
+        raise BadInput(
+            f"{folder}: {whole.name} and {index.name}: two models: remove one of the two"
+        )
+    return [folder / name for name in sorted(files)]
 
 
 def folders_on_top(folder: Path) -> list[Path]:
@@ -91,31 +110,50 @@ def _download(source: str, folder: Path, what: str, weights: bool) -> Path:
         ) from e
 
 
-def _checkpoint_on_base(folder: Path, what: str, weights: bool) -> Path:
+def _refuse_pickles_alone(folder: Path, source: str, what: str) -> None:
+    """Pickle files of weights are never read here, because they run code."""
+    if weight_files(folder) or (folder / "lit_model.pth").exists():
+        return
+    out = source if find_path(source).is_dir() else Path(source).name  # of an id on the hub
+    code = (
+        "import sys, transformers; m = transformers.AutoModelForCausalLM; "
+        'm.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])'
+    )
+    command = shlex.join(["python", "-c", code, source, out])
+    raise BadInput(
+        f"{what}: {source}: no model.safetensors; transformers converts pytorch_model.bin: {command}"
+    )
+
+
+def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) -> Path:
     """Links to the model that a checkpoint's run began with, and to the checkpoint."""
     fault = verify_checkpoint(folder)
     if fault:
         raise BadInput(f"{what}: {folder}: {fault}")
-    settings = yaml.safe_load((folder / "settings.yaml").read_text())
-    base = fetch_model(settings["model"], what, weights)
-    view = _folder_of_links(base, folder)
-    run = json.loads((folder / "state.json").read_text())["run"]
-    if run.get("chat_template"):  # the template of data.chat_template, instead of the model's own
+    base = read_settings(folder)["model"]
+    view = _folder_of_links(fetch_model(base, what, weights, above), folder)
+    run, _ = read_state(folder)
+    if run.chat_template:  # the template of data.chat_template, instead of the model's own
         template = view / "chat_template.jinja"
         template.unlink(missing_ok=True)
-        template.write_text(run["chat_template"])
+        template.write_text(run.chat_template)
     return view
 
 
-def _adapter_on_base(folder: Path, what: str, weights: bool) -> Path:
+def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple) -> Path:
     """Links to the base model of a PEFT adapter, and to the adapter."""
-    file = folder / "adapter_config.json"
-    base = json.loads(file.read_text()).get("base_model_name_or_path")
-    if not base:
-        raise BadInput(
-            f"{what}: {file}: base_model_name_or_path: missing: name the base model there"
-        )
-    return _folder_of_links(fetch_model(base, what, weights), folder)
+    base = _name_of_base(folder / "adapter_config.json")
+    return _folder_of_links(fetch_model(base, what, weights, above), folder)
+
+
+def _name_of_base(file: Path) -> str:
+    """The path or id of the model that the adapter of an adapter_config.json belongs to."""
+    field = "base_model_name_or_path"
+    base = read_object(file).get(field)
+    if not base or not isinstance(base, str):
+        got = "missing" if base is None else f"expected a name, got {printable(base)}"
+        raise BadInput(f"{file}: {field}: {got}: name the base model there")
+    return base
 
 
 def _folder_of_links(base: Path, top: Path) -> Path:

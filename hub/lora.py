@@ -1,5 +1,5 @@
 """litgpt's LoRA layers: which layers get adapters; create, disable and reset them; add them to
-their matrices.
+their matrices, also for as long as a model samples.
 
 An adapter of rank r is two matrices, A (r, inputs) and B (outputs, r). It adds scale * B @ A to the
 matrix W (outputs, inputs) of its layer. PEFT's files of adapters are in peft.py.
@@ -8,12 +8,15 @@ matrix W (outputs, inputs) of its layer. PEFT's files of adapters are in peft.py
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from litgpt.lora import LoRALayer, LoRALinear, LoRAQKVLinear, mark_only_lora_as_trainable
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from runs.console import say
 from runs.errors import BadInput
 from runs.settings import Lora
 from runs.tensors import LazyTensors, rename_tensors
@@ -61,6 +64,18 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     for group in groups:
         arguments[f"lora_{group}"] = True
     return arguments
+
+
+def without_missing_targets(lora: Lora, names: dict[str, str]) -> Lora:
+    """The default of lora.targets without the groups that the model lacks: a mixture of experts has
+    no mlp that takes adapters. `names`: see families.py. Targets that the user chose stay."""
+    if not lora.rank or lora.targets != Lora.targets:
+        return lora
+    groups = {GROUPS[part] for part in names if part in GROUPS}
+    targets = ",".join(target for target in lora.targets.split(",") if target in groups)
+    if targets != lora.targets:
+        say(f"lora.targets: {targets}; the experts of this model stay frozen")
+    return replace(lora, targets=targets)
 
 
 def _target_parts(target: str, parts: dict[str, str]) -> set[str]:
@@ -126,6 +141,32 @@ def disable_adapters(model: nn.Module):
         yield
     finally:
         for layer in layers:
+            layer.merged = False
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
+    """Within this context the adapters are added to their matrices, which are held in `dtype`: a decode
+    step then has one product a layer instead of three, and casts no matrix. Afterwards the layers have
+    the very tensors that they had. It leaves alone what is sharded or quantised."""
+    if isinstance(model.transformer.wte.weight, DTensor):
+        yield
+        return
+    layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    layers = [layer for layer in layers if type(layer.linear) is nn.Linear]
+    weights = [layer.linear.weight for layer in layers]
+    try:
+        for layer, w in zip(layers, weights):
+            if hasattr(layer, "lora_A"):
+                delta = layer.get_lora_AB()
+                w = (w.to(delta.dtype) + delta).to(dtype)
+                layer.merged = True  # litgpt's layer then takes its matrix alone
+            layer.linear.weight = nn.Parameter(w.to(dtype), requires_grad=False)
+        yield
+    finally:
+        for layer, w in zip(layers, weights):
+            layer.linear.weight = w
             layer.merged = False
 
 

@@ -5,7 +5,6 @@ matrices A (r, inputs) and B (outputs, r), under Hugging Face's names.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +15,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hub.families import Piece, Unsupported, canonical_name, must_equal, read_config, weight_layout
+from hub.families import (
+    Piece,
+    Unsupported,
+    canonical_name,
+    field_value,
+    must_equal,
+    read_config,
+    weight_layout,
+)
 from hub.folders import folders_on_top
 from hub.lora import OurAdapter, our_adapters, plain_names
-from runs.errors import BadInput
+from runs.errors import BadInput, printable
+from runs.files import read_object
 from runs.settings import Lora
 
-# Fields of adapter_config.json that turn LoRA into another method where they are set: use_dora,
-# eva_config, layer_replication, alora_invocation_tokens, modules_to_save, lora_bias.
+# Fields of adapter_config.json that are read, with the values that PEFT takes for those that a file
+# leaves out.
+FIELDS = dict(lora_alpha=8.0, use_rslora=False, alpha_pattern=None, base_model_name_or_path=None)
+# Fields that turn LoRA into another method where they are set: use_dora, eva_config,
+# layer_replication, alora_invocation_tokens, modules_to_save, lora_bias.
 OTHER_METHODS = re.compile(
     "use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias"
 )
@@ -51,30 +62,49 @@ def read_adapter(folder: Path) -> list[PeftAdapter]:
     """The adapters of a PEFT folder, by the names in its file. Raises BadInput, also where the
     folder holds another method than plain LoRA."""
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        _refuse_other_methods(config)
+        config = _read_adapter_config(folder)
         tensors = load_file(folder / "adapter_model.safetensors")
-        adapters = []
-        for key, a in tensors.items():
-            match = TENSOR.fullmatch(key)
-            if not match:
-                raise BadInput(
-                    f"{folder}/adapter_model.safetensors: {key}: only LoRA's A and B are supported"
-                )
-            layer, kind = match.groups()
-            if kind == "B":  # read together with its A
-                continue
-            b = tensors[key.replace("lora_A", "lora_B")]
-            rank = len(a)
-            scale = _alpha(config, layer) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            adapters.append(PeftAdapter(f"{layer}.weight", a.float(), b.float(), scale))
-        return adapters
-    except BadInput:
-        raise
-    except Unsupported as e:
-        raise BadInput(f"{folder}/adapter_config.json: {e}") from None
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as e:
+    except (OSError, SafetensorError) as e:
         raise BadInput(f"{folder}: no usable PEFT adapter: {e}") from None
+    file = folder / "adapter_model.safetensors"
+    layers = {}  # layer: {"A": its matrix A, "B": its matrix B}
+    for key, x in tensors.items():
+        match = TENSOR.fullmatch(key)
+        if not match:
+            raise BadInput(f"{file}: {key}: only LoRA's A and B are supported")
+        layer, kind = match.groups()
+        if kind in layers.setdefault(layer, {}):
+            raise BadInput(f"{file}: {key}: there under another name too")
+        layers[layer][kind] = x
+    adapters = []
+    for layer, matrices in layers.items():
+        if len(matrices) < 2:
+            raise BadInput(f"{file}: {layer}: lora_{next(iter(matrices))} alone")
+        a, b = matrices["A"].float(), matrices["B"].float()
+        if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or len(a) == 0:
+            shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+            raise BadInput(f"{file}: {layer}: lora_A and lora_B of shapes {shapes}")
+        scale = _alpha(config, layer) / (len(a) ** 0.5 if config["use_rslora"] else len(a))
+        adapters.append(PeftAdapter(f"{layer}.weight", a, b, scale))
+    return adapters
+
+
+def _read_adapter_config(folder: Path) -> dict:
+    """FIELDS of adapter_config.json. Raises BadInput, also for another method than plain LoRA."""
+    file = folder / "adapter_config.json"
+    given = read_object(file, json.loads)
+    try:
+        _refuse_other_methods(given)
+        config = FIELDS | {n: field_value(n, given[n], FIELDS[n]) for n in FIELDS if n in given}
+        patterns = config["alpha_pattern"] or {}
+        if not isinstance(patterns, dict):
+            raise Unsupported(f"alpha_pattern: expected an object, got {printable(patterns)}")
+        for pattern, alpha in patterns.items():
+            field_value(f"alpha_pattern: {pattern}", alpha, 8.0)
+            re.compile(pattern)
+    except (Unsupported, re.error) as e:
+        raise BadInput(f"{file}: {e}") from None
+    return config | {"alpha_pattern": patterns}
 
 
 def _refuse_other_methods(config: dict) -> None:
@@ -82,15 +112,15 @@ def _refuse_other_methods(config: dict) -> None:
     must_equal(config, peft_type="LORA", bias="none")
     start = config.get("init_lora_weights")
     if start not in (None, True, False, "gaussian"):  # pissa, olora, ...: these change the base
-        raise Unsupported(f"init_lora_weights: {start} is not supported")
+        raise Unsupported(f"init_lora_weights: {printable(start)} is not supported")
     for field, value in config.items():
         if value and OTHER_METHODS.match(field):
-            raise Unsupported(f"{field}: {value} is not supported")
+            raise Unsupported(f"{field}: {printable(value)} is not supported")
 
 
 def _alpha(config: dict, layer: str) -> float:
     """lora_alpha, or what the first matching pattern of alpha_pattern says for this layer."""
-    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+    for pattern, alpha in config["alpha_pattern"].items():
         # the pattern self_attn.q_proj is for all layers whose names end so
         if re.fullmatch(rf"(.*\.)?({pattern})", layer):
             return alpha
@@ -101,7 +131,7 @@ def base_and_adapters(folder: Path) -> tuple[str, list[PeftAdapter]]:
     """For a folder that fetch_model made of PEFT folders only: the name or path of the base model,
     and the adapters to add to it, in order, by the names of families.yaml. Raises BadInput."""
     folders = folders_on_top(folder)
-    config = json.loads((folders[0] / "adapter_config.json").read_text())
+    config = _read_adapter_config(folders[0])
     adapters = []
     for top in folders:
         for adapter in read_adapter(top):

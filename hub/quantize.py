@@ -27,7 +27,7 @@ def quantize_base(model: nn.Module, kind: str, device: torch.device | str) -> No
             # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
             if old.in_features % 64:
                 raise BadInput(
-                    "lora.base: nf4 needs layer widths that are multiples of 64, "
+                    "lora.quantize: nf4 needs layer widths that are multiples of 64, "
                     f"this model has {old.in_features}; use int8"
                 )
             new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")

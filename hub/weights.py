@@ -32,8 +32,9 @@ from hub.families import (
 from hub.folders import folders_on_top, weight_files
 from hub.lora import adapter_arguments, merge_adapters, plain_names
 from hub.peft import read_adapter
-from runs.checkpoint import read_checkpoint_weights, read_state
-from runs.errors import BadInput
+from runs.checkpoint import read_checkpoint_weights, read_settings, read_state
+from runs.console import Wait, advance
+from runs.errors import BadInput, user_error
 from runs.files import read_object
 from runs.settings import Lora
 from runs.tensors import FLOAT_DTYPES, LazyTensors, open_safetensors, override_tensors
@@ -47,7 +48,7 @@ def read_source(folder: Path) -> ModelConfig:
     if not (folder / "lit_model.pth").exists() or not file.exists():
         return read_config(folder)
     arguments = read_object(file, yaml.safe_load)
-    check_sizes(arguments, file)
+    check_sizes(arguments, file, {})
     hf_file = folder / "config.json"
     config = read_object(hf_file, json.loads) if hf_file.exists() else {}
     # litgpt's own file does not say whether the head is tied to the embedding
@@ -76,7 +77,8 @@ def fill_model(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -> 
             "lora.targets: head: this model's head is tied to its embedding, so it takes no adapter"
         )
     weights = read_weights(model, folder, source, dtype)
-    model.load_state_dict(dict(weights), strict=False, assign=True)
+    with Wait("reading the weights", len(weights), "tensors"):
+        model.load_state_dict(dict(_counted(weights)), strict=False, assign=True)
     if tied:
         model.tie()
 
@@ -109,13 +111,22 @@ def read_weights(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -
     return LazyTensors(like, lambda name: weights[name].to(dtype))
 
 
+def _counted(weights: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight), each counted by the wait for it."""
+    for name in weights:
+        yield name, weights[name]
+        advance()
+
+
 def weights_hash(weights: Mapping) -> str:
     """A hash of weights with their names, shapes and dtypes; their order does not matter."""
     h = hashlib.sha256()
-    for name in sorted(weights):
-        x = weights[name]
-        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    with Wait("hashing the weights", len(weights), "tensors"):
+        for name in sorted(weights):
+            x = weights[name]
+            h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+            h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            advance()
     return h.hexdigest()
 
 
@@ -153,11 +164,15 @@ class StoredTensor(NamedTuple):
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
     """All tensors in the weights files of a Hugging Face folder. A slice can be read until the next
-    tensor is asked for. Raises BadInput."""
+    tensor is asked for. Raises BadInput, also for a tensor that two files give."""
+    file_of = {}
     for file in weight_files(folder):
         try:
             with safe_open(file, "pt") as f:
                 for name in f.keys():
+                    if name in file_of:
+                        raise BadInput(f"{file}: {name}: {file_of[name]} has it too")
+                    file_of[name] = file.name
                     yield StoredTensor(name, f.get_slice(name), file)
         except (SafetensorError, OSError) as e:
             raise BadInput(f"{file}: {e}") from None
@@ -166,11 +181,15 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
     """The weights of `like`, each put together from the tensors that hold its rows."""
     if not weight_files(folder):
-        raise BadInput(f"{folder}: no *.safetensors here, nor lit_model.pth with model_config.yaml")
+        raise BadInput(
+            f"{folder}: no model.safetensors here, nor lit_model.pth with model_config.yaml"
+        )
     found = set()
     origins = {name: {} for name in like}  # our name: {(file, name in the file): pieces}
     for stored in stored_tensors(folder):
         name = canonical_name(stored.name)
+        if name in found and name in layout:
+            raise BadInput(f"{stored.file}: {stored.name}: there under another name too")
         found.add(name)
         if name not in layout:
             continue
@@ -256,8 +275,9 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
     if base is not None:
         like = weights.like
         weights = LazyTensors(like, lambda name: base[name].to(like[name].dtype))
-    settings = yaml.safe_load((folder / "settings.yaml").read_text())
-    arguments = adapter_arguments(Lora(**settings["lora"]), source.names)
+    with user_error(None, folder / "settings.yaml", TypeError):  # a field of another version
+        lora = Lora(**read_settings(folder)["lora"])
+    arguments = adapter_arguments(lora, source.names)
     with torch.device("meta"):  # only the sizes of its layers are needed
         gpt = litgpt.lora.GPT(litgpt.lora.Config(**source.arguments, **arguments))
     return merge_adapters(override_tensors(weights, trained), gpt)

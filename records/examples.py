@@ -10,16 +10,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 
 from records.cache import cache_file, read_cached, write_cached
-from records.forms import Fault, Kind, Record, understand_record
-from records.readers import read_records, split_sources
+from records.forms import Dropped, Fault, Kind, Record, understand_record
+from records.memory import bounded_memory, over_memory
+from records.readers import count_lines, read_records, split_sources
 from records.tokenizer import ENCODE_TEXTS, Endless, Texts, Tokenizer
-from runs.errors import BadInput
+from runs.console import Wait, advance
+from runs.errors import BadInput, printable
 from runs.settings import Data
 
 MOST_FAULTS = 20  # bad records that are reported before reading stops
@@ -145,6 +147,10 @@ class Examples(Sequence):
         for start, end in zip(starts.tolist(), ends.tolist()):
             yield content[start:end]
 
+    def prompt_numbers(self) -> np.ndarray:
+        """A number for each example: equal ones have equal prompts."""
+        return _number_distinct(self.ids_as_bytes(0))
+
 
 class LoadedExamples(NamedTuple):
     """What load_examples returns."""
@@ -153,6 +159,33 @@ class LoadedExamples(NamedTuple):
     cuts: Counter  # "prompts cut", "completions cut" -> how many
     ignored: tuple[str, ...] = ()  # names of record fields that nothing reads
     renamed: tuple[str, ...] = ()  # names in data.columns that some record has
+    rendered: Counter = Counter()  # "by the chat template", "plain" -> how many records
+    dropped: Counter = Counter()  # a label that data.labels does not name -> how many records
+
+    @classmethod
+    def join(cls, parts: Sequence["LoadedExamples"]) -> "LoadedExamples":
+        """The examples of several files, and the sums of what was counted in them."""
+        examples, cuts, ignored, renamed, rendered, dropped = zip(*parts)
+        return cls(
+            examples=Examples.join(list(examples)),
+            cuts=_sum_counts(cuts),
+            ignored=tuple(dict.fromkeys(chain(*ignored))),  # a set that keeps its order
+            renamed=tuple(dict.fromkeys(chain(*renamed))),
+            rendered=_sum_counts(rendered),
+            dropped=_sum_counts(dropped),
+        )
+
+
+def _sum_counts(counters: Iterable[Counter]) -> Counter:
+    # Counter's own + would leave out counts of 0, which the table shows.
+    total = Counter()
+    for counter in counters:
+        total.update(counter)
+    return total
+
+
+class FoundMessages(Exception):
+    """A dialogue behind records that were taken for plain text."""
 
 
 # ---- from a file to examples ---------------------------------------------------------------------
@@ -167,24 +200,24 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
-    parts, weights = [], []
-    cuts, ignored, renamed = Counter(), {}, {}  # the last two as sets that keep their order
+    loaded, weights = [], []
     for files, weight in split_sources(source):
-        loaded = [_load_file(file, tokenizer, kind, data) for file in files]
-        parts.append(Examples.join([one.examples for one in loaded]))
+        of_source = []
+        for file in files:
+            with Wait(f"reading {file}", count_lines(file), "records"):
+                of_source.append(_load_file(file, tokenizer, kind, data))
+        loaded.append(LoadedExamples.join(of_source))
         weights.append(weight)
-        for one in loaded:
-            cuts.update(one.cuts)
-            ignored.update(dict.fromkeys(one.ignored))
-            renamed.update(dict.fromkeys(one.renamed))
     if weights[0] is not None:  # then all sources have one
-        parts = _take_shares(parts, weights)
-    examples = Examples.join(parts)
+        shares = _take_shares([one.examples for one in loaded], weights)
+        loaded = [one._replace(examples=share) for one, share in zip(loaded, shares)]
+    all_sources = LoadedExamples.join(loaded)
+    examples = all_sources.examples
     if kind == "prompts":
-        _, first = np.unique(_number_distinct(examples.ids_as_bytes(0)), return_index=True)
+        _, first = np.unique(examples.prompt_numbers(), return_index=True)
         examples = examples[first]
     _check_extra_types(examples)
-    return LoadedExamples(examples, cuts, tuple(ignored), tuple(renamed))
+    return all_sources._replace(examples=examples)
 
 
 def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
@@ -200,18 +233,31 @@ def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> Loa
     return loaded
 
 
-def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
+def _tokenise_file(
+    source: str, tokenizer: Tokenizer, kind: Kind, data: Data, by_template: bool = False
+) -> LoadedExamples:
     """The examples of one file. Steps 1 to 3 of a record's way are in _read_texts below (read,
-    understand, render), steps 4 to 6 here (encode, cut, make columns)."""
+    understand, render), steps 4 to 6 here (encode, cut, make columns).
+
+    All records of a file are rendered in one way: as plain text, or all by the chat template if any
+    record needs it (`by_template`).
+    """
     parts = []
-    cuts, ignored, renamed = Counter(), {}, {}
-    records_with_texts = _read_texts(source, tokenizer, kind, data)
+    cuts, ignored, renamed, rendered, dropped = Counter(), {}, {}, Counter(), Counter()
+    records_with_texts = _read_texts(source, tokenizer, kind, data, by_template, dropped)
     # In batches, since texts take more memory than their token ids.
-    while batch := list(islice(records_with_texts, ENCODE_TEXTS)):
+    while True:
+        try:
+            with bounded_memory():
+                batch = list(islice(records_with_texts, ENCODE_TEXTS))
+        except FoundMessages:
+            return _tokenise_file(source, tokenizer, kind, data, by_template=True)
+        if not batch:
+            break
         # 4. encode: the texts become token ids, with BOS and EOS
         all_ids = tokenizer.encode_all([texts for _, _, texts in batch])
         examples = []
-        for (where, record, _), (prompt_ids, completion_ids) in zip(batch, all_ids):
+        for (where, record, texts), (prompt_ids, completion_ids) in zip(batch, all_ids):
             # 5. cut: the ids become arrays of at most max_prompt and max_completion ids
             prompt = _cut_prompt(prompt_ids, tokenizer.bos, data.max_prompt, cuts)
             completions = [_cut_completion(x, data.max_completion, cuts) for x in completion_ids]
@@ -223,41 +269,64 @@ def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) ->
             examples += _make_examples(where, record, prompt, completions, kind)
             ignored.update(dict.fromkeys(record.ignored))
             renamed.update(dict.fromkeys(record.renamed))
+            rendered["by the chat template" if texts.by_template else "plain"] += 1
         # 6. make columns
         parts.append(Examples.of(examples))
+        advance(len(batch))
+    if not parts and dropped:
+        raise BadInput(f"{source}: data.labels names no label here: {_show_labels(dropped)}")
     if not parts:
         raise BadInput(f"{source}: no records")
-    return LoadedExamples(Examples.join(parts), cuts, tuple(ignored), tuple(renamed))
+    examples = Examples.join(parts)
+    return LoadedExamples(examples, cuts, tuple(ignored), tuple(renamed), rendered, dropped)
 
 
 def _read_texts(
-    source: str, tokenizer: Tokenizer, kind: Kind, data: Data
+    source: str, tokenizer: Tokenizer, kind: Kind, data: Data, by_template: bool, dropped: Counter
 ) -> Iterator[tuple[str, Record, Texts]]:
     """(where, record, its texts) for each record of a file; `where` is file:line. Bad records are
-    collected, and raised as one BadInput at the end of the file or after the first 20 of them."""
-    faults = []
+    collected, and raised as one BadInput at the end of the file or after the first 20 of them.
+
+    Adds to `dropped` (see LoadedExamples). Raises FoundMessages if a record needs the chat template
+    and plain ones have gone before it.
+    """
+    faults, n_plain = [], 0
     extra = data.extra_fields
-    columns = column_names(data)
-    # 1. read: a line of the file becomes what it holds (readers.py)
-    for where, raw in read_records(source, extra, columns):
-        try:
-            # 2. understand: that becomes a Record (forms.py)
-            record = understand_record(raw, kind, extra, columns)
-            records = _one_record_per_turn(record) if data.score_turns == "all" else [record]
-            # 3. render: its messages become texts, not much longer than what is kept
-            results = []
-            for record in records:
-                texts = tokenizer.render(record)
-                _check_texts(texts, tokenizer)
-                texts = tokenizer.shorten(texts, data.max_prompt, data.max_completion)
-                results.append((where, record, texts))
-        except (Fault, RecursionError) as e:
-            faults.append(" ".join(f"{where}: {e}".splitlines()))
-            if len(faults) == MOST_FAULTS or isinstance(e, Endless):
-                break
-            continue
-        if not faults:  # after a fault the rest of the file is only checked
-            yield from results
+    columns, labels = column_names(data), label_values(data)
+    where = source
+    try:
+        # 1. read: a line of the file becomes what it holds (readers.py)
+        for where, raw in read_records(source, extra, columns):
+            try:
+                # 2. understand: that becomes a Record (forms.py)
+                record = understand_record(raw, kind, extra, columns, labels)
+                if tokenizer.template and (record.has_messages or record.instruct):
+                    if n_plain and not by_template:
+                        raise FoundMessages
+                    by_template = True
+                n_plain += 1
+                records = _one_record_per_turn(record) if data.score_turns == "all" else [record]
+                # 3. render: its messages become texts, not much longer than what is kept
+                results = []
+                for record in records:
+                    texts = tokenizer.render(record, by_template)
+                    _check_texts(texts, tokenizer)
+                    texts = tokenizer.shorten(texts, data.max_prompt, data.max_completion)
+                    results.append((where, record, texts))
+            except Dropped as e:
+                dropped[printable(e)] += 1
+                continue
+            except (Fault, RecursionError) as e:
+                faults.append(" ".join(f"{where}: {e}".splitlines()))
+                if len(faults) == MOST_FAULTS or isinstance(e, Endless):
+                    break
+                continue
+            if not faults:  # after a fault the rest of the file is only checked
+                yield from results
+    except MemoryError:
+        raise BadInput(
+            f"{where}: {over_memory()} to read on from here: give one record a line (.jsonl)"
+        ) from None
     if faults:
         raise BadInput("\n".join(faults))
 
@@ -297,6 +366,12 @@ def _check_texts(texts: Texts, tokenizer: Tokenizer) -> None:
         raise Fault("completion: the chat template renders it as nothing")
 
 
+def _show_labels(dropped: Counter) -> str:
+    """`3 (1,204), null (17)`: the most frequent ones first."""
+    shown = [f"{label} ({count:,})" for label, count in dropped.most_common(10)]
+    return ", ".join(shown) + (", ..." if len(dropped) > 10 else "")
+
+
 def _cut_prompt(ids: list[int], bos: int | None, longest: int, cuts: Counter) -> np.ndarray:
     """The last `longest` ids of a prompt. A BOS in front stays, if there is room for more than it."""
     if len(ids) > longest:
@@ -333,18 +408,34 @@ def _make_examples(
 def column_names(data: Data) -> dict[str, str]:
     """data.columns as {the source's name: ours}: `prompt=question,label=good` becomes
     {"question": "prompt", "good": "label"}. Raises BadInput."""
-    names = {}
-    if not data.columns:
-        return names
-    for pair in data.columns.split(","):
+    pairs = _name_pairs("data.columns", data.columns, "ours=theirs")
+    return {theirs: ours for ours, theirs in pairs}
+
+
+def label_values(data: Data) -> dict[str, bool]:
+    """data.labels as {a label's text: desirable}: `up=4|5,down=1` becomes {"4": True, "5": True,
+    "1": False}. Raises BadInput."""
+    values = {}
+    for side, theirs in _name_pairs("data.labels", data.labels, "up=4|5,down=1|2"):
+        if side not in ("up", "down"):
+            raise BadInput(f"data.labels: expected up or down before =, got {printable(side)}")
+        for value in theirs.split("|"):
+            value = value.strip()
+            if value in values:
+                raise BadInput(f"data.labels: {printable(value)}: given 2 times")
+            values[value] = side == "up"
+    return values
+
+
+def _name_pairs(setting: str, text: str | None, expected: str) -> list[list[str]]:
+    """`a=b,c=d` as [[a, b], [c, d]]. Raises BadInput."""
+    pairs = []
+    for pair in text.split(",") if text else ():
         both = [name.strip() for name in pair.split("=")]
         if len(both) != 2 or not all(both):
-            raise BadInput(
-                f"data.columns: expected ours=theirs, separated by commas; got {data.columns}"
-            )
-        ours, theirs = both
-        names[theirs] = ours
-    return names
+            raise BadInput(f"{setting}: expected {expected}, separated by commas; got {text}")
+        pairs.append(both)
+    return pairs
 
 
 def _take_shares(parts: list[Examples], weights: list[float]) -> list[Examples]:
@@ -395,11 +486,14 @@ def _to_arrays(loaded: LoadedExamples, source: str) -> dict[str, np.ndarray]:
 
 def _from_arrays(arrays: dict[str, np.ndarray], source: str) -> LoadedExamples:
     """What _to_arrays was given, under the name that the file has now."""
-    origins, cuts, ignored, renamed = json.loads(arrays["text"].tobytes())
+    origins, *rest = json.loads(arrays["text"].tobytes())
+    cuts, ignored, renamed, rendered, dropped = rest
     # JSON makes lists of tuples.
     origins = [(source + file, *map(tuple, extra)) for file, *extra in origins]
     examples = Examples(arrays["tokens"], arrays["rows"], origins)
-    return LoadedExamples(examples, Counter(cuts), tuple(ignored), tuple(renamed))
+    return LoadedExamples(
+        examples, Counter(cuts), tuple(ignored), tuple(renamed), Counter(rendered), Counter(dropped)
+    )
 
 
 # ---- the parts of the data -----------------------------------------------------------------------
@@ -427,6 +521,8 @@ def load_splits(
         for name in column_names(data):
             if name not in renamed:
                 raise BadInput(f"data.columns: {name}: no record has such a field")
+    if kind == "rated":
+        _check_label_values(data, loaded["train"])
     if data.split:
         if data.val or data.test:
             raise BadInput(
@@ -435,14 +531,30 @@ def load_splits(
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     for name, examples in parts.items():
         if examples:
-            cuts, ignored = Counter(), ()
+            part = LoadedExamples(examples, Counter())
             if name in loaded:
-                _, cuts, ignored, _ = loaded[name]
+                part = loaded[name]._replace(examples=examples)
                 if data.split:  # counted before data.train was cut in parts
-                    cuts = Counter({f"{what} (all parts)": count for what, count in cuts.items()})
-            say(describe_examples(name, examples, cuts, ignored))
+                    part = part._replace(
+                        cuts=_of_all_parts(part.cuts), rendered=_of_all_parts(part.rendered)
+                    )
+            say(describe_examples(name, part))
     # val and test are one batch each, whose examples are asked for again and again
     return {"train": parts["train"], "val": list(parts["val"]), "test": list(parts["test"])}
+
+
+def _of_all_parts(counts: Counter) -> Counter:
+    return Counter({f"{what} (all parts)": count for what, count in counts.items()})
+
+
+def _check_label_values(data: Data, loaded: LoadedExamples) -> None:
+    """Raises BadInput if data.labels names values for a side that no example has: one is misspelt."""
+    found = set(loaded.examples.rows["label"].tolist())
+    for value, desirable in label_values(data).items():
+        if desirable not in found:
+            given = f"{'up' if desirable else 'down'}={printable(value)}"
+            others = f"; dropped were {_show_labels(loaded.dropped)}" if loaded.dropped else ""
+            raise BadInput(f"data.labels: {given}: no record of {data.train} has it{others}")
 
 
 def split_by_prompt(examples: Sequence[Example], parts: str) -> list[Examples]:
@@ -468,20 +580,16 @@ def split_by_prompt(examples: Sequence[Example], parts: str) -> list[Examples]:
     return [examples[part_of_example == i] for i in range(3)]
 
 
-def describe_examples(
-    name: str, examples: Sequence[Example], cuts: Counter, ignored: tuple[str, ...] = ()
-) -> str:
-    """A table, as text, of what is about to be learned from, for a person to check before it starts.
-
-    `cuts` and `ignored` as load_examples returns them.
-    """
-    examples = Examples.of(examples)
+def describe_examples(name: str, loaded: LoadedExamples) -> str:
+    """A table, as text, of what is about to be learned from, for a person to check before it starts."""
+    examples = Examples.of(loaded.examples)
     n = len(examples)
     n_completions = examples.n_segments - 1
     length = examples.rows["length"]
     label = examples.rows["label"]
     if n_completions == 0:
-        return f"{name}: {n:,} prompts, longest {length.max()} tokens"
+        lines = [f"{name}: {n:,} prompts, longest {length.max()} tokens"]
+        return "\n".join(lines + _rendered_lines(loaded))
     # Equal prompts have equal numbers, and so have equal completions.
     prompt, *completions = [
         _number_distinct(examples.ids_as_bytes(k)) for k in range(examples.n_segments)
@@ -512,12 +620,22 @@ def describe_examples(
     counts = {
         "duplicates": n - n_distinct_with_label,
         "contradictions": n_distinct_with_label - n_distinct,
-        **cuts,
+        **loaded.cuts,
     }
     lines.append("  " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
-    if ignored:
-        lines.append(f"  fields that nothing reads: {', '.join(ignored)} (see data.extra)")
+    lines += _rendered_lines(loaded)
+    if loaded.dropped:
+        lines.append(
+            f"  dropped, since data.labels does not name their label: {_show_labels(loaded.dropped)}"
+        )
+    if loaded.ignored:
+        lines.append(f"  fields that nothing reads: {', '.join(loaded.ignored)} (see data.extra)")
     return "\n".join(lines)
+
+
+def _rendered_lines(loaded: LoadedExamples) -> list[str]:
+    counts = [f"{count:,} {how}" for how, count in loaded.rendered.items()]
+    return [f"  rendered: {', '.join(counts)}"] if counts else []
 
 
 def suggest_class_weights(examples: Sequence[Example]) -> str | None:

@@ -9,7 +9,9 @@ hold records are read in readers.py.
 import contextlib
 import json
 import math
+import re
 from collections import Counter
+from os.path import commonprefix
 from typing import Literal, NamedTuple
 
 from runs.errors import BadInput, printable
@@ -23,12 +25,16 @@ Kind = Literal["rated", "paired", "demonstrations", "prompts"]
 
 # The names that a field may have. The first one is ours, and the one that messages use.
 LABEL_FIELDS = ("label", "preference", "kto_tag")
-PAIR_FIELDS = ("chosen", "rejected", "chosen_response", "rejected_response")
-PROMPT_FIELDS = ("prompt", "instruction", "question")
+CHOSEN_FIELDS = ("chosen", "chosen_response", "preferred_output")
+REJECTED_FIELDS = ("rejected", "rejected_response", "non_preferred_output")
+INSTRUCTION_FIELDS = ("instruction", "question")
+PROMPT_FIELDS = ("prompt", *INSTRUCTION_FIELDS)
 COMPLETION_FIELDS = ("completion", "response", "output")
 DIALOGUE_FIELDS = ("messages", "conversations")
 
 LABEL_WORDS = {"chosen": True, "rejected": False, "desirable": True, "undesirable": False}
+# The same as JSON has it, where a column of texts holds it.
+LABEL_TEXTS = {"true": True, "True": True, "false": False, "False": False}
 # The roles that chat templates know, and other names for them.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLE_NAMES = {role: role for role in ROLES} | {
@@ -38,6 +44,8 @@ ROLE_NAMES = {role: role for role in ROLES} | {
     "model": "assistant",
     "observation": "tool",
 }
+# Where the assistant's turns begin in a dialogue that is one text (Anthropic's HH).
+ASSISTANT_MARK = "\n\nAssistant:"
 
 
 class Record(NamedTuple):
@@ -57,10 +65,21 @@ class Record(NamedTuple):
     extra: dict[str, str | float] = {}  # the fields that data.extra names
     ignored: tuple[str, ...] = ()  # names of fields that nothing reads
     renamed: tuple[str, ...] = ()  # names of fields that data.columns gives another name
+    # The prompt is an instruction or a question: if the tokenizer has a chat template, a turn of the user.
+    instruct: bool = False
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether only a chat template can make a text of it."""
+        return not all(isinstance(x, str) for x in (self.prompt, *self.completions))
 
 
 class Fault(BadInput):
     """What is wrong with a record: `field: reason`. The caller adds the file and the line."""
+
+
+class Dropped(Exception):
+    """A record whose label is none of those that data.labels names. The text is the label."""
 
 
 # ---- one record ----------------------------------------------------------------------------------
@@ -71,30 +90,26 @@ def understand_record(
     kind: Kind,
     extra: tuple[str, ...] = (),
     columns: dict[str, str] | None = None,
+    labels: dict[str, bool] | None = None,
 ) -> Record:
-    """What a record says, whichever of the known forms it has. Raises Fault.
+    """What a record says, whichever of the known forms it has. Raises Fault, Dropped.
 
     `record` comes from readers.read_records: what a line of a file holds, or a Fault. `extra`:
     fields that every record must also have (data.extra). `columns`: the record's name of a field ->
-    our name of it (data.columns).
+    our name of it (data.columns). `labels`: the text of a label -> desirable (data.labels).
     """
-    if isinstance(record, Fault):
-        raise record
-    if not isinstance(record, dict):
-        raise Fault(f"record: expected an object, got {short_json(record)}")
-    renamed = ()
-    if columns:
-        renamed = tuple(name for name in columns if name in record)
-        record = unique_keys([(columns.get(name, name), value) for name, value in record.items()])
+    renamed, record = named_fields(record, columns or {})
     # Whoever reads a field takes it out of `fields`: those that are left at the end are ignored.
     fields = dict(record)
+    if labels and kind != "prompts":
+        _name_label(fields, labels)
     system = _string(fields.pop("system", None) or "", "system")
     tools = _template_argument(fields, "tools", list)
     template_kwargs = _template_argument(fields, "chat_template_kwargs", dict) or {}
     understood = _understand_form(fields, kind)
     if system:
         understood = _with_system_message(understood, system)
-    if tools and all(isinstance(x, str) for x in (understood.prompt, *understood.completions)):
+    if tools and not understood.has_messages:
         raise Fault("tools: no messages here that a chat template would render them with")
     weight = _number(fields.pop("weight", 1), "weight", "a finite number, at least 0", lowest=0)
     extra_values = {name: _extra_field(record, name) for name in extra}
@@ -105,16 +120,43 @@ def understand_record(
         extra=extra_values,
         ignored=tuple(name for name in fields if name not in extra_values),
         renamed=renamed,
+        instruct=any(name in record and name not in fields for name in INSTRUCTION_FIELDS),
     )
+
+
+def named_fields(record: object, columns: dict[str, str]) -> tuple[tuple[str, ...], dict]:
+    """The names of data.columns that a raw record has, and its fields under our names. Raises Fault."""
+    if isinstance(record, Fault):
+        raise record
+    if not isinstance(record, dict):
+        raise Fault(f"record: expected an object, got {short_json(record)}")
+    renamed = tuple(name for name in columns if name in record)
+    items = [(columns.get(name, name), value) for name, value in record.items()]
+    fields = unique_keys(items)
+    if isinstance(fields.get("input"), dict):  # OpenAI's form: its `input` holds the other fields
+        inner = fields.pop("input")
+        fields = unique_keys([*fields.items(), *inner.items()])
+    return renamed, fields
+
+
+def kind_of(fields: dict) -> Kind:
+    """What the names of a record's fields say that it is, whether or not their values are sound."""
+    if _has_any(fields, LABEL_FIELDS):
+        return "rated"
+    if _has_any(fields, CHOSEN_FIELDS + REJECTED_FIELDS):
+        return "paired"
+    if _has_any(fields, COMPLETION_FIELDS + DIALOGUE_FIELDS):
+        return "demonstrations"
+    return "prompts"
 
 
 def _understand_form(fields: dict, kind: Kind) -> Record:
     """Prompt, completions and label, from the form that these fields have."""
+    has_pair = _has_any(fields, CHOSEN_FIELDS + REJECTED_FIELDS)
     if kind == "prompts":
-        prompt = _prompt(fields)
+        prompt = _prompt_of_any_form(fields, has_pair)
         fields.clear()  # the other fields are not wanted here, so they are not reported either
         return Record(prompt, [], None)
-    has_pair = _has_any(fields, PAIR_FIELDS)
     has_label = _has_any(fields, LABEL_FIELDS)
     if has_pair and has_label:
         raise Fault("record: both a rating and a pair: which one is meant?")
@@ -126,6 +168,24 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
         hint = ", this is a rated record (see kto.py)" if has_label else ""
         raise Fault(f"chosen: missing: pairs are needed here{hint}")
     return _rated(fields)
+
+
+def _prompt_of_any_form(fields: dict, has_pair: bool) -> str | list[dict]:
+    """What a record asks, without its answers."""
+    if _has_any(fields, PROMPT_FIELDS):
+        return _prompt(fields)
+    if has_pair:
+        return _pair(fields).prompt
+    if _has_any(fields, DIALOGUE_FIELDS):
+        value, field = _take(fields, DIALOGUE_FIELDS)
+        turns = as_turns(_text_or_messages(value, field))
+        if turns[-1]["role"] != "assistant":
+            return turns
+        if len(turns) > 1:
+            return turns[:-1]
+    if "input" in fields:
+        return _string(fields["input"], "input")
+    return _prompt(fields)
 
 
 def _rated(fields: dict) -> Record:
@@ -154,15 +214,18 @@ def _demonstration(fields: dict) -> Record:
 
 
 def _pair(fields: dict) -> Record:
-    """A chosen and a rejected completion of one prompt. Where the record has no prompt, they are
-    two dialogues, and the prompt is what both begin with."""
-    chosen, chosen_field = _take(fields, ("chosen", "chosen_response"))
-    rejected, rejected_field = _take(fields, ("rejected", "rejected_response"))
+    """A chosen and a rejected completion of one prompt. Where the record has no prompt, it is what
+    both begin with."""
+    chosen, chosen_field = _take(fields, CHOSEN_FIELDS)
+    rejected, rejected_field = _take(fields, REJECTED_FIELDS)
     rewards = (_reward(fields, "chosen_reward"), _reward(fields, "rejected_reward"))
     if _has_any(fields, PROMPT_FIELDS):
         prompt = _prompt(fields)
     elif _has_any(fields, DIALOGUE_FIELDS):
         prompt = _text_or_messages(*_take(fields, DIALOGUE_FIELDS))
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        prompt = _common_text(chosen, rejected)
+        chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
     else:
         prompt = _common_prompt(
             _text_or_messages(chosen, chosen_field), _text_or_messages(rejected, rejected_field)
@@ -172,6 +235,20 @@ def _pair(fields: dict) -> Record:
     if good.prompt != bad.prompt:
         raise Fault(f"{rejected_field}: its turns before the last one differ from those of chosen")
     return good._replace(completions=good.completions + bad.completions, rewards=rewards)
+
+
+def _common_text(chosen: str, rejected: str) -> str:
+    """The prompt that two texts begin with: as far as the last turn of the assistant that begins in
+    both, where they are dialogues (Anthropic's HH), else as far as the last word that both have."""
+    common = commonprefix((chosen, rejected))
+    before_answer, mark, _ = common.rpartition(ASSISTANT_MARK)
+    if mark:
+        return before_answer + mark
+    # A blank belongs to the word behind it, as in TRL; a line end belongs to its line.
+    whole_words = re.match(r".+(\n|(?= ))", common, re.DOTALL)
+    if not whole_words:
+        raise Fault("prompt: missing, and chosen and rejected do not begin with the same words")
+    return whole_words[0]
 
 
 def _common_prompt(chosen: str | list[dict], rejected: str | list[dict]) -> list[dict]:
@@ -219,6 +296,8 @@ def _join_completion(prompt: str | list[dict], value: object, field: str) -> Rec
     if isinstance(turns, str):
         return Record(prompt, [turns], None)
     prompt_turns = as_turns(prompt)
+    if turns[0]["role"] == "system" and turns[1 : 1 + len(prompt_turns)] == prompt_turns:
+        prompt = prompt_turns = turns[: 1 + len(prompt_turns)]  # repeated with its system message
     if len(turns) > len(prompt_turns) and turns[: len(prompt_turns)] == prompt_turns:
         turns = turns[len(prompt_turns) :]
     by_assistant = [turn["role"] == "assistant" for turn in turns]
@@ -284,12 +363,12 @@ def unique_keys(items: list[tuple[str, object]]) -> dict:
 
 
 def _prompt(fields: dict) -> str | list[dict]:
-    if "instruction" in fields and fields.pop("input", None):
-        raise Fault(
-            "instruction: beside it is an input, and which text they make together is not known: join "
-            "them in one prompt"
-        )
-    return _text_or_messages(*_take(fields, PROMPT_FIELDS))
+    prompt, field = _take(fields, PROMPT_FIELDS)
+    if field == "instruction" and (more := fields.pop("input", None)):
+        # on the next line, as LLaMA-Factory joins them
+        texts = _string(prompt, field), _string(more, "input")
+        return "\n".join(text for text in texts if text)
+    return _text_or_messages(prompt, field)
 
 
 def as_turns(prompt: str | list[dict]) -> list[dict]:
@@ -315,7 +394,7 @@ def _message(value: object, field: str) -> dict:
     if not isinstance(value, dict):
         raise Fault(f"{field}: expected a message, got {short_json(value)}")
     role = _either(value, "role", "from", field)
-    content = _either(value, "content", "value", field)
+    content = _joined_parts(_either(value, "content", "value", field), field)
     only_calls_tools = content is None and value.get("tool_calls")
     if not isinstance(role, str) or not (isinstance(content, str) or only_calls_tools):
         raise Fault(
@@ -329,6 +408,19 @@ def _message(value: object, field: str) -> dict:
         if key not in ("role", "from", "content", "value") and other is not None:
             message[key] = other
     return message
+
+
+def _joined_parts(content: object, field: str) -> object:
+    """The content of a message. Parts such as {"type": "text", "text": ...} become one text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type") != "text"):
+            raise Fault(f"{field}: content: only parts of text are read, got {short_json(part)}")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _either(message: dict, name: str, other_name: str, field: str) -> object:
@@ -361,10 +453,24 @@ def _string(value: object, field: str) -> str:
 def _label(value: object, field: str) -> bool:
     if isinstance(value, int | float) and value in (0, 1):  # True and False are ints, too
         return bool(value)
-    if isinstance(value, str) and value in LABEL_WORDS:
-        return LABEL_WORDS[value]
-    words = ", ".join(LABEL_WORDS)
-    raise Fault(f"{field}: expected true, false, 1, 0, {words}; got {short_json(value)}")
+    words = LABEL_TEXTS | LABEL_WORDS
+    if isinstance(value, str) and value in words:
+        return words[value]
+    expected = f"expected true, false, 1, 0, {', '.join(LABEL_WORDS)}"
+    raise Fault(f"{field}: {expected}; got {short_json(value)} (see data.labels)")
+
+
+def _name_label(fields: dict, labels: dict[str, bool]) -> None:
+    """Replace a record's label by what data.labels says of it. Raises Dropped if it says nothing."""
+    for name in LABEL_FIELDS:
+        if name in fields:
+            value = fields[name]
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # a table has 4.0 where it lacks other labels
+            text = value if isinstance(value, str) else short_json(value)
+            if text not in labels:
+                raise Dropped(text)
+            fields[name] = labels[text]
 
 
 def _number(

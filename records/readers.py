@@ -5,6 +5,7 @@ with their lines), then one reader for each format. What a record says is not lo
 forms.py.
 """
 
+import contextlib
 import csv
 import glob
 import gzip
@@ -63,6 +64,25 @@ def _split_weight(source: str) -> tuple[list[str], float | None]:
     return files, weight
 
 
+def absolute_sources(sources: str) -> str:
+    """The same sources with absolute paths: of files, folders and patterns. Ids of the Hub stay as they
+    are, and so does a list that would no longer be understood, in a folder whose name has a comma."""
+    if _path_exists(sources):
+        return os.path.abspath(find_path(sources))
+    parts = []
+    for part in sources.split(","):
+        name, *weight = re.fullmatch(r"(.*?)(:\d*\.?\d+)?", part.strip()).groups("")
+        if _path_exists(part.strip()):
+            name, weight = part.strip(), []
+        if _path_exists(name):
+            name = os.path.abspath(find_path(name))
+        elif glob.has_magic(name) and not os.path.isabs(find_path(name)):
+            name = os.path.join(glob.escape(os.getcwd()), find_path(name))
+        parts.append("".join([name, *weight]))
+    absolute = ",".join(parts)
+    return absolute if len(absolute.split(",")) == len(parts) else sources
+
+
 def _path_exists(name: str) -> bool:
     # os.path.exists says False where Path.exists raises: a long list of files is too long a name.
     return os.path.exists(find_path(name))
@@ -93,6 +113,18 @@ def read_records(
                 yield f"{source}:{row}", record
     except (OSError, EOFError, zlib.error) as e:
         raise BadInput(f"{source}: {getattr(e, 'strerror', None) or e}") from None
+
+
+def count_lines(source: str) -> int | None:
+    """How many lines a .jsonl file has; None for all else, whose records are not counted so quickly."""
+    path = find_path(source)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    n = 0
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # read_records says what is wrong
+        while block := file.read(2**22):
+            n += block.count(b"\n")
+    return n
 
 
 def _open(path: Path):
@@ -154,14 +186,28 @@ def _read_csv(
     """
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
     with _open(path) as file:
-        content = file.read()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        line = content[: e.start].count(b"\n") + 1
-        raise BadInput(f"{source}:{line}: csv: not UTF-8") from None
+        lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        try:
+            yield from _csv_records(source, path, lines, extra, columns)
+        except UnicodeDecodeError:
+            raise BadInput(f"{source}:{_first_line_not_utf8(path)}: csv: not UTF-8") from None
+
+
+def _first_line_not_utf8(path: Path) -> int:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+def _csv_records(
+    source: str, path: Path, lines: Iterable[str], extra: tuple[str, ...], columns: dict[str, str]
+) -> Iterator[tuple[str, object]]:
     delimiter = "\t" if ".tsv" in path.suffixes else ","
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
+    rows = csv.reader(lines, strict=True, delimiter=delimiter)
     try:
         names = next(rows, [])
         unique_keys([(name, None) for name in names])

@@ -8,6 +8,7 @@ model's folder, and the sandbox in which templates run.
 import contextlib
 import functools
 import json
+import math
 import re
 import signal
 import threading
@@ -23,6 +24,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from records.forms import Fault, Record, as_turns, short_json
+from records.memory import bounded_memory, over_memory
 from runs.errors import BadInput, parse_file, user_error
 from runs.files import read_object
 
@@ -32,6 +34,11 @@ RENDER_SECONDS = 10.0
 RENDER_CHARACTERS = 10**8
 LARGEST_PRODUCT = 10**7  # of a multiplication in a chat template
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
+NO_TOKENIZER_JSON = """{folder}: tokenizer.model alone does not say which texts are special tokens; make a \
+tokenizer.json of it: pip install transformers sentencepiece protobuf && python -c "from transformers import \
+AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained('{folder}')\""""
+# The steps of a tokenizer.json may make a text so many times as long, in characters.
+MOST_GROWTH = 1000
 # The parts of a tokenizer.json that put a space before a text.
 SPACE_PREFIX = rb'"Prepend"|"prepend_scheme":"(first|always)"|"add_prefix_space":true'
 
@@ -51,7 +58,6 @@ class Texts(NamedTuple):
 class Tokenizer:
     """A model's tokenizer and chat template, from the files in its folder.
 
-    fast       the folder has a tokenizer.json; else a SentencePiece tokenizer.model
     eos        id of the end of a completion; required
     bos        id of the beginning of a text, or None; adds_bos: the tokenizer puts it there itself
     stops      ids that end a sampled completion: EOS, and those that the model's config names
@@ -64,27 +70,18 @@ class Tokenizer:
         """`chat_template`: a jinja file in place of the folder's own. `date`: today, for templates
         that ask for it with strftime_now. Raises BadInput."""
         self.config = model_file(folder, "tokenizer_config.json")
-        self.fast = (folder / "tokenizer.json").is_file()
+        file = folder / "tokenizer.json"
+        if not file.is_file() and (folder / "tokenizer.model").is_file():
+            raise BadInput(NO_TOKENIZER_JSON.format(folder=folder))
         try:
-            if self.fast:
-                self.processor = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            else:
-                from litgpt.tokenizer import Tokenizer as SentencePiece  # slow to import
-
-                sentencepiece = SentencePiece(folder)
-                self.processor = sentencepiece.processor
+            _refuse_growth(file)  # before loading, which normalizes the added tokens
+            self.processor = tokenizers.Tokenizer.from_file(str(file))
+        except BadInput:
+            raise
         except Exception as e:  # the tokenizers package raises bare Exception
             reason = f" ({e})" if str(e) else ""
-            raise BadInput(
-                f"{folder}: no usable tokenizer.json or tokenizer.model{reason}"
-            ) from None
-        if self.fast:
-            self._read_tokenizer_json(folder)
-        else:
-            self.bos = sentencepiece.bos_id
-            self.eos = sentencepiece.eos_id
-            self.n_vocab = sentencepiece.vocab_size
-            self.adds_space = True
+            raise BadInput(f"{folder}: no usable tokenizer.json{reason}") from None
+        self._read_tokenizer_json(folder)
         if self.eos is None:
             raise BadInput(
                 f"{folder}/tokenizer_config.json: eos_token: missing: a completion could never end"
@@ -97,14 +94,14 @@ class Tokenizer:
 
     # ---- a record's way: render, shorten, encode -------------------------------------------------
 
-    def render(self, record: Record) -> Texts:
+    def render(self, record: Record, by_template: bool = False) -> Texts:
         """The texts of a record's prompt and completions. Raises Fault.
 
-        Strings stay as they are. As soon as one of them is a message, all go through the chat
-        template: the prompt's text ends where the assistant's turn begins, and a completion is what
-        the template writes from there on.
+        Strings stay as they are, unless they are to be rendered `by_template`. As soon as one of
+        them is a message, all go through the chat template: the prompt's text ends where the
+        assistant's turn begins, and a completion is what the template writes from there on.
         """
-        if all(isinstance(text, str) for text in (record.prompt, *record.completions)):
+        if not by_template and not record.has_messages:
             return Texts(record.prompt, list(record.completions), by_template=False)
         if self.template is None:
             raise Fault(
@@ -117,13 +114,15 @@ class Tokenizer:
                 completion = {"role": "assistant", "content": completion}
             answers.append(completion)
         try:
-            with _time_limit():
+            with _time_limit(), bounded_memory():
                 arguments = dict(tools=record.tools, documents=None, **record.template_kwargs)
                 prompt = self._run_template(turns, True, arguments)
                 completions = [self._completion_text(prompt, turns, a, arguments) for a in answers]
                 tool_names = _tool_names([*turns, *answers], record.tools or [])
         except Fault:
             raise
+        except MemoryError:
+            raise Endless(f"chat template: {over_memory()} for this record") from None
         except Exception as e:  # a template is a program: it may raise anything
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             hint = " (data.date gives it a day)" if "strftime_now" in reason else ""
@@ -193,9 +192,7 @@ class Tokenizer:
     @functools.cached_property
     def _longest_token(self) -> int:
         """In characters."""
-        if self.fast:
-            return max(map(len, self.processor.get_vocab()))
-        return max(len(self.processor.id_to_piece(i)) for i in range(self.n_vocab))
+        return max(map(len, self.processor.get_vocab()))
 
     def encode_all(self, all_texts: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
         """(ids of the prompt, ids of each completion) of each record's texts, of any length.
@@ -221,7 +218,7 @@ class Tokenizer:
                 ]
             if not texts.by_template:
                 prompt = self.with_bos(prompt)
-                completions = [[*ids, self.eos] for ids in completions]
+                completions = [self._with_eos(ids) for ids in completions]
             yield prompt, completions
 
     def _without_prompt(self, ids: list[int], prompt: list[int], completion: str) -> list[int]:
@@ -240,17 +237,18 @@ class Tokenizer:
         # In batches: an encoding holds much more than its ids.
         for i in range(0, len(texts), ENCODE_TEXTS):
             batch = texts[i : i + ENCODE_TEXTS]
-            if self.fast:
-                for encoding in self.processor.encode_batch(batch, add_special_tokens=False):
-                    yield encoding.ids
-            else:
-                yield from self.processor.encode(batch)
+            for encoding in self.processor.encode_batch(batch, add_special_tokens=False):
+                yield encoding.ids
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """The ids of a plain prompt, with BOS in front, once, if this tokenizer adds one."""
         if self.adds_bos and ids[:1] != [self.bos]:
             return [self.bos, *ids]
         return ids
+
+    def _with_eos(self, ids: list[int]) -> list[int]:
+        """The ids of a plain completion, with EOS at the end, once: rendered texts have theirs."""
+        return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these ids, special tokens left out."""
@@ -260,16 +258,19 @@ class Tokenizer:
 
     def same(self, other: "Tokenizer") -> bool:
         """Whether both turn every text into the same ids."""
-        return self.fast == other.fast and self._model() == other._model()
-
-    def _model(self) -> str | bytes:
-        """The tokenizer proper, as its file has it."""
-        return self.processor.to_str() if self.fast else self.processor.serialized_model_proto()
+        return self.processor.to_str() == other.processor.to_str()
 
     def description(self) -> str:
         """All that decides which ids a record gets."""
         return repr(
-            [self._model(), self.bos, self.eos, self.adds_bos, self.template_text, self.config]
+            [
+                self.processor.to_str(),
+                self.bos,
+                self.eos,
+                self.adds_bos,
+                self.template_text,
+                self.config,
+            ]
         )
 
     def special_text(self, name: str) -> str | None:
@@ -310,8 +311,6 @@ class Tokenizer:
         is_llama = self.config.get("tokenizer_class") == "LlamaTokenizer"
         if self.config.get("add_bos_token", is_llama):
             return True
-        if not self.fast:
-            return False
         first = self.processor.encode("a", add_special_tokens=True).ids[:1]
         first_of_text = self.processor.encode("a", add_special_tokens=False).ids[:1]
         # Both are BOS where "a" is an unknown token and that has the id of BOS.
@@ -365,6 +364,31 @@ def model_file(folder: Path, name: str) -> dict:
     """What a JSON file of a model's folder holds; {} if there is no such file. Raises BadInput."""
     file = folder / name
     return read_object(file, json.loads) if file.exists() else {}
+
+
+def _refuse_growth(file: Path) -> None:
+    """Raises BadInput for a tokenizer.json that can make a text very much longer."""
+    content = json.loads(file.read_bytes())
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        growth = _growth(content.get(name) or {})
+        if growth > MOST_GROWTH:
+            raise BadInput(
+                f"{file}: {name}: it can make a text {growth:.3g} times as long; at most "
+                f"{MOST_GROWTH:,} times is taken"
+            )
+
+
+def _growth(step: dict | list) -> float:
+    """How many times as long a step of a tokenizer.json (or a sequence of steps) can make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step), start=1.0)
+    if step.get("type") == "Replace":
+        old = step["pattern"].get("String")
+        # A regular expression may match between any two characters.
+        return max(1, len(step["content"]) / len(old)) if old else 1 + len(step["content"])
+    if step.get("type") == "Prepend":
+        return 1 + len(step["prepend"])
+    return math.prod(_growth(value) for value in step.values() if isinstance(value, list))
 
 
 def _model_token_ids(folder: Path, name: str) -> list[int]:

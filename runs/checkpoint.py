@@ -24,6 +24,7 @@ of the temporary directory and can leave half of it under its final name.
 import inspect
 import json
 import sys
+import typing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -31,9 +32,9 @@ import torch
 
 from runs.cli import dump_yaml
 from runs.devices import all_reduce
-from runs.errors import BadInput
-from runs.files import publish_folder, verify_folder
-from runs.settings import RunSettings
+from runs.errors import BadInput, printable
+from runs.files import parse_yaml, publish_folder, read_object, require_fields, verify_folder
+from runs.settings import MAX_INT, RunSettings, flatten
 from runs.shards import load_shards, open_shards, save_shards
 from runs.tensors import LazyTensors
 
@@ -52,6 +53,8 @@ class RunState:
     """Hashes of model, reference, tokenizer and data: a resume must find the same."""
     step: int = 0
     """Optimizer steps done."""
+    unvalidated: bool = False
+    """Whether the validation of this step has begun but not ended: a resume does it first."""
     iteration: int = 0
     """Of SPIN and online KTO, from 1."""
     moving_reference: bool = False
@@ -63,7 +66,7 @@ class RunState:
     best_value: float | None = None
     objective: dict = field(default_factory=dict)
     """Objective.state_dict()."""
-    rows: dict = field(default_factory=dict)
+    rows: dict[str, tuple[int, str]] = field(default_factory=dict)
     """File name: [number of its lines with the header, their SHA-256], of metrics.csv and val.csv
     (Csv.sync)."""
 
@@ -154,25 +157,49 @@ def verify_checkpoint(folder: Path) -> str | None:
     required = ["state.json", "settings.yaml"]
     if fault := verify_folder(folder, required):
         return fault
-    manifest = json.loads((folder / "manifest.json").read_text())
     try:
-        shards = set(json.loads((folder / "state.json").read_text())["shards"])
-    except (ValueError, LookupError, TypeError):
-        return None  # of another version of this program: read_state refuses it
-    missing = sorted(shards - set(manifest))
+        content = _read_state_file(folder)
+    except BadInput as e:
+        return str(e)
+    missing = sorted(set(content["shards"]) - set(read_object(folder / "manifest.json")))
     return f"manifest.json names no {missing[0]}" if missing else None
 
 
+def _read_state_file(folder: Path) -> dict:
+    """state.json, with its fields and RunState's of the right types. Raises BadInput."""
+    file = folder / "state.json"
+    content = read_object(file)
+    kinds = typing.get_type_hints(RunState)
+    run = content.get("run")
+    # older versions did not save the shards; newer ones may save more of a run
+    if "shards" not in content or not isinstance(run, dict) or run.keys() - kinds.keys():
+        raise BadInput(f"{folder}: a checkpoint of another version of this program")
+    require_fields(file, content, {"run": dict, "optimizer": dict, "shards": list[str]})
+    require_fields(file, run, {name: kinds[name] for name in run})
+    for name in ("step", "iteration"):
+        if not 0 <= run.get(name, 0) < MAX_INT:
+            expected = f"{name}: expected 0 or more and below {MAX_INT}"
+            raise BadInput(f"{file}: {expected}, got {printable(run[name])}")
+    return content
+
+
 def read_state(folder: Path) -> tuple[RunState, dict]:
-    """-> the run's state and the optimizer's numbers that are no tensors. Raises BadInput for a
+    """-> the run's state and the optimizer's numbers that are no tensors. Raises BadInput, also for a
     checkpoint of another version."""
-    content = json.loads((folder / "state.json").read_text())
-    try:
-        if "shards" not in content:  # older versions did not save this field
-            raise KeyError("shards")
-        return RunState(**content["run"]), content["optimizer"]
-    except (KeyError, TypeError):
-        raise BadInput(f"{folder}: a checkpoint of another version of this program") from None
+    content = _read_state_file(folder)
+    return RunState(**content["run"]), content["optimizer"]
+
+
+def read_settings(folder: Path) -> dict:
+    """settings.yaml of a checkpoint: groups of settings, of which those that all programs share have
+    the right types. Raises BadInput."""
+    file = folder / "settings.yaml"
+    settings = read_object(file, parse_yaml)
+    saved, kinds = flatten(settings), flatten(RunSettings)
+    # read from any checkpoint; an older version may lack others
+    needed = {"model", "data.train", "precision", "lora.rank"}
+    require_fields(file, saved, {n: k for n, k in kinds.items() if n in saved or n in needed})
+    return settings
 
 
 def read_checkpoint_weights(folder: Path) -> LazyTensors:
@@ -202,7 +229,9 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
     load_weights(folder, policy)
     moments = load_shards(folder, "optimizer", empty_moment)
     for key, x in (moments | numbers).items():
-        name, moment = key.rsplit("|", 1)
+        name, _, moment = key.rpartition("|")
+        if name not in params:
+            raise BadInput(f"{folder}: {printable(key)}: not of this model")
         optimizer.optimizer.state[params[name]][moment] = x
     random = load_shards(folder, "random", lambda _name, like: torch.empty_like(like, device="cpu"))
     state_R = random["state_R"]

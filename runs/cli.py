@@ -11,10 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from runs import errors
+from runs import console, errors
 from runs.console import say
 from runs.errors import BadInput, parse_file, printable
-from runs.files import ROOT
+from runs.files import ROOT, compose_yaml, parse_yaml, type_name
 from runs.settings import SECTIONS, Optim, RunSettings, flatten
 
 # The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
@@ -27,9 +27,10 @@ NAMES_ELSEWHERE = {
     "gradient_accumulation_steps": "batch_size",
     "gradient_checkpointing": "activation_checkpointing",
     "learning_rate": "optim.lr",
-    "load_in_4bit": "lora.base",
-    "load_in_8bit": "lora.base",
+    "load_in_4bit": "lora.quantize",
+    "load_in_8bit": "lora.quantize",
     "logging_steps": "log_interval",
+    "lora.base": "lora.quantize",  # its name in older settings.yaml
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
     "lora_r": "lora.rank",
@@ -52,6 +53,10 @@ NAMES_ELSEWHERE = {
     "warmup_ratio": "optim.warmup",
     "warmup_steps": "optim.warmup",
 }
+
+
+# What the started script was given besides settings: the command that continues its run repeats it.
+script_arguments = []
 
 
 # ---- from settings to YAML -----------------------------------------------------------------------
@@ -116,8 +121,8 @@ def _names_in_yaml(path: str, cls) -> list[str]:
     """The names of the settings in a file, all of them known. Raises BadInput."""
     text = parse_file("config", path)
     try:
-        _refuse_doubled_keys(yaml.compose(text, yaml.SafeLoader), path, {})
-        values = yaml.safe_load(text)
+        _refuse_doubled_keys(compose_yaml(text), path, {})
+        values = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         line = mark.line + 1 if mark else 1
@@ -178,7 +183,21 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     if settings.lora.rank and settings.optim.lr == Optim().lr:
         say(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
     errors.debug = settings.debug
+    console.shows_progress = settings.progress and not settings.debug
+    script_arguments[:] = _own_arguments(sys.argv[1:], argv)
     return settings
+
+
+def _own_arguments(typed: list[str], argv: list[str] | None) -> list[str]:
+    """Those of the typed words that a script has not passed on in argv to main: its own options. The
+    longest equal runs are found first, so that a value stays with its option."""
+    if argv is None:
+        return []
+    matcher = difflib.SequenceMatcher(None, typed, list(argv), autojunk=False)
+    own = list(typed)
+    for block in reversed(matcher.get_matching_blocks()):
+        del own[block.a : block.a + block.size]
+    return own
 
 
 def _check_own_run(configs: list[str], names: list[str], in_files: set[str], demo: str) -> None:
@@ -278,10 +297,7 @@ def _add_sections(parser) -> None:
 
 
 def _type_name(name: str, cls) -> str:
-    kind = flatten(cls)[name]
-    if typing.get_args(kind):  # such as int | None, list[str]
-        return str(kind).replace("None", "null")
-    return kind.__name__
+    return type_name(flatten(cls)[name])
 
 
 def _one_line(message: str, cls) -> str:

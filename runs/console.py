@@ -6,6 +6,7 @@ The numbers of a run are in metrics.csv and val.csv (runs/logger.py); the consol
 import math
 import shutil
 import sys
+import threading
 import time
 
 from tqdm import tqdm
@@ -27,6 +28,8 @@ VALIDATION_CELLS = {
     "checker_accuracy": "checker {:.4f}",
 }
 KL_CLAMPED = "kl 0 (clamped)"  # a bare "kl 0.0000" would look like a bug
+
+shows_progress = True  # runs.cli.parse sets it to False for --progress false and --debug
 
 
 # ---- lines --------------------------------------------------------------------------------------
@@ -56,11 +59,117 @@ def format_cells(row: dict, formats: dict[str, str]) -> list[str]:
     return cells
 
 
+def duration(seconds: float) -> str:
+    """Such as 01:30 or 2:00:00."""
+    return tqdm.format_interval(round(seconds))
+
+
+# ---- waits --------------------------------------------------------------------------------------
+
+SILENT = 5  # seconds in which a wait prints nothing
+LONGEST_PAUSE = 60  # seconds between two lines of a wait, where the output is not a terminal
+LONG_WAIT = 300  # seconds; what makes a longer wait shorter is said
+
+_waits = []  # those that are going on, the innermost last
+
+
+class Wait:
+    """Work that may take long: with Wait("validation", 12, "micro-batches"), and advance() after each.
+
+    In the first five seconds it prints nothing. Then it shows what is done, how far it is and how
+    long it will take: on a terminal in a line that changes, elsewhere in a line now and then. A
+    thread of its own prints, so that a line also comes while one call takes long.
+
+    title: what is done. total: how many `unit` there are; None: nobody knows. Without a unit their
+    share is shown, in percent. shorter: the settings that make a wait of more than five minutes
+    shorter, as text.
+    """
+
+    def __init__(self, title: str, total: int | None = None, unit: str = "", shorter: str = ""):
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.shorter = shorter
+        self.done = 0
+        self.tokens = 0
+        self._ended = threading.Event()
+        self._thread = None
+
+    def __enter__(self):
+        self._began = time.monotonic()
+        _waits.append(self)
+        if shows_progress and rank() == 0:
+            self._thread = threading.Thread(target=self._show, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        _waits.remove(self)
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()  # its line is gone before anything else is printed
+
+    def _seconds_left(self, elapsed: float) -> float | None:
+        """By the speed so far; None: nobody knows."""
+        if not self.total or not self.done:
+            return None
+        return elapsed / self.done * max(0, self.total - self.done)
+
+    def _line(self, elapsed: float) -> str:
+        cells = []
+        if self.total and self.unit:
+            cells.append(f"{self.done:,} of {self.total:,} {self.unit}")
+        elif self.total:
+            cells.append(f"{100 * self.done / self.total:.0f}%")
+        elif self.unit:
+            cells.append(f"{self.done:,} {self.unit}")
+        if self.tokens:
+            cells.append(f"{self.tokens / elapsed:,.0f} tokens/s")
+        left = self._seconds_left(elapsed)
+        if left is None:
+            cells.append(f"{duration(elapsed)} so far")
+        else:
+            cells.append(f"{duration(left)} left")
+        return fit_80_columns(self.title, ", ".join(cells))
+
+    def _show(self) -> None:
+        bar, pause = None, SILENT
+        while not self._ended.wait(pause):
+            if _waits[-1:] != [self]:  # the wait inside this one is shown
+                continue
+            elapsed = time.monotonic() - self._began
+            if sys.stderr.isatty():
+                pause = 1
+                bar = bar or tqdm(bar_format="{desc}", leave=False)
+                bar.set_description_str(self._line(elapsed).replace("\n  ", " "))
+            else:
+                pause = min(elapsed, LONGEST_PAUSE)
+                say(self._line(elapsed))
+            if self.shorter and (self._seconds_left(elapsed) or 0) > LONG_WAIT:
+                say(f"  shorter with {self.shorter}")
+                self.shorter = ""
+        if bar is not None:
+            bar.close()
+
+
+def advance(n: int = 1, tokens: int = 0) -> None:
+    """Count n units of the innermost wait, if there is one, and tokens for its speed."""
+    for wait in _waits[-1:]:
+        wait.done += n
+        wait.tokens += tokens
+
+
+def current_work() -> str:
+    """What the process does now, for a line."""
+    return _waits[-1].title if _waits else "this step"
+
+
 # ---- progress -----------------------------------------------------------------------------------
 
 
 class Progress:
-    """A progress bar on a terminal; about twenty lines a run where the output is not a terminal.
+    """A progress bar on a terminal; about twenty lines a run where the output is not a terminal, or one
+    a minute where that is more.
 
     total: the last step of the run. start: the step that a resumed run continues after; 0 in a new
     run. on: False prints nothing at all.
@@ -70,7 +179,7 @@ class Progress:
         self.total = total
         self.start = start
         self.on = on
-        self.began = time.monotonic()
+        self.began = self.printed = time.monotonic()
         self.every = max(1, round(total / 20))  # steps between two lines
         # The next line is printed at this step or at the first step after it that has a row:
         # log_interval need not divide `every`.
@@ -96,11 +205,15 @@ class Progress:
             if cells:
                 self.bar.set_description_str(" ".join(cells) + " ", refresh=False)
             self.bar.update()
-        elif self.on and cells and (step >= self.next or step == self.total):
+        elif self.on and cells and (step >= self.next or step == self.total or self._is_late()):
             self.next = step - step % self.every + self.every
-            seconds_per_step = (time.monotonic() - self.began) / max(1, step - self.start)
-            eta = tqdm.format_interval(round((self.total - step) * seconds_per_step))
+            self.printed = time.monotonic()
+            seconds_per_step = (self.printed - self.began) / max(1, step - self.start)
+            eta = duration((self.total - step) * seconds_per_step)
             say(fit_80_columns(f"step {step}/{self.total}", " ".join([*cells, f"ETA {eta}"])))
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self.printed > LONGEST_PAUSE
 
     def say(self, line: str) -> None:
         """Print a line, unless progress is off."""
@@ -156,6 +269,8 @@ def format_by_field(before: dict, after: dict) -> list[str]:
     """Lines of right answers by the values of the records' fields; none where nothing was counted."""
     lines = []
     for name, counts in after.get("by", {}).items():
+        if before.get("by", {}).get(name, {}).keys() != counts.keys():
+            continue  # a resume with other fields or prompts
         width = max(map(len, (name, *counts)))
         lines.append(f"  {name:<{width}}  before   after     of")
         for value, (right, total) in counts.items():

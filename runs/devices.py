@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from runs.errors import BadInput, Failed, launched_fabrics
+from runs.errors import BadInput, Failed, Interrupted, launched_fabrics
 from runs.settings import RunSettings
 
 
@@ -144,13 +144,13 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def on_rank_0(fabric, work):
-    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput or Failed is raised on
-    all ranks. A collective."""
+    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or Interrupted is
+    raised on all ranks. A collective."""
     answer = error = None
     if fabric.global_rank == 0:
         try:
             answer = work()
-        except (BadInput, Failed) as e:
+        except (BadInput, Failed, Interrupted) as e:
             error = e
     answer, error = fabric.broadcast((answer, error))
     if error:

@@ -5,10 +5,11 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import sys
 import traceback
+from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC, EPIPE
-from pathlib import Path
 
 # For the processes that this one launches, since torch reads it while it is imported: a rank whose
 # peer has died would print a C++ stack beside our line.
@@ -26,6 +27,11 @@ class BadInput(ValueError):
 class Failed(RuntimeError):
     """The run cannot go on, and nothing that the user gave is wrong. The text is the whole message.
     Exit code 1."""
+
+
+class Interrupted(BaseException):
+    """The run was asked to end (stop.Stop) in work that may end at any moment. Its argument is the code
+    of the reason. No Exception: a checker's own `except Exception` must let it through."""
 
 
 launched_fabrics = []  # every Fabric of this process: its child processes end with this one
@@ -74,10 +80,21 @@ def user_error(setting: str | None, path=None, errors=(OSError, ValueError, Recu
         raise BadInput(f"{setting}: {line}" if setting else line) from None
 
 
-def parse_file(setting: str | None, path, parse=str):
-    """parse(text of a UTF-8 file that the user gave). Whatever the parser raises becomes BadInput."""
+def parse_file(setting: str | None, path, parse=str, at_most: int = 2**26):
+    """parse(text of a UTF-8 file of at most so many bytes). Whatever the parser raises becomes
+    BadInput, and so does a pipe or a device: a read of them may never end."""
+
+    def without_waiting(path, flags):  # for a writer at the other end of a pipe
+        return os.open(path, flags | os.O_NONBLOCK)
+
     with user_error(setting, path, Exception):
-        return parse(Path(path).read_bytes().decode("utf-8"))
+        with open(path, "rb", opener=without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("not a regular file")
+            content = file.read(at_most + 1)
+        if len(content) > at_most:
+            raise ValueError(f"larger than {at_most:,} bytes")
+        return parse(content.decode("utf-8"))
 
 
 @contextlib.contextmanager
@@ -90,6 +107,14 @@ def disk_error(path, *more_errors):
 
 
 # ---- the end of a process ------------------------------------------------------------------------
+
+PRINTING_SECONDS = 5  # in which the first rank that fails has printed its error
+
+
+def ending_signals() -> list[int]:
+    """The signals that end a run; SIGHUP (the terminal is gone) unless nohup has it ignored."""
+    is_hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_hangup_ignored else [signal.SIGHUP])]
 
 
 def end_process(code: int) -> None:
@@ -110,13 +135,29 @@ def _end_on_signal(number, _frame=None) -> None:
     end_process(128 + number)
 
 
-def _is_first_to_fail(torch) -> bool:
-    """Most errors occur on every rank; only the first rank prints its error. The counter is in the
-    store of rank 0: if it cannot be reached, rank 0 has ended and printed before."""
+def _print_error(text: str) -> None:
+    # one write, because other ranks may print too
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _print_error_once(torch, text: str) -> None:
+    """Most errors occur on every rank; only the first rank prints its error. The others wait until it
+    has: rank 0 ends the processes that it launched, and would end that one before its line is out.
+    The counter is in the store of rank 0: if it cannot be reached, rank 0 has ended and printed
+    before."""
     try:
-        return torch.distributed.distributed_c10d._get_default_store().add("failed", 1) == 1
+        store = torch.distributed.distributed_c10d._get_default_store()
+        is_first = store.add("failed", 1) == 1
     except Exception:
-        return False
+        return
+    if not is_first:
+        with contextlib.suppress(Exception):  # the first one has died without a line
+            store.wait(["printed"], timedelta(seconds=PRINTING_SECONDS))
+            return
+    _print_error(text)
+    with contextlib.suppress(Exception):
+        store.set("printed", "")
 
 
 def _message_of(e: BaseException) -> tuple[int | str | None, str]:
@@ -140,7 +181,7 @@ def run_cli(main):
     """Run main() as a program: a known error is one line on stderr, and an error on one rank ends
     all ranks."""
     with contextlib.suppress(ValueError):  # a thread cannot set signal handlers
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             signal.signal(number, _end_on_signal)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal may not know every character
@@ -154,10 +195,13 @@ def run_cli(main):
         code, message = _message_of(e)
     torch = sys.modules.get("torch")
     launched = torch is not None and torch.distributed.is_initialized()
-    if message and (_is_first_to_fail(torch) if launched else rank() == 0):
-        prefix = f"rank {rank()}: error: " if rank() else "error: "
-        lines = [f"{prefix}{printable(x, MAX_LINE)}\n" for x in message.split("\n") if x]
-        sys.stderr.write("".join(lines))  # one write, because other ranks may print too
+    prefix = f"rank {rank()}: error: " if rank() else "error: "
+    text = "".join(f"{prefix}{printable(x, MAX_LINE)}\n" for x in message.split("\n") if x)
+    with contextlib.suppress(OSError):  # seen again by the flush below
+        if text and launched:
+            _print_error_once(torch, text)
+        elif text and rank() == 0:
+            _print_error(text)
     lost_output = False
     for stream in filter(None, (sys.stderr, sys.stdout)):
         try:

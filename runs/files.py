@@ -1,12 +1,17 @@
 """Paths and small files that the user gave; and files that are either whole or not there."""
 
+import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
 import shutil
+import typing
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors import SafetensorError
 
 from runs.devices import all_reduce, on_rank_0
@@ -23,12 +28,75 @@ def find_path(source: str) -> Path:
     return path
 
 
-def read_object(file: Path, parse) -> dict:
-    """What a JSON or YAML file of a model holds, by `parse`. Raises BadInput if it is no object."""
+# ---- one small file that is read and trusted ------------------------------------------------------
+
+
+def read_object(file: Path, parse=json.loads) -> dict:
+    """What a small JSON or YAML file holds, by `parse`. Raises BadInput if it is no object."""
     value = parse_file(None, file, parse)
     if not isinstance(value, dict):
         raise BadInput(f"{file}: expected an object, got {printable(value)}")
     return value
+
+
+def require_fields(where, value: dict, kinds: dict[str, object]) -> None:
+    """Raise BadInput unless a value from JSON or YAML has all these fields, with values of these
+    types, such as {"step": int, "best_step": int | None}. where: the file, for the message."""
+    for name, kind in kinds.items():
+        if name not in value:
+            raise BadInput(f"{where}: {name}: missing")
+        if not has_type(value[name], kind):
+            got = printable(value[name])
+            raise BadInput(f"{where}: {name}: expected {type_name(kind)}, got {got}")
+
+
+def has_type(value, kind) -> bool:
+    """Whether a value from JSON or YAML has this type: int, float | None, list[str], dict[str, str],
+    tuple[int, str] (a list of two). A float is finite, and may be written as an int."""
+    parts = typing.get_args(kind)
+    container = typing.get_origin(kind)
+    if container is tuple:
+        is_list = isinstance(value, list) and len(value) == len(parts)
+        return is_list and all(map(has_type, value, parts))
+    if container is list:
+        return isinstance(value, list) and all(has_type(x, parts[0]) for x in value)
+    if container is dict:
+        return isinstance(value, dict) and all(has_type(x, parts[1]) for x in value.values())
+    if parts:  # a union
+        return any(has_type(value, part) for part in parts)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def type_name(kind) -> str:
+    if typing.get_args(kind):  # such as int | None, list[str]
+        return str(kind).replace("None", "null")
+    return kind.__name__
+
+
+class _YAML(yaml.SafeLoader):
+    """Refuses an alias (*name) of a list or a group: ten nested ones can stand for 10**9 values."""
+
+    def compose_node(self, parent, index):
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if is_alias and not isinstance(node, yaml.ScalarNode):
+            problem = "an alias of a list or a group is not supported"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        return node
+
+
+def compose_yaml(text: str) -> yaml.Node | None:
+    """The nodes of a YAML file, with their lines. Raises yaml.YAMLError."""
+    return yaml.compose(text, _YAML)
+
+
+def parse_yaml(text: str):
+    """The value of a YAML file: numbers, texts, lists and dicts only. Raises yaml.YAMLError."""
+    return yaml.load(text, _YAML)
 
 
 def file_hash(path: Path) -> str:
@@ -52,15 +120,41 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def open_no_link(path, flags: int) -> int:
+    """An opener for open(): it fails where a link stands at `path`. A file in a run's folder is
+    never written through a link; a folder in it may be one (a larger disk)."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link: remove it", str(path)) from None
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (not what it points at) or a folder with all that is in it. What cannot
+    be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that it is whole or not there, also after a power cut. Creates its parent
     folder, but no folder above that. Raises Failed."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two runs may write the same file
     with disk_error(path):
         path.parent.mkdir(exist_ok=True)
-        tmp.write_bytes(content.encode() if isinstance(content, str) else content)
-        sync(tmp)
-        tmp.replace(path)
+        remove(tmp)  # of a killed process with this number, or a link to elsewhere
+        try:
+            with open(tmp, "xb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+            sync(tmp)
+            tmp.replace(path)
+        finally:
+            remove(tmp)
 
 
 def write_json(path: Path, value) -> None:
@@ -82,18 +176,18 @@ def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> Non
     def begin():
         with disk_error(out):
             out.parent.mkdir(exist_ok=True)
-            shutil.rmtree(new, ignore_errors=True)
+            remove(new)
             new.mkdir()
 
     def finish():
         with disk_error(out):
             _write_manifest(new)
-            shutil.rmtree(old, ignore_errors=True)
-            if out.exists():
+            remove(old)
+            if out.exists() or out.is_symlink():
                 out.rename(old)
             new.rename(out)
             sync(out.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
 
     error = None
     try:
@@ -111,7 +205,7 @@ def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> Non
         on_rank_0(fabric, finish)
     finally:
         if fabric.global_rank == 0:
-            shutil.rmtree(new, ignore_errors=True)
+            remove(new)
 
 
 def _write_manifest(folder: Path) -> None:
@@ -125,13 +219,15 @@ def verify_folder(folder: Path, required=()) -> str | None:
     """What is wrong with a folder that publish_folder made; None if it is whole. `required`: names
     that its manifest must have."""
     try:
-        hashes = json.loads((folder / "manifest.json").read_text())
+        hashes = read_object(folder / "manifest.json")
         for name in required:
             if name not in hashes:
                 return f"manifest.json names no {name}"
         for name, known in hashes.items():
+            if Path(name).name != name or not (folder / name).is_file():
+                return f"{printable(name)}: named by manifest.json: no such file"
             if file_hash(folder / name) != known:
                 return f"{name} is damaged"
-    except (OSError, ValueError, AttributeError, TypeError) as e:
-        return f"{type(e).__name__}: {e}"
+    except (OSError, BadInput) as e:
+        return str(e)
     return None

@@ -4,19 +4,16 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 import socket
 import time
 from pathlib import Path
 
-import yaml
-
-from runs.checkpoint import read_state, verify_checkpoint
+from runs.checkpoint import read_settings, read_state, verify_checkpoint
 from runs.cli import dump_yaml
 from runs.console import say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, disk_error, user_error
-from runs.files import file_hash, write_atomically
+from runs.errors import BadInput, disk_error, printable, user_error
+from runs.files import file_hash, open_no_link, remove, write_atomically
 from runs.settings import RunSettings, changed_settings, flatten
 
 # ---- the folder checkpoints/ ---------------------------------------------------------------------
@@ -53,7 +50,7 @@ def prune_checkpoints(checkpoints: Path, keep_last: int, best_step: int | None) 
             removed = path.with_name(f".{path.name}.tmp")
             with contextlib.suppress(OSError):
                 path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            remove(removed)
 
 
 def belongs_to_run(checkpoint: Path, out: Path) -> bool:
@@ -67,11 +64,11 @@ def belongs_to_run(checkpoint: Path, out: Path) -> bool:
 def take_lock(out: Path) -> int:
     """Lock the run's folder for this process, until the returned file descriptor is closed or the
     process ends, in whatever way. Raises BadInput if another process holds it."""
-    fd = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fd = open_no_link(out / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        holder = os.read(fd, 200).decode() or "another process"
+        holder = printable(os.read(fd, 200).decode(errors="replace")) or "another process"
         os.close(fd)
         raise BadInput(f"out_dir: {out}: in use by {holder}") from None
     except OSError as e:
@@ -123,7 +120,7 @@ def _compare_settings(checkpoint: Path, cfg: RunSettings, program: Path) -> list
             f"{program} has changed since {checkpoint} was written: the run goes on with it as it "
             "is now"
         )
-    saved = flatten(yaml.safe_load((checkpoint / "settings.yaml").read_text()))
+    saved = flatten(read_settings(checkpoint))
     new = flatten(cfg)
     fixed, cut = changed_settings(saved, new)
     if fixed:
@@ -236,14 +233,11 @@ def _clear_litter(folder: Path) -> None:
     for old in folder.glob(".*.old"):  # publish_folder was about to replace it
         published = folder / old.name[1:-4]
         if published.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
         else:
             old.rename(published)
     for tmp in folder.glob("*.tmp"):
-        if tmp.is_dir():
-            shutil.rmtree(tmp, ignore_errors=True)
-        else:
-            tmp.unlink()
+        remove(tmp)
 
 
 def _put_newer_aside(checkpoints: Path, step: int) -> None:
@@ -251,5 +245,5 @@ def _put_newer_aside(checkpoints: Path, step: int) -> None:
     for newer_step, path in checkpoints_by_step(checkpoints).items():
         if newer_step > step:
             aside = path.with_name(f"abandoned-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             path.rename(aside)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runs.console import VALIDATION_CELLS, Progress, fit_80_columns, format_cells, say
 from runs.errors import BadInput, disk_error, printable, rank
-from runs.files import write_atomically, write_json
+from runs.files import open_no_link, write_atomically, write_json
 from runs.optimizer import Plan
 from runs.settings import RunSettings
 
@@ -38,10 +38,9 @@ class Csv:
         if claimed_rows:
             header = claimed_rows.decode().split("\n")[0]
             self.names = next(csv.reader([header]))
-            write_atomically(path, claimed_rows)
-        mode = "a" if claimed_rows else "w"
+        write_atomically(path, claimed_rows)  # a new file, also where a link stood
         with disk_error(path):
-            self.file = open(path, mode, encoding="utf-8", newline="")
+            self.file = open(path, "a", encoding="utf-8", newline="", opener=open_no_link)
 
     @contextlib.contextmanager
     def _writing(self):
@@ -168,7 +167,7 @@ class Wandb(Tracker):
             raise BadInput(
                 f"logger: wandb: {reason}; WANDB_MODE=offline needs neither a key nor a network"
             ) from None
-        id_file.write_text(self.run.id)
+        write_atomically(id_file, self.run.id)
 
     def scalars(self, values, step):
         self.run.log(values, step=step)

@@ -52,6 +52,12 @@ def least_passes(kl_pairs: bool, reference: bool, lora: bool) -> tuple[int, int]
     return prompt_passes, completion_passes
 
 
+def count_tokens(examples) -> tuple[int, int]:
+    """Of all prompts, and of all completions."""
+    n_prompt = sum(len(e.prompt) for e in examples)
+    return n_prompt, sum(len(y) for e in examples for y in e.completions)
+
+
 class Throughput:
     """Speed over the steps from one row of metrics.csv to the next, and peak memory so far.
 
@@ -79,8 +85,7 @@ class Throughput:
 
     def add(self, examples, seconds: float) -> None:
         """Count an optimizer step. examples: those of all ranks. seconds: its wall-clock time."""
-        n_prompt = sum(len(e.prompt) for e in examples)
-        n_completion = sum(len(y) for e in examples for y in e.completions)
+        n_prompt, n_completion = count_tokens(examples)
         prompt_work = self.prompt_passes * n_prompt
         completion_work = self.completion_passes * n_completion
         block_work = self.n_block_weights * (prompt_work + completion_work)
@@ -88,6 +93,11 @@ class Throughput:
         self.flops += 2 * (block_work + head_work)
         self.tokens += n_prompt + n_completion
         self.seconds += seconds
+
+    def passed_tokens(self, examples) -> int:
+        """Tokens that go through the blocks in a step of these examples, each as often as it does."""
+        n_prompt, n_completion = count_tokens(examples)
+        return self.prompt_passes * n_prompt + self.completion_passes * n_completion
 
     def read(self) -> dict:
         """The columns of a row: over the steps since the last call tokens and TFLOPs per second, mfu

@@ -28,9 +28,16 @@ def setting(default, *, at_least=None, above=None, at_most=None, below=None, cho
     return field(default=default, metadata=limits)
 
 
+SOURCE = {
+    "path": "source"
+}  # of a field: a path, several data files, or the id of something on the Hub
+FOLDER = {"path": "folder"}  # a folder that the run may make
+RUN = {"path": "run"}  # a run's folder, or a checkpoint in it
+
+
 def path_setting(default: str | None = None):
     """A field that holds a path, or the id of something on the Hub."""
-    return field(default=default, metadata={"path": True})
+    return field(default=default, metadata=SOURCE)
 
 
 def refuse_unless(ok, message: str) -> None:
@@ -84,7 +91,7 @@ def check_value(name: str, value, limits) -> None:
 class Data:
     """Which records to learn from, and how they become tokens."""
 
-    train: str = field(metadata={"path": True})
+    train: str = field(metadata=SOURCE)
     """Rated or paired records: a .jsonl, .json, .csv, .tsv (also .gz) or .parquet file, a folder of
     save_to_disk or a Hub id (id, id:split or id:config:split). Several by commas, patterns
     (more/*.jsonl), shares of a mix: a.jsonl:0.7,b.jsonl:0.3."""
@@ -96,13 +103,16 @@ class Data:
     """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a prompt stay together."""
     shuffle: bool = True
     """A new order in each epoch, which depends on the seed and the epoch only. False: file order."""
+    group_by_prompt: bool = False
+    """The examples of one prompt stay side by side in each epoch's order: a step has most or all of
+    them, and computes their prompt once."""
     max_prompt: int | None = setting(None, at_least=1)
     """Longest prompt in tokens; a longer one loses its beginning. Default: 1024, or half the
     context, or less where data.max_completion leaves less."""
     max_completion: int | None = setting(None, at_least=1)
     """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or
     what fits into the context beside data.max_prompt."""
-    chat_template: str | None = None
+    chat_template: str | None = path_setting()
     """A jinja file, for a tokenizer without a chat template. It is used in place of the tokenizer's
     own."""
     score_prompt: bool = False
@@ -111,6 +121,9 @@ class Data:
     """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
     columns: str | None = None
     """Names of the records' fields where they are not ours: prompt=question,label=good."""
+    labels: str | None = None
+    """What the values of the label mean where they are not ours: up=positive,down=negative, or
+    up=4|5,down=1|2. Records with other values are dropped and counted."""
     score_turns: str = setting("last", choices=("last", "all"))
     """Of a completion (or dialogue) with several turns: last scores the last turn only; all makes an
     example of each of the assistant's turns."""
@@ -156,7 +169,7 @@ class Lora:
     or PEFT's names: q_proj, o_proj, all-linear, ..."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
-    base: str | None = setting(None, choices=("nf4", "int8"))
+    quantize: str | None = setting(None, choices=("nf4", "int8"))
     """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes). The export
     has them as they were. null: not quantised."""
 
@@ -266,19 +279,19 @@ class PreferenceSettings:
 class RunSettings:
     """Settings shared by all programs. A program's own are a subclass with one more group."""
 
-    model: str = field(metadata={"path": True})
+    model: str = field(metadata=SOURCE)
     """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
     ours or one of its checkpoints."""
     data: Data
     reference: str | None = path_setting()
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
-    reference_cache: str | None = path_setting()
+    reference_cache: str | None = field(default=None, metadata=FOLDER)
     """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
     All log-probs that the run needs are computed before its first step, or found there; then the
     reference is released."""
-    out_dir: str | None = path_setting()
+    out_dir: str | None = field(default=None, metadata=RUN)
     """Folder of this run. Default: a new one under out/."""
-    resume: str | None = path_setting()
+    resume: str | None = field(default=None, metadata=RUN)
     """auto: from out_dir's newest whole checkpoint, if there is one. Or a checkpoint's folder."""
     seed: int = setting(1, at_least=0, below=2**32)
     """Seeds the order of the examples, adapters, dropout and sampling."""
@@ -314,9 +327,8 @@ class RunSettings:
     micro_batch_size: int | None = setting(None, above=0)
     """Examples per forward on a device. It changes memory and speed only."""
     micro_batch_tokens: int | None = setting(None, above=0)
-    """Tokens per forward instead; a longer example is computed alone. Default: 16384."""
-    no_grad_tokens: int | None = setting(None, above=0)
-    """The same for the no-gradient pass, which needs less memory. Default: twice the other."""
+    """Tokens per forward instead, also without gradient; a longer example is computed alone. Default:
+    16384; on a CPU fewer where they would need more than 4 GB."""
     activation_checkpointing: bool = False
     """Compute blocks again in the backward pass: less memory, a quarter slower."""
 
@@ -367,20 +379,22 @@ class RunSettings:
         self._validate_together()
 
     def _validate_models(self) -> None:
-        base, fsdp = self.lora.base, self.strategy == "fsdp"
+        quantize, fsdp = self.lora.quantize, self.strategy == "fsdp"
         double = self.precision == "64-true"
         refuse_unless(
             self.lora.targets, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}"
         )
         refuse_unless(
-            self.lora.rank or not base,
-            "lora.base: a quantised model cannot be trained itself; set lora.rank",
+            self.lora.rank or not quantize,
+            "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
         )
         refuse_unless(
-            not (base and fsdp), f"lora.base: {base} does not work with strategy fsdp; use ddp"
+            not (quantize and fsdp),
+            f"lora.quantize: {quantize} does not work with strategy fsdp; use ddp",
         )
         refuse_unless(
-            not (base and double), f"lora.base: {base} does not work with precision 64-true"
+            not (quantize and double),
+            f"lora.quantize: {quantize} does not work with precision 64-true",
         )
         refuse_unless(self.precision != "bf16-true" or self.lora.rank, NO_BF16)
         refuse_unless(
@@ -422,7 +436,7 @@ class RunSettings:
 # log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
 CUT_SETTINGS = {
     "accelerator", "devices", "num_nodes", "strategy",
-    "micro_batch_size", "micro_batch_tokens", "no_grad_tokens", "reference_cache",
+    "micro_batch_size", "micro_batch_tokens", "reference_cache",
 }  # fmt: skip
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
@@ -430,6 +444,13 @@ FREE_SETTINGS = CUT_SETTINGS | {
     "logger", "project", "progress", "max_time", "stop_at", "examples_at", "debug", "estimate",
     "estimate_gb", "export_dtype", "data.cache", "eval.samples", "eval.batch_size",
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
+}  # fmt: skip
+
+# Paths and ids. A resume compares what they hold, by its hash, and here only whether they are given:
+# the same files may lie elsewhere now.
+CONTENT_SETTINGS = {
+    "model", "reference", "data.train", "data.val", "data.test", "data.chat_template",
+    "online.ratings",
 }  # fmt: skip
 
 # Sections of --help: (title, its sentence, its settings). A setting that is in none of them is the
@@ -441,7 +462,7 @@ SECTIONS = (
     ("step", "How long and how fast. Micro-batches are a matter of memory and speed: they never "
      "change the numbers.",
      "epochs max_steps max_time stop_at limit_train batch_size micro_batch_size "
-     "micro_batch_tokens no_grad_tokens activation_checkpointing optim seed"),
+     "micro_batch_tokens activation_checkpointing optim seed"),
     ("precision and devices", "The same run on a CPU, one GPU or many.",
      "accelerator devices num_nodes strategy precision deterministic estimate estimate_gb"),
     ("checkpoints", "Where a run lies, how it goes on and how it ends.",
@@ -470,6 +491,10 @@ def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compare the flat settings of a saved run with new ones. -> dotted names of the changed
     settings that a resume cannot change, and of the changed ones of CUT_SETTINGS. A setting that
     the saved run does not have counts as changed."""
-    changed = [name for name in new if name not in old or old[name] != new[name]]
+    changed = []
+    for name, value in new.items():
+        both_given = name in CONTENT_SETTINGS and None not in (value, old.get(name))
+        if name not in old or old[name] != value and not both_given:
+            changed.append(name)
     fixed = [name for name in changed if name not in FREE_SETTINGS]
     return fixed, [name for name in changed if name in CUT_SETTINGS]

@@ -10,6 +10,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from runs.console import Wait, advance
+
 # safetensors' names of dtypes
 FLOAT_DTYPES = {
     "F64": torch.float64,
@@ -109,12 +111,14 @@ def write_safetensors(
 
     def take(tensor_name):
         next(not_yet_asked)  # files ask in this order
+        advance()
         return tensors[tensor_name]
 
     try:
         if folder:
-            for file, names in names_by_file.items():
-                write_file(folder / file, LazyTensors({n: like[n] for n in names}, take))
+            with Wait(f"writing {name}.safetensors", len(like), "tensors"):
+                for file, names in names_by_file.items():
+                    write_file(folder / file, LazyTensors({n: like[n] for n in names}, take))
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 text = json.dumps(index, indent=2) + "\n"

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -42,7 +43,7 @@ def pytest_itemcollected(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print how many tests passed for each row of `python -m pytest -m survive` (R1 to R19: what a run survives), or
+    """Print how many tests passed for each row of `python -m pytest -m survive` (R1, R2, ...: what a run survives), or
     what the tests of `python -m pytest -m gpu` measured."""
     if config.option.markexpr == "gpu":
         for outcome in ("passed", "failed", "error"):
@@ -54,12 +55,12 @@ def pytest_terminal_summary(terminalreporter, config):
                 )
     if config.option.markexpr != "survive":
         return
-    rows = {f"R{i}": [] for i in range(1, 20)}
+    rows = defaultdict(list)
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.getreports(outcome):
             for _, row in report.user_properties:
                 rows[row].append(outcome == "passed")
-    for row, passed in rows.items():
+    for row, passed in sorted(rows.items(), key=lambda item: int(item[0][1:])):
         terminalreporter.write_line(f"{row:<4} {sum(passed)}/{len(passed)}")
 
 

@@ -342,8 +342,8 @@ def test_a_product_in_a_template_is_bounded(tmp_path, large):
 def test_a_long_text_is_bounded_before_it_is_encoded_and_counted_as_cut(real, name, tmp_path):
     t, given = Tokenizer(real(name)), []
     text = "".join(random.Random(0).choices(["would ", "x", "日", " 7", "\n"], k=60_000))
-    records = [rated(text, text), rated([user(text)], [bot(text)]), rated("short", "too")]
-    source = write(tmp_path / "d.jsonl", *records)
+    source = write(tmp_path / "d.jsonl", rated(text, text), rated("short", "too"))
+    source += "," + write(tmp_path / "e.jsonl", rated([user(text)], [bot(text)]))
     whole = examples.load_examples(
         source, t, "rated", Data(source, max_prompt=20_000, max_completion=20_000)
     )
@@ -380,7 +380,10 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, monkey
     see = dict(monkeypatch=monkeypatch, capsys=capsys)
     shown = preview(source, "--model", zephyr, "--max_completion", 9, **see)
     lines = shown.splitlines()
-    assert lines[0].endswith("4 examples of 1 prompts, 2 desirable, 2 undesirable")
+    assert lines[:2] == [
+        "read as ratings, for kto.py",
+        "train: 4 examples of 1 prompts, 2 desirable, 2 undesirable",
+    ]
     assert "1 duplicates, 0 contradictions, 1 completions cut" in shown
     assert "this balance: kto.desirable_weight 1.00 to 1.33" in shown
     assert max(len(x) for x in lines if source not in x and "weights" not in x) <= 80

@@ -160,11 +160,97 @@ def test_a_plain_completion_ends_with_one_eos(tmp_path):
 
 
 def test_a_chat_completion_ends_as_the_template_ends_the_turn(tmp_path):
-    source = write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")]), rated("a", "b"))
-    dialogue, text = read(source, chat())
+    (dialogue,) = read(write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")])), chat())
     assert ids(dialogue)[1] == ids_of(chat(), "c<|im_end|>\n")
     assert EOS not in dialogue.completions[0], "a second end would never be sampled"
-    assert ids(text) == [[66], [67, EOS]], "two strings are no dialogue"
+
+
+def test_a_completion_that_ends_with_eos_in_its_text_gets_no_second_one(tmp_path):
+    source = write(
+        tmp_path / "d.jsonl", *[rated("a", "b" + end * "<|endoftext|>") for end in (0, 1)]
+    )
+    without, rendered = read(source, plain())
+    assert ids(without) == ids(rendered) == [[66], [67, EOS]]
+
+
+DIALOGUE = rated([user("p")], [bot("c")])
+# the records of a file, whether its tokenizer has a template, how all of them are rendered
+RENDERED = {
+    "two strings are no dialogue": ([rated()], True, "plain"),
+    "an instruction is a turn of the user": (
+        [{"instruction": "p", "output": "c", "label": 1}],
+        True,
+        "by the chat template",
+    ),
+    "also a question": (
+        [{"question": "p", "completion": "c", "label": 1}],
+        True,
+        "by the chat template",
+    ),
+    "where there is a template": (
+        [{"question": "p", "completion": "c", "label": 1}],
+        False,
+        "plain",
+    ),
+    "strings before a dialogue": ([rated(), rated(), DIALOGUE], True, "by the chat template"),
+    "strings behind a dialogue": ([DIALOGUE, rated()], True, "by the chat template"),
+    "an empty system beside a filled one": (
+        [rated(system=""), rated(system="s"), rated()],
+        True,
+        "by the chat template",
+    ),
+    "an empty system alone": ([rated(system="")], True, "plain"),
+}
+
+
+@pytest.mark.parametrize("file", RENDERED)
+def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, monkeypatch, file):
+    monkeypatch.setattr(examples, "ENCODE_TEXTS", 2)  # the dialogue may come after a whole batch
+    records, has_template, how = RENDERED[file]
+    tokenizer = chat() if has_template else plain()
+    loaded = load(write(tmp_path / "d.jsonl", *records), tokenizer)
+    assert loaded.rendered == {how: len(records)} and len(loaded.examples) == len(records)
+    assert f"  rendered: {len(records)} {how}" in describe_examples("train", loaded).splitlines()
+    turn = ids_of(tokenizer, "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n")
+    for e in loaded.examples:
+        prompt, completion = ids(e)
+        if how == "plain":
+            assert (prompt, completion) == (ids_of(tokenizer, "p"), [68, EOS])
+        else:
+            assert prompt[-len(turn) :] == turn
+            assert completion == ids_of(tokenizer, "c<|im_end|>\n")
+
+
+def test_each_file_of_several_has_its_own_way_and_the_table_counts_both(tmp_path):
+    files = write(tmp_path / "a.jsonl", rated(), rated()), write(tmp_path / "b.jsonl", DIALOGUE)
+    table = describe_examples("train", load(",".join(files), chat()))
+    assert "  rendered: 2 plain, 1 by the chat template" in table.splitlines()
+
+
+def test_labels_that_data_labels_does_not_name_are_dropped_counted_and_shown(tmp_path):
+    source = write(
+        tmp_path / "d.jsonl", *[rated(str(i), label=i) for i in (1, 2, 3, 3, None, 4, 5)]
+    )
+    loaded = load(source, plain(), labels="up=4|5, down=1|2")
+    assert loaded.examples.rows["label"].tolist() == [False, False, True, True]
+    table = describe_examples("train", loaded)
+    assert table.endswith(
+        "\n  dropped, since data.labels does not name their label: 3 (2), null (1)"
+    )
+    (line,) = refusal(source, plain(), labels="up=yes,down=no")
+    there = "3 (2), 1 (1), 2 (1), null (1), 4 (1), 5 (1)"
+    assert line == f"{source}: data.labels names no label here: {there}"
+    with pytest.raises(BadInput) as e:
+        parts_of(Data(source, labels="up=4|5,down=bad"))
+    assert str(e.value).startswith(
+        f"data.labels: down=bad: no record of {source} has it; dropped were 3"
+    )
+
+
+@pytest.mark.parametrize("labels", ["up", "up=", "=4", "good=4", "up=4,down=4", "up=4|4", "up=4=5"])
+def test_labels_that_cannot_be_meant_are_refused(tmp_path, labels):
+    (line,) = refusal(write(tmp_path / "d.jsonl", rated()), plain(), labels=labels)
+    assert line.startswith("data.labels: ")
 
 
 def test_prompt_and_completion_are_tokenised_apart(tmp_path):
@@ -184,9 +270,10 @@ def test_reading_leaves_the_garbage_collector_on(tmp_path):
 
 
 def test_bos_stays_when_the_head_of_a_prompt_goes(tmp_path):
-    texts = [rated("abcdef"), rated([user("hi")], [bot("c")]), rated("abc"), rated("")]
+    texts = [rated("abcdef"), rated("abc"), rated("")]
     source = write(tmp_path / "d.jsonl", *texts)
-    cut, dialogue, fits, empty = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
+    source += "," + write(tmp_path / "e.jsonl", rated([user("hi")], [bot("c")]))
+    cut, fits, empty, dialogue = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
     assert cut == [512, *ids_of(bos(), "abcdef")[-3:]]
     assert dialogue == [512, *ids_of(bos(), "<|im_start|>assistant\n")[-3:]]
     assert (fits, empty) == ([512, 66, 67, 68], [512])
@@ -199,7 +286,8 @@ def test_a_bos_that_only_the_template_writes_stays_as_well(tmp_path):
     path = folder(tmp_path / "t", ("<s>",), bos_token="<s>", chat_template=template)
     tokenizer = Tokenizer(path)
     assert not tokenizer.adds_bos
-    source = write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")]), rated("abcdef"))
+    source = write(tmp_path / "d.jsonl", rated([user("hi")], [bot("c")]))
+    source += "," + write(tmp_path / "e.jsonl", rated("abcdef"))
     dialogue, text = read(source, tokenizer, max_prompt=4)
     assert dialogue.prompt.tolist() == [512, *ids_of(tokenizer, "assistant\n")[-3:]]
     assert text.prompt.tolist() == ids_of(tokenizer, "abcdef")[-4:]
@@ -212,14 +300,14 @@ def test_an_empty_prompt_needs_a_bos(tmp_path):
 
 
 def test_a_template_that_renders_nothing_is_refused_at_its_record(tmp_path):
-    source = write(tmp_path / "d.jsonl", rated(), rated([user("hi")], [bot("c")]))
+    source = write(tmp_path / "d.jsonl", rated(label=2), rated([user("hi")], [bot("c")]))
     for template, reason in (
         ("always the same", "completion: the chat template renders it as nothing"),
         ("{% if not add_generation_prompt %}c{% endif %}", "prompt: empty"),
         ("{{ raise_exception('a\nb') }}", "chat template: a"),
     ):
         tokenizer = Tokenizer(folder(tmp_path / "t", chat_template=template))
-        (line,) = refusal(source, tokenizer)
+        _, line = refusal(source, tokenizer)
         assert line.startswith(f"{source}:2: {reason}")
 
 
@@ -273,7 +361,8 @@ def test_both_completions_of_a_pair_are_cut_alike(tmp_path):
 
 
 def micro_batch(found: list[Example], index: list[int]) -> data.LossView:
-    return Batch(found, tokenizer=plain()).loss_view(index, torch.ones(len(index), 1))
+    batch = Batch(found, tokenizer=plain())
+    return batch.loss_view(batch.pack(index), batch.step_view(torch.device("cpu")))
 
 
 def test_fields_that_data_extra_names_reach_the_loss_as_a_tensor_or_as_texts(tmp_path):
@@ -293,7 +382,7 @@ def test_a_weight_and_a_label_reach_the_loss(tmp_path):
     source = write(tmp_path / "d.jsonl", rated(label=0, weight=0.25), rated(), rated(weight=0))
     view = micro_batch(read(source, plain()), [0, 1])
     assert view.weight.tolist() == [0.25, 1.0] and view.label.tolist() == [False, True]
-    assert (view.step_size, view.step_desirable) == (3, 2), "of the step, not of the micro-batch"
+    assert (view.step.size, view.step.desirable) == (3, 2), "of the step, not of the micro-batch"
 
 
 def test_an_example_of_a_micro_batch_can_be_read(tmp_path):
@@ -547,9 +636,8 @@ def test_parts_that_cannot_be_meant_are_refused(parts):
 
 
 def table_of(tmp_path, *records, kind="rated", **limits) -> str:
-    return describe_examples(
-        "train", *load(write(tmp_path / "d.jsonl", *records), plain(), kind, **limits)[:3]
-    )
+    source = write(tmp_path / "d.jsonl", *records)
+    return describe_examples("train", load(source, plain(), kind, **limits))
 
 
 def test_the_table_counts_what_was_read(tmp_path):
@@ -569,6 +657,7 @@ def test_the_table_counts_what_was_read(tmp_path):
         "  prompt tokens: median 1, 95% below 2, longest 4",
         "  completion tokens: median 2, 95% below 4, longest 4",
         "  2 duplicates, 1 contradictions, 2 completions cut, 1 prompts cut",
+        "  rendered: 8 plain",
     ]
 
 
@@ -584,7 +673,7 @@ def test_the_table_of_pairs_counts_pairs(tmp_path):
 
 def test_the_table_of_prompts_counts_prompts(tmp_path):
     said = table_of(tmp_path, rated("a"), rated("abcdef"), kind="prompts", max_prompt=4)
-    assert said == "train: 2 prompts, longest 4 tokens"
+    assert said == "train: 2 prompts, longest 4 tokens\n  rendered: 2 plain"
 
 
 # (n_D, n_U) -> weights by hand; arXiv 2402.01306 eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]
@@ -730,17 +819,37 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
     batch = Batch(found, data.mismatched(found))
     assert batch.partners == [1, 2, 1]
-    own, both = batch.pack([0, 2]), batch.pack([1], borrowed=True)
-    lent = batch.pack([2], own=False, borrowed=True)
+    own, lent = batch.pack([0, 2]), batch.pack([2], borrowed=True)
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
-    assert both.length_BK.tolist() == [[3, 2]] and both.target_T.tolist() == [6, 7, 8, 3, 4]
-    assert batch.sizes() == [4, 4, 3] and batch.sizes(borrowed=True) == [4 + 3, 4 + 2, 3 + 3]
-    scored = Batch(found, score_prompt=True)
-    assert scored.pack([0]).length_BK.tolist() == [[3]]
-    assert scored.sizes() == scored.sizes(borrowed=True) == [4, 4, 3], "nothing is borrowed there"
+    assert [batch.group_size(group) for group in batch.groups] == [4, 4, 3]
+    assert Batch(found, score_prompt=True).pack([0]).length_BK.tolist() == [[3]]
     alone = Batch(found[:1], [-1]).pack([0], borrowed=True)
-    assert alone.length_BK.tolist() == [[2, 2]], "any will do, it is left out of the mean"
+    assert alone.length_BK.tolist() == [[2]], "any will do, it is left out of the mean"
+
+
+def test_examples_of_one_prompt_stay_together_and_share_it():
+    found = [
+        example([1, 2], [3, 4]),
+        example([5], [6]),
+        example([1, 2], [7, 8, 9]),
+        example([5], [3, 4]),
+    ]
+    batch = Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=7))
+    assert batch.groups == [[0, 2], [1, 3]] and [2 + 2 + 3, 1 + 1 + 2] == [7, 4]
+    assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
+    packed = batch.pack([0, 2])
+    assert packed.token_N.tolist() == [1, 2, 3, 7, 8], "the prompt stands there once"
+    assert packed.target_T.tolist() == [3, 4, 7, 8, 9] and packed.prompt_B.tolist() == [0, 0]
+    lent = batch.pack([0, 2], borrowed=True)
+    assert lent.token_N.tolist() == [1, 2, 3], "6 and 3 4 are borrowed; the last token is no input"
+    assert batch.step_view(torch.device("cpu")).group.tolist() == [0, 1, 0, 1]
+    small = Batch(found, cut=data.Cut(max_tokens=6))
+    assert small.micro_batches == [MicroBatch([2]), MicroBatch([0]), MicroBatch([1, 3])] or (
+        sorted(i for m in small.micro_batches for i in m.index) == [0, 1, 2, 3]
+    ), "a group that does not fit is cut"
+    by_size = Batch(found, cut=data.Cut(max_examples=3, max_tokens=None))
+    assert by_size.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
 
 
 # ---- cut -----------------------------------------------------------------------------------------
@@ -748,9 +857,8 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
 
 def cut(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
     """A pass's micro-batches of each rank, cut as the trainer cuts them."""
-    return data.cut_micro_batches(
-        sizes, data.split_over_ranks(sizes, ranks, tokens is not None), size, tokens
-    )
+    parts = data.split_over_ranks(sizes, ranks, tokens is not None)
+    return data.cut_micro_batches(sizes, [1] * len(sizes), parts, size, tokens)
 
 
 def steps():
@@ -822,19 +930,6 @@ def test_ranks_carry_alike():
     assert cut([1, 1, 1, 1, 1, 5], 2, None, 5) == [[MicroBatch([5])], [MicroBatch([0, 1, 2, 3, 4])]]
 
 
-def test_two_passes_over_the_same_parts_may_be_cut_differently():
-    """A rank has the values of its own examples only, so both passes must have the same ones."""
-    sizes, borrowed = [3, 9, 4, 2, 8], [30, 10, 9, 31, 8]
-    parts = data.split_over_ranks(sizes, 2, True)
-    passes = [
-        data.cut_micro_batches(x, parts, None, tokens) for x, tokens in ((sizes, 9), (borrowed, 40))
-    ]
-    assert passes[0] != passes[1]
-    for micros in passes:
-        mine = [sorted(i for index in real(m) for i in index) for m in micros]
-        assert mine == [sorted(part) for part in parts]
-
-
 def test_a_cut_by_hand():
     filler = MicroBatch([0], True)
     assert cut([9] * 5, 2, 2, None) == [
@@ -877,6 +972,21 @@ def test_without_shuffling_the_order_is_the_files():
         assert list(data.epoch_order(5, epoch, seed, False)) == [0, 1, 2, 3, 4]
 
 
+def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
+    found = examples.Examples.of([example([p], [n]) for n in range(4) for p in (7, 5, 9)])
+    orders = []
+    for epoch in range(9):
+        order = data.epoch_order_by_prompt(found, epoch, 3, True)
+        assert sorted(order) == list(range(12))
+        prompts = [found[i].prompt[0] for i in order]
+        assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
+        orders.append(tuple(order))
+    assert len(set(orders)) == 9, "both prompts and their examples are shuffled"
+    assert len({found[order[0]].prompt[0] for order in orders}) > 1
+    in_file = data.epoch_order_by_prompt(found, 0, 3, False)
+    assert in_file == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+
+
 # ---- packing -------------------------------------------------------------------------------------
 
 PROMPTS = [np.array([10, 11, 12]), np.array([13])]
@@ -884,7 +994,7 @@ COMPLETIONS = [(np.array([20, 21]), np.array([30, 31, 32])), (np.array([22]), np
 
 
 def targets(r: data.PackedBatch) -> list[tuple[int, int, int]]:
-    return sorted(zip(r.source_T.tolist(), r.target_T.tolist(), r.segment_T.tolist()))
+    return sorted(zip(r.source_T.tolist(), r.target_T.tolist(), r.sequence_T.tolist()))
 
 
 def test_a_packed_batch_by_hand():
@@ -892,12 +1002,14 @@ def test_a_packed_batch_by_hand():
     # prompt 10 11 12, then 20 (21 is never an input), then 30 31; prompt 13, then nothing, then 33
     assert r.token_N.tolist() == [10, 11, 12, 20, 30, 31, 13, 33]
     assert r.position_N.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
-    assert r.example_N.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert r.prompt_N.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert r.branch_N.tolist() == [0, 0, 0, 1, 2, 2, 0, 2]
-    # (place that predicts, token it should predict, segment); 12, at place 2, begins two completions. The segments 0
-    # and 3 are the prompts
-    first = [(2, 20, 1), (2, 30, 2), (3, 21, 1), (4, 31, 2), (5, 32, 2)]
-    assert targets(r) == [*first, (6, 22, 4), (6, 33, 5), (7, 34, 5)]
+    # (place that predicts, token it should predict, sequence); 12, at place 2, begins two completions
+    first = [(2, 20, 0), (2, 30, 1), (3, 21, 0), (4, 31, 1), (5, 32, 1)]
+    assert targets(r) == [*first, (6, 22, 2), (6, 33, 3), (7, 34, 3)]
+    assert r.sums(torch.arange(8.0)).tolist() == [[0 + 1, 2 + 3 + 4], [5, 6 + 7]]
+    by_token = r.tokens_of_completions(torch.arange(1.0, 9)).tolist()
+    assert by_token == [[[1, 2, 0], [3, 4, 5]], [[6, 0, 0], [7, 8, 0]]]
     assert r.length_BK.tolist() == [[2, 3], [1, 2]]
     assert r.segment_sizes == ((3, 1, 2), (1, 0, 1)) and r.sizes == (6, 2)
     assert {getattr(r, name).dtype for name in data.INT64_FIELDS} == {torch.int64}
@@ -906,7 +1018,7 @@ def test_a_packed_batch_by_hand():
 def test_the_sequences_of_attention_by_hand():
     r = data.pack(PROMPTS, COMPLETIONS)
     # each sequence has its prompt's keys; a first completion's has the prompt's queries, too
-    assert r.key_L.tolist() == [*(0, 1, 2, 3), *(0, 1, 2, 4, 5), 6, *(6, 7)]
+    assert r.key_I.tolist() == [*(0, 1, 2, 3), *(0, 1, 2, 4, 5), 6, *(6, 7)]
     assert r.query_start_S.tolist() == [0, 4, 6, 7, 8]
     assert r.completion_query_start_S.tolist() == [0, 1, 3, 3, 4]
     assert r.key_start_S.tolist() == [0, 4, 9, 10, 12]
@@ -914,42 +1026,46 @@ def test_the_sequences_of_attention_by_hand():
     assert {getattr(r, name).dtype for name in data.INT32_FIELDS} == {torch.int32}
     assert (r.prompt_P.tolist(), r.completion_M.tolist()) == ([0, 1, 2, 6], [3, 4, 5, 7])
     one = data.pack(PROMPTS, [(np.array([5]),)] * 2)
-    assert len(one.key_L) == 0, "all tokens in their order need no gather"
+    assert len(one.key_I) == 0, "all tokens in their order need no gather"
     assert one.completion_M.tolist() == [0], "one query, though no completion has an input"
     assert one.completion_query_start_S.tolist() == [0, 1, 1] and one.max_completion_queries == 1
 
 
 def test_a_scored_prompt_adds_its_tokens_from_the_second_on_to_both_completions():
     r, bare = (data.pack(PROMPTS, COMPLETIONS, score_prompt=on) for on in (True, False))
-    # segment 0 is the first prompt; the second prompt has one token, which nothing predicts
-    assert targets(r) == sorted([(0, 11, 0), (1, 12, 0), *targets(bare)])
+    # number 4 is the first prompt; the second prompt has one token, which nothing predicts
+    assert targets(r) == sorted([(0, 11, 4), (1, 12, 4), *targets(bare)])
+    assert r.sums(torch.arange(10.0)).tolist() == [[1 + 8 + 9, 9 + 8 + 9], [5, 13]]
     assert r.length_BK.tolist() == [[4, 5], [1, 2]]
-    for name in ("token_N", "position_N", "example_N", "branch_N"):
+    for name in ("token_N", "position_N", "prompt_N", "branch_N"):
         assert torch.equal(getattr(r, name), getattr(bare, name))
 
 
 def test_every_target_is_what_follows_its_source():
-    """On random tokens, for several K: the targets of a segment are its tokens, and their sources are the tokens
-    before them."""
+    """On random tokens, for several K and with a prompt that two examples share: the targets of a sequence are its
+    completion's tokens, and their sources are the tokens before them."""
     rng = np.random.default_rng(0)
     for K in (1, 2, 3):
         texts = [[rng.integers(0, 99, rng.integers(1, 5)) for _ in range(K + 1)] for _ in range(4)]
+        texts[3][0] = texts[1][0]
         prompts, completions = [x[0] for x in texts], [tuple(x[1:]) for x in texts]
         r = data.pack(prompts, completions, score_prompt=True)
         for b, (p, cs) in enumerate(zip(prompts, completions)):
             for k, c in enumerate(cs):
-                segment = r.segment_T == (K + 1) * b + k + 1
+                segment = r.sequence_T == r.sequence_BK[b, k]
+                assert r.target_T[r.first_target_BK[b, k]] == c[0]
                 assert r.target_T[segment].tolist() == c.tolist()
                 at = r.source_T[segment]
                 assert r.position_N[at].tolist() == list(range(len(p) - 1, len(p) + len(c) - 1))
                 assert r.token_N[at].tolist() == [p[-1], *c[:-1]]
-                assert set(r.example_N[at].tolist()) == {b}
-                assert r.branch_N[at].tolist() == [0] + [k + 1] * (len(c) - 1)
+                assert set(r.prompt_N[at].tolist()) == {r.prompt_B[b].item()}
+                branch = k + 1 + K * (b == 3)
+                assert r.branch_N[at].tolist() == [0] + [branch] * (len(c) - 1)
                 assert r.length_BK[b, k] == len(c) + len(p) - 1
-            segment = r.segment_T == (K + 1) * b
+            segment = r.sequence_T == 4 * K + r.prompt_B[b]
             assert r.target_T[segment].tolist() == p[1:].tolist()
             assert r.token_N[r.source_T[segment]].tolist() == p[:-1].tolist()
-        assert sum(r.sizes) == len(r.token_N)
+        assert r.prompt_B.tolist() == [0, 1, 2, 1] and sum(r.sizes) == len(r.token_N)
 
 
 def test_a_packed_batch_moves_as_one():
@@ -974,20 +1090,17 @@ def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
 
 def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
-    cut = data.Cut(max_tokens=8, max_no_grad_tokens=99)
-    batch, later = (Batch(found, data.mismatched(found), cut=cut) for _ in range(2))
-    batch.pack_ahead(no_gradient_pass=True)
-    assert batch.micro_batches_of_pass == {
-        False: [MicroBatch([0, 1]), MicroBatch([2])],
-        True: [MicroBatch([0, 1, 2])],
-    }
-    asked = [([0, 1], True, False), ([2], True, False)]
-    asked += [([0, 1, 2], True, True), ([0, 1, 2], False, True)]
+    batch, later = (
+        Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=8)) for _ in range(2)
+    )
+    batch.pack_ahead()
+    assert batch.micro_batches == [MicroBatch([0, 1]), MicroBatch([2])]
+    asked = [([0, 1], False), ([0, 1], True), ([2], False), ([2], True)]
     assert len(batch.packed) == len(asked)
-    for index, own, borrowed in asked:
-        packed = batch.pack(index, own, borrowed)
-        assert packed is batch.pack(index, own, borrowed), "packed once"
-        assert torch.equal(packed.buffer, later.pack(index, own, borrowed).buffer)
+    for index, borrowed in asked:
+        packed = batch.pack(index, borrowed)
+        assert packed is batch.pack(index, borrowed), "packed once"
+        assert torch.equal(packed.buffer, later.pack(index, borrowed).buffer)
     alone = Batch(found)
-    alone.pack_ahead(no_gradient_pass=True)
-    assert list(alone.packed) == [((0, 1, 2), True, False)], "without partners nothing is borrowed"
+    alone.pack_ahead()
+    assert list(alone.packed) == [((0, 1, 2), False)], "without partners nothing is borrowed"

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hub import export
 from hub.export import export_weights
 from hub.families import canonical_name
 from hub.folders import fetch_model
-from runs import checkpoint
+from runs import checkpoint, tensors
+from runs.errors import Failed
 from runs.settings import Lora
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
@@ -119,6 +121,30 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, ca
     assert same(our_logits(full / "step-00000004"), our_logits(full), 0.0), "as final, to the bit"
     shutil.rmtree(full / "step-00000004")
     refused("^export: .*: neither a checkpoint", start, "export", [str(full / "final")])
+
+
+def test_an_export_is_whole_or_not_there(full, tmp_path, monkeypatch):
+    """export.py on a full disk, after an export that was killed, and with a damaged file."""
+    step, out = full / "checkpoints" / "step-00000002", tmp_path / "new" / "out"
+    argv = [str(step), "--out", str(out)]
+    with monkeypatch.context() as m:
+        m.setattr(tensors, "_bytes", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(Failed, match=f"^{out}: not saved: No space left on device$"):
+            start("export", argv)
+    assert not list(out.parent.iterdir())
+    killed = out.with_name(".out.tmp")
+    killed.mkdir()
+    (killed / "model-00001-of-00002.safetensors").write_text("half")
+    start("export", argv)
+    assert [file.name for file in out.parent.iterdir()] == ["out"]
+    assert {file.name for file in out.glob("*.safetensors")} == {"model.safetensors"}
+    assert fetch_model(str(out)) == out
+    with open(out / "model.safetensors", "r+b") as f:
+        f.seek(2000)
+        f.write(b"\0\1\2\3")
+    refused("model.safetensors is damaged; if you changed it yourself", fetch_model, str(out))
+    (tmp_path / "file").touch()
+    refused("^out: .*/file: ", start, "export", [str(step), "--out", str(tmp_path / "file" / "x")])
 
 
 def test_a_damaged_checkpoint_is_no_model_and_a_run_without_final_says_what_to_do(full, tmp_path):
@@ -245,7 +271,12 @@ NOT_OURS = {
     "bias: all": dict(bias="all"),
     "modules_to_save: ": dict(modules_to_save=["lm_head"]),
     "layer_replication: ": dict(layer_replication=[[0, 1]]),
-    "no usable PEFT adapter: ": dict(lora_alpha=None),
+    "lora_alpha: null is not supported": dict(lora_alpha=None),
+    "lora_alpha: expected a value like 8.0, got 16": dict(lora_alpha="16"),
+    "use_rslora: expected a value like False": dict(use_rslora=1),
+    r"alpha_pattern: expected an object, got \[3\]": dict(alpha_pattern=[3]),
+    "alpha_pattern: q_proj: expected": dict(alpha_pattern={"q_proj": "3"}),
+    "adapter_config.json: missing \\)": dict(alpha_pattern={"(q_proj": 3}),
 }
 
 
@@ -264,6 +295,16 @@ def test_an_adapter_that_does_not_fit_is_refused(lora, tmp_path):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
     save_file(tensors | {name: torch.ones(2)}, file)
     refused(f"peft/adapter_model.safetensors: {name}: only", our_logits, folder)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    for kind, other in ("AB", "BA"):
+        save_file({n: x for n, x in tensors.items() if n != name.format(kind)}, file)
+        refused(f"layers.0.self_attn.q_proj: lora_{other} alone$", our_logits, folder)
+        save_file(tensors | {name.format(kind): torch.ones(3)}, file)
+        refused("q_proj: lora_A and lora_B of shapes .*3,", our_logits, folder)
+    save_file(
+        tensors | {name.format("A").removeprefix("base_model.model."): torch.ones(2, 48)}, file
+    )
+    refused("q_proj.lora_A.weight: there under another name", our_logits, folder)
 
 
 def test_an_adapter_needs_its_base(lora, tmp_path):
@@ -271,6 +312,14 @@ def test_an_adapter_needs_its_base(lora, tmp_path):
     refused("^model: /no: no such folder", fetch_model, str(gone))
     unnamed = peft_folder(lora, tmp_path / "unnamed", base_model_name_or_path=None)
     refused("adapter_config.json: base_model_name_or_path: missing", fetch_model, str(unnamed))
+    odd = peft_folder(lora, tmp_path / "odd", base_model_name_or_path=[3])
+    refused(r"base_model_name_or_path: expected a name, got \[3\]", fetch_model, str(odd))
+    (odd / "adapter_config.json").write_text("[1]")
+    refused("adapter_config.json: expected an object", fetch_model, str(odd))
+    (odd / "adapter_config.json").write_text("{")
+    refused("adapter_config.json: Expecting", fetch_model, str(odd))
+    itself = peft_folder(lora, tmp_path / "x", base_model_name_or_path=str(tmp_path / "x"))
+    refused("^model: .*/x: it is its own base$", fetch_model, str(itself))
 
 
 def test_peft_puts_the_adapter_on_the_source_and_it_is_final(lora, llama):

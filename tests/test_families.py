@@ -1,13 +1,16 @@
 """Every family of models computes what transformers does: as loaded, after training, and exported."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
 
+import litgpt
 import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from conftest import PARITY, train
 from models import logits, made, refused, same, shaken
 from safetensors.torch import load_file
@@ -187,6 +190,22 @@ def test_a_family_is_transformers_in_trained_and_out(name, four, tmp_path):
     assert all(x.shape == after[n].shape for n, x in before.items())
 
 
+@pytest.mark.parametrize("name", MOE)
+def test_lora_s_default_leaves_the_experts_out_and_says_so(name, four, tmp_path, capsys):
+    source, out = tmp_path / "source", tmp_path / "run"
+    folder_of(name, source)
+    train(source, four, out, *STEP, "--lora.rank=2")
+    said = "lora.targets: query,key,value,projection; the experts of this model stay frozen"
+    assert capsys.readouterr().out.count(said) == 1
+    assert yaml.safe_load((out / "settings.yaml").read_text())["lora"]["targets"] in said
+    train(source, four, out, *STEP, "--lora.rank=2", "--resume=auto")  # not another run
+    before, after = (load_file(p / "model.safetensors") for p in (source, out / "final"))
+    moved = {n.split(".")[-2] for n, x in before.items() if not torch.equal(x, after[n])}
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    chosen = (*STEP, "--lora.rank=2", "--lora.targets=query,mlp")
+    refused("^lora.targets: .*; got mlp$", train, source, four, tmp_path / "chosen", *chosen)
+
+
 def packed_is_single(gpt) -> None:
     r = np.random.default_rng(0)
     prompts = [r.integers(512, size=n) for n in (9, 1, 5)]
@@ -215,7 +234,7 @@ NEUTRAL_IN = {
     "falcon, one norm": {"multi_query", "num_ln_in_parallel_attn"},
     "smollm3": {"no_rope_layer_interval", "sliding_window"},
     "gemma3_text": {"_sliding_window_pattern"},
-    "gemma3": {"_sliding_window_pattern"},
+    "gemma3": {"_sliding_window_pattern", "tie_word_embeddings"},  # the outer one counts
     "phi3": {"original_max_position_embeddings", "partial_rotary_factor"},
     "phi3, longrope": {"partial_rotary_factor"},
     "phi": {"partial_rotary_factor"},
@@ -243,7 +262,7 @@ def config_or_refusal(folder: Path, config: dict):
     (folder / "config.json").write_text(json.dumps(config))
     try:
         arguments, config, names = read_config(folder)
-        return arguments, config["tie_word_embeddings"], names
+        return vars(litgpt.Config(**arguments)), config["tie_word_embeddings"], names
     except BadInput as e:
         return str(e)
 
@@ -265,6 +284,100 @@ def test_every_field_is_read_or_refused_or_changes_nothing(name, tmp_path):
     assert unread == set()
 
 
+# ---- what a field means that is left out, null, or another family's -------------------------------
+
+
+@torch.no_grad()
+def logits_with(config: dict, hf) -> torch.Tensor | None:
+    """Logits of transformers' model with another config.json; None if it cannot compute any."""
+    config = copy.deepcopy(config)  # transformers writes into it
+    try:
+        other = type(hf)(type(hf.config).from_dict(config, attn_implementation="eager"))
+        other.load_state_dict(hf.state_dict())
+        return their_logits(other.eval())
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError):
+        return None
+
+
+class Edited:
+    """A family's model, and the fields of its config.json: `with_fields` is that file with some of them changed, or
+    left out (...)."""
+
+    def __init__(self, name: str, folder: Path):
+        self.folder = folder
+        self.hf = folder_of(name, folder)
+        self.config = json.loads((folder / "config.json").read_text())
+        self.inner = self.config.get("text_config", self.config)
+        self.names = self.inner.keys() - NEUTRAL - {"model_type"}
+
+    def with_fields(self, **changes) -> dict:
+        inner = {n: x for n, x in (self.inner | changes).items() if x is not ...}
+        return self.config | {"text_config": inner} if self.inner is not self.config else inner
+
+    def agrees(self, config: dict) -> bool:
+        """Whether we compute what transformers does by this config.json, or refuse it."""
+        (self.folder / "config.json").write_text(json.dumps(config))
+        try:
+            ours = our_logits(self.folder)
+        except BadInput:
+            return True
+        theirs = logits_with(config, self.hf)
+        return theirs is not None and same(ours, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_field_that_is_left_out_has_transformers_own_default(name, tmp_path):
+    """transformers writes all fields of a config that it has read, so we must read the same from its file."""
+    CASES[name][0].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    inner = config.get("text_config", config)
+    names = inner.keys() - NEUTRAL - {"model_type"}
+    refused_by_them = 0
+    for field in names:
+        less = {n: x for n, x in inner.items() if n != field}
+        try:
+            theirs = type(CASES[name][0].get_text_config())(**copy.deepcopy(less))
+            full = json.loads(theirs.to_json_string(use_diff=False))
+        except ValueError:  # the default does not go with the other fields
+            refused_by_them += 1
+            continue
+        if inner is not config:
+            less, full = (config | {"text_config": c} for c in (less, full))
+        ours = config_or_refusal(tmp_path, less)
+        assert ours == config_or_refusal(tmp_path, full), field
+    assert refused_by_them < 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_field_that_is_null_is_what_transformers_makes_of_it_or_refused(name, tmp_path):
+    edited = Edited(name, tmp_path)
+    assert same(logits_with(edited.config, edited.hf), their_logits(edited.hf), 1e-5)
+    for field in edited.names:
+        assert edited.agrees(edited.with_fields(**{field: None})), field
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_field_of_another_family_is_read_where_transformers_reads_it_or_refused(name, tmp_path):
+    edited = Edited(name, tmp_path)
+    unchanged = config_or_refusal(tmp_path, edited.config)
+    foreign = dict(
+        rope_theta=300.0, rotary_pct=0.5, rotary_emb_base=300.0, sliding_window_pattern=1
+    )
+    foreign |= dict(partial_rotary_factor=0.5, original_max_position_embeddings=32)
+    for config, _ in CASES.values():
+        config = config.get_text_config().to_dict()
+        foreign |= {n: another(x) for n, x in config.items() if n not in NEUTRAL | {"model_type"}}
+    ignored = {}
+    for field in foreign.keys() - edited.names - {"layer_types", "rope_parameters"}:
+        config = edited.with_fields(**{field: foreign[field]})
+        if config_or_refusal(tmp_path, config) == unchanged:
+            ignored[field] = foreign[field]
+        else:
+            assert edited.agrees(config), field
+    theirs = logits_with(edited.with_fields(**ignored), edited.hf)
+    assert same(theirs, their_logits(edited.hf), 1e-5), "what we ignore they ignore"
+
+
 REFUSED = {
     "quantization_config: .* is not supported": ("llama", dict(quantization_config={"bits": 4})),
     "rope_scaling: yarn": ("llama", dict(rope_scaling={"type": "yarn", "factor": 4.0})),
@@ -283,6 +396,33 @@ REFUSED = {
     "norm_topk_prob: False is not supported, only True": ("qwen3_moe", dict(norm_topk_prob=False)),
     "mlp_only_layers: ": ("qwen3_moe", dict(mlp_only_layers=[1])),
     "scale_attn_weights: False": ("gpt2", dict(scale_attn_weights=False)),
+    "partial_rotary_factor: 0.5 is not supported": ("qwen2", dict(partial_rotary_factor=0.5)),
+    "attn_logit_softcapping: 50.0": ("gemma3_text", dict(attn_logit_softcapping=50.0)),
+    "rope_scaling: factor: expected": ("llama", dict(rope_scaling={"rope_type": "linear"})),
+    "rope_scaling: short_factor: expected a list of 3 numbers": (
+        "phi3, longrope",
+        dict(rope_scaling=SHORT | {"short_factor": [1.0]}),
+    ),
+    "rotary_pct: 0.25, but partial": ("gpt_neox", dict(rope_scaling=dict(partial_rotary_factor=1))),
+    "vocab_size: expected a value like 32000, got 512.0": ("llama", dict(vocab_size=512.0)),
+    "rms_norm_eps: expected a value like 1e-06, got nan": (
+        "llama",
+        dict(rms_norm_eps=float("nan")),
+    ),
+    "head_dim: expected 1 to": ("llama", dict(head_dim=0)),
+    "head_dim: expected 1 to .* got 8": ("llama", dict(head_dim="8")),
+    "num_key_value_heads: expected a divisor of 6": ("llama", dict(num_key_value_heads=4)),
+    "layer_types: expected a list": ("gemma2", dict(layer_types=["full_attention"])),
+    "no_rope_layers: expected a list": ("smollm3", dict(no_rope_layers=3)),
+    # sizes that would take all memory or no end of time
+    "max_position_embeddings: expected at most": ("llama", dict(max_position_embeddings=10**8)),
+    "num_hidden_layers: expected 1 to": ("gemma2", dict(num_hidden_layers=10**9)),
+    "num_local_experts: expected 0 to": ("mixtral", dict(num_local_experts=10**9)),
+    "num_local_experts: expected at most 100000 in all": (
+        "mixtral",
+        dict(num_local_experts=10**4, num_hidden_layers=99),
+    ),
+    "num_experts_per_tok: expected at most 3": ("mixtral", dict(num_experts_per_tok=4)),
     "scale_attn_by_inverse_layer_idx": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
 }
 

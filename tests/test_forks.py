@@ -40,7 +40,7 @@ COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "-
           "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
 
 
-@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge"])
+@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge", "token_kto", "z_by_source"])
 def test_an_algorithm_from_outside_trains_resumes_and_shards(
     program, tiny, ratings, pairs, tmp_path
 ):

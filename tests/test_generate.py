@@ -119,6 +119,20 @@ def test_the_cache_gives_the_logits_of_a_whole_forward(shape, tiny):
             cache.at(torch.tensor([int(m[t]) for m in more]), at, int(at.max()))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_that_is_answered_several_times_is_read_once(shape, tiny):
+    policy = policy_of(shape, tiny, torch.float64)
+    a, b, c = prompts_of([7, 12, 1])
+    prompts = [a, b, a, c, a, b]
+    read = []
+    policy.transformer.wte.register_forward_hook(lambda m, args, y: read.append(args[0].numel()))
+    together = answers(policy, prompts, eos=-2)
+    assert read[0] == 7 + 12 + 1 and len({tuple(x) for x in together}) == 6
+    read.clear()
+    assert answers(policy, prompts, eos=-2, batch_size=1) == together
+    assert read[0] == 7
+
+
 # ---- chances -------------------------------------------------------------------------------------
 
 P = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.2, 0.1, 0.0])

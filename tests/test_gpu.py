@@ -164,7 +164,7 @@ def test_deterministic_runs_are_the_same_also_after_a_resume(precision, tiny, ra
 
 
 @pytest.mark.parametrize(
-    "argv", [["--optim.name=adamw8bit"], ["--lora.base=nf4"], ["--lora.base=int8"]]
+    "argv", [["--optim.name=adamw8bit"], ["--lora.quantize=nf4"], ["--lora.quantize=int8"]]
 )
 def test_what_bitsandbytes_does_trains(argv, llama, ratings, tmp_path, measured):
     lora = ["--lora.rank=4"] if "lora" in argv[0] else []

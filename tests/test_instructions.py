@@ -16,7 +16,6 @@ sys.path.append(str(ROOT / "examples"))
 import instructions as task  # noqa: E402
 
 SEA = "Sea turtles swim far across warm oceans and come back to the beach where they once hatched"
-OBJECT = json.dumps({"title": "a", "text": SEA})
 # kind: n, words, answers that are right, answers that are wrong
 CASES = {
     "title": (0, [], [f"<<Turtles>>\n{SEA}."],
@@ -35,13 +34,6 @@ CASES = {
     "opening": (0, ["Today"], [f"Today {SEA}", f'"today", {SEA}'], [SEA, f"So today {SEA}", f"Todays {SEA}"]),
     "question": (0, [], [f"{SEA}. Why?"], [SEA]),
     "letter": (0, ["z"], [SEA], [f"{SEA} Zoe", f"{SEA} lazily"]),
-    "heading": (0, [], [f"# Turtles\n{SEA}", f"## Turtles\n{SEA}"], [SEA, f"{SEA}\n# Turtles", f"#\n{SEA}"]),
-    "JSON": (0, [], [OBJECT, f"```json\n{OBJECT}\n```"],
-             [SEA, OBJECT[:-1], json.dumps({"text": SEA}), json.dumps(["title", "text", SEA])]),
-    "quotation": (0, [], [f'"{SEA}."'], [SEA, f'"{SEA}', f'He said "{SEA}"']),
-    "lower case": (0, [], [SEA.lower()], [SEA]),
-    "upper case": (0, [], [SEA.upper()], [SEA]),
-    "ending": (0, ["That is all."], [f"{SEA}. That is all."], [SEA, f"{SEA}. That is all. Bye"]),
     "number": (0, [], [f"{SEA} in 1990"], [f"{SEA} in ninety"]),
     "brackets": (0, [], [f"{SEA} (mostly)"], [SEA, f"{SEA} ()", f"{SEA} (mostly"]),
     "exclamation": (0, [], [f"{SEA}!"], [SEA]),
@@ -83,8 +75,9 @@ def test_there_is_no_cheap_way_out(kind):
 
 
 def test_what_an_instruction_quotes_is_no_copy():
-    ending = fields_of("ending", 0, ["What do you think?"])
-    assert task.is_right(f"{SEA}. What do you think?", ending)
+    keywords = fields_of("keywords", 0, ["people", "home"])
+    assert task.is_right(f'{SEA}. "People" and "home"', keywords)
+    assert not task.copies("use the words", task.instruction_of(keywords)), "three words"
 
 
 def test_a_right_answer_has_fifteen_different_words():

@@ -56,7 +56,7 @@ def recorded_batch(batch, pairs: bool) -> Batch:
 def trainer_of(objective, policy=None, reference=None) -> Trainer:
     """As much of one as a step on one device needs."""
     fabric, data = Fabric(accelerator="cpu", devices=1), SimpleNamespace(score_prompt=False)
-    cut = dict(micro_batch_size=99, micro_batch_tokens=None, no_grad_tokens=None, strategy="auto")
+    cut = dict(micro_batch_size=99, micro_batch_tokens=None, strategy="auto")
     run = SimpleNamespace(
         fabric=fabric,
         objective=objective,
@@ -64,6 +64,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         reference=reference and Reference(fabric, None, reference),
         tokenizer=None,
         state=RunState(),
+        stop=SimpleNamespace(check=lambda device: None),
         cfg=SimpleNamespace(data=data, **cut),
     )
     return Trainer(run)
@@ -142,9 +143,7 @@ class Table(torch.nn.Module):
         self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
     def forward(self, packed, prompt_cache=None):
-        first = torch.cat([torch.tensor([True]), packed.segment_T[1:] != packed.segment_T[:-1]])
-        K = packed.length_BK.shape[1]
-        return self.values[packed.target_T[first]].view(-1, K) * packed.length_BK
+        return self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK
 
 
 def tables(labels=(True, False, True, True), **kw):

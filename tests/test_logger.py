@@ -1,5 +1,6 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
+import contextlib
 import csv
 import fcntl
 import json
@@ -627,8 +628,9 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
     monkeypatch.setattr(evaluate, "generate", generate)
     val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
     cfg = run_settings(out, eval=Eval(**settings))
-    fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x)
-    return Evaluator(fabric, cfg, None, plain(), val, checker)
+    fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x, device=None)
+    stop = SimpleNamespace(check=None, interruptible=lambda alone: contextlib.nullcontext())
+    return Evaluator(fabric, cfg, None, plain(), val, checker, stop)
 
 
 def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch):
@@ -638,7 +640,7 @@ def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch
         asked.extend((a.prompt, a.completion) for a in answers)
         return [a.prompt == "s" for a in answers]
 
-    evaluator = held_out(tmp_path, monkeypatch, "ssnmo", checker, prompts=3)
+    evaluator = held_out(tmp_path, monkeypatch, "snsmo", checker, prompts=3)
     verdict = evaluator.check("before", 0)
     assert asked == [("s", "ab"), ("n", "ab"), ("m", "ab")]
     assert (verdict["right"], verdict["of"], verdict["step"]) == (1, 3, 0)

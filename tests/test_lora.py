@@ -8,7 +8,13 @@ from models import HF, logits, made, ragged, same, trained
 import model
 from data import pack
 from hub.export import export_weights
-from hub.lora import adapter_arguments, disable_adapters, merge_adapters, reset_adapters
+from hub.lora import (
+    adapter_arguments,
+    disable_adapters,
+    merge_adapters,
+    merge_for_sampling,
+    reset_adapters,
+)
 from runs.errors import BadInput
 from runs.settings import Lora
 
@@ -102,6 +108,33 @@ def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path)
     assert full.keys() == plain.keys()
     moved = {n.split(".")[-2] for n in full if not torch.equal(full[n], plain[n])}
     assert moved <= {"qkv", "proj", "fc", "fc_1", "fc_2"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders):
+    ids = list(range(20))
+    gpt = model.load_model(folders[name], Lora(rank=3, alpha=12, targets="query,value,mlp"))
+    trained(gpt, pack(*ragged(1, 97, 0)))
+    before = {n: (p, p.detach().clone()) for n, p in gpt.named_parameters()}
+    products = []
+    for layer in gpt.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(lambda m, args, y: products.append(m.weight.dtype))
+    with torch.no_grad():
+        adapted = logits(gpt, ids)
+        with merge_for_sampling(gpt, torch.float32):
+            assert same(logits(gpt, ids), adapted, 1e-4)
+            assert not any(hasattr(m, "lora_A") and not m.merged for m in gpt.modules())
+        assert same(logits(gpt, ids), adapted), "the same bits again"
+        products.clear()
+        with merge_for_sampling(gpt, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+            logits(gpt, ids)
+        assert set(products) == {torch.bfloat16}, "no matrix is cast at each token"
+    for n, p in gpt.named_parameters():
+        assert p is before[n][0] and torch.equal(p, before[n][1])
+    with pytest.raises(KeyError), merge_for_sampling(gpt, torch.float32):
+        raise KeyError
+    assert same(logits(gpt, ids).detach(), adapted), "after an error, too"
 
 
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import PARITY, assert_same, killed_and_resumed, ranks, result
 
+import evaluate
 import online
 import rollout
+from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.folder import checkpoints_by_step
 
@@ -90,6 +93,115 @@ def test_each_iteration_learns_from_fresh_answers_that_the_checker_rated(
 def test_without_a_checker_it_is_refused(tiny, prompts, tmp_path):
     with pytest.raises(BadInput, match="needs a checker"):
         go(tiny, prompts, tmp_path, checker=None)
+
+
+BAD = {  # what a checker gives for ten answers -> what is said
+    "10 answers need as many verdicts, got 9": [True] * 9,
+    "expected a list of 10 verdicts, got True": True,
+    "expected a list of 10 verdicts, got None": None,
+    "answer 7: expected True, False or a number from 0 to 1, got None": [True] * 7 + [None] * 3,
+    "answer 0: .*, got 'no'": ["no"] * 10,
+    "answer 9: .*, got nan": [True] * 9 + [float("nan")],
+    "answer 1: .*, got 1.5": [False, np.float32(1.5)] + [True] * 8,
+    "answer 2: KTO learns from True or False, got 0.5": [True, False] + [0.5] * 8,
+    "answer 0: KTO learns from True or False, got 1": torch.ones(10),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_checkers_verdict_that_is_none_is_one_line_with_the_answers_number(
+    fault, tiny, prompts, tmp_path
+):
+    with pytest.raises(BadInput, match=f"^checker: {fault}$"):
+        go(tiny, prompts, tmp_path, checker=lambda answers: BAD[fault])
+
+
+STOP = '--online.stop=["e"]'
+
+
+def is_cut(tiny, ids) -> bool:
+    """Whether an answer of a run with STOP ended by its length."""
+    return ids[-1] != 0 and "e" not in Tokenizer(tiny).decode(ids)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, iter])
+def test_a_checker_may_give_numpys_and_torchs_bools(kind, tiny, prompts, tmp_path):
+    one = ("--online.max_iterations=1",)
+    run = go(tiny, prompts, tmp_path / "a", *one, checker=lambda answers: kind(even(answers)))
+    assert_same(run, go(tiny, prompts, tmp_path / "b", *one))
+
+
+def test_a_checker_sees_the_records_own_fields_and_whether_the_answer_was_cut(
+    tiny, prompts, tmp_path, capsys
+):
+    own, seen = tmp_path / "own.jsonl", []
+    records = [json.loads(line) for line in prompts.read_text().splitlines()]
+    lines = [json.dumps(r | {"level": i, "kind": "ab"[i % 2]}) for i, r in enumerate(records)]
+    own.write_text("".join(f"{line}\n" for line in lines))
+    level = {r["prompt"]: i for i, r in reversed(list(enumerate(records)))}
+
+    def checker(given):
+        seen.extend(given)
+        return [a.fields["kind"] == "a" for a in given]
+
+    argv = ("--data.extra=level,kind", f"--data.val={own}", "--online.max_iterations=1", STOP)
+    go(tiny, own, tmp_path / "run", *argv, checker=checker)
+    for a in seen:
+        assert a.fields == {"level": level[a.prompt], "kind": "ab"[level[a.prompt] % 2]}
+    cut = [is_cut(tiny, row["ids"]) for row in answers(tmp_path / "run", 1)]
+    assert [a.cut for a in seen[:10]] == cut and {True, False} == set(cut)
+    said = capsys.readouterr().out
+    assert f"%), {sum(cut)} cut, " in said
+    before = json.loads((tmp_path / "run" / "eval" / "before.json").read_text())
+    assert before["by"] == {"kind": {"a": [4, 4], "b": [0, 3]}} and before["right"] == 4
+    assert [a["right"] for a in before["answers"]] == [True, False] * 3 + [True]
+    assert "  kind  before   after     of\n  a     100.0%  100.0%      4\n" in said
+
+
+@pytest.mark.parametrize("rule", ["judge", "wrong", "drop"])
+def test_what_becomes_of_an_answer_that_was_cut(rule, tiny, prompts, tmp_path, monkeypatch):
+    seen, real = [], online.Trainer.fit
+    monkeypatch.setattr(
+        online.Trainer, "fit", lambda self, e, p: seen.extend(e) or real(self, e, p)
+    )
+    argv = ("--online.max_iterations=1", f"--online.cut={rule}", STOP)
+    go(tiny, prompts, tmp_path, *argv, checker=lambda given: [True] * len(given))
+    assert len(seen) == 10
+    of_cut = {(e.label, e.weight) for e in seen if is_cut(tiny, e.completions[0])}
+    of_others = {(e.label, e.weight) for e in seen if not is_cut(tiny, e.completions[0])}
+    expected = {"judge": (True, 1.0), "wrong": (False, 1.0), "drop": (True, 0.0)}
+    assert of_cut == {expected[rule]} and of_others == {(True, 1.0)}
+
+
+def test_a_forks_rate_takes_the_place_of_the_checkers_labels(tiny, prompts, tmp_path):
+    """Numbers of the checker, as a field that a loss may read."""
+    rated = []
+
+    def rate(run, asked, ids):
+        given = [evaluate.as_answer(run.tokenizer, e, x, []) for e, x in zip(asked, ids)]
+        for e, x, reward in zip(asked, ids, run.evaluator.judge(given)):
+            extra = {"reward": reward}
+            e = e._replace(completions=(np.array(x, np.int32),), label=reward > 0.5, extra=extra)
+            rated.append(e)
+        return rated[-len(asked) :]
+
+    def checker(given):
+        return [len(a.completion) % 10 / 10 for a in given]
+
+    one = ("--online.max_iterations=1", f"--data.val={prompts}")
+    go(tiny, prompts, tmp_path / "a", *one, checker=checker, rate=rate)
+    own = [len(a["completion"]) % 10 / 10 for a in answers(tmp_path / "a", 1)]
+    assert [e.extra["reward"] for e in rated] == own and len(set(own)) > 2
+    after = json.loads((tmp_path / "a" / "eval" / "after.json").read_text())
+    assert after["right"] == pytest.approx(sum(a["right"] for a in after["answers"]))
+    with pytest.raises(BadInput, match="rate: 10 answers need as many examples, got 9"):
+        go(tiny, prompts, tmp_path / "b", *one, checker=checker, rate=lambda *a: rate(*a)[1:])
+
+
+def test_an_estimate_needs_no_checker(tiny, prompts, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        go(tiny, prompts, tmp_path, "--estimate=true", checker=None)
+    assert not e.value.code and "GB" in capsys.readouterr().out
 
 
 def test_it_learns_what_the_checker_likes(tiny, prompts, tmp_path):
@@ -255,9 +367,63 @@ def test_an_engine_answers_from_an_exported_folder(tiny, prompts, tmp_path):
     )
 
 
-def test_an_engine_that_leaves_a_prompt_unanswered_is_refused(tiny, prompts, tmp_path):
-    with pytest.raises(BadInput, match="rollout: 4 prompts need as many answers"):
-        go(tiny, prompts, tmp_path, rollout=lambda folder, asked, *a: [[5]] * (len(asked) - 1))
+GIVEN = {  # what an engine gives for four prompts -> what is said
+    "rollout: 4 prompts need as many answers, got 3": [[5]] * 3,
+    "rollout: expected a list of answers, got None": None,
+    r"rollout: answer 2: expected 1 to 5 token ids from 0 to 511, got \[\]": [[5], [5], [], [5]],
+    "answer 1: .* from 0 to 511, got .5, 512.": [[5], [5, 512], [5], [5]],
+    "answer 3: .* from 0 to 511, got .-1.": [[5], [5], [5], [-1]],
+    "answer 0: .* got .5.0.": [[5.0], [5], [5], [5]],
+    "answer 0: .* got 'hello'": ["hello", [5], [5], [5]],
+    "answer 1: .* got None": [[5], None, [5], [5]],
+    "answer 0: expected 1 to 5 token ids": [[5] * 6, [5], [5], [5]],
+}
+
+
+@pytest.mark.parametrize("fault", GIVEN)
+def test_an_engines_answers_are_checked_before_they_are_written(fault, tiny, prompts, tmp_path):
+    calls = []
+
+    def engine(folder, asked, *_):
+        calls.append(len(asked))
+        return GIVEN[fault] if len(calls) == 2 else np.full((len(asked), 2), 7)
+
+    with pytest.raises(BadInput, match=fault):
+        go(tiny, prompts, tmp_path, rollout=engine)
+    assert len(answers(tmp_path, 1)) == 4, "the first batch stays"
+    calls = [1, 2]  # a mended engine
+    go(tiny, prompts, tmp_path, "--resume=auto", "--online.max_iterations=1", rollout=engine)
+    assert calls == [1, 2, 4, 2], "is asked for the rest"
+
+
+def damage(file: Path, how: str) -> None:
+    header, *lines = file.read_text().splitlines(keepends=True)
+    if how == "a digit":
+        place = lines[0].index("[") + 1
+        lines[0] = f"{lines[0][:place]}{(int(lines[0][place]) + 1) % 10}{lines[0][place + 1 :]}"
+    elif how == "two rows":
+        lines[0], lines[1] = lines[1], lines[0]
+    elif how == "the end":
+        lines = lines[:-1]
+    else:
+        header = "5\n"
+    file.write_text("".join([header, *lines]))
+
+
+@pytest.mark.parametrize("how", ["a digit", "two rows", "the end", "the header"])
+def test_damaged_answers_are_refused_or_made_anew(how, tiny, prompts, tmp_path, capsys):
+    whole = go(tiny, prompts, tmp_path / "whole")
+    out = tmp_path / "run"
+    file = out / "iterations" / "answers-2.jsonl"
+    go(tiny, prompts, out, "--stop_at=3")
+    damage(file, how)
+    with pytest.raises(BadInput, match="resume from a checkpoint of step 2 or before"):
+        go(tiny, prompts, out, "--resume=auto")
+    assert "answers-2.jsonl: " in capsys.readouterr().out
+    step_2 = checkpoints_by_step(out / "checkpoints")[2]
+    resumed = go(tiny, prompts, out, f"--resume={step_2}")
+    assert "they cannot be used" in capsys.readouterr().out
+    assert_same(resumed, whole)
 
 
 def test_answers_that_are_gone_in_the_middle_of_an_iteration_are_not_made_anew(

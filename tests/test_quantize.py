@@ -48,7 +48,7 @@ def adapters_of(out) -> dict:
 def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_weights(
     base, llama, ratings, tmp_path, capsys, monkeypatch
 ):
-    argv = (*RUN, f"--lora.base={base}", f"--data.val={ratings}", "--eval.max_new_tokens=4")
+    argv = (*RUN, f"--lora.quantize={base}", f"--data.val={ratings}", "--eval.max_new_tokens=4")
     whole = train(llama, ratings, tmp_path / "whole", *argv)
     said = capsys.readouterr()
     assert "step 0: policy and reference agree to the bit" in said.out and not said.err
@@ -83,7 +83,7 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
 def test_in_bf16_the_start_is_exact_too_and_training_goes_on(
     base, precision, llama, ratings, tmp_path, capsys
 ):
-    argv = (*RUN[:-1], "--max_steps=2", f"--precision={precision}", f"--lora.base={base}")
+    argv = (*RUN[:-1], "--max_steps=2", f"--precision={precision}", f"--lora.quantize={base}")
     run = train(llama, ratings, tmp_path / "run", *argv)
     assert "agree to the bit" in capsys.readouterr().out
     assert run["rows"][0]["loss"] == pytest.approx(0.5, abs=1e-3)
@@ -96,7 +96,7 @@ def test_in_bf16_the_start_is_exact_too_and_training_goes_on(
 @pytest.mark.parametrize("base", BASES)
 def test_two_ranks_are_one_process_to_rounding(base, llama, ratings, tmp_path):
     # at 1e-2 AdamW's first steps made 3e-5 of a loss out of a product's rounding, once in fifty runs
-    argv = (*RUN, "--max_steps=3", f"--lora.base={base}", "--optim.lr=1e-3")
+    argv = (*RUN, "--max_steps=3", f"--lora.quantize={base}", "--optim.lr=1e-3")
     one = train(llama, ratings, tmp_path / "one", *argv)
     two, *_ = ranks(2, lambda rank: train(llama, ratings, tmp_path / "two", *argv))
     for a, b in zip(one["rows"], two["rows"]):
@@ -151,8 +151,8 @@ def test_a_reference_cache_knows_rounded_matrices_from_others(llama, ratings, tm
     argv = (*RUN, "--max_steps=2")
     cache = f"--reference_cache={tmp_path / 'cache'}"
     train(llama, ratings, tmp_path / "lora", *argv, cache)
-    cached = train(llama, ratings, tmp_path / "cached", *argv, cache, "--lora.base=int8")
-    whole = train(llama, ratings, tmp_path / "whole", *argv, "--lora.base=int8")
+    cached = train(llama, ratings, tmp_path / "cached", *argv, cache, "--lora.quantize=int8")
+    whole = train(llama, ratings, tmp_path / "whole", *argv, "--lora.quantize=int8")
     for a, b in zip(numbers(cached), numbers(whole)):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
 
@@ -169,7 +169,7 @@ def test_online_kto_learns_on_a_rounded_base_that_stays_the_reference(llama, rat
         return [[i % 500 + 5, 7] for i in range(len(prompts))]
 
     argv = [f"--model={llama}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN,
-            "--lora.base=nf4", "--online.reference=first", "--online.max_iterations=2",
+            "--lora.quantize=nf4", "--online.reference=first", "--online.max_iterations=2",
             "--epochs=1"]  # fmt: skip
     online.main(argv, checker=even, rollout=engine)
     first, second = (asked[i]["transformer.h.0.attn.qkv.weight"] for i in (0, 1))
@@ -186,7 +186,7 @@ def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_pat
     from train import Trainer
 
     argv = [f"--model={folder}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}",
-            *RUN, "--max_steps=1", "--lora.base=nf4"]  # fmt: skip
+            *RUN, "--max_steps=1", "--lora.quantize=nf4"]  # fmt: skip
     cfg = parse(Settings, argv, "", "none")
     with Trainer(setup(cfg, KTO(cfg.kto))) as trainer:
         torch.manual_seed(99)  # a run's own seed might give the same weights again
@@ -200,7 +200,7 @@ REFUSED = {
     "a quantised model cannot be trained itself; set lora.rank": ("kto", ("--lora.rank=null",)),
     "strategy fsdp": ("kto", ("--strategy=fsdp",)),
     "precision 64-true": ("kto", ("--precision=64-true",)),
-    "expected nf4, int8; got fp4": ("kto", ("--lora.base=fp4",)),
+    "expected nf4, int8; got fp4": ("kto", ("--lora.quantize=fp4",)),
     "SPIN merges the adapters": ("spin", ()),
     "online.reference first only": ("online", ()),
 }
@@ -214,7 +214,7 @@ def test_what_does_not_go_with_a_quantised_base_is_refused_in_one_line(
     given = ["--model", str(tiny), "--data.train", str(ratings), f"--out_dir={tmp_path / 'run'}"]
     given += ["--batch_size=4", "--lora.rank=2"]
     with pytest.raises(BadInput, match=match) as e:
-        start(program, [*given, "--lora.base=nf4", *argv])
+        start(program, [*given, "--lora.quantize=nf4", *argv])
     assert "\n" not in str(e.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tokens import bot, rated, user, write
 
 import records.readers
-from records.forms import Fault, Record, understand_record
+from records.forms import Dropped, Fault, Record, understand_record
 from records.readers import read_records, split_sources
 from runs.errors import BadInput
 
@@ -84,7 +84,7 @@ RATED |= {
     ),
     "Axolotl, argilla": (
         {"system": "s", "instruction": "p", "completion": "c", "label": True},
-        Record([SYSTEM, user("p")], ["c"], True),
+        Record([SYSTEM, user("p")], ["c"], True, instruct=True),
     ),
     "Axolotl, argilla chat": (
         rated([user("p")], [user("p"), bot("c")]),
@@ -92,11 +92,26 @@ RATED |= {
     ),
     "Axolotl, intel": (
         {"question": "p", "completion": "c", "label": False},
-        Record("p", ["c"], False),
+        Record("p", ["c"], False, instruct=True),
     ),
     "Alpaca, rated": (
         {"instruction": "p", "input": "", "output": "c", "kto_tag": True},
-        Record("p", ["c"], True),
+        Record("p", ["c"], True, instruct=True),
+    ),
+    "LLaMA-Factory, instruction and input": (
+        {"instruction": "p", "input": "q", "output": "c", "kto_tag": True},
+        Record("p\nq", ["c"], True, instruct=True),
+    ),
+    "LLaMA-Factory, input alone": (
+        {"instruction": "", "input": "q", "output": "c", "kto_tag": True},
+        Record("q", ["c"], True, instruct=True),
+    ),
+    "content as parts": (
+        rated(
+            [user([{"type": "text", "text": "p"}, {"type": "text", "text": "q"}])],
+            [bot([{"type": "text", "text": "c", "image": None}])],
+        ),
+        Record([user("pq")], [bot("c")], True),
     ),
 }
 
@@ -144,10 +159,38 @@ PAIRS |= {
     ),
     "Axolotl, intel": (
         {"system": "s", "question": "p", "chosen": "good", "rejected": "bad"},
-        Record([SYSTEM, user("p")], ["good", "bad"], None),
+        Record([SYSTEM, user("p")], ["good", "bad"], None, instruct=True),
     ),
     "Axolotl, ultra": (
         REPEATED | {"system": "s"},
+        Record([SYSTEM, user("p")], [bot("good"), bot("bad")], None),
+    ),
+}
+HH = "\n\nHuman: p\n\nAssistant: q\n\nHuman: r\n\nAssistant:"
+REPEATED_WITH_SYSTEM = {k: [SYSTEM, *REPEATED[k]] for k in ("chosen", "rejected")}
+PAIRS |= {
+    "OpenAI": (
+        {
+            "input": {"messages": [user("p")], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [bot("good")],
+            "non_preferred_output": [bot("bad")],
+        },
+        TWO._replace(ignored=("parallel_tool_calls",)),
+    ),
+    "TRL, implicit prompt of words": (
+        {"chosen": "The sky is blue.", "rejected": "The sky is black."},
+        Record("The sky is", [" blue.", " black."], None),
+    ),
+    "TRL, implicit prompt of lines": (
+        {"chosen": "Q: 2 + 2?\nA: 4", "rejected": "Q: 2 + 2?\n5"},
+        Record("Q: 2 + 2?\n", ["A: 4", "5"], None),
+    ),
+    "Anthropic HH": (  # both answers begin alike, which belongs to them
+        {"chosen": HH + " I am good.", "rejected": HH + " I am bad."},
+        Record(HH, [" I am good.", " I am bad."], None),
+    ),
+    "ultrafeedback, a system turn": (
+        {"prompt": "p", **REPEATED_WITH_SYSTEM},
         Record([SYSTEM, user("p")], [bot("good"), bot("bad")], None),
     ),
 }
@@ -204,8 +247,16 @@ def test_of_a_record_of_any_form_the_prompt_alone_can_be_asked_for():
         {"prompt": "p", "input": 1},
     ):
         assert understand_record(record, "prompts") == Record("p", [], None)
+    assert understand_record({"input": "p", "output": "c"}, "prompts") == Record("p", [], None)
+    dialogues = (
+        {"messages": [user("p")]},
+        {"messages": [user("p"), bot("c")], "label": 5},
+        {"chosen": [user("p"), bot("c")], "rejected": [user("p"), bot("d")]},
+    )
+    for record in dialogues:
+        assert understand_record(record, "prompts") == Record([user("p")], [], None)
     with pytest.raises(Fault, match="^prompt: missing"):
-        understand_record({"messages": [user("p")]}, "prompts")
+        understand_record({"messages": [bot("c")]}, "prompts")
 
 
 def test_keys_of_a_message_that_are_not_ours_reach_the_template():
@@ -285,7 +336,10 @@ REFUSED = [
     ),
     ("demonstrations", {"input": "p"}, "output", "missing"),
     ("demonstrations", {"input": "p", "output": 1}, "output", "string"),
-    ("demonstrations", {"input": "p", "instruction": "i", "output": "c"}, "instruction", "prompt"),
+    ("demonstrations", {"input": [1], "instruction": "i", "output": "c"}, "input", "string"),
+    ("paired", {"chosen": "Yes, it is.", "rejected": "No."}, "prompt", "same words"),
+    ("rated", rated([user([{"type": "image_url"}])]), "prompt[0]", "only parts of text"),
+    ("paired", {"input": {"messages": []}, "messages": []}, "messages", "given 2 times"),
     ("demonstrations", {"output": "c"}, "prompt", "missing"),
     ("demonstrations", {"prompt": "p"}, "completion", "missing"),
     ("demonstrations", {"messages": [bot("c")]}, "messages", "two"),
@@ -336,10 +390,10 @@ def test_a_reward_is_a_finite_number(field, value):
 
 
 @pytest.mark.parametrize("field", ["label", "preference"])
-def test_a_label_has_ten_spellings(field):
+def test_a_label_has_fourteen_spellings(field):
     spellings = {
-        True: (True, 1, 1.0, "chosen", "desirable"),
-        False: (False, 0, 0.0, "rejected", "undesirable"),
+        True: (True, 1, 1.0, "true", "True", "chosen", "desirable"),
+        False: (False, 0, 0.0, "false", "False", "rejected", "undesirable"),
     }
     for good, values in spellings.items():
         for value in values:
@@ -347,7 +401,7 @@ def test_a_label_has_ten_spellings(field):
             assert understand_record(record, "rated").label is good
 
 
-WRONG = ["true", "false", "True", "1", "0", "", "good", "Chosen", " chosen", "yes"]
+WRONG = ["tRue", "1", "0", "", "good", "Chosen", " chosen", "yes"]
 WRONG += [2, -1, 1.5, 0.5, None, [], [True], {}, {"label": 1}, float("nan"), 10**30]
 
 
@@ -356,6 +410,18 @@ WRONG += [2, -1, 1.5, 0.5, None, [], [True], {}, {"label": 1}, float("nan"), 10*
 def test_a_label_is_never_guessed(field, value):
     with pytest.raises(Fault, match=f"^{field}: expected true, false"):
         understand_record({"prompt": "p", "completion": "c", field: value}, "rated")
+
+
+def test_data_labels_says_what_other_labels_mean_and_drops_those_that_it_does_not_name():
+    labels = {"4": True, "5": True, "1": False, "positive": True, "true": False}
+    for value, good in ((4, True), (5.0, True), ("4", True), (1, False), ("positive", True)):
+        record = {"prompt": "p", "completion": "c", "preference": value}
+        assert understand_record(record, "rated", labels=labels).label is good
+    assert understand_record(rated(label=True), "rated", labels=labels).label is False
+    for value, text in ((3, "3"), (None, "null"), (False, "false"), (4.5, "4.5"), ("up", "up")):
+        with pytest.raises(Dropped, match=f"^{text}$"):
+            understand_record(rated(label=value), "rated", labels=labels)
+    assert understand_record(rated(label=3), "prompts", labels=labels).prompt == "p"
 
 
 def test_a_key_given_twice_is_refused_since_one_of_the_two_would_win_silently(tmp_path):

@@ -311,6 +311,18 @@ def test_the_checkers_accuracy_comes_from_val_csv_or_else_from_before_and_after(
     assert row_of(show(new)[0], "0 val")["checker"] == "0.5"
 
 
+def test_right_answers_are_shown_by_the_records_fields(tmp_path, show):
+    run = a_run(tmp_path / "a", val={"step": [0, 2], "loss": [1, 2]})
+    assert "Right answers" not in show(run)[1]
+    for name, right in (("before", 1), ("after", 3)):
+        verdict(run, name, right=right, q="a")
+        file = Path(run) / "eval" / f"{name}.json"
+        by = {"kind": {"<title>": [right, 4]}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"by": by}))
+    _, page = show(run)
+    assert re.search(r"kind: &lt;title&gt;</th>\s*<td>25% of 4</td>\s*<td>75% of 4</td>", page)
+
+
 def test_a_verdict_from_before_training_is_not_a_final_number(tmp_path, show):
     run = a_run(tmp_path / "a", finished=False)
     verdict(run, "before", right=2, q="a")

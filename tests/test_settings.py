@@ -329,7 +329,7 @@ def test_no_number_may_be_nan_infinite_or_negative(config):
     [
         ("max_steps", 1), ("stop_at", 1), ("examples_at", 1), ("epochs", 1), ("devices", 1), ("num_nodes", 1),
         ("log_interval", 1), ("keep_last", 1), ("batch_size", 2), ("micro_batch_size", 1), ("micro_batch_tokens", 1),
-        ("no_grad_tokens", 1), ("limit_train", 1), ("limit_val", 1), ("val_interval", 1), ("eval.check_interval", 1),
+        ("limit_train", 1), ("limit_val", 1), ("val_interval", 1), ("eval.check_interval", 1),
         ("save_interval", 1), ("data.max_prompt", 1), ("data.max_completion", 1),
         ("lora.rank", 1), ("lora.alpha", 1), ("seed", 0), ("optim.warmup", 0), ("optim.constant", 0),
         ("eval.samples", 0), ("eval.prompts", 0), ("eval.batch_size", 1), ("eval.max_new_tokens", 1), ("eval.top_k", 1),
@@ -458,11 +458,11 @@ def test_every_setting_is_read_by_something():
 ODD = {
     "model": "null", "data.train": "a: b, [c] #d", "reference": "1e3", "out_dir": "2026-11-21", "resume": "yes",
     "precision": "32-true", "max_steps": 7, "max_time": "12:30:00", "limit_train": 0.25, "limit_val": 3,
-    "micro_batch_size": 2, "no_grad_tokens": 9, "val_interval": 2, "save_interval": 1e-3, "keep_best": "loss",
+    "micro_batch_size": 2, "val_interval": 2, "save_interval": 1e-3, "keep_best": "loss",
     "logger": "wandb", "project": "Größe 'x'\n", "progress": False, "deterministic": True, "strategy": "ddp",
     "data.val": "-v", "data.test": "on", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
     "data.date": "2026-01-31", "data.columns": "prompt=q", "data.chat_template": "",
-    "data.shuffle": False, "lora.rank": 3, "lora.targets": "head", "optim.lr": 1e-7, "lora.base": "nf4",
+    "data.shuffle": False, "lora.rank": 3, "lora.targets": "head", "optim.lr": 1e-7, "lora.quantize": "nf4",
     "optim.clip": 2.0, "eval.top_k": 3, "eval.check": "demo", "data.cache": "c",
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
     "eval.cache_gb": 0.5, "kto.sft_average_logps": False, "reference_cache": "~/c", "activation_checkpointing": True,
@@ -517,17 +517,19 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
     old = settings.flatten(parse())
     assert settings.changed_settings(old, old) == ([], [])
     for name in ("kto.beta", "kto.loss", "optim.lr", "optim.schedule", "max_steps", "epochs", "seed", "batch_size",
-                 "model", "reference", "precision", "data.train", "data.val", "data.max_prompt", "data.shuffle",
+                 "reference", "precision", "data.val", "data.max_prompt", "data.shuffle",
                  "lora.rank", "eval.check", "limit_train", "deterministic"):  # fmt: skip
         assert settings.changed_settings(old, old | {name: "other"}) == ([name], []), name
     for name in ("log_interval", "val_interval", "save_interval", "logger", "project", "keep_last", "progress",
                  "max_time", "stop_at", "examples_at", "debug", "resume", "out_dir", "eval.samples",
                  "eval.check_interval", "activation_checkpointing"):  # fmt: skip
         assert settings.changed_settings(old, old | {name: "other"}) == ([], []), name
-    for name in ("micro_batch_size", "micro_batch_tokens", "no_grad_tokens", "devices", "num_nodes", "strategy",
+    for name in ("micro_batch_size", "micro_batch_tokens", "devices", "num_nodes", "strategy",
                  "accelerator", "reference_cache"):  # fmt: skip
         same_to_rounding = settings.changed_settings(old, old | {name: "other"})
         assert same_to_rounding == ([], [name]), name
+    for name in ("model", "data.train"):  # their hashes are compared
+        assert settings.changed_settings(old, old | {name: "other"}) == ([], []), name
     both = old | {"devices": 2, "optim.lr": 1.0, "logger": "wandb"}
     assert settings.changed_settings(old, both) == (["optim.lr"], ["devices"])
 

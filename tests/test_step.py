@@ -9,10 +9,11 @@ import threading
 from unittest import mock
 
 import conftest
+import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import PARITY, assert_same, ranks, train
+from conftest import PARITY, assert_same, numbers, ranks, train
 from lightning.fabric import Fabric
 from models import GQA, gpt2_from_hf, made
 from safetensors.torch import load_file, save_file
@@ -37,7 +38,6 @@ CUTS = {
     "micro-batches of 3": ("--micro_batch_size=3",),
     "a token budget": ("--micro_batch_tokens=70",),
     "a budget smaller than any example": ("--micro_batch_tokens=1",),
-    "another budget without gradient": ("--micro_batch_size=7", "--no_grad_tokens=60"),
     "activation checkpointing": ("--micro_batch_size=7", "--activation_checkpointing=true"),
 }
 
@@ -107,6 +107,54 @@ def test_a_cut_on_one_device_changes_nothing(name, precision, whole, tiny, ratin
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
+EQUAL = {
+    "fp32, whole": ("--precision=32-true",),
+    "bf16-mixed, whole": ("--precision=bf16-mixed",),
+    "bf16-mixed, micro-batches": ("--precision=bf16-mixed", "--micro_batch_size=1"),
+    "bf16-mixed, LoRA": ("--precision=bf16-mixed", "--lora.rank=2"),
+    "bf16-true, LoRA": ("--precision=bf16-true", "--lora.rank=2"),
+    "bf16-true, LoRA, micro-batches": (
+        "--precision=bf16-true",
+        "--lora.rank=2",
+        "--micro_batch_size=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_before_the_first_update_every_log_ratio_is_exactly_0(name, tiny, ratings, tmp_path):
+    """Policy and reference are one model then: what is not 0 would be rounding, and z, a mean of it that is clamped at
+    0, would be biased upward."""
+    argv = ("--batch_size=7", "--max_steps=2", "--epochs=9", "--optim.lr=1e-2", *EQUAL[name])
+    first, second = train(tiny, ratings, tmp_path, *argv)["rows"]
+    for column in ("kl", "kl/stderr", "kl/clamped", "rewards/chosen", "rewards/rejected"):
+        assert first[column] == 0, column
+    assert first["accuracy"] is first["auc"] is None, "there is no side to be on"
+    assert second["kl/stderr"] > 0 and second["accuracy"] is not None
+
+
+def test_answers_to_one_prompt_share_it_and_change_nothing(tiny, tmp_path):
+    """The same examples with and without prompts computed once: a micro-batch of one example shares nothing."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for prompt in ("sort: fig pear =", "sort: kiwi =", "sort: plum fig lime ="):
+        for _ in range(4):
+            answer = " ".join(rng.choice(["fig", "pear", "kiwi"], 3))
+            record = {"prompt": prompt, "completion": answer, "label": bool(rng.integers(2))}
+            lines.append(json.dumps(record))
+    data = tmp_path / "groups.jsonl"
+    data.write_text("\n".join(lines))
+    argv = ("--precision=64-true", "--batch_size=12", "--epochs=4", "--optim.lr=1e-3")
+    together = train(tiny, data, tmp_path / "together", *argv)
+    alone = train(tiny, data, tmp_path / "alone", *argv, "--micro_batch_size=1")
+    for x, y in zip(numbers(together), numbers(alone), strict=True):
+        for column, number in y.items():
+            if number is not None:
+                number = pytest.approx(number, rel=1e-9, abs=1e-12)
+            assert x[column] == number, column
+    assert together["rows"][-1]["kl/stderr"] > 1e-3
+
+
 TWO = [
     ("64-true", "ddp", "--micro_batch_size=7"),
     ("64-true", "ddp", "--micro_batch_size=1"),
@@ -115,7 +163,6 @@ TWO = [
     ("32-true", "fsdp", "--micro_batch_size=7"),
     ("32-true", "fsdp", "--micro_batch_size=1"),
     ("32-true", "fsdp", "--micro_batch_tokens=70"),
-    ("64-true", "ddp", "--micro_batch_size=2 --no_grad_tokens=60"),
     ("32-true", "fsdp", "--micro_batch_size=2 --activation_checkpointing=true"),
 ]
 

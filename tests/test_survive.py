@@ -4,9 +4,10 @@ R1 trackers, R2 completions of one token, R3 a resume that would mix runs, R4 a 
 processes in one folder, R6 a folder that vanishes, R7 a key given twice, R8 damaged tables, R9 a
 damaged `final`, R10 a full disk, R11 Ctrl-C, R12 a console that takes nothing, R13 litter, R14
 what is found too late, R15 tracebacks, R16 templates and limits, R17 records, R18 what is echoed,
-R19 two processes.
+R19 two processes, R20 links.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -17,18 +18,20 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from conftest import PARITY, Started, assert_same, numbers, result, start, train, until
 from safetensors.torch import load_file
 
 import kto
 import runs.folder
-from runs import checkpoint, errors, files
+from runs import checkpoint, errors, files, logger
 from runs.errors import run_cli
 from runs.files import sync
 from runs.folder import _new_folder, newest_checkpoint, prune_checkpoints, take_lock
@@ -282,10 +285,18 @@ def test_a_full_disk_at_start_up_is_one_line(begin, tmp_path):
 @pytest.mark.parametrize("name", ["metrics.csv", "val.csv"])
 def test_a_full_disk_at_a_row_is_one_line(name, begin, tmp_path, ratings):
     out = tmp_path / "run"
-    out.mkdir()
-    (out / name).symlink_to("/dev/full")
-    argv = [f"--data.val={ratings}", "--eval.samples=0", "--resume=auto"]
-    code, _, stderr = begin(*argv).ended()
+    real = open
+
+    def first():
+        def full(path, mode="r", *args, **kw):
+            instead = "/dev/full" if path == out / name and mode == "a" else path
+            return real(instead, mode, *args, **kw)
+
+        logger.open = full
+        logger.os.path.samestat = lambda *_: True
+
+    argv = [f"--data.val={ratings}", "--eval.samples=0"]
+    code, _, stderr = begin(*argv, first=first).ended()
     assert code == 1
     assert stderr == f"error: {out / name}: not saved: No space left on device\n"
 
@@ -386,7 +397,140 @@ def test_a_second_ctrl_c_ends_at_once(begin, tmp_path):
     time.sleep(0.3)
     assert os.waitpid(child.pid, os.WNOHANG)[0] == 0, "the first one waits for the step"
     child.signal(signal.SIGINT)
-    assert child.ended(5)[0] == -signal.SIGINT
+    code, said, stderr = child.ended(5)
+    assert (code, stderr) == (128 + signal.SIGINT, "")
+    first, second = said.splitlines()[-2:]
+    assert first.startswith("SIGINT: waiting for the end of this step; a second one ends the run")
+    assert second == "ended at once: what was not saved is lost"
+
+
+HANGING = """
+import time
+from kto import main
+from runs.errors import run_cli
+
+def checker(prompt, completion):
+    print("asked", flush=True)
+    try:
+        time.sleep(600)
+    except Exception:  # as a checker may do around its own work
+        return False
+
+run_cli(lambda: main(checker=checker))
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path, ratings) -> dict:
+    """What `begin` and `group` need for a run whose checker hangs at its first answer."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    argv = [f"--data.val={ratings}", "--eval.samples=0", "--eval.max_new_tokens=4"]
+    return dict(argv=argv, program=str(script), first=lambda: sys.path.insert(0, str(ROOT)))
+
+
+def is_asked(tmp_path) -> bool:
+    said = tmp_path / "said-0" / "stdout-0"
+    return said.exists() and "asked" in said.read_text()
+
+
+@row("R11")
+def test_one_ctrl_c_ends_a_hanging_checker_within_two_seconds(begin, hanging, tmp_path):
+    child = begin(*hanging.pop("argv"), **hanging)
+    until(lambda: is_asked(tmp_path))
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended(2)
+    assert (code, stderr) == (130, "")
+    assert "SIGINT: ending the checker; a second one ends the run at once" in said
+    assert "stopped by SIGINT at step 0 of 6; go on with\n  python " in said, "nothing was saved"
+
+
+@row("R11")
+@pytest.mark.parametrize("last", [False, True])
+def test_ctrl_c_in_a_validation_saves_the_step_and_a_resume_validates_it(
+    last, begin, tmp_path, ratings
+):
+    argv = [f"--data.val={ratings}", "--val_interval=2", "--keep_best=loss", "--eval.samples=1"]
+    reached, hangs_at = os.pipe(), 6 if last else 4
+
+    def first():
+        import evaluate
+
+        real = evaluate.Evaluator.samples
+
+        def samples(self):
+            if newest_row(tmp_path / "run" / "metrics.csv") == hangs_at:
+                os.write(reached[1], b"x")
+                time.sleep(60)
+            return real(self)
+
+        evaluate.Evaluator.samples = samples
+
+    whole = tmp_path / "whole"
+    assert begin(*argv, out=whole).ended()[0] == 0
+    child = begin(*argv, first=first)
+    os.read(reached[0], 1)
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended(5)
+    assert (code, stderr) == (130, "")
+    assert f"stopped by SIGINT at step {hangs_at} of 6, saved; go on with" in said
+    assert begin(*argv, "--resume=auto").ended()[0] == 0
+    assert_same(result(tmp_path / "run"), result(whole))
+    assert (tmp_path / "run" / "val.csv").read_text() == (whole / "val.csv").read_text()
+
+
+def newest_row(rows: Path) -> int:
+    return lines(rows) - 1
+
+
+@row("R11")
+def test_ctrl_c_while_log_probs_are_precomputed_keeps_those_that_are_done(begin, tmp_path):
+    argv = [f"--reference_cache={tmp_path / 'cache'}"]
+    reached = os.pipe()
+
+    def first():
+        import reference
+
+        real, calls = reference.Reference.compute, []
+
+        def compute(self, packed):
+            calls.append(1)
+            if len(calls) == 4:
+                os.write(reached[1], b"x")
+                time.sleep(60)
+            return real(self, packed)
+
+        reference.Reference.compute = compute
+
+    child = begin(*argv, first=first)
+    os.read(reached[0], 1)
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended(5)
+    assert (code, stderr) == (130, "")
+    assert "SIGINT: ending precomputing log-probs; " in said and "saved" not in said
+    assert list((tmp_path / "cache").glob("*.safetensors"))
+    assert begin(*argv, "--resume=auto").ended()[0] == 0
+
+
+@row("R11")
+def test_a_terminal_that_is_closed_ends_a_run_saved(begin, tmp_path):
+    master, slave = os.openpty()
+
+    def first():  # as a shell starts a program in a terminal
+        os.close(master)
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        for fd in (1, 2):
+            os.dup2(slave, fd)
+        os.close(slave)
+
+    child = begin("--max_steps=4000", "--epochs=9999", "--progress=true", first=first)
+    os.close(slave)
+    until(lambda: lines(tmp_path / "run" / "metrics.csv") > 4)
+    os.close(master)
+    assert child.ended()[0] == 128 + signal.SIGHUP
+    newest = newest_checkpoint(tmp_path / "run").name
+    assert newest == f"step-{newest_row(tmp_path / 'run' / 'metrics.csv'):08d}"
 
 
 # ---- R12: a console that takes nothing -----------------------------------------------------------
@@ -444,7 +588,7 @@ def test_litter_of_an_earlier_life_goes_when_a_run_takes_the_folder_and_only_the
 @row("R13")
 def test_half_of_a_checkpoint_that_was_being_removed_is_litter(finished, tmp_path, monkeypatch):
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
-    monkeypatch.setattr(runs.folder.shutil, "rmtree", lambda *a, **kw: None)  # killed before it
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *a, **kw: None)  # killed before it
     prune_checkpoints(tmp_path / "c", 1, None)
     names = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert names == [".step-00000004.tmp", "step-00000006"]
@@ -530,6 +674,136 @@ def test_a_hostile_model_folder_is_one_line(case, tiny, ratings, tmp_path, capfd
     assert refused(lambda: train(folder, ratings, tmp_path / "run", *RUN)) == 2
     (line,) = errors_of(capfd.readouterr().err)
     assert str(folder) in line and len(line) < 700
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+SAVED = {
+    "state.json": {
+        "a list": [],
+        "a number": 5,
+        "not UTF-8": b"\xff",
+        "deep": b"[" * 100000,
+        "without its run": {"run": None},
+        "a list as its run": {"run": []},
+        "shards that are a number": {"shards": 5},
+        "shards that are numbers": {"shards": [5]},
+        "an optimizer that is a list": {"optimizer": []},
+        "a step that is a text": {"run": {"step": "4"}},
+        "a step that is true": {"run": {"step": True}},
+        "a step of a half": {"run": {"step": 4.5}},
+        "a step below 0": {"run": {"step": -1}},
+        "a step that no run reaches": {"run": {"step": 10**30}},
+        "an iteration below 0": {"run": {"iteration": -1}},
+        "a program that is null": {"run": {"program": None}},
+        "an identity that is a list": {"run": {"identity": ["x"]}},
+        "an identity of numbers": {"run": {"identity": {"config.json": 5}}},
+        "rows without a hash": {"run": {"rows": {"metrics.csv": [3]}}},
+        "rows that are a number": {"run": {"rows": {"metrics.csv": 3}}},
+        "a template that is a number": {"run": {"chat_template": 5}},
+        "a best value that is a text": {"run": {"best_value": "x"}},
+        "a field of another version": {"run": {"of_tomorrow": 1}},
+    },
+    "settings.yaml": {
+        "a list": b"- 1\n",
+        "a number": b"5\n",
+        "empty": b"",
+        "not UTF-8": b"\xff",
+        "deep": b"[" * 100000,
+        "broken": b"a: [1\n",
+        "a python object": b"a: !!python/object:os.system {}\n",
+        "an alias bomb": BOMB.encode(),
+        "a bomb of groups": BOMB.replace("[", "{b: ").replace(", ", ", c: ").replace("]", "}").encode(),
+        "a model that is a number": {"model": 5},
+        "no model": {"model": None},
+        "data that are a list": {"data": []},
+        "no precision": {"precision": 16},
+        "adapters that are a list": {"lora": [1]},
+    },
+}  # fmt: skip
+
+
+def write_saved(folder: Path, file: str, content) -> None:
+    """Put a file into a checkpoint: bytes, or a value over what is there; its manifest knows it."""
+    path = folder / file
+    if isinstance(content, dict):
+        was = yaml.safe_load(path.read_text())  # JSON too
+        if isinstance(content.get("run"), dict):
+            content = {"run": was["run"] | content["run"]}
+        content = was | content
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    manifest = folder / "manifest.json"
+    hashes = json.loads(manifest.read_text()) | {file: files.file_hash(path)}
+    manifest.write_text(json.dumps(hashes))
+
+
+@row("R15")
+@pytest.mark.parametrize("file,case", [(file, case) for file in SAVED for case in SAVED[file]])
+def test_a_checkpoint_that_says_nonsense_is_one_line_in_every_program(
+    file, case, finished, tiny, ratings, tmp_path, capfd
+):
+    run = shutil.copytree(finished, tmp_path / "run")
+    folder = run / "checkpoints" / "step-00000006"
+    write_saved(folder, file, SAVED[file][case])
+    for go in (
+        lambda: train(tiny, ratings, tmp_path / "b", *RUN, f"--resume={folder}"),
+        lambda: train(folder, ratings, tmp_path / "c", *RUN),
+        lambda: import_module("export").main([str(folder), f"--out={tmp_path / 'd'}"]),
+    ):
+        assert refused(go) == 2
+        (line,) = errors_of(capfd.readouterr().err)
+        assert str(folder) in line and len(line) < 500, line
+    assert not any((tmp_path / name / "metrics.csv").exists() for name in "bc")
+
+
+@row("R15")
+def test_a_manifest_names_files_of_its_folder_only(finished, tmp_path):
+    folder = shutil.copytree(finished / "checkpoints" / "step-00000006", tmp_path / "step-6")
+    hashes = json.loads((folder / "manifest.json").read_text())
+    for name in ("/dev/zero", "../secret", "a/b", "gone", "\0"):
+        (folder / "manifest.json").write_text(json.dumps(hashes | {name: "x"}))
+        assert "named by manifest.json: no such file" in checkpoint.verify_checkpoint(folder)
+    for content in ("[]", "5", "{", '"x"'):
+        (folder / "manifest.json").write_text(content)
+        assert str(folder / "manifest.json") in checkpoint.verify_checkpoint(folder)
+
+
+@row("R15")
+@pytest.mark.parametrize("what", ["[]", "{}", "{", '{"right": 1}', "a folder"])
+def test_damaged_answers_from_before_the_run_cost_only_the_comparison(
+    what, tiny, ratings, tmp_path, capfd, monkeypatch
+):
+    out, real = tmp_path / "run", kto.Trainer.finish
+
+    def finish(trainer):
+        before = out / "eval" / "before.json"
+        assert before.exists()
+        before.unlink()
+        before.mkdir() if what == "a folder" else before.write_text(what)
+        real(trainer)
+
+    monkeypatch.setattr(kto.Trainer, "finish", finish)
+    argv = (*RUN, f"--data.val={ratings}", "--eval.check=demo", "--eval.max_new_tokens=2")
+    train(tiny, ratings, out, *argv)
+    said, stderr = capfd.readouterr()
+    line = f"no comparison with the answers before the run: {out / 'eval' / 'before.json'}: "
+    assert line in said and stderr == "" and f"exported to {out / 'final'}" in said
+
+
+@row("R15")
+@pytest.mark.parametrize("what", ["a pipe", "a device", "large"])
+def test_a_small_file_that_has_no_end_is_one_line(what, tiny, ratings, tmp_path, capfd):
+    path = tmp_path / "run.yaml"
+    if what == "a pipe":
+        os.mkfifo(path)
+    elif what == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    assert refused(lambda: kto.main([f"--config={path}", *RUN])) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    why = "larger than 67,108,864 bytes" if what == "large" else "not a regular file"
+    assert line == f"error: config: {path}: {why}"
 
 
 GIVEN = {
@@ -766,6 +1040,107 @@ def test_ctrl_c_on_two_processes_saves_once_and_a_resume_is_the_same_run(strateg
     assert [code for code, *_ in ended] == [130, 130]
     assert sum("stopped by SIGINT" in said for _, said, _ in ended) == 1
     assert not any(errors_of(stderr) for *_, stderr in ended)
+
+
+@row("R19")
+def test_one_ctrl_c_ends_a_hanging_checker_of_two_processes(group, hanging, tmp_path):
+    children = group("ddp", *hanging.pop("argv"), **hanging)
+    until(lambda: is_asked(tmp_path))
+    for child in children:  # as a terminal sends it
+        child.signal(signal.SIGINT)
+    ended = [child.ended(5) for child in children]
+    assert [(code, stderr) for code, _, stderr in ended] == [(130, ""), (130, "")]
+    assert sum("stopped by SIGINT at step 0" in said for _, said, _ in ended) == 1
+
+
+@row("R19")
+def test_the_rank_that_fails_first_has_written_its_line_before_rank_0_ends_it(group, tmp_path):
+    """Rank 1 is slow to write, and rank 0 ends the processes that it launched."""
+    other = tmp_path / "pid of rank 1"
+
+    def first():
+        import kto
+
+        rank_1 = os.environ["RANK"] == "1"
+        if rank_1:
+            other.write_text(str(os.getpid()))
+        real_print, real_end = errors._print_error, errors.end_process
+
+        def fail(*_):
+            if not rank_1:
+                time.sleep(1)  # so rank 1 is the first
+            raise errors.BadInput("both fail")
+
+        def slowly(text):
+            time.sleep(2 if rank_1 else 0)
+            real_print(text)
+
+        def end(code):
+            if not rank_1:
+                os.kill(int(other.read_text()), signal.SIGKILL)
+            real_end(code)
+
+        kto.kto_loss, errors._print_error, errors.end_process = fail, slowly, end
+
+    ended = [child.ended(20) for child in group("ddp", first=first)]
+    (line,) = [line for _, _, stderr in ended for line in errors_of(stderr)]
+    assert line == "rank 1: error: both fail" and ended[0][0] == 2
+
+
+# ---- R20: links ----------------------------------------------------------------------------------
+
+LINKED = ["metrics.csv", "val.csv", "settings.yaml", "eval/step-0.json", ".final.tmp", ".final.old",
+          "final", "checkpoints/.step-00000002.tmp"]  # fmt: skip
+
+
+@row("R20")
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_in_a_runs_folder_is_replaced_and_what_it_points_at_stays(
+    name, tiny, ratings, tmp_path
+):
+    """Of a file, and of a folder with a file of a tokenizer's name."""
+    out, mine = tmp_path / "run", tmp_path / "mine"
+    if "." in Path(name).suffix and "final" not in name and "step-00000002" not in name:
+        mine.touch()
+    else:
+        mine.mkdir()
+        (mine / "tokenizer.json").write_text("mine")
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    (out / name).symlink_to(mine)
+    argv = (*RUN, f"--data.val={ratings}", "--eval.samples=0", "--val_interval=2")
+    train(tiny, ratings, out, *argv, "--resume=auto")
+    assert not (out / name).is_symlink() and (out / "final" / "model.safetensors").exists()
+    if mine.is_dir():
+        assert [p.name for p in mine.iterdir()] == ["tokenizer.json"]
+        assert (mine / "tokenizer.json").read_text() == "mine"
+    else:
+        assert mine.read_bytes() == b""
+
+
+@row("R20")
+def test_a_lock_that_is_a_link_is_refused_and_what_it_points_at_stays(
+    tiny, ratings, tmp_path, capfd
+):
+    out, mine = tmp_path / "run", tmp_path / "mine"
+    out.mkdir()
+    mine.write_text("mine")
+    (out / ".lock").symlink_to(mine)
+    assert refused(lambda: train(tiny, ratings, out, *RUN)) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    assert line == f"error: out_dir: {out}/.lock: a link: remove it" and mine.read_text() == "mine"
+
+
+@row("R20")
+def test_what_a_model_links_to_is_not_exported_unless_a_tokenizer_reads_it(tiny, ratings, tmp_path):
+    model, mine = shutil.copytree(tiny, tmp_path / "model"), tmp_path / "mine"
+    mine.write_text("mine")
+    (model / "tokenizer_mine").symlink_to(mine)
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").symlink_to(tiny / "tokenizer.json")  # as in the Hub's cache
+    train(model, ratings, tmp_path / "run", *RUN)
+    final = tmp_path / "run" / "final"
+    assert (final / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+    assert not (final / "tokenizer_mine").exists()
 
 
 # ---- slow: many moments --------------------------------------------------------------------------

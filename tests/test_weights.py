@@ -1,7 +1,9 @@
 """Weights read and written: families against transformers, exports, hashes, refusals."""
 
 import json
+import shlex
 import shutil
+import sys
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -120,7 +122,7 @@ def test_a_litgpt_checkpoint_folder_loads_as_its_hugging_face_one(tmp_path):
     gpt = model.load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(gpt.state_dict(), tmp_path / "lit_model.pth")
-    refused("no \\*.safetensors", model.load_model, tmp_path)
+    refused("no model.safetensors", model.load_model, tmp_path)
     litgpt.utils.save_config(gpt.config, tmp_path)
     assert same_weights(model.load_model(tmp_path).unique_parameters(), gpt.unique_parameters())
 
@@ -140,14 +142,84 @@ def test_loaded_weights_have_nothing_to_do_with_their_file_any_more(name, tmp_pa
     assert same_weights(before, gpt.unique_parameters())
 
 
-def test_shards_are_joined_and_mistrals_second_copy_is_left_aside(tmp_path):
+@pytest.fixture
+def shards(tmp_path):
+    """The same model twice: in one file, and in several."""
     hf = made(HF["llama"], tmp_path / "one")
     hf.save_pretrained(tmp_path / "many", max_shard_size="40KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    second = {"tok_embeddings.weight": torch.zeros(2, 2)}
-    save_file(second, tmp_path / "many" / "consolidated.safetensors")
-    many, one = (model.load_model(tmp_path / name).unique_parameters() for name in ("many", "one"))
-    assert same_weights(many, one)
+    return tmp_path / "one", tmp_path / "many"
+
+
+def test_files_that_the_index_does_not_name_are_left_aside(shards):
+    before = model.load_model(shards[0]).unique_parameters()
+    for folder in shards:
+        weights = {n: x + 1 for n, x in load_file(shards[0] / "model.safetensors").items()}
+        for name in ("consolidated", "model_old", "a-backup", "zz"):
+            save_file(weights, folder / f"{name}.safetensors")
+        assert same_weights(model.load_model(folder).unique_parameters(), before)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def change_index(**change):
+    def edit(folder):
+        index = json.loads((folder / INDEX).read_text())
+        for name, file in change.items():
+            key = next(key for key in index["weight_map"] if name in key)
+            index["weight_map"][key] = file
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return edit
+
+
+def twice(folder):
+    one, two, *_ = sorted(folder.glob("*.safetensors"))
+    weights = load_file(one)
+    save_file(weights | load_file(two), two, metadata={"format": "pt"})
+
+
+SHARDS = {
+    "model-00002.*: model.embed_tokens.weight: model-00001.* has it too$": twice,
+    f"{INDEX}: weight_map: expected names of files beside it, got ../x": change_index(norm="../x"),
+    f"{INDEX}: weight_map: .* got 3": change_index(norm=3),
+    f"{INDEX}: weight_map: .* got None": lambda f: (f / INDEX).write_text('{"weight_map": []}'),
+    f"{INDEX}: Expecting": lambda f: (f / INDEX).write_text("{"),
+    "no.safetensors: .*No such file": change_index(norm="no.safetensors"),
+    f"model.safetensors and {INDEX}: two models": lambda f: shutil.copy(
+        f.parent / "one" / "model.safetensors", f
+    ),
+}
+
+
+@pytest.mark.parametrize("match", SHARDS)
+def test_an_index_that_leaves_open_which_weights_are_meant_is_refused(match, shards):
+    SHARDS[match](shards[1])
+    refused(match, model.load_model, shards[1])
+
+
+def test_a_weight_that_a_file_has_under_two_names_is_refused(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tiny / "model.safetensors")
+    weights["wpe.weight"] = weights["transformer.wpe.weight"] + 1
+    save_file(weights, tmp_path / "model.safetensors")
+    refused("model.safetensors: .*wpe.weight: there under another name", model.load_model, tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_path):
+    folder = tmp_path / "it's a model"
+    hf = made(HF["llama"], folder)
+    before = model.load_model(folder).unique_parameters()
+    torch.save(hf.state_dict(), folder / "pytorch_model.bin")
+    assert fetch_model(str(folder)) == folder, "safetensors are there too"
+    (folder / "model.safetensors").unlink()
+    line = refused("^model: .*: no model.safetensors; ", fetch_model, str(folder))
+    python, option, code, *argv = shlex.split(line.split("pytorch_model.bin: ")[1])
+    assert (python, option) == ("python", "-c")
+    with mock.patch.object(sys, "argv", [option, *argv]):
+        exec(code)
+    assert same_weights(model.load_model(fetch_model(str(folder))).unique_parameters(), before)
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2", "llama", "gpt2, untied"])
@@ -245,7 +317,7 @@ def test_fetch_refuses_what_is_not_there(tmp_path, monkeypatch):
         assert "without a network, download it elsewhere and give the folder" in message
 
 
-def test_a_download_takes_what_is_needed_and_no_more(monkeypatch):
+def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
     files = ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
     files += ["model-00001-of-00002.safetensors"]
     more = ["consolidated.safetensors", "pytorch_model.bin", "onnx/model.safetensors"]
@@ -254,10 +326,13 @@ def test_a_download_takes_what_is_needed_and_no_more(monkeypatch):
 
     def snapshot_download(source, **patterns):
         got.extend(huggingface_hub.utils.filter_repo_objects(files + more, **patterns))
-        return "/somewhere"
+        return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert fetch_model("mistralai/a") == Path("/somewhere") and got == files
+    refused("no model.safetensors; .* mistralai/a a$", fetch_model, "mistralai/a")
+    got.clear()
+    (tmp_path / "model.safetensors").touch()
+    assert fetch_model("mistralai/a") == tmp_path and got == files
     got.clear()
     fetch_model("mistralai/a", weights=False)
     assert got == files[:-1], "an estimate needs none"
@@ -380,17 +455,21 @@ FIT = "do not fit config.json: "
 BROKEN = {
     "config.json: no such file": lambda f: (f / "config.json").unlink(),
     "config.json: Expecting value": lambda f: (f / "config.json").write_text('{"model_type": '),
-    "config.json: .*n_head' is missing": lambda f: edited(f, n_head=...),
+    "config.json: n_head: expected a value like 12, got 4.0": lambda f: edited(f, n_head=4.0),
+    "config.json: n_embd: null is not supported": lambda f: edited(f, n_embd=None),
+    "config.json: n_layer: expected 1 to 10000, got 0": lambda f: edited(f, n_layer=0),
+    "config.json: n_positions: expected 1 to": lambda f: edited(f, n_positions=10**9),
+    "config.json: n_positions: expected at most 67108864,": lambda f: edited(f, n_positions=10**8),
     "config.json: model_type: 'llamba' is not supported": lambda f: edited(f, model_type="llamba"),
     "in/config.json: activation_function: relu": lambda f: edited(f, activation_function="relu"),
-    "no \\*.safetensors": lambda f: (f / "model.safetensors").unlink(),
+    "no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
     "model.safetensors: ": truncated(50_000),
     "model.safetensors: .*header": truncated(0),
     FIT + ".*size mismatch for transformer.wte": lambda f: edited(f, vocab_size=511),
     FIT + ".*wpe": lambda f: edited(f, n_positions=64),
     FIT + ".*h.1": lambda f: edited(f, n_layer=1),
     FIT + ".*h.2": lambda f: edited(f, n_layer=3),
-    FIT + "AssertionError": lambda f: edited(f, n_head=5),
+    "n_head: expected a divisor of the width 32, got 5": lambda f: edited(f, n_head=5),
     FIT + ".*missing .*ln_f.bias": unfit(lambda w: w.pop("transformer.ln_f.bias")),
     FIT + ".*score.weight": unfit(lambda w: w.update({"score.weight": torch.zeros(2, 32)})),
     FIT + ".*ln_f.weight: of type I8": unfit(

@@ -1,0 +1,35 @@
+"""KTO on the half of a completion's tokens whose log-ratio is the largest. Run it: python examples/token_kto.py"""
+
+import sys
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
+
+from kto import KTO, Settings
+from runs.cli import parse
+from runs.errors import run_cli
+from setup import setup
+from train import Trainer
+
+
+class TokenKTO(KTO):
+    by_token = True
+
+    def reduce(self, logps, ref_logps, lengths):
+        """(B, K, L) -> (B, K) sums over the chosen tokens; loss and z are made of these."""
+        # Beyond a completion's end both are 0. stable: before the first update all log-ratios are 0,
+        # and the first tokens are chosen, whatever the micro-batch is padded to.
+        logratio = (logps - ref_logps).detach().abs()
+        order = logratio.argsort(dim=-1, descending=True, stable=True)
+        is_chosen = order.argsort(dim=-1) < (lengths[..., None] + 1) // 2
+        return (logps * is_chosen).sum(-1), (ref_logps * is_chosen).sum(-1)
+
+
+def main(argv=None):
+    cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
+    with Trainer(setup(cfg, TokenKTO(cfg.kto))) as trainer:
+        if trainer.fit():
+            trainer.finish()
+
+
+if __name__ == "__main__":
+    run_cli(main)
