@@ -229,6 +229,14 @@ class Batch:
         return self.examples[max(self.partners[i], 0)].completions[0]
 
     @property
+    def scored_tokens(self) -> int:
+        """Tokens that are predicted, of all examples."""
+        tokens = sum(map(self.completion_tokens, range(len(self.examples))))
+        if self.score_prompt:
+            tokens += sum((len(e.prompt) - 1) * len(e.completions) for e in self.examples)
+        return tokens
+
+    @property
     def longest_completion(self) -> int:
         """Tokens of the longest completion of all examples."""
         return max(len(y) for example in self.examples for y in example.completions)

@@ -40,9 +40,10 @@ class Chunks(NamedTuple):
     # True: add the matrix's gradient up in float32, and compute log-probs of all tokens only for a gradient. Both
     # would make a CPU slower.
     gpu: bool
+    entropy: bool = False  # whether to compute the entropy, too
 
     @classmethod
-    def of(cls, device: str, V: int) -> "Chunks":
+    def of(cls, device: str, V: int, entropy: bool = False) -> "Chunks":
         """For a type of device ("cuda", "cpu"), a vocabulary, and whether gradients are on now."""
         if device == "cuda":
             size = max(GPU_ROWS, HEAD_LOGITS // V)
@@ -55,11 +56,19 @@ class Chunks(NamedTuple):
         saved = None
         if torch.is_grad_enabled():
             saved = saved_logits // max(HEAD_LOGITS, size * V)
-        return cls(size, saved, softmax, device == "cuda")
+        return cls(size, saved, softmax, device == "cuda", entropy)
+
+
+def entropy_of(logits_TV, p_TV):
+    """Entropy (T,) in nats of next-token distributions p, which are the softmax of these logits."""
+    logits_TV = logits_TV.to(p_TV.dtype)
+    mean_T = torch.linalg.vecdot(p_TV, logits_TV)
+    return logits_TV.logsumexp(-1) - mean_T
 
 
 class Head(torch.autograd.Function):
-    """Log-probs (T,) of the targets from hidden states (T, C) and the head's matrix (V, C), chunk by chunk.
+    """Log-probs (T,) of the targets from hidden states (T, C) and the head's matrix (V, C), chunk by chunk; and the
+    entropy (T,) of the distributions, without a gradient, or None.
 
     The forward computes and keeps the gradient by the logits of the first chunks; the backward computes that of the
     others again. The matrix's gradient is added up in one place.
@@ -79,18 +88,23 @@ class Head(torch.autograd.Function):
         ctx.save_for_backward(h_TC, w_VC, target_T)
         ctx.cap, ctx.chunks = cap, chunks
         ctx.grads = []  # of the logits; of the hidden states if the matrix is frozen
-        logps = []
+        logps, entropies = [], []
         for i, (h, target) in enumerate(zip(h_TC.split(chunks.size), target_T.split(chunks.size))):
             save = chunks.saved is not None and (frozen or i < chunks.saved)
-            logp, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
+            logp, entropy, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
             logps.append(logp)
+            entropies.append(entropy)
             if save:
                 ctx.grads.append(grad_TV @ w_VC if frozen else grad_TV)
-        return torch.cat(logps)
+        if not chunks.entropy:
+            return torch.cat(logps), None
+        entropy_T = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy_T)
+        return torch.cat(logps), entropy_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, g_T):
+    def backward(ctx, g_T, _):
         """g_T: gradient of the loss by the log-probs."""
         h_TC, w_VC, target_T = ctx.saved_tensors
         minus_g_T1 = -g_T[:, None]  # Head.chunk returns minus the gradient of a log-prob
@@ -108,18 +122,19 @@ class Head(torch.autograd.Function):
         for h, gh, target, dh in parts:
             grad_TV = next(saved, None)
             if grad_TV is None:
-                _, grad_TV = Head.chunk(h, w_VC, target, ctx.cap, ctx.chunks, True)
+                chunks = ctx.chunks._replace(entropy=False)
+                *_, grad_TV = Head.chunk(h, w_VC, target, ctx.cap, chunks, True)
             torch.mm(grad_TV, w_VC, out=dh)
             add_product(dw_VC, grad_TV.T, gh)
         return (minus_g_T1 * dh_TC).to(h_TC.dtype), dw_VC, None, None, None
 
     @staticmethod
     def chunk(h_TC, w_VC, target_T, cap, chunks: Chunks, need_grad: bool):
-        """Log-probs (T,) of the targets, and minus their gradient by the logits (T, V): softmax - one-hot, times the
-        softcap's derivative. The gradient is None unless need_grad."""
+        """Log-probs (T,) of the targets, the entropy (T,) or None, and minus the log-probs' gradient by the logits
+        (T, V): softmax - one-hot, times the softcap's derivative. The gradient is None unless need_grad."""
         logits_TV = h_TC @ w_VC.T
-        all_tokens = need_grad or not chunks.gpu
-        logps = []
+        all_tokens = need_grad or chunks.entropy or not chunks.gpu
+        logps, entropies = [], []
         for logits, target in zip(logits_TV.split(chunks.softmax), target_T.split(chunks.softmax)):
             capped = logits
             if cap is not None:
@@ -127,13 +142,18 @@ class Head(torch.autograd.Function):
                 capped = cap * tanh
             logp, grad = logp_of(capped, target, all_tokens)
             logps.append(logp)
+            if need_grad or chunks.entropy:
+                grad = grad.exp_()
+            if chunks.entropy:
+                entropies.append(entropy_of(capped, grad))
             if need_grad:
                 row = torch.arange(len(target), device=target.device)
-                grad.exp_()[row, target] -= 1
+                grad[row, target] -= 1
                 if cap is not None:
                     grad *= 1 - tanh.square()
                 logits.copy_(grad)  # in place: the logits are not needed any more
-        return torch.cat(logps), logits_TV if need_grad else None
+        entropy = torch.cat(entropies) if chunks.entropy else None
+        return torch.cat(logps), entropy, logits_TV if need_grad else None
 
 
 def add_product(out, a, b) -> None:

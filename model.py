@@ -38,7 +38,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from data import PackedBatch, to_device
-from head import Chunks, Head, logp_of
+from head import Chunks, Head, entropy_of, logp_of
 from hub.families import rope_tables
 from hub.lora import adapter_arguments, create_adapters
 from hub.weights import fill_model, read_source, read_weights, weights_must_fit
@@ -368,9 +368,12 @@ class KVCache:
 class _PackedGPT:
     """Makes litgpt's GPT (plain or LoRA) take a PackedBatch or a KVCache."""
 
-    activation_checkpointing = (
-        False  # True: the backward runs blocks again instead of saving their activations
-    )
+    # True: the backward runs blocks again instead of saving their activations
+    activation_checkpointing = False
+    # True: a forward with gradient leaves in entropy_BK, for each completion, the sum over its tokens of the entropy of
+    # the distribution from which the token is drawn, in nats
+    measures_entropy = False
+    entropy_BK: torch.Tensor | None = None
 
     def __init__(self, config):
         super().__init__(config)
@@ -422,7 +425,10 @@ class _PackedGPT:
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
         # the head runs only on hidden states that predict a target
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
-        logp_T = self.lm_head.logp(h_TC, x.target_T)
+        entropy = self.measures_entropy and torch.is_grad_enabled()
+        logp_T, entropy_T = self.lm_head.logp(h_TC, x.target_T, entropy)
+        if torch.is_grad_enabled():
+            self.entropy_BK = x.sums(entropy_T) if entropy else None
         return x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
 
     def hidden(self, token_RQ, position_RQ, attention: PackedAttention | KVCache):
@@ -489,10 +495,11 @@ class _PackedGPT:
         return parameters
 
 
-def _logp(model: _PackedGPT, h_TC, target_T):
-    """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together."""
+def _logp(model: _PackedGPT, h_TC, target_T, entropy: bool = False):
+    """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together. And the entropy (T,), or
+    None."""
     device, cap = h_TC.device.type, model.config.final_logit_softcapping
-    chunks = Chunks.of(device, model.config.padded_vocab_size)
+    chunks = Chunks.of(device, model.config.padded_vocab_size, entropy)
     if model.plain_head:
         dtype = h_TC.dtype
         if torch.is_autocast_enabled(device):
@@ -500,11 +507,17 @@ def _logp(model: _PackedGPT, h_TC, target_T):
         return Head.apply(h_TC.to(dtype), model._head_linear().weight, target_T, cap, chunks)
 
     def chunk_logp(h_TC, target_T):
-        return logp_of(model.head(h_TC), target_T)[0]
+        logits_TV = model.head(h_TC)
+        logp_T, logp_TV = logp_of(logits_TV, target_T)
+        if not entropy:
+            return logp_T, None
+        with torch.no_grad():
+            return logp_T, entropy_of(logits_TV, logp_TV.exp())
 
     # a head with a bias or adapters: autograd, with the logits of each chunk computed again in the backward
     parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
-    return torch.cat([checkpoint(chunk_logp, h, t, use_reentrant=False) for h, t in parts])
+    logps, entropies = zip(*[checkpoint(chunk_logp, h, t, use_reentrant=False) for h, t in parts])
+    return torch.cat(logps), torch.cat(entropies) if entropy else None
 
 
 def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, *_unused):

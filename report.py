@@ -9,16 +9,17 @@ to PLOTS.
 import argparse
 import io
 import json
+import re
 import sys
 from html import escape
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
+from runs.console import wilson_interval
 from runs.errors import BadInput, parse_file, run_cli, user_error
-from runs.settings import flatten
+from runs.settings import MAX_FLOAT, RunSettings, flatten
+from runs.small_files import has_type, parse_yaml
 
 try:
     import pandas as pd
@@ -39,7 +40,6 @@ PLOTS = {
     "accuracy": ["accuracy"],
     "auc": ["auc"],
     "checker": ["checker_accuracy"],
-    "kl of own answers": ["kl/own"],
     "tokens/s": ["tokens/s"],
     "memory": ["memory_gb"],
 }
@@ -82,11 +82,21 @@ td { white-space: pre-wrap }"""
 LEGEND = """Lines: running means; faint lines: single rows; dots: validation. Bands: from the
 smallest to the largest run of a group; for kl (which is z) with its standard error. Ticks above
 kl: steps where z was clamped to 0. Dotted: rewards/rejected."""
+# Above the plots of groups that differ in a setting of the algorithm's own.
+OTHER_OBJECTIVES = """The runs differ in {}: their losses and rewards are of different objectives.
+Compare the course of two such lines, not their height."""
 ABOUT = """train: mean of the last 2% of the rows; val: last validation;
-±: 95% confidence interval of the mean over n runs, by Student's t"""
+±: 95% confidence interval of the mean over n runs, by Student's t;
+each: the two values, where n is 2 (the interval would be 12.7 standard errors)"""
+ABOUT_CHECKER = """Share of the answers that the checker accepts: its 95% interval (Wilson 1927) over the
+answers, which are of one run, and right of all. Gain in points."""
 
-# 97.5% quantiles of Student's t for 1, 2, ..., 9 degrees of freedom.
-STUDENT_T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
+# 97.5% quantiles of Student's t for 2, ..., 9 degrees of freedom.
+STUDENT_T = [4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
+# What neither XML nor UTF-8 can hold: control characters, halves of surrogate pairs.
+UNPRINTABLE = re.compile(
+    "[^\t\n\r -~\x85\xa0-\ud7ff\ue000-\ufdcf\ufdf0-\ufffd\U00010000-\U0010ffff]"
+)
 
 
 class RunResults(NamedTuple):
@@ -97,7 +107,19 @@ class RunResults(NamedTuple):
     settings: dict[str, str]  # dotted name -> value; without the seed and BOOKKEEPING
     tables: dict[str, pd.DataFrame]  # by step: raw (metrics.csv), train (running mean of raw), val
     samples: pd.DataFrame  # by prompt: the answers before and after training
-    shares: pd.DataFrame  # of right answers before and after, by field and value of the records
+    about: dict[str, str]  # program, model, data, began, versions, commit
+    checks: tuple["Check", "Check"]  # before and after training
+
+
+# "all", or "field=value" of a part -> [right, of]; a checker that gives parts of 1 makes right a float
+Counts = dict[str, list]
+
+
+class Check(NamedTuple):
+    """What a file of RUN/eval holds."""
+
+    answers: dict[str, str]  # prompt -> completion
+    counts: Counts  # empty in a file of samples, which no checker has seen
 
 
 Groups = dict[str, list[RunResults]]  # label -> runs with equal settings
@@ -106,85 +128,110 @@ Groups = dict[str, list[RunResults]]  # label -> runs with equal settings
 # ---- reading a run folder -----------------------------------------------------------------------
 
 
+def visible(text) -> str:
+    """A text in which what neither XML nor UTF-8 can hold is escaped, as \\x00."""
+    return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], str(text))
+
+
 def parse_settings(text: str) -> dict[str, str]:
     """settings.yaml as {dotted name: value as text}, without BOOKKEEPING."""
-    tree = yaml.safe_load(text)
+    tree = parse_yaml(text)
     if not isinstance(tree, dict):
         raise ValueError("expected settings as `name: value`")
     settings = {}
     for name, value in sorted(flatten(tree).items()):
         if name not in BOOKKEEPING:
-            settings[name] = repr(value)
+            settings[visible(name)] = repr(value)
     return settings
 
 
+def parse_starts(text: str) -> dict[str, str]:
+    """starts.jsonl: when the run began, and the program, versions and commit of all its starts."""
+    starts = [json.loads(line) for line in text.splitlines()]
+    out = {"began": visible(starts[0]["date"])}
+    for name in ("program", "commit", "versions"):
+        texts = []
+        for start in starts:
+            value = start[name]
+            if isinstance(value, dict):
+                value = " ".join(f"{package} {x}" for package, x in value.items())
+            texts.append(visible(Path(value).name if name == "program" else value or ""))
+        out[name] = ", then ".join(dict.fromkeys(texts))
+    return out
+
+
 def parse_table(text: str) -> pd.DataFrame:
-    """metrics.csv or val.csv as numbers by step; columns without any number are left out."""
+    """metrics.csv or val.csv as numbers by step; columns without any number are left out, and so are
+    numbers that no run means (1e308: it has no mean with its like)."""
     complete_lines = text[: text.rfind("\n") + 1]  # a killed run may leave half a line at the end
-    table = pd.read_csv(io.StringIO(complete_lines or "step\n"))
+    table = pd.read_csv(io.StringIO(complete_lines or "step\n")).rename(columns=visible)
     table = table.apply(pd.to_numeric, errors="coerce").astype(float)
+    table = table.where(table.abs() < MAX_FLOAT)
     return table.groupby("step").last().dropna(axis=1, how="all")
 
 
-def parse_answers(text: str) -> tuple[dict[str, str], float | None]:
-    """A file of RUN/eval: {prompt: completion}, and the share of answers that the checker accepts
-    (None in a file of samples, which no checker has seen)."""
+def parse_answers(text: str) -> Check:
+    """A file of RUN/eval."""
     content = json.loads(text)
-    share = content["right"] / content["of"] if content.get("of") else None
+    counts = {}
+    if content.get("of"):
+        counts["all"] = [content["right"], content["of"]]
+        for field, parts in content.get("by", {}).items():  # of data.extra's fields
+            counts |= {visible(f"{field}={value}"): pair for value, pair in parts.items()}
+    for name, pair in counts.items():
+        if not has_type(pair, tuple[float, int]) or not 0 <= pair[0] <= pair[1] or pair[1] == 0:
+            raise ValueError(f"{name}: expected [right, of], got {pair}")
     pairs = content.get("answers") or content["samples"]
-    return {pair["prompt"]: pair["completion"] for pair in pairs}, share
+    return Check({visible(x["prompt"]): visible(x["completion"]) for x in pairs}, counts)
 
 
-def parse_shares(text: str) -> dict[str, str]:
-    """A file of RUN/eval: {"field: value": "right% of n"} of the records' fields."""
-    shares = {}
-    for field, counts in json.loads(text).get("by", {}).items():
-        for value, (right, n) in counts.items():
-            shares[f"{field}: {value}"] = f"{100 * right / n:.0f}% of {n}"
-    return shares
-
-
-def read_eval_file(file: Path | None) -> tuple[dict[str, str], float | None]:
-    """What parse_answers returns of a file; ({}, None) when there is no file."""
+def read_eval_file(file: Path | None) -> Check:
+    """What parse_answers returns of a file; nothing when there is no file."""
     if file is None:
-        return {}, None
-    return parse_file(file.stem, file, parse_answers)
+        return Check({}, {})
+    return parse_file(visible(file.stem), file, parse_answers, at_most=2**32)
 
 
 def read_run(folder: str) -> RunResults:
     """Read a run folder. Raises BadInput when a file is missing or broken, or has no rows."""
     path = Path(folder)
     settings = parse_file("settings", path / "settings.yaml", parse_settings)
+    about = {name: settings.get(name, "").strip("'\"") for name in ("model", "data.train")}
+    starts = path / "starts.jsonl"
+    if starts.exists():  # older versions did not write it
+        about = parse_file("starts", starts, parse_starts) | about
+        settings["program"] = repr(about["program"])
     seed = settings.pop("seed", None)
     # This entry keeps finished and unfinished runs in different groups: no mean over both.
     settings["finished"] = str((path / "final").exists())
 
-    raw = parse_file("metrics", path / "metrics.csv", parse_table)
+    raw = parse_file("metrics", path / "metrics.csv", parse_table, at_most=2**32)
     if raw.empty:
         raise BadInput(f"metrics: {path / 'metrics.csv'}: no rows yet")
     window = len(raw) // 25 + 1
     train = raw.rolling(window, min_periods=1, center=True).mean()
 
-    val_file = path / "val.csv"
-    val = parse_file("val", val_file, parse_table) if val_file.exists() else parse_table("")
+    val, val_file = parse_table(""), path / "val.csv"
+    if val_file.exists():
+        val = parse_file("val", val_file, parse_table, at_most=2**32)
     last_validation = val.loc[1:].index.max()  # nan when there is none
 
     files = {file.stem: file for file in path.glob("eval/*.json")}
     first = files.get("before") or files.get("step-0")
     last = files.get("after") or files.get(f"step-{last_validation:.0f}")
-    answers_before, share_before = read_eval_file(first)
-    answers_after, share_after = read_eval_file(last)
-    samples = pd.DataFrame({"before": answers_before, "after": answers_after}).dropna()[:8]
-    files = {"before": first, "after": last}
-    shares = pd.DataFrame({k: parse_file(k, f, parse_shares) for k, f in files.items() if f})
+    before, after = checks = read_eval_file(first), read_eval_file(last)
+    samples = pd.DataFrame({"before": before.answers, "after": after.answers}).dropna()[:8]
     if "checker_accuracy" not in val:
-        checks = pd.Series({0: share_before, raw.index[-1]: share_after}, name="checker_accuracy")
-        checks = checks.dropna().astype(float)
-        val = val.join(checks, how="outer").dropna(axis=1, how="all")
+        shares = {}
+        for step, check in ((0, before), (raw.index[-1], after)):
+            if "all" in check.counts:
+                right, of = check.counts["all"]
+                shares[step] = right / of
+        shares = pd.Series(shares, name="checker_accuracy", dtype=float)
+        val = val.join(shares, how="outer").dropna(axis=1, how="all")
 
-    return RunResults(
-        folder, seed, settings, {"raw": raw, "train": train, "val": val}, samples, shares
-    )
+    tables = {"raw": raw, "train": train, "val": val}
+    return RunResults(visible(folder), seed, settings, tables, samples, about, checks)
 
 
 def group_runs(runs: list[RunResults]) -> tuple[Groups, pd.DataFrame]:
@@ -218,16 +265,17 @@ def group_runs(runs: list[RunResults]) -> tuple[Groups, pd.DataFrame]:
 
 
 def student_t(n: int) -> float:
-    """The 97.5% quantile of Student's t for n >= 2 values; within 0.4% from 11 values on."""
+    """The 97.5% quantile of Student's t for n >= 3 values; within 0.4% from 11 values on."""
     degrees = n - 1
-    if degrees <= len(STUDENT_T):
-        return STUDENT_T[degrees - 1]
+    if degrees <= len(STUDENT_T) + 1:
+        return STUDENT_T[degrees - 2]
     return 1.96 + 2.6 / degrees
 
 
 def final_numbers(groups: Groups) -> pd.DataFrame:
     """The last numbers of each group as texts: a row for train and a row for val with the mean over
-    its runs, and below each of them the half width of its 95% confidence interval."""
+    its runs, and below each of them the half width of its 95% confidence interval; of two runs
+    both values."""
     rows = []
     for i, runs in enumerate(groups.values()):
         for part in ("train", "val"):
@@ -239,11 +287,37 @@ def final_numbers(groups: Groups) -> pd.DataFrame:
             n = len(runs)
             mean = last.mean(skipna=False).dropna()
             rows.append({"": f"{i}\u00a0{part}", "n": str(n), **mean.map(format_number)})
-            if n > 1:
+            if n == 2:
+                both = last.dropna(axis=1).map(format_number)
+                rows.append({"": "each", **both.agg(", ".join)})
+            if n > 2:
                 half_width = student_t(n) * last.sem(skipna=False).dropna()
                 rows.append({"": "±", **half_width.map(format_number)})
     table = pd.DataFrame(rows, columns=["", "n", *NUMBERS])
     return table.dropna(axis=1, how="all").fillna("").rename(columns=NUMBERS)
+
+
+def checker_table(groups: Groups) -> pd.DataFrame:
+    """What the checker says of each run's answers before and after training: a row for all of them and
+    for each of their parts."""
+    rows = []
+    for i, runs in enumerate(groups.values()):
+        for run in runs:
+            before, after = (check.counts for check in run.checks)
+            for part in before | after:
+                row = {"": str(i), "run": run.path, "answers": part}
+                shares = []
+                for title, counts in (("before", before), ("after", after)):
+                    if part in counts:
+                        right, of = counts[part]
+                        low, high = (100 * x for x in wilson_interval(right, of))
+                        shares.append(100 * right / of)
+                        interval = f"({low:.1f} to {high:.1f}), {format_number(right)} of {of:,}"
+                        row[title] = f"{shares[-1]:.1f}% {interval}"
+                if len(shares) == 2:
+                    row["gain"] = f"{shares[1] - shares[0]:+.1f}"
+                rows.append(row)
+    return pd.DataFrame(rows).fillna("")
 
 
 def format_number(x: float) -> str:
@@ -282,7 +356,7 @@ def draw(groups: Groups, columns: list[str], file: Path) -> str:
     figure = Figure(figsize=(4.2, 2.6), layout="constrained")
     ax = figure.subplots()
     n_runs = sum(len(runs) for runs in groups.values())
-    faint = 0.3 / n_runs**0.5  # opacity of the curves of single runs
+    faint = 0.5 / n_runs**0.5  # opacity of the curves of single runs
     for i, ((label, runs), (colour, dash)) in enumerate(zip(groups.items(), cycle(LOOKS))):
         ax.plot([], dash, color=colour, label=label[:50])  # only for the legend
         for column, line in zip(columns, (dash, ":")):
@@ -296,10 +370,10 @@ def draw(groups: Groups, columns: list[str], file: Path) -> str:
             ax.vlines(val.index, val.low, val.high, color=colour)
             for run in runs:
                 raw = run.tables["raw"].reindex(columns=[column, f"{column}/clamped"])
-                ax.plot(raw[column], color=colour, alpha=faint, lw=0.6)
+                ax.plot(raw[column], color=colour, alpha=faint, lw=0.8)
                 clamped = raw.index[raw[f"{column}/clamped"] == 1]
                 clamped = clamped[:: len(clamped) // 500 + 1]
-                height = 1.03 + i % 8 / 25  # as a share of the plot's height: above the plot
+                height = 1.03 + i % 8 / 50  # as a share of the plot's height: above the plot
                 ax.plot(
                     clamped,
                     0 * clamped + height,
@@ -310,6 +384,11 @@ def draw(groups: Groups, columns: list[str], file: Path) -> str:
                     clip_on=False,
                 )
     ax.set(xlabel="step", ylabel="\n".join(column[:34] for column in columns))
+    figure.draw_without_rendering()  # finds the width that the labels leave
+    box = ax.get_position()
+    figure.set_layout_engine("none")
+    # One height for all plots; above is room for ticks or a power of ten.
+    ax.set_position([box.x0, 0.19, box.width, 0.68])
     bare = io.StringIO()
     figure.savefig(bare, format="svg")
     figure.legend(loc="upper center", bbox_to_anchor=(0.5, 0))
@@ -338,7 +417,7 @@ def write_page(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
             svgs[title] = draw(groups, plotted, file) if columns & set(plotted) else ""
 
     html = [
-        "<!doctype html><meta charset=utf-8><title>Report</title>",
+        f"<!doctype html><meta charset=utf-8><title>{escape(title_of(runs))}</title>",
         "<meta name=viewport content='width=device-width'>",
         "<style>",
         CSS,
@@ -347,23 +426,47 @@ def write_page(groups: Groups, differ: pd.DataFrame, out: Path) -> None:
     for label, (colour, dash) in zip(groups, cycle(LOOKS)):
         key = f"<b style='color:{colour}'>{DASHES[dash]}</b>"
         html.append(f"<span>{key} {escape(label)}</span>")
-    html += ["</nav><p>", LEGEND, "<section>", *(svgs[title] for title in PLOTS), "</section>"]
+    html += [f"</nav><h1>{escape(title_of(runs))}</h1><div>", run_table(groups), "</div>"]
+    own = [name for name in differ.index if name not in [*flatten(RunSettings), "finished"]]
+    if own:
+        html += ["<p><b>", escape(OTHER_OBJECTIVES.format(", ".join(own))), "</b>"]
+    html += ["<p>", LEGEND, "<section>", *(svgs[title] for title in PLOTS), "</section>"]
     html += ["<h2>Final numbers</h2><div>", final_numbers(groups).to_html(index=False), "</div>"]
     html += ["<p>", ABOUT]
+    checker = checker_table(groups)
+    if len(checker):
+        html += ["<h2>Checker</h2><div>", checker.to_html(index=False), "</div><p>", ABOUT_CHECKER]
     for label, group in groups.items():
         samples = group[0].samples.to_html()
-        if len(group[0].shares):
-            html += [f"<h2>Right answers of {escape(label)}</h2>", group[0].shares.to_html()]
         html += [f"<h2>Samples of {escape(label)}</h2><div>", samples, "</div>"]
+    shared = "Settings"
     if len(differ):
         html += ["<h2>Settings that differ</h2><div>", differ.to_html(), "</div>"]
-    else:
-        seeds = " ".join(str(run.seed) for run in runs)
-        settings = pd.Series({"seed": seeds} | runs[0].settings).to_frame()
-        html += ["<h2>Settings</h2><details>", settings.to_html(header=False), "</details>"]
+        shared = "Settings that all runs share"
+    settings = {"seed": " ".join(str(run.seed) for run in runs)} | runs[0].settings
+    settings = pd.Series(settings).drop(differ.index, errors="ignore").to_frame()
+    html += [f"<h2>{shared}</h2><details>", settings.to_html(header=False), "</details>"]
     html += ["<h2>Other columns</h2><section>", *(svgs[title] for title in others)]
     out.write_text("\n".join(html), encoding="utf-8")
     print(f"wrote {out} and {folder}/*.svg")
+
+
+def title_of(runs: list[RunResults]) -> str:
+    """What was done: programs, models, data."""
+    parts = []
+    for name in ("program", "model", "data.train"):
+        found = dict.fromkeys(run.about[name] for run in runs if run.about.get(name))
+        parts.append(", ".join(found))
+    return " · ".join(part for part in parts if part) or "Report"
+
+
+def run_table(groups: Groups) -> str:
+    """HTML: a row for each run, with all that is known about how it was made."""
+    rows = []
+    for i, runs in enumerate(groups.values()):
+        for run in runs:
+            rows.append({"": str(i), "run": run.path, "seed": run.seed or "", **run.about})
+    return pd.DataFrame(rows).fillna("").to_html(index=False)
 
 
 def main(argv: list[str] | None = None, skip: bool = False) -> None:

@@ -157,7 +157,7 @@ def _answer_batch(run, folder, prompts, args: Sampling, new: int, seed: int):
     """Answers by our sampler, or by the engine on rank 0 from the exported folder."""
 
     def should_stop():
-        run.stop.check(run.fabric.device)
+        run.stop.check(run.fabric.device, time_limit=True)  # a resume goes on with the answers
 
     if run.rollout is None:
         return generate(

@@ -30,7 +30,7 @@ from hub.lora import merge_adapters, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
-from records.examples import Example, examples_hash, load_splits
+from records.examples import Example, Examples, examples_hash, load_splits
 from records.readers import absolute_sources
 from records.tokenizer import Tokenizer
 from reference import CachedReference, Reference
@@ -176,29 +176,34 @@ class Run:
 
     # ---- weights
 
-    def weights(self) -> LazyTensors:
+    def weights(self, export: bool = False) -> LazyTensors:
         """The policy's weights by their plain names, adapters apart, each gathered when it is asked
         for: of a sharded policy that is a collective. A quantised base is read from its source
-        again, so that rounded numbers never leave."""
+        again, so that rounded numbers never leave; for an export a base in bfloat16, too."""
         params, quantized = self.policy.unique_parameters(), self.cfg.lora.quantize
-        if quantized:
+        from_source = quantized or (export and self.cfg.precision == "bf16-true")
+        if from_source:
             own = {name: p for name, p in params.items() if p.requires_grad}
         else:
             own = params
         weights = LazyTensors(own, lambda name: gather_tensor(own[name]))
-        if quantized:
+        if from_source:
             base = [name for name in params if "lora_" not in name]
-            weights = override_tensors(weights, self._source_weights(base))
+            weights = override_tensors(weights, self._source_weights(base, export))
         return weights
 
-    def _source_weights(self, names: list[str]) -> LazyTensors:
-        """What a quantised base was made of."""
-        stored = model.read_folder_weights(self.source, dtype_of(self.cfg.precision))
-        # a LoRA layer holds its matrix as .linear
-        weights = rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
-        if weights_hash(weights) != self.state.identity["model weights"]:
+    def _source_weights(self, names: list[str], export: bool) -> LazyTensors:
+        """What a frozen base was made of: as the run holds it, or for an export not rounded."""
+        held = dtype_of(self.cfg.precision)
+
+        def read(dtype):
+            stored = model.read_folder_weights(self.source, dtype)
+            # a LoRA layer holds its matrix as .linear
+            return rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
+
+        if weights_hash(read(held)) != self.state.identity["model weights"]:
             raise Failed(f"{self.source}: not the weights that this run began with: put them back")
-        return weights
+        return read(torch.promote_types(held, torch.float32) if export else held)
 
     def merged_weights(self) -> LazyTensors:
         """The same with the adapters merged in."""
@@ -276,15 +281,18 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         sys.exit(0)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     data = with_limits(cfg.data, arguments["block_size"])
-    resolved = resolve_devices(cfg)
-    cfg = with_absolute_paths(replace(cfg, data=data, **resolved))
+    precision_given = cfg.precision is not None
+    cfg = with_absolute_paths(replace(cfg, data=data, **resolve_devices(cfg)))
     if cfg.accelerator == "cpu":
         cfg = replace(cfg, micro_batch_tokens=tokens_on_a_cpu(cfg, arguments))
+        if not precision_given and bfloat16_pays(arguments):
+            say("this CPU multiplies bfloat16: --precision bf16-mixed is about 1.6 times as fast")
 
     # the records
     with user_error("data", cfg.data.train):
         kinds = objective.records, validation.records
         examples = load_splits(cfg.data, tokenizer, *kinds, say)
+    refuse_ids_beyond(arguments["padded_vocab_size"], cfg.model, tokenizer, examples)
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")
     if objective.records != "prompts":  # too few examples are refused before any work
@@ -372,6 +380,30 @@ def tokens_on_a_cpu(cfg: RunSettings, arguments: dict) -> int | None:
     return tokens if tokens < DEFAULT_TOKENS else None
 
 
+def bfloat16_pays(arguments: dict) -> bool:
+    """Whether this CPU multiplies bfloat16, and the model is large enough to gain from it: 1.6 to 1.7
+    times at 135M weights (benchmarks/RESULTS.md)."""
+    has_products = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    block_weights = 12 * arguments["n_layer"] * arguments["n_embd"] ** 2
+    return has_products and block_weights > 50e6
+
+
+def refuse_ids_beyond(n: int, name: str, tokenizer: Tokenizer, examples: dict) -> None:
+    """Raise BadInput where a record has a token id that the model's embedding, of n rows, does not
+    have. Tokens that no record has may lie beyond it: Gemma 3 1B has one, for images."""
+    for part in examples.values():
+        if not part or Examples.of(part).tokens.max(initial=0) < n:
+            continue
+        for example in part:
+            for ids in (example.prompt, *example.completions):
+                if (largest := ids.max(initial=0)) >= n:
+                    token = "eos_token" if largest == tokenizer.eos else "token"
+                    raise BadInput(
+                        f"{example.where}: {token}: id {largest}, but the embedding of {name} "
+                        f"has {n} rows"
+                    )
+
+
 def refuse_unsavable_state(objective) -> None:
     """Raise BadInput if an objective's state_dict cannot be saved: now, not at the first checkpoint.
     Say so if it remembers something that no checkpoint saves."""
@@ -422,7 +454,7 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
     has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
     policy = other = identity = frozen = None
     if first or not sharded:
-        policy = load_policy(cfg, source, tokenizer)
+        policy = model.load_model(source, cfg.lora, dtype_of(cfg.precision))
         if has_copy and cfg.reference:
             other = load_other_reference(cfg, policy, tokenizer)
     if first:
@@ -444,14 +476,6 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
     return policy, frozen, identity
-
-
-def load_policy(cfg: RunSettings, source: Path, tokenizer: Tokenizer) -> nn.Module:
-    policy = model.load_model(source, cfg.lora, dtype_of(cfg.precision))
-    if tokenizer.n_vocab > policy.config.padded_vocab_size:
-        n = tokenizer.n_vocab
-        raise BadInput(f"model: {cfg.model}: its tokenizer has {n} tokens, its weights fewer")
-    return policy
 
 
 def load_other_reference(cfg: RunSettings, policy, tokenizer: Tokenizer) -> nn.Module:
@@ -498,7 +522,7 @@ def export_models(run: Run) -> None:
     """Write final; with LoRA final_adapter, in PEFT's format; and best, if keep_best kept one."""
     cfg, fabric, out = run.cfg, run.fabric, run.folder.path
     weights = run.weights()
-    merged = merge_adapters(weights, run.policy.module)
+    merged = merge_adapters(run.weights(export=True), run.policy.module)
 
     def write_final(new):
         notes = notes_of(dump_yaml(cfg), run.state, out)

@@ -35,7 +35,7 @@ from data import (
 )
 from records.examples import Example, Examples
 from reference import CachedReference
-from runs.console import Wait, advance, duration, say
+from runs.console import LONGEST_PAUSE, SILENT, Wait, advance, duration, say
 from runs.devices import all_reduce
 from runs.errors import BadInput, Failed, Interrupted
 from runs.files import write_json
@@ -136,6 +136,7 @@ class Trainer:
     def __init__(self, run: Run):
         self.run = run
         self.has_fitted = False
+        self.first_step = 1  # of the fit
         if run.objective.by_token and (run.cfg.data.score_prompt or run.cfg.reference_cache):
             raise BadInput(
                 "data.score_prompt, reference_cache: this objective takes the log-probs of each token "
@@ -175,9 +176,12 @@ class Trainer:
         plan = plan or make_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)
+        self.first_step = run.state.step + 1
         for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
-            columns, kl = self.forward_backward(batch)
+            run.policy.module.measures_entropy = self.row_is_due(run.state.step + 1, plan)
+            with self.wait_for_step(batch):
+                columns, kl = self.forward_backward(batch)
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
@@ -194,6 +198,14 @@ class Trainer:
                 run.save_and_say_how_to_go_on()
                 return False
         return True
+
+    def wait_for_step(self, batch: Batch) -> Wait:
+        """Says how far a long step is: the first one soon, later ones, which have rows, after a while."""
+        run = self.run
+        step = run.state.step + 1
+        total = passed_examples(batch, run.objective, run.fabric.world_size)
+        silent = SILENT if step == self.first_step else LONGEST_PAUSE
+        return Wait(f"step {step}", total, silent=silent)
 
     def forward_backward(self, batch: Batch) -> tuple[dict, KL]:
         """Add the step's gradient to the policy's. -> {column: (G,)} and KL, of all ranks"""
@@ -221,7 +233,7 @@ class Trainer:
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
-                advance()
+                advance(len(micro.index))
         return self.sum_over_ranks(columns), before.kl
 
     @torch.no_grad()
@@ -258,7 +270,7 @@ class Trainer:
                 kl_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
                     kl_G[packed.index_B] = kl_B.double()
-            advance()
+            advance(len(micro.index))
             run.stop.check(device)
         step = batch.step_view(device)
         # an example without a partner is left out of the mean
@@ -303,12 +315,19 @@ class Trainer:
         run.state.step += 1
         return lr
 
+    def row_is_due(self, step: int, plan: Plan) -> bool:
+        return step == plan.end or is_due(step, self.run.cfg.log_interval)
+
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float) -> None:
         """Write a row of metrics.csv if one is due: of this step, but its speed since the last row."""
         run, step = self.run, self.run.state.step
         metrics = None
-        if step == plan.end or is_due(step, run.cfg.log_interval):
-            metrics = run.objective.metrics(*columns_to_cpu(columns, kl)) | row
+        if self.row_is_due(step, plan):
+            on_cpu, kl = columns_to_cpu(columns, kl)
+            entropy_G = on_cpu.pop("entropy_sum", None)
+            metrics = run.objective.metrics(on_cpu, kl) | row
+            if entropy_G is not None:
+                metrics["entropy"] = entropy_G.sum().item() / batch.scored_tokens
             metrics["epoch"] = (step - plan.begin) / plan.per_epoch
             metrics["samples"] = step * len(batch.examples)
         # only now: on a GPU the row has waited for the step's end
@@ -344,6 +363,9 @@ class Trainer:
             z = z[packed.index_B]
         view = batch.loss_view(packed, before.step)
         loss_B, values = objective.loss(logps, ref_logps, view, z)
+        entropy_BK = self.run.policy.module.entropy_BK
+        if self.run.policy.training and entropy_BK is not None:
+            values = {**values, "entropy_sum": entropy_BK.sum(1)}
         for name, value_B in {"loss": loss_B, **values}.items():
             if value_B.shape != (B,):  # a mean would silently scale the gradient
                 shape = tuple(value_B.shape)
@@ -377,13 +399,13 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        with Wait("validation", n_micro_batches(batch, run.validation), "micro-batches"):
+        with Wait("validation", passed_examples(batch, run.validation, run.fabric.world_size)):
             before = self.no_gradient_pass(batch, self.forward, run.validation)
             for micro in batch.micro_batches:
                 packed = self.pack(batch, micro.index)
                 logps = self.forward(packed)
                 self.loss(run.validation, batch, micro, packed, logps, before, columns)
-                advance()
+                advance(len(micro.index))
                 run.stop.check(run.fabric.device)
         run.policy.train()
         whole = self.sum_over_ranks(columns)
@@ -496,9 +518,10 @@ class Trainer:
         batches = ((batch_of_step(run, examples, plan, step), run.objective) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
         held_out = ((make_batch(run, x, run.validation), run.validation) for x in splits if x)
-        n_batches = len(steps) + sum(map(bool, splits))
+        n = len(steps) * run.cfg.batch_size + sum(map(len, splits))
+        share = n // run.fabric.world_size
         try:
-            with Wait("precomputing log-probs", n_batches, "batches"), run.stop.interruptible():
+            with Wait("precomputing log-probs", share), run.stop.interruptible():
                 for batch, objective in chain(batches, held_out):
                     self.no_gradient_pass(batch, zeros, objective)
         finally:
@@ -529,9 +552,9 @@ class Trainer:
             write_json(run.folder.path / "eval" / "test.json", scores)
 
 
-def n_micro_batches(batch: Batch, objective: Objective) -> int:
-    """Of this rank, in the passes over a batch."""
-    return len(batch.micro_batches) * (2 if objective.needs_no_gradient_pass else 1)
+def passed_examples(batch: Batch, objective: Objective, ranks: int) -> int:
+    """How many examples of this rank advance() counts in the passes over a batch."""
+    return len(batch.examples) * (2 if objective.needs_no_gradient_pass else 1) // ranks
 
 
 def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:

@@ -58,7 +58,8 @@ NUMBERS = ("norm_eps", "rope_base", "attention_scores_scalar", "attention_logit_
            "final_logit_softcapping")  # fmt: skip
 REQUIRED = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 LARGEST_MODULES = 10**5  # experts of all layers: each is a few Python objects
-LARGEST_ROPE = 2**29  # positions x head size, the size of each of two tables in float32
+LARGEST_ROPE = 2**27  # positions x head size: the elements of each of two tables in float32
+LARGEST_NUMBER = 1e18
 
 
 class ModelConfig(NamedTuple):
@@ -125,7 +126,7 @@ def _fields(config: dict, kind: str, family: dict) -> dict:
     given = config
     if kind == "gemma3":  # with a vision tower: the language model's own are in text_config
         outer = ("tie_word_embeddings", "quantization_config")
-        given = {n: x for n, x in (config.get("text_config") or {}).items() if n not in outer}
+        given = {n: x for n, x in _object(config, "text_config").items() if n not in outer}
         given |= {n: config[n] for n in outer if n in config}
     other_names = family.get("also", {})
     given = given | {other_names[n]: x for n, x in given.items() if n in other_names}
@@ -133,6 +134,14 @@ def _fields(config: dict, kind: str, family: dict) -> dict:
         name: field_value(name, given[name], default) if name in given else default
         for name, default in family["fields"].items()
     }
+
+
+def _object(c: dict, name: str) -> dict:
+    """A field that holds fields itself; {} where it is null or left out. Raises Unsupported."""
+    value = {} if c.get(name) is None else c[name]
+    if not isinstance(value, dict):
+        raise Unsupported(f"{name}: expected an object, got {printable(value)}")
+    return value
 
 
 def field_value(name: str, value, default):
@@ -145,7 +154,7 @@ def field_value(name: str, value, default):
         raise Unsupported(f"{name}: null is not supported")
     types = (int, float) if isinstance(default, float) else type(default)
     fits = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+    if not fits or (isinstance(default, float) and not abs(value) < LARGEST_NUMBER):
         raise Unsupported(f"{name}: expected a value like {default}, got {printable(value)}")
     return value
 
@@ -174,7 +183,7 @@ def check_sizes(arguments: dict, file: Path, field_of: dict[str, str]) -> None:
             refuse(name, f"{least} to {largest}")
     for name in NUMBERS:
         x = arguments.get(name)
-        if x is not None and not (isinstance(x, (int, float)) and 0 < x < math.inf):
+        if x is not None and not (isinstance(x, (int, float)) and 0 < x < LARGEST_NUMBER):
             refuse(name, "a number above 0")
     n_head, groups = arguments["n_head"], arguments.get("n_query_groups")
     width = arguments.get("head_size") or arguments["n_embd"] // n_head
@@ -206,22 +215,22 @@ def must_equal(c: dict, **fields) -> None:
 def _common(c: dict, kind: str, fixed: dict) -> dict:
     """What every family has besides its sizes."""
     supported = {"full_attention", "sliding_attention"} if "gemma" in kind else {"full_attention"}
-    for layer_type in _per_layer(c, "layer_types"):
+    for layer_type in _per_layer(c, "layer_types", fixed["n_layer"]):
         if layer_type not in supported:
             raise Unsupported(f"layer_types: {printable(layer_type)} is not supported for {kind}")
     arguments = {"gelu_approximate": _gelu_approximate(c, fixed["mlp_class_name"])}
     if "rope_scaling" in c and "rope_local_base_freq" not in c:  # see _gemma3
-        rope = c["rope_scaling"] or c["rope_parameters"] or {}
+        rope = _object(c, "rope_scaling") or _object(c, "rope_parameters")
         arguments |= _rope(c, rope, fixed["rotary_percentage"])
     return arguments
 
 
-def _per_layer(c: dict, field: str) -> list:
+def _per_layer(c: dict, field: str, n_layer: int) -> list:
     """A list with a value for each layer; an empty one where the field is null."""
     values = c[field]
     if values is None:
         return []
-    if not isinstance(values, list) or len(values) != c["num_hidden_layers"]:
+    if not isinstance(values, list) or len(values) != n_layer:
         raise Unsupported(f"{field}: expected a list with a value for each layer")
     return values
 
@@ -256,7 +265,9 @@ def _smollm3(c: dict) -> dict:
     n_layer = c["num_hidden_layers"]
     interval = c["no_rope_layer_interval"]
     # despite its name, no_rope_layers is 1 where a layer has rotary positions
-    has_rope = _per_layer(c, "no_rope_layers") or [(i + 1) % interval for i in range(n_layer)]
+    has_rope = _per_layer(c, "no_rope_layers", n_layer)
+    if not has_rope:
+        has_rope = [(i + 1) % interval for i in range(n_layer)]
     return {**_llama(c), "rope_indices": [int(not x) for x in has_rope]}
 
 
@@ -264,19 +275,20 @@ def _gemma2(c: dict) -> dict:
     """Some layers attend within a window: sliding_window_indices is 1 for these, else 0."""
     if c["sliding_window"] is None:
         raise Unsupported("sliding_window: null is not supported")
-    is_local = [x == "sliding_attention" for x in _per_layer(c, "layer_types")]
+    n_layer = c["num_hidden_layers"]
+    is_local = [x == "sliding_attention" for x in _per_layer(c, "layer_types", n_layer)]
     if not is_local:  # every pattern-th layer attends to everything
         pattern = c.get("sliding_window_pattern", 2)  # Gemma 3 has this field
-        is_local = [(i + 1) % pattern != 0 for i in range(c["num_hidden_layers"])]
+        is_local = [(i + 1) % pattern != 0 for i in range(n_layer)]
     return {"sliding_window_indices": [int(x) for x in is_local]}
 
 
 def _gemma3(c: dict) -> dict:
     """Gemma 2's layers; those with a window have a rope_theta of their own."""
-    by_layer_type = c["rope_parameters"] or {}
-    full = by_layer_type.get("full_attention") or {"rope_type": "default"}
-    full = full | (c["rope_scaling"] or {})
-    local = by_layer_type.get("sliding_attention") or {}
+    by_layer_type = _object(c, "rope_parameters")
+    full = _object(by_layer_type, "full_attention") or {"rope_type": "default"}
+    full = full | _object(c, "rope_scaling")
+    local = _object(by_layer_type, "sliding_attention")
     must_equal(local, rope_type="default", partial_rotary_factor=1.0)
     windows = _gemma2(c)
     return {
@@ -348,7 +360,7 @@ def _rope(c: dict, rope: dict, fixed: float | None = 1.0) -> dict:
 def _positive(rope: dict, field: str) -> float:
     """A number of rope_parameters or rope_scaling. Raises Unsupported."""
     x = rope.get(field)
-    if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf:
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < LARGEST_NUMBER:
         raise Unsupported(f"rope_scaling: {field}: expected a number above 0, got {printable(x)}")
     return x
 

@@ -325,7 +325,8 @@ def _read_texts(
                 yield from results
     except MemoryError:
         raise BadInput(
-            f"{where}: {over_memory()} to read on from here: give one record a line (.jsonl)"
+            f"{where}: reading on from here takes {over_memory()}: make the records smaller, or "
+            "write one a line (.jsonl)"
         ) from None
     if faults:
         raise BadInput("\n".join(faults))
@@ -539,6 +540,11 @@ def load_splits(
                         cuts=_of_all_parts(part.cuts), rendered=_of_all_parts(part.rendered)
                     )
             say(describe_examples(name, part))
+    if len({how for one in loaded.values() for how in one.rendered}) > 1:
+        say(
+            "warning: some records are rendered by the chat template and some are plain: data.columns can "
+            "make them alike (see docs/data.md)"
+        )
     # val and test are one batch each, whose examples are asked for again and again
     return {"train": parts["train"], "val": list(parts["val"]), "test": list(parts["test"])}
 

@@ -7,7 +7,7 @@ import contextlib
 import resource
 from pathlib import Path
 
-MOST_MEMORY = 4 * 2**30  # bytes, for one batch of records or one dialogue
+MOST_MEMORY = 2 * 2**30  # bytes, for one batch of records or one dialogue
 STATM = Path("/proc/self/statm")
 
 _bounded = False  # whether this process is within bounded_memory

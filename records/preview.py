@@ -29,9 +29,10 @@ from records.forms import (
     named_fields,
 )
 from records.memory import bounded_memory
-from records.readers import read_records, split_sources
+from records.readers import count_lines, read_records, split_sources
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
+from runs.console import Wait, advance
 from runs.settings import Data, check_fields, path_setting, with_limits
 
 BINS = 8  # of a histogram
@@ -110,9 +111,7 @@ class Look:
     """What was counted in the records of one part of the data, before anything is refused."""
 
     kinds: Counter = field(default_factory=Counter)  # Kind -> records
-    entities: list[str] = field(
-        default_factory=list
-    )  # where the records are that hold HTML entities
+    entities: list[str] = field(default_factory=list)  # places of records with HTML entities
     texts: Counter = field(default_factory=Counter)  # field, or role of a message -> texts
     quoted: Counter = field(default_factory=Counter)  # the same: those in quotation marks
 
@@ -125,11 +124,13 @@ def look_at(source: str | None, data: Data) -> Look:
     with contextlib.suppress(MemoryError), bounded_memory():
         for files, _ in split_sources(source) if source else ():
             for file in files:
-                for where, raw in read_records(file, data.extra_fields, columns):
-                    with contextlib.suppress(Fault):
-                        _, fields = named_fields(raw, columns)
-                        look.kinds[kind_of(fields)] += 1
-                        _look_at_texts(where, fields, look)
+                with Wait(f"looking at {file}", count_lines(file), "records"):
+                    for where, raw in read_records(file, data.extra_fields, columns):
+                        with contextlib.suppress(Fault):
+                            _, fields = named_fields(raw, columns)
+                            look.kinds[kind_of(fields)] += 1
+                            _look_at_texts(where, fields, look)
+                        advance()
     return look
 
 

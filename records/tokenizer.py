@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from records.forms import Fault, Record, as_turns, short_json
 from records.memory import bounded_memory, over_memory
-from runs.errors import BadInput, parse_file, user_error
+from runs.errors import BadInput, parse_file, printable, user_error
 from runs.files import read_object
 
 ENCODE_TEXTS = 4096  # texts in one call of the tokenizer
@@ -297,6 +297,9 @@ class Tokenizer:
         if text is None:
             ids = _model_token_ids(folder, name)
             return ids[0] if ids else None
+        if not isinstance(text, str):
+            got = f"expected a text, got {printable(text)}"
+            raise BadInput(f"{folder}/tokenizer_config.json: {name}_token: {got}")
         special_id = self.processor.token_to_id(text)
         if special_id is None:
             raise BadInput(
@@ -396,7 +399,11 @@ def _model_token_ids(folder: Path, name: str) -> list[int]:
     for file in ("generation_config.json", "config.json"):
         ids = model_file(folder, file).get(f"{name}_token_id")
         if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                got = f"expected token ids, got {printable(ids)}"
+                raise BadInput(f"{folder / file}: {name}_token_id: {got}")
+            return ids
     return []
 
 

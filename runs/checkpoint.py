@@ -16,6 +16,7 @@ What a run also needs, outside of its checkpoints:
 | iterations/N/ | the reference of iteration N, if it moves |
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |
+| starts.jsonl | when it began and went on, with which program, commit and versions (for report.py) |
 
 A checkpoint's folder is whole or not there (files.publish_folder). Fabric's own save moves a file out
 of the temporary directory and can leave half of it under its final name.
@@ -33,9 +34,10 @@ import torch
 from runs.cli import dump_yaml
 from runs.devices import all_reduce
 from runs.errors import BadInput, printable
-from runs.files import parse_yaml, publish_folder, read_object, require_fields, verify_folder
+from runs.files import publish_folder, verify_folder
 from runs.settings import MAX_INT, RunSettings, flatten
-from runs.shards import load_shards, open_shards, save_shards
+from runs.shards import load_shards, open_shards, save_shards, sort_metadata
+from runs.small_files import parse_yaml, read_object, require_fields
 from runs.tensors import LazyTensors
 
 
@@ -127,6 +129,8 @@ def save_checkpoint(
         save_shards(new, tensors)
         if fabric.global_rank == 0:
             names = sorted(file.name for file in new.iterdir())
+            for name in names:
+                sort_metadata(new / name)
             content = {"run": asdict(state), "optimizer": numbers, "shards": names}
             (new / "state.json").write_text(json.dumps(content))
             (new / "settings.yaml").write_text(dump_yaml(cfg))

@@ -14,14 +14,19 @@ import yaml
 from runs import console, errors
 from runs.console import say
 from runs.errors import BadInput, parse_file, printable
-from runs.files import ROOT, compose_yaml, parse_yaml, type_name
+from runs.files import ROOT
 from runs.settings import SECTIONS, Optim, RunSettings, flatten
+from runs.small_files import compose_yaml, parse_yaml, type_name
 
 # The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
 # count otherwise: see its --help.
 NAMES_ELSEWHERE = {
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "adam_epsilon": "optim.eps",
     "bf16": "precision",
     "dataset_name": "data.train",
+    "dtype": "precision",
     "eval_steps": "val_interval",
     "fp16": "precision",
     "gradient_accumulation_steps": "batch_size",
@@ -45,6 +50,8 @@ NAMES_ELSEWHERE = {
     "num_train_epochs": "epochs",
     "output_dir": "out_dir",
     "per_device_train_batch_size": "micro_batch_size",
+    "precompute_ref_log_probs": "reference_cache",
+    "ref_model": "reference",
     "report_to": "logger",
     "resume_from_checkpoint": "resume",
     "save_steps": "save_interval",
@@ -151,9 +158,19 @@ def _split_arguments(argv: list[str], cls) -> tuple[list[str], list[str], list[s
             rest.append(f"{word}=true")
         else:
             rest.append(word)
-    names = [word[2:].split("=", 1)[0] for word in rest if word.startswith("--")]
-    names = [name.removesuffix("+") for name in names]
-    names = [name for name in names if name not in ("config", "print_config", "help")]
+    given = {}
+    for word, following in zip(rest, [*rest[1:], "nothing"]):
+        if not word.startswith("--"):
+            continue
+        name, has_value, value = word[2:].partition("=")
+        value = value if has_value else following
+        if name.endswith("+"):  # adds to a list
+            name = name.removesuffix("+")
+        elif given.get(name, value) != value:
+            both = f"{printable(given[name])} and {printable(value)}"
+            raise BadInput(f"{printable(name)}: given twice, {both}: give it once")
+        given[name] = value
+    names = [name for name in given if name not in ("config", "print_config", "help")]
     _check_names(names, cls)
     return configs, rest, names
 
@@ -163,7 +180,8 @@ def _split_arguments(argv: list[str], cls) -> tuple[list[str], list[str], list[s
 
 def parse(cls, argv: list[str] | None, doc: str, demo: str):
     """Settings of type `cls` from the command line (or from argv). Command-line options override
-    --config files, in any order; a later file overrides an earlier one.
+    --config files, in any order; a later file overrides an earlier one. An option that is given
+    twice, with two values, is refused.
 
     Without --model and --config the run starts from `demo`, a file of config/. With one of them it
     is the user's own run, which must name data.train. With data.train alone the demo's model stays,
@@ -189,15 +207,28 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
 
 
 def _own_arguments(typed: list[str], argv: list[str] | None) -> list[str]:
-    """Those of the typed words that a script has not passed on in argv to main: its own options. The
-    longest equal runs are found first, so that a value stays with its option."""
+    """Those of the typed words that a script has not passed on in argv to main: its own options, each
+    with the words that follow it."""
     if argv is None:
         return []
-    matcher = difflib.SequenceMatcher(None, typed, list(argv), autojunk=False)
-    own = list(typed)
-    for block in reversed(matcher.get_matching_blocks()):
-        del own[block.a : block.a + block.size]
+    passed_on = _split_options(argv)
+    own = []
+    for option in _split_options(typed):
+        if option in passed_on:
+            passed_on.remove(option)
+        else:
+            own += option
     return own
+
+
+def _split_options(words: list[str]) -> list[list[str]]:
+    """[["--seed", "1"], ["--debug"], ...]; words before the first option are one more list."""
+    options = [[]]
+    for word in map(str, words):
+        if re.match("--?[a-zA-Z]", word):
+            options.append([])
+        options[-1].append(word)
+    return options
 
 
 def _check_own_run(configs: list[str], names: list[str], in_files: set[str], demo: str) -> None:

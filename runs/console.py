@@ -82,10 +82,18 @@ class Wait:
 
     title: what is done. total: how many `unit` there are; None: nobody knows. Without a unit their
     share is shown, in percent. shorter: the settings that make a wait of more than five minutes
-    shorter, as text.
+    shorter, as text. silent: seconds, where it is not the first five in which nothing is printed.
     """
 
-    def __init__(self, title: str, total: int | None = None, unit: str = "", shorter: str = ""):
+    def __init__(
+        self,
+        title: str,
+        total: int | None = None,
+        unit: str = "",
+        shorter: str = "",
+        silent: float | None = None,
+    ):
+        self.silent = SILENT if silent is None else silent
         self.title = title
         self.total = total
         self.unit = unit
@@ -133,7 +141,7 @@ class Wait:
         return fit_80_columns(self.title, ", ".join(cells))
 
     def _show(self) -> None:
-        bar, pause = None, SILENT
+        bar, pause = None, self.silent
         while not self._ended.wait(pause):
             if _waits[-1:] != [self]:  # the wait inside this one is shown
                 continue

@@ -2,10 +2,14 @@
 
 import contextlib
 import fcntl
+import json
 import os
+import platform
 import re
 import socket
+import subprocess
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from runs.checkpoint import read_settings, read_state, verify_checkpoint
@@ -13,7 +17,7 @@ from runs.cli import dump_yaml
 from runs.console import say
 from runs.devices import on_rank_0
 from runs.errors import BadInput, disk_error, printable, user_error
-from runs.files import file_hash, open_no_link, remove, write_atomically
+from runs.files import ROOT, file_hash, open_no_link, remove, write_atomically
 from runs.settings import RunSettings, changed_settings, flatten
 
 # ---- the folder checkpoints/ ---------------------------------------------------------------------
@@ -154,7 +158,7 @@ class RunFolder:
     """
 
     def __init__(self, fabric, cfg: RunSettings, program: Path):
-        self.lock = None
+        self.lock, self.program = None, program
         self.path, self.checkpoint, self.lines = on_rank_0(fabric, lambda: self._take(cfg, program))
         self.state = read_state(self.checkpoint)[0] if self.checkpoint else None
         self.is_own = self.checkpoint is not None and belongs_to_run(self.checkpoint, self.path)
@@ -203,8 +207,27 @@ class RunFolder:
             if self.is_own:
                 _put_newer_aside(self.path / "checkpoints", self.state.step)
         write_atomically(self.path / "settings.yaml", dump_yaml(cfg))
+        self._record_start()
         for line in (*self.lines, f"run folder: {self.path}"):
             say(line)
+
+    def _record_start(self) -> None:
+        """Add a line to starts.jsonl: when which program began or went on at which step, and by which
+        versions."""
+        versions = {"python": platform.python_version()}
+        for name in ("torch", "lightning", "litgpt"):
+            with contextlib.suppress(PackageNotFoundError):
+                versions[name] = version(name)
+        start = {
+            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "program": str(self.program),
+            "step": self.state.step if self.state else 0,
+            "commit": commit_of(ROOT),
+            "versions": versions,
+        }
+        file = self.path / "starts.jsonl"
+        with disk_error(file), open(file, "a", encoding="utf-8", opener=open_no_link) as lines:
+            lines.write(json.dumps(start) + "\n")
 
     def close(self) -> None:
         """Give the lock back."""
@@ -213,6 +236,18 @@ class RunFolder:
             self.lock = None
 
     __del__ = close
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a git clone, with -dirty behind it if its files have been changed. None if this is
+    no clone, or git does not answer."""
+    if not (folder / ".git").exists():  # git would look for one in the folders above
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return said.stdout.strip()
+    return None
 
 
 def _new_folder(program: Path) -> Path:

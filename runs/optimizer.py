@@ -23,6 +23,9 @@ class Plan(NamedTuple):
     check: int | None = None  # between two checks of answers by the checker; None as for val
     begin: int = 0  # this iteration has the steps begin + 1, ..., end
     end: int = 0
+    # steps of the epoch of which optim.warmup and optim.constant are fractions: the first
+    # iteration's, for all of them. None: per_epoch
+    schedule_epoch: int | None = None
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -66,7 +69,8 @@ def make_plan(cfg: RunSettings, n: int) -> Plan:
 
 def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
     """A plan for each iteration, one after the other; iteration i has sizes[i] examples. All plans
-    have the total of all iterations. Iterations that begin after max_steps are left out."""
+    have one schedule: the total of all iterations, and the first one's epoch. Iterations that begin
+    after max_steps are left out."""
     plans = []
     begin = 0
     for n in sizes:
@@ -75,7 +79,7 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
         if end > begin:
             plans.append(plan._replace(begin=begin, end=end))
         begin = end
-    return [plan._replace(total=begin) for plan in plans]
+    return [plan._replace(total=begin, schedule_epoch=plans[0].per_epoch) for plan in plans]
 
 
 # ---- the learning rate --------------------------------------------------------------------------
@@ -84,12 +88,13 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
 def lr_at(step: int, plan: Plan, o: Optim) -> float:
     """The learning rate of step 1, 2, ..., plan.total: a linear warmup to o.lr, then o.lr for
     o.constant, then a decay that would reach o.min_lr one step after the last."""
-    warmup = steps_of(o.warmup, plan.per_epoch) if o.warmup else 0
+    epoch = plan.schedule_epoch or plan.per_epoch
+    warmup = steps_of(o.warmup, epoch) if o.warmup else 0
     if step <= warmup:
         return o.lr * step / warmup
     if o.schedule == "constant":
         return o.lr
-    constant = steps_of(o.constant, plan.per_epoch) if o.constant else 0
+    constant = steps_of(o.constant, epoch) if o.constant else 0
     decay_steps = max(1, plan.total - warmup - constant)
     progress = max(0, step - 1 - warmup - constant) / decay_steps  # 0 to 1
     if o.schedule == "cosine":

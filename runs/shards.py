@@ -4,6 +4,7 @@ are pickles): every rank writes and reads its own part, and nothing is gathered.
 Names are `kind|parameter` or `kind|parameter|moment`, such as "optimizer|lm_head.weight|exp_avg".
 """
 
+import json
 import warnings
 from pathlib import Path
 
@@ -37,6 +38,19 @@ def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         error, _ = next(iter(e.failures.values()))
         reason = getattr(error, "strerror", None) or error
         raise Failed(f"{folder}: not saved: {reason}") from None
+
+
+def sort_metadata(file: Path) -> None:
+    """Write the metadata of a safetensors file in order of their names: the library writes them in
+    another order each time, and equal checkpoints are to be equal files."""
+    with open(file, "r+b") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:
+            f.seek(8)
+            f.write(text.ljust(length))
 
 
 class _Reader(hf_storage.HuggingFaceStorageReader):

@@ -133,8 +133,10 @@ class Stop:
         finally:
             self._may_end, self._may_raise = before
 
-    def check(self, device) -> None:
-        """Within interruptible(): raise Interrupted if the run is to end. Elsewhere nothing. Between
-        two pieces of work, since it is a collective."""
-        if self._may_end and self.requested_now(device):
+    def check(self, device, time_limit: bool = False) -> None:
+        """Within interruptible(): raise Interrupted if a signal asks the run to end, or the time limit
+        where that counts too. Elsewhere nothing. A collective."""
+        if not self._may_end or not self.requested_now(device):
+            return
+        if self._agreed >= 1 or time_limit:
             raise Interrupted(self._agreed)

@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -185,9 +186,18 @@ def first_shard(folder: Path) -> Path:
     return sorted(folder.glob("shard-*.safetensors"))[0]
 
 
+def last_of_each(argv) -> list[str]:
+    """Of --name=value given several times the last one: a program would refuse two values. So a test adds to a list of
+    arguments what it wants otherwise."""
+    words = {}
+    for i, word in enumerate(map(str, argv)):
+        words[word.split("=")[0] if re.match("--.*=", word) else i] = word
+    return list(words.values())
+
+
 def start(program: str, argv: list[str]) -> None:
     """Call a program's main in this process, with sys.argv as from a command line."""
-    module = import_module(program)
+    module, argv = import_module(program), last_of_each(argv)
     with mock.patch.object(sys, "argv", [module.__file__, *argv]):
         module.main(argv)
 
@@ -202,6 +212,7 @@ class Started:
     def __init__(self, folder: Path, program: str, argv, stdout=None, first=None, **env):
         from runs import errors
 
+        argv = last_of_each(argv)
         self.files = [folder / f"{name}-{env.get('RANK', 0)}" for name in ("stdout", "stderr")]
         self.pid = os.fork()
         if self.pid == 0:
@@ -213,11 +224,11 @@ class Started:
                 if first:
                     first()
                 if program.endswith(".py"):  # as a user types it
-                    sys.argv = [program, *map(str, argv)]
+                    sys.argv = [program, *argv]
                     runpy.run_path(program, run_name="__main__")
                 else:
                     module = import_module(program)
-                    sys.argv = [module.__file__, *map(str, argv)]
+                    sys.argv = [module.__file__, *argv]
                     errors.run_cli(module.main)
                 code = 0
             except SystemExit as e:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -10,13 +11,13 @@ import time
 
 import pytest
 import tokens
-from conftest import train
+from conftest import assert_same, train
 from tokens import ids_of, rated, write
 
 import data
 from hub import folders
 from hub.families import read_config
-from records import examples, tokenizer
+from records import examples, memory, tokenizer
 from records.forms import Fault, Record
 from records.tokenizer import Texts, Tokenizer
 from runs.errors import BadInput
@@ -337,6 +338,29 @@ def test_a_product_in_a_template_is_bounded(tmp_path, large):
     )[1] == ["c"]
 
 
+GROWING = [
+    "{% set n = namespace(x='ab') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{{ 'x' | center(99999999999) }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ (['x' * 1000000] * 100000) | join }}",
+]
+
+
+@pytest.mark.survive("R16")
+@pytest.mark.parametrize("template", GROWING)
+def test_a_template_that_makes_a_text_too_large_for_the_memory_is_ended(
+    tmp_path, monkeypatch, template
+):
+    monkeypatch.setattr(memory, "MOST_MEMORY", 2**27)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    two = [rated([user("p")], [bot("c")])] * 2
+    with pytest.raises(BadInput) as e:
+        load(two, templated(tmp_path, template + tokens.CHATML))
+    assert str(e.value).endswith(":1: chat template: more than 0.125 GB of memory for this record")
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
 @pytest.mark.survive("R17")
 @pytest.mark.parametrize("name", ["qwen2.5", "llama-2"])
 def test_a_long_text_is_bounded_before_it_is_encoded_and_counted_as_cut(real, name, tmp_path):
@@ -402,6 +426,123 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, monkey
         with pytest.raises(BadInput):
             preview(*argv, **see)
     assert data.pack, "and data.py is what others import"
+
+
+def test_data_py_judges_a_file_by_all_of_its_records_and_refuses_as_a_run_does(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    see = dict(monkeypatch=monkeypatch, capsys=capsys)
+    demo, label = {"prompt": "p", "completion": "c"}, rated(label=1)
+    for records, kind in (
+        ([demo, demo], "demonstrations, for spin.py"),
+        ([{"prompt": "p"}, {"prompt": "q"}], "prompts, for online.py"),
+        ([{"prompt": "p", "chosen": "c", "rejected": "d"}, label], "ratings, for kto.py"),
+        ([{"prompt": "p", "chosen": "c", "rejected": "d"}], "pairs, for dpo.py or kto.py"),
+    ):
+        shown = preview(write(tmp_path / "d.jsonl", *records), **see)
+        assert shown.startswith(f"read as {kind}\n")
+    for bad in (demo, rated(label="good"), {"prompt": "p", "label": 1}, "[1]", "{"):
+        source = write(tmp_path / "bad.jsonl", demo if bad == demo else label, bad, label)
+        with pytest.raises(BadInput) as of_check:
+            preview(source, "--model", tiny, **see)
+        with pytest.raises(BadInput) as of_run:
+            train(tiny, source, tmp_path / "run", "--batch_size=2")
+        assert str(of_check.value) == str(of_run.value) and f"{source}:" in str(of_run.value)
+
+
+def test_data_py_reads_all_parts_and_warns_of_what_they_share(tmp_path, monkeypatch, capsys):
+    see = dict(monkeypatch=monkeypatch, capsys=capsys)
+    train_file = write(tmp_path / "t.jsonl", *[rated(p, c) for p in "abcdghijkl" for c in "xy"])
+    val = write(tmp_path / "v.jsonl", rated("a", "x"), rated("b", "z"), rated("e"))
+    test = write(tmp_path / "s.jsonl", rated("m"), rated("n"))
+    shown = preview(train_file, "--val", val, "--test", test, **see)
+    for part in ("train: 20 examples of 10", "val: 3 examples of 3", "test: 2 examples of 2"):
+        assert f"\n{part} prompts" in shown
+    (line,) = [x for x in shown.splitlines() if "warning" in x]
+    assert line == (
+        "  warning: val: 2 of its 3 prompts are in train too; 1 of its 3 examples are there with the "
+        "same completions"
+    )
+    shown = preview(train_file, "--split", "2,1,1", **see)
+    assert "warning" not in shown and "\nval: " in shown, "a prompt is in one part alone"
+    with pytest.raises(BadInput, match=f"^{val}:1: label: "):
+        preview(train_file, "--val", write(tmp_path / "v.jsonl", rated(label="?")), **see)
+
+
+def test_data_py_warns_of_html_and_of_texts_in_quotation_marks(tmp_path, monkeypatch, capsys):
+    see = dict(monkeypatch=monkeypatch, capsys=capsys)
+    texts = ['"c"', "“d”", "e", "f &amp; g", "a & b; &c", 'say "h"']
+    source = write(tmp_path / "d.jsonl", *[rated("p" + x, x) for x in texts])
+    warned = [x for x in preview(source, **see).splitlines() if "warning" in x]
+    assert warned == [
+        f"  warning: train: 1 records hold HTML entities such as &amp; (the first: {source}:4)",
+        "  warning: train: 2 of 6 texts in completion begin and end with quotation marks: are these "
+        "part of the text?",
+    ]
+    source = write(tmp_path / "d.jsonl", *[rated(x, x) for x in ['"c"', *"defghi"]])
+    assert "warning" not in preview(source, **see), "a small share"
+
+
+def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, monkeypatch, capsys):
+    stars = [rated(p, "c", n) for p, n in zip("abcdefghij", (1, 2, 3, 4, 5) * 2)]
+    source, labels = write(tmp_path / "d.jsonl", *stars), "labels=up=4|5,down=1|2"
+    argv = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-3")
+    run = train(tiny, source, tmp_path / "run", *argv, f"--data.{labels}")
+    table = capsys.readouterr().out
+    checked = preview(
+        source, "--model", tiny, f"--{labels}", monkeypatch=monkeypatch, capsys=capsys
+    )
+    for said in (table, checked):
+        assert "train: 8 examples of 8 prompts, 4 desirable, 4 undesirable" in said
+        assert "\n  dropped, since data.labels does not name their label: 3 (2)\n" in said
+    named = [r | {"label": r["label"] > 3} for r in stars if r["label"] != 3]
+    same = train(tiny, write(tmp_path / "e.jsonl", *named), tmp_path / "same", *argv)
+    assert_same(run, same)
+
+
+SAME_FILES = {
+    "Anthropic HH": (
+        "dpo",
+        {
+            k: f"\n\nHuman: {{}}\n\nAssistant: {v}"
+            for k, v in dict(chosen="a", rejected="b").items()
+        },
+        {"prompt": "\n\nHuman: {}\n\nAssistant:", "chosen": " a", "rejected": " b"},
+    ),
+    "OpenAI": (
+        "dpo",
+        {
+            "input": {"messages": [user("{}")]},
+            "preferred_output": [bot("a")],
+            "non_preferred_output": [bot("b")],
+        },
+        {"prompt": [user("{}")], "chosen": [bot("a")], "rejected": [bot("b")]},
+    ),
+    "LLaMA-Factory": (
+        "kto",
+        {"instruction": "Sort", "input": "{}", "output": "a", "kto_tag": "True"},
+        rated([user("Sort\n{}")], [bot("a")]),
+    ),
+    "parts": (
+        "kto",
+        rated([user([{"type": "text", "text": "{}"}])], [bot("a")]),
+        rated([user("{}")], [bot("a")]),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", SAME_FILES)
+def test_a_run_on_a_file_of_any_form_is_the_run_on_the_same_records_in_ours(tiny, tmp_path, form):
+    program, theirs, ours = SAME_FILES[form]
+    template = tmp_path / "chatml.jinja"
+    template.write_text(tokens.CHATML)
+    runs = []
+    for name, record in (("theirs", theirs), ("ours", ours)):
+        lines = [json.dumps(record).replace("{}", word) for word in ("fig", "pea", "yam", "oat")]
+        source = write(tmp_path / f"{name}.jsonl", *lines)
+        argv = ("--batch_size=2", "--max_steps=2", f"--data.chat_template={template}")
+        runs.append(train(tiny, source, tmp_path / name, *argv, program=program))
+    assert_same(*runs)
 
 
 def test_data_py_takes_the_context_as_a_run_does_and_fetches_no_weights(

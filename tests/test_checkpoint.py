@@ -22,6 +22,7 @@ from conftest import (
     checkpoint_tensors,
     first_shard,
     killed_and_resumed,
+    last_of_each,
     numbers,
     ranks,
     train,
@@ -63,6 +64,12 @@ def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(
     )
     assert_same(resumed, whole)
     assert (out / "val.csv").read_text() == (tmp_path / "whole" / "val.csv").read_text()
+    last = Path("checkpoints", "step-00000007")
+    shards = sorted((tmp_path / "whole" / last).glob("shard-*"))
+    assert len(shards) >= 4, "weights and random states, and three moments"
+    for shard in shards:
+        equal = (out / last / shard.name).read_bytes() == shard.read_bytes()
+        assert equal, "equal checkpoints are equal files"
     if mode == LORA and n == 1:
         out, argv = tmp_path / "other", (*argv, "--seed=2")
         other, *_ = ranks(n, lambda rank: train(tiny, ratings, out, *argv))
@@ -466,7 +473,7 @@ def test_two_processes_say_nothing_but_their_own_lines(strategy, tiny, ratings, 
     """No library's warning stands between them."""
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *RUN]
     argv += ["--devices=2", f"--strategy={strategy}", "--max_steps=2"]
-    argv = [sys.executable, ROOT / "kto.py", *argv]
+    argv = [sys.executable, ROOT / "kto.py", *last_of_each(argv)]
     process = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert (process.returncode, process.stderr) == (0, "")
     assert "exported to" in process.stdout and "Warning" not in process.stdout

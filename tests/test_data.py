@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import gc
+import gzip
 import random
 import re
+import resource
 import sys
 import time
 
@@ -16,7 +18,7 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 
 import data
 from data import Batch, MicroBatch
-from records import cache, examples
+from records import cache, examples, memory
 from records.examples import (
     Example,
     describe_examples,
@@ -148,6 +150,62 @@ def test_a_file_without_records_is_refused(tmp_path, name, blob):
     assert refusal(tmp_path / name, plain()) == [f"{tmp_path / name}: no records"]
 
 
+def unpacked(path, start: bytes, block: bytes, end: bytes) -> None:
+    """Write a .gz of 400 MB or so."""
+    with gzip.open(path, "wb", 1) as f:
+        f.write(start)
+        for _ in range(100):
+            f.write(block * (2**22 // len(block)))
+        f.write(end)
+
+
+@pytest.mark.survive("R17")
+@pytest.mark.parametrize(
+    "name, start, block, end",
+    [
+        ("d.jsonl.gz", b'{"prompt": "', b"a", b'"}\n'),
+        ("d.json.gz", b"[", b'{"prompt":"p","completion":"c","label":1},', b"1]"),
+        ("d.csv.gz", b'prompt,completion,label\n"', b"a", b'",c,1\n'),
+    ],
+)
+def test_a_small_file_that_unpacks_to_more_than_the_memory_is_one_line(
+    tmp_path, monkeypatch, name, start, block, end
+):
+    monkeypatch.setattr(memory, "MOST_MEMORY", 2**27)
+    unpacked(tmp_path / name, start, block, end)
+    assert (tmp_path / name).stat().st_size < 2**22
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    (line,) = refusal(tmp_path / name, plain())
+    assert line.startswith(
+        f"{tmp_path / name}: reading on from here takes more than 0.125 GB of memory"
+    )
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+@pytest.mark.survive("R17")
+def test_a_parquet_file_of_3_kb_that_unpacks_to_gigabytes_is_one_line(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(memory, "MOST_MEMORY", 2**28)
+    long = pyarrow.DictionaryArray.from_arrays([0] * 4096, ["a" * 2**24])
+    table = pyarrow.table({"prompt": ["p"] * 4096, "completion": long, "label": [True] * 4096})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", compression="zstd")
+    assert (tmp_path / "d.parquet").stat().st_size < 4000
+    (line,) = refusal(tmp_path / "d.parquet", plain())
+    assert ": reading on from here takes more than 0.25 GB of memory" in line
+
+
+def test_a_large_file_of_small_records_is_read_within_the_bound(tmp_path, monkeypatch):
+    """Only a batch of records counts, not the token ids of all that went before."""
+    monkeypatch.setattr(memory, "MOST_MEMORY", 2**25)
+    record = b'{"prompt": "p", "completion": "' + b"c" * 100_000 + b'", "label": 1}\n'
+    with gzip.open(tmp_path / "d.jsonl.gz", "wb", 1) as f:
+        for _ in range(1000):
+            f.write(record)
+    assert len(read(tmp_path / "d.jsonl.gz", plain())) == 1000
+
+
 # ---- tokens --------------------------------------------------------------------------------------
 
 
@@ -225,6 +283,15 @@ def test_each_file_of_several_has_its_own_way_and_the_table_counts_both(tmp_path
     files = write(tmp_path / "a.jsonl", rated(), rated()), write(tmp_path / "b.jsonl", DIALOGUE)
     table = describe_examples("train", load(",".join(files), chat()))
     assert "  rendered: 2 plain, 1 by the chat template" in table.splitlines()
+
+
+def test_parts_that_are_rendered_differently_are_warned_of(tmp_path):
+    files = write(tmp_path / "t.jsonl", DIALOGUE), write(tmp_path / "v.jsonl", rated())
+    for train, val, warned in ((0, 1, True), (1, 0, True), (0, 0, False), (1, 1, False)):
+        said = []
+        d = Data(files[train], val=files[val], max_prompt=64, max_completion=64)
+        load_splits(d, chat(), "rated", "rated", said.append)
+        assert said[-1].startswith("warning: some records are rendered by") == warned
 
 
 def test_labels_that_data_labels_does_not_name_are_dropped_counted_and_shown(tmp_path):

@@ -191,6 +191,25 @@ def test_a_checkpoint_answers_through_the_template_that_its_run_was_given(llama,
     assert (fetch_model(step) / "chat_template.jinja").read_text() == text
 
 
+def test_what_was_not_trained_leaves_a_run_in_bfloat16_as_it_was(tmp_path, ratings):
+    """The source is in float32, the run holds its base in bfloat16."""
+    source, out = tmp_path / "source", tmp_path / "run"
+    made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), source)
+    shutil.copytree(PARITY / "tokenizer", source, dirs_exist_ok=True)
+    argv = ("--lora.rank=2", "--lora.targets=q_proj", "--precision=bf16-true")
+    train(source, ratings, out, *STEPS, *argv)
+    start("export", [str(out / "checkpoints" / "step-00000004")])
+    before, final, exported = (
+        load_file(folder / "model.safetensors")
+        for folder in (source, out / "final", out / "step-00000004")
+    )
+    trained = {name for name, x in before.items() if not torch.equal(x, final[name])}
+    assert trained == {f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)}
+    assert same_weights(final, exported)
+    assert any(not torch.equal(x, x.bfloat16().float()) for x in before.values()), "else none is"
+    assert same(our_logits(out / "final_adapter"), our_logits(out), 1e-5)
+
+
 # ---- adapters ------------------------------------------------------------------------------------
 
 

@@ -398,6 +398,8 @@ REFUSED = {
     "scale_attn_weights: False": ("gpt2", dict(scale_attn_weights=False)),
     "partial_rotary_factor: 0.5 is not supported": ("qwen2", dict(partial_rotary_factor=0.5)),
     "attn_logit_softcapping: 50.0": ("gemma3_text", dict(attn_logit_softcapping=50.0)),
+    "rope_scaling: expected an object, got 3": ("llama", dict(rope_scaling=3)),
+    "text_config: expected an object, got 3": ("gemma3", dict(text_config=3)),
     "rope_scaling: factor: expected": ("llama", dict(rope_scaling={"rope_type": "linear"})),
     "rope_scaling: short_factor: expected a list of 3 numbers": (
         "phi3, longrope",

@@ -187,6 +187,61 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert code == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
 
 
+OWN_OPTIONS = """
+import argparse
+from kto import main
+from runs.errors import run_cli
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--shortest", type=int, required=True)
+parser.add_argument("--longest", type=int, required=True)
+own, settings = parser.parse_known_args()
+
+
+def checker(answers):
+    return [own.shortest < len(answer.completion) < own.longest for answer in answers]
+
+
+run_cli(lambda: main(settings, checker=checker))
+"""
+
+
+def test_the_printed_command_keeps_the_options_of_the_script_itself(clone, tmp_path):
+    (clone / "options.py").write_text(OWN_OPTIONS)
+    command = (
+        "python options.py --shortest 3 --batch_size 8 --longest 8 --max_steps 3 --eval.prompts 3"
+    )
+    command += " --seed 3 --eval.samples 0 --stop_at 2"
+    code, said, stderr = run(clone, tmp_path / "a", command).ended()
+    assert code == 0, stderr
+    (resume,) = re.findall(r"^  (python .*)$", said, re.M)
+    assert resume.startswith("python options.py --shortest 3 --longest 8 --config "), resume
+    code, said, stderr = run(clone, tmp_path / "b", f"{resume} --stop_at null").ended()
+    assert code == 0 and "held-out accuracy by the checker" in said, stderr
+
+
+def test_a_run_with_relative_paths_goes_on_and_is_exported_from_another_directory(clone, tmp_path):
+    (clone / "mine").mkdir()
+    for path in (clone / "demo").iterdir():  # the demo's own paths are found from everywhere
+        (clone / "mine" / path.name).symlink_to(path)
+    command = "python kto.py --model mine/base --data.train mine/train.jsonl --data.val"
+    command += " mine/val.jsonl:1,mine/va?.jsonl:1 --batch_size 8 --max_steps 3 --stop_at 2"
+    command += " --eval.samples 0 --out_dir out/moved"
+    code, said, stderr = run(clone, tmp_path / "a", command).ended()
+    assert code == 0 and "run folder: out/moved\n" in said, stderr
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    out = clone / "out" / "moved"
+    resume = f"python {clone / 'kto.py'} --config {out / 'settings.yaml'} --resume auto"
+    for i, command in enumerate(
+        [
+            f"python {clone / 'export.py'} {out}/checkpoints/step-00000002 --out {elsewhere}/two",
+            f"{resume} --stop_at null",
+        ]
+    ):
+        code, said, stderr = run(elsewhere, tmp_path / f"b{i}", command).ended()
+        assert code == 0 and "exported to" in said, stderr
+
+
 def test_the_z_of_other_libraries_by_hand():
     from z_variants import with_neighbours, z_by_groups
 

@@ -1,6 +1,9 @@
-"""The house rules: imports point one way, from the programs down to runs/, and never in a circle."""
+"""The house rules: imports point one way, from the programs down to runs/, and never in a circle; and what is imported
+is declared in pyproject.toml."""
 
 import ast
+import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -13,17 +16,17 @@ FLOORS += ("train",)
 
 
 def imported(file: Path) -> set[str]:
-    """Our own modules that a file imports, at its head or within a function."""
+    """All that a file imports, at its head or within a function."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names & set(FILES)
+    return names
 
 
-IMPORTS = {name: imported(file) for name, file in FILES.items()}
+IMPORTS = {name: imported(file) & set(FILES) for name, file in FILES.items()}
 
 
 def floor(name: str) -> int:
@@ -42,3 +45,12 @@ def test_no_imports_run_in_a_circle():
         for name in free:
             del left[name]
     assert left == {}, "these import each other, or one that does"
+
+
+def test_every_package_that_is_imported_is_declared():
+    declared = re.findall(r'^  "([\w-]+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    declared = {name.replace("pyyaml", "yaml") for name in declared}
+    names = set().union(*map(imported, FILES.values()))
+    packages = {name.split(".")[0] for name in names} - {name.split(".")[0] for name in FILES}
+    assert packages - sys.stdlib_module_names - declared == {"demo"}
+    assert "yaml" in packages and "torch" in packages, "else nothing was read"

@@ -11,6 +11,7 @@ import re
 import struct
 import sys
 import termios
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,12 @@ import kto
 import model
 from evaluate import Evaluator
 from records.examples import Example
+from runs import console
 from runs.checkpoint import RunState
 from runs.console import (
     Progress,
+    Wait,
+    advance,
     fit_80_columns,
     format_before_after,
     format_table,
@@ -627,9 +631,11 @@ def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> 
 
     monkeypatch.setattr(evaluate, "generate", generate)
     val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
-    cfg = run_settings(out, eval=Eval(**settings))
+    cfg = run_settings(out, eval=Eval(max_new_tokens=2, **settings))
     fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x, device=None)
-    stop = SimpleNamespace(check=None, interruptible=lambda alone: contextlib.nullcontext())
+    stop = SimpleNamespace(
+        check=lambda device: None, interruptible=lambda alone: contextlib.nullcontext()
+    )
     return Evaluator(fabric, cfg, None, plain(), val, checker, stop)
 
 
@@ -746,3 +752,81 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(tiny):
     assert (row["tokens/s"], row["seconds"], row["mfu"]) == (12, 2.0, None)
     speed.add([example], 3.0)
     assert speed.read()["tokens/s"] == 4, "each line is of its own steps"
+
+
+# ---- waits ---------------------------------------------------------------------------------------
+
+
+def test_a_short_wait_prints_nothing_and_a_long_one_what_how_far_and_how_long(monkeypatch, capfd):
+    with Wait("quick", 2, "answers"):
+        advance(2)
+    assert capfd.readouterr().out == ""
+    monkeypatch.setattr(console, "SILENT", 0.2)
+    with Wait("the checker", 1000, "answers"):
+        advance(5)
+        time.sleep(0.3)
+    with Wait("check at step 0", 1000):
+        advance(250, tokens=250)
+        time.sleep(0.3)
+    with Wait("reading x.csv", None, "records"):
+        advance(7)
+        time.sleep(0.3)
+    checker, check, reading = capfd.readouterr().out.splitlines()
+    assert re.fullmatch(r"the checker: 5 of 1,000 answers, 00:(39|40|41|42|43) left", checker)
+    assert re.fullmatch(r"check at step 0: 25%, 1,\d\d\d tokens/s, 00:01 left", check)
+    assert reading == "reading x.csv: 7 records, 00:00 so far"
+
+
+def test_of_a_wait_within_another_only_the_inner_one_is_shown_and_counts(monkeypatch, capfd):
+    monkeypatch.setattr(console, "SILENT", 0.2)
+    with Wait("outer", 2):
+        with Wait("inner", 10):
+            advance()
+            assert console.current_work() == "inner"
+            time.sleep(0.5)
+        assert console.current_work() == "outer"
+    said = capfd.readouterr().out
+    assert "inner: 10%" in said and "outer" not in said
+    assert console.current_work() == "this step"
+
+
+def test_what_makes_a_wait_of_more_than_five_minutes_shorter_is_said_once(monkeypatch, capfd):
+    monkeypatch.setattr(console, "SILENT", 0.1)
+    for n in (1, 900):
+        with Wait("answers", 1000, shorter="a smaller eval.prompts"):
+            advance(n)
+            time.sleep(0.7 if n == 1 else 0.2)
+        told = capfd.readouterr().out.count("shorter with a smaller eval.prompts")
+        assert told == (n == 1)
+
+
+def test_no_progress_means_no_lines_of_waits_either(monkeypatch, capfd):
+    monkeypatch.setattr(console, "SILENT", 0.05)
+    monkeypatch.setattr(console, "shows_progress", False)
+    with Wait("answers"):
+        time.sleep(0.2)
+    assert capfd.readouterr().out == ""
+
+
+SLOW = """
+import time
+from runs import console
+console.SILENT = 0.3
+from kto import main
+from runs.errors import run_cli
+run_cli(lambda: main(checker=lambda answers: time.sleep(1) or [True] * len(answers)))
+"""
+
+
+def test_a_run_says_the_size_of_a_check_and_how_far_it_is(tiny, ratings, tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
+    argv += [f"--out_dir={tmp_path / 'run'}", "--batch_size=8", "--max_steps=1"]
+    argv += ["--eval.prompts=5", "--eval.max_new_tokens=3"]
+    child = Started(tmp_path, str(script), argv, first=lambda: sys.path.insert(0, str(ROOT)))
+    code, said, stderr = child.ended()
+    assert (code, stderr) == (0, "")
+    size = said.index("check at step 0: 5 prompts, answers of at most 3 tokens\n")
+    progress = re.search(r"the checker: 00:0\d so far\n", said)
+    assert progress and progress.start() > size

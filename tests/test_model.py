@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import HF, gpt2_from_hf, made, ragged, same, shaken
+from models import HF, gpt2_from_hf, logits, made, ragged, same, shaken
 from torch import nn
 
 import data
@@ -415,7 +415,7 @@ def test_the_heads_softmax_may_go_in_blocks_of_any_size(dtype, cap, monkeypatch)
         h, w = (x.clone().requires_grad_() for x in (h_TC, w_VC))
         # 7 targets at a time, of which the first are saved
         chunks = head.Chunks(7, 1, max(1, block // 61), gpu=False)
-        logp_T = head.Head.apply(h, w, target_T, cap, chunks)
+        logp_T, _ = head.Head.apply(h, w, target_T, cap, chunks)
         (logp_T * torch.arange(20)).sum().backward()
         seen.append((logp_T, h.grad, w.grad))
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
@@ -431,7 +431,7 @@ def test_the_head_of_a_gpu_computes_what_a_cpus_does(cap, saved):
     h_TC, w_VC, target_T, seen = random(20, 8), random(61, 8) * 2, torch.arange(20) * 3, []
     for gpu in (False, True):
         h, w = (x.clone().requires_grad_(saved is not None) for x in (h_TC, w_VC))
-        logp_T = head.Head.apply(h, w, target_T, cap, head.Chunks(7, saved, 7, gpu))
+        logp_T, _ = head.Head.apply(h, w, target_T, cap, head.Chunks(7, saved, 7, gpu))
         if saved is not None:
             (logp_T * torch.arange(20)).sum().backward()
         seen.append((logp_T.detach(), h.grad, w.grad))
@@ -452,9 +452,8 @@ def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
         ("gpu, gathered in bfloat16", torch.bfloat16, torch.bfloat16, True),
     ):
         w = w_VC.to(w_dtype).requires_grad_()
-        head.Head.apply(
-            h_TC.to(h_dtype), w, target_T, None, head.Chunks(8, 9, 8, gpu)
-        ).sum().backward()
+        chunks = head.Chunks(8, 9, 8, gpu)
+        head.Head.apply(h_TC.to(h_dtype), w, target_T, None, chunks)[0].sum().backward()
         grads[name] = w.grad.double()
     off = {name: (grad - grads["exact"]).norm().item() for name, grad in grads.items()}
     assert off["gpu"] < off["cpu"] / 2
@@ -466,15 +465,53 @@ def test_a_gpu_gets_chunks_of_1024_rows_or_more_with_their_softmax_in_one_piece(
         chunks = head.Chunks.of("cuda", V)
         assert chunks.size >= 1024 and chunks.softmax == chunks.size and chunks.gpu
     cpu = head.Chunks.of("cpu", 50257)
-    assert cpu == (2**24 // 50257, 4, 2**22 // 50257, False)
+    assert cpu == (2**24 // 50257, 4, 2**22 // 50257, False, False)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("saved", [None, 1])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_head_gives_the_entropy_of_each_distribution_and_changes_nothing_else(cap, saved, gpu):
+    h_TC, w_VC, target_T, seen = random(20, 8), random(61, 8) * 2, torch.arange(20) * 3, []
+    for entropy in (False, True):
+        h, w = (x.clone().requires_grad_(saved is not None) for x in (h_TC, w_VC))
+        logp_T, entropy_T = head.Head.apply(
+            h, w, target_T, cap, head.Chunks(7, saved, 3, gpu, entropy)
+        )
+        if saved is not None:
+            (logp_T * torch.arange(20)).sum().backward()
+        seen.append((logp_T.detach(), h.grad, w.grad))
+    assert all(x is y is None or same(x, y, 1e-12) for x, y in zip(*seen))
+    logits_TV = h_TC @ w_VC.T
+    if cap:
+        logits_TV = cap * (logits_TV / cap).tanh()
+    expected = torch.distributions.Categorical(logits=logits_TV).entropy()
+    assert same(entropy_T, expected, 1e-12) and not entropy_T.requires_grad
+    assert entropy_T.max() > 1 and entropy_T.max() < math.log(61)
+
+
+@pytest.mark.parametrize("targets", ["query", "head"])
+def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targets, tmp_path):
+    made(HF["llama"], tmp_path)
+    gpt = model.load_model(tmp_path, Lora(rank=2, targets=targets))
+    prompts, completions = ragged(2, 97, 0)
+    batch = pack(prompts, completions)
+    gpt(batch)
+    assert gpt.entropy_BK is None
+    gpt.measures_entropy = True
+    gpt(batch)
+    for b, k in ((0, 0), (4, 1), (2, 1)):
+        prompt, completion = prompts[b], completions[b][k]
+        logits_TV = logits(gpt, [*prompt, *completion[:-1]])[len(prompt) - 1 :]
+        expected = torch.distributions.Categorical(logits=logits_TV).entropy().sum()
+        assert same(gpt.entropy_BK[b, k], expected.detach(), 1e-4)
 
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
     h_TC = torch.tensor([[1.0, 0.0]]).bfloat16().requires_grad_()
     w_VC = torch.tensor([[7.0, 0.0], [0.0, 0.0]]).bfloat16().requires_grad_()
-    head.Head.apply(
-        h_TC, w_VC, torch.tensor([0]), None, head.Chunks(4, 4, 4, False)
-    ).sum().backward()
+    chunks = head.Chunks(4, 4, 4, False)
+    head.Head.apply(h_TC, w_VC, torch.tensor([0]), None, chunks)[0].sum().backward()
     miss = 1 - 1 / (1 + math.exp(-7))  # 9e-4: the softmax would be 1 in bfloat16, the gradient 0
     assert h_TC.grad[0, 0].item() == pytest.approx(7 * miss, rel=1e-2)
     assert w_VC.grad[:, 0].tolist() == pytest.approx([miss, -miss], rel=1e-2)

@@ -76,8 +76,8 @@ def test_iterations_lie_end_to_end_under_one_schedule():
     plans = iteration_plans(twice, [87, 87, 40])
     assert [(p.begin, p.end) for p in plans] == [(0, 20), (20, 40), (40, 50)]
     assert [p.per_epoch for p in plans] == [p.val for p in plans] == [10, 10, 5]
-    assert {p.total for p in plans} == {50}
-    assert iteration_plans(twice, [87]) == [make_plan(twice, 87)]
+    assert {(p.total, p.schedule_epoch) for p in plans} == {(50, 10)}
+    assert iteration_plans(twice, [87]) == [make_plan(twice, 87)._replace(schedule_epoch=10)]
     plans = iteration_plans(run_settings(batch_size=8, max_steps=12), [87, 87, 87])
     assert [(p.end, p.total) for p in plans] == [(10, 12), (12, 12)], "max_steps counts all of them"
 
@@ -126,6 +126,18 @@ def test_warmup_and_constant_may_be_fractions_of_an_epoch():
     assert rates(**linear, warmup=1.0)[9:11] == [1.0, 1.0]
     assert rates(**linear, warmup=1)[:2] == [1.0, 1.0], "1 is a step, 1.0 an epoch"
     assert rates(4, lr=1.0, warmup=0.0, constant=0.0, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_a_fraction_of_an_epoch_means_as_many_steps_in_every_iteration():
+    """SPIN with spin.mix has more pairs, and so a longer epoch, from its second iteration on."""
+    plans = iteration_plans(run_settings(batch_size=8), [80, 120])
+    o = Optim(lr=1.0, schedule="linear", warmup=0.5, constant=0.3)  # 5 and 3 of 25 steps
+    computed = [lr_at(step, p, o) for p in plans for step in range(p.begin + 1, p.end + 1)]
+    by_hand = [0.2, 0.4, 0.6, 0.8] + [1.0] * 4 + [1 - i / 17 for i in range(17)]
+    assert computed == pytest.approx(by_hand)
+    o = Optim(lr=1.0, schedule="constant", warmup=1.2)  # 12 steps, over the border
+    computed = [lr_at(step, p, o) for p in plans for step in range(p.begin + 1, p.end + 1)]
+    assert computed[:12] == pytest.approx([step / 12 for step in range(1, 13)])
 
 
 def test_a_stretch_longer_than_the_run_does_no_harm():

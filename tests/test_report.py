@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 pytest.importorskip("matplotlib")
+from conftest import train  # noqa: E402
+
 import report  # noqa: E402
 from runs.errors import BadInput  # noqa: E402
 
@@ -108,7 +110,7 @@ def test_the_table_has_the_mean_over_seeds_and_its_95_percent_interval(tmp_path,
     assert row_of(out, "±", 0)["tokens/s"] == "2,484"
 
 
-@pytest.mark.parametrize("n, t", [(2, 12.706), (5, 2.776), (11, 2.228), (16, 2.131), (61, 2.000)])
+@pytest.mark.parametrize("n, t", [(3, 4.303), (5, 2.776), (11, 2.228), (16, 2.131), (61, 2.000)])
 def test_the_interval_is_students_for_any_number_of_seeds(tmp_path, show, n, t):
     runs = [a_run(tmp_path / f"{i}", {"step": [1], "loss": [i % 2]}, seed=i) for i in range(n)]
     out, _ = show(*runs)
@@ -116,6 +118,14 @@ def test_the_interval_is_students_for_any_number_of_seeds(tmp_path, show, n, t):
     variance = (ones * (1 - ones / n) ** 2 + (n - ones) * (ones / n) ** 2) / (n - 1)
     by_hand = t * (variance / n) ** 0.5
     assert float(row_of(out, "±")["loss"]) == pytest.approx(by_hand, rel=5e-3)
+
+
+def test_of_two_runs_both_values_stand_in_place_of_an_interval(tmp_path, show):
+    out, page = show(*three_seeds(tmp_path)[:2])
+    assert "\n      ±" not in out and row_of(out, "0 val")["loss"] == "0.31"
+    assert row_of(out, "each", 1)["loss"] == "0.3, 0.32"
+    assert row_of(out, "each", 0)["tokens/s"] == "1,000, 2,000"
+    assert "<td>0.3, 0.32</td>" in page
 
 
 def test_one_run_has_no_interval(tmp_path, show):
@@ -175,7 +185,9 @@ def test_the_page_names_the_settings_that_differ_and_no_others(tmp_path, show):
     a = a_run(tmp_path / "a", optim__lr=1e-3, dpo__loss="ipo")
     b = a_run(tmp_path / "b", optim__lr=1e-5)
     _, page = show(a, b)
-    table = page[page.index("Settings that differ") : page.index("Other columns")]
+    differ, shared = page.index("Settings that differ"), page.index("Settings that all runs share")
+    table, rest = page[differ:shared], page[shared : page.index("Other columns")]
+    assert re.search(r"kto\.beta</th>\s*<td>0\.1</td>", rest) and "optim.lr" not in rest
     assert re.search(r"optim\.lr</th>\s*<td>0\.001</td>\s*<td>1e-05</td>", table)
     assert re.search(r"dpo\.loss</th>\s*<td>'ipo'</td>\s*<td></td>", table)
     assert "kto.beta" not in table and "out_dir" not in table and "seed" not in table
@@ -226,6 +238,56 @@ def test_a_folder_named_twice_is_one_run(tmp_path, show):
     assert row_of(out, "0 train")["n"] == "1" and "\n1: " not in out
 
 
+# ---- what was done ---------------------------------------------------------------------------
+
+
+def started(path: str, **start) -> str:
+    """The run with a line of starts.jsonl."""
+    start = {"date": "2026-01-31 10:00:00", "program": "/home/me/kto.py", "commit": "abc1234",
+             "versions": {"torch": "2.13.0"}} | start  # fmt: skip
+    with open(Path(path) / "starts.jsonl", "a") as file:
+        file.write(json.dumps(start) + "\n")
+    return path
+
+
+def test_the_page_begins_with_what_was_run_on_what_when_and_by_which_versions(tmp_path, show):
+    a = started(a_run(tmp_path / "a", model="gpt2", data__train="ratings.jsonl"))
+    started(a, date="2026-02-01 10:00:00", commit="def5678-dirty")
+    _, page = show(a)
+    head = page[page.index("<h1>") : page.index("Lines: running means")]
+    assert "<h1>kto.py · gpt2 · ratings.jsonl</h1>" in head
+    for cell in ("2026-01-31 10:00:00", "abc1234, then def5678-dirty", "torch 2.13.0"):
+        assert f"<td>{cell}</td>" in head
+    assert "2026-02-01" not in page and "/home/me" not in page
+
+
+def test_another_program_is_another_group_by_its_name(tmp_path, show):
+    a, b = (started(a_run(tmp_path / x), program=f"{x}.py") for x in ("kto", "mine"))
+    out, _ = show(a, b)
+    assert "0: program='kto.py'\n1: program='mine.py'\n" in out
+
+
+def test_where_objectives_differ_the_page_says_that_their_losses_do_not_compare(tmp_path, show):
+    a, b = a_run(tmp_path / "a"), a_run(tmp_path / "b", optim__lr=1e-3)
+    assert "different objectives" not in show(a, b)[1], "one loss, whatever the learning rate"
+    c = a_run(tmp_path / "c", kto__beta=0.3)
+    _, page = show(a, b, c)
+    assert page.index("The runs differ in kto.beta: their losses") < page.index("<section>")
+
+
+def test_a_run_says_of_itself_when_it_began_and_by_what(tiny, ratings, tmp_path, show):
+    argv = ("--batch_size=8", "--max_steps=2", "--save_interval=1")
+    train(tiny, ratings, tmp_path / "run", *argv, "--stop_at=1")
+    train(tiny, ratings, tmp_path / "run", *argv, "--resume=auto")
+    _, page = show(str(tmp_path / "run"))
+    first, second = map(json.loads, (tmp_path / "run" / "starts.jsonl").read_text().splitlines())
+    assert (first["step"], second["step"]) == (0, 1)
+    assert f"<td>{first['date']}</td>" in page and f"<h1>kto.py · {tiny} · " in page
+    import torch
+
+    assert f"torch {torch.__version__}" in page
+
+
 # ---- curves ----------------------------------------------------------------------------------
 
 
@@ -234,6 +296,15 @@ def with_kl(path: Path, clamped: list) -> str:
     n = len(clamped)
     columns = {"step": steps, "kl": [0.2] * n, "kl/stderr": [0.05] * n, "kl/clamped": clamped}
     return a_run(path, columns)
+
+
+def test_all_plots_have_one_height_whatever_stands_above_them(tmp_path, show):
+    runs = [with_kl(tmp_path / f"{i}", [1.0, 1.0]) for i in range(8)]
+    _, page = show(
+        *runs, a_run(tmp_path / "b", {"step": [1, 2], "loss": [1e9, 2e9], "auc": [0, 1]})
+    )
+    boxes = re.findall(r'<rect x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', page)
+    assert len(boxes) == 3 and len(set(boxes)) == 1, "the axes of kl, loss and auc"
 
 
 def test_each_step_where_z_was_clamped_has_a_mark(tmp_path, show):
@@ -311,16 +382,21 @@ def test_the_checkers_accuracy_comes_from_val_csv_or_else_from_before_and_after(
     assert row_of(show(new)[0], "0 val")["checker"] == "0.5"
 
 
-def test_right_answers_are_shown_by_the_records_fields(tmp_path, show):
-    run = a_run(tmp_path / "a", val={"step": [0, 2], "loss": [1, 2]})
-    assert "Right answers" not in show(run)[1]
-    for name, right in (("before", 1), ("after", 3)):
+def test_the_checkers_accuracy_has_its_interval_and_its_n_also_by_kind(tmp_path, show):
+    run = a_run(tmp_path / "a")
+    for name, right, bullets in (("before", 2, 1), ("after", 6, 3)):
         verdict(run, name, right=right, q="a")
-        file = Path(run) / "eval" / f"{name}.json"
-        by = {"kind": {"<title>": [right, 4]}}
+        file = tmp_path / "a" / "eval" / f"{name}.json"
+        by = {"kind": {"bullets": [bullets, 4]}}
         file.write_text(json.dumps(json.loads(file.read_text()) | {"by": by}))
     _, page = show(run)
-    assert re.search(r"kind: &lt;title&gt;</th>\s*<td>25% of 4</td>\s*<td>75% of 4</td>", page)
+    table = page[page.index("<h2>Checker</h2>") : page.index("Samples of")]
+    cells = re.findall("<td>(.*?)</td>", table)
+    # Wilson by hand, z = 1.96: 2 of 8 is (2 + 1.92) / (8 + 3.84) -+ 1.96 sqrt(1.5 + 0.96) / 11.84
+    assert cells[2:6] == [
+        "all", "25.0% (7.1 to 59.1), 2 of 8", "75.0% (40.9 to 92.9), 6 of 8", "+50.0",
+    ]  # fmt: skip
+    assert cells[8] == "kind=bullets" and cells[9].endswith("1 of 4") and cells[11] == "+50.0"
 
 
 def test_a_verdict_from_before_training_is_not_a_final_number(tmp_path, show):
@@ -397,6 +473,26 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path, show):
     assert not re.search(r"@import|url\((?!#)", page)
 
 
+def test_what_no_page_can_hold_is_shown_as_an_escape(tmp_path, show):
+    a = a_run(tmp_path / "a", {"step": [1, 2], "nul\0": [1, 2], "esc\x1b": [1, 2]})
+    b = a_run(tmp_path / "b", {"step": [1, 2], "loss": [1, 2]})
+    with open(tmp_path / "b" / "settings.yaml", "a") as file:
+        file.write('"half\\ud800": "\\udfff"\n')
+    verdict(b, "before", right=1, **{"\ud800": "ab\0"})
+    verdict(b, "after", right=1, **{"\ud800": "\udfff"})
+    _, page = show(a, b)
+    for text in ("nul\\x00", "esc\\x1b", "half\\ud800", "\\udfff", "ab\\x00"):
+        assert text in page, text
+    for file in Path("report-svg").iterdir():
+        ET.parse(file)
+
+
+def test_numbers_that_no_run_means_are_left_out(tmp_path, show):
+    losses = [1e308, -1e308, 0.5, 0.5]
+    out, _ = show(a_run(tmp_path / "a", {"step": [1, 2, 3, 4], "loss": losses, "kl": [1e308] * 4}))
+    assert row_of(out, "0 train") == {"n": "1", "steps": "4", "loss": "0.5"}
+
+
 # ---- broken folders --------------------------------------------------------------------------
 
 
@@ -442,6 +538,24 @@ BAD = {
         "settings: {}/settings.yaml: not UTF-8 at byte 0",
     ),
     "broken json": ("eval/before.json", "{", "before: {}/eval/before.json: "),
+    "an alias bomb": (
+        "settings.yaml",
+        "a: &a [x, x]\n"
+        + "".join(f"{x}: &{x} [*{y}, *{y}]\n" for x, y in zip("bcdefgh", "abcdefg")),
+        "settings: {}/settings.yaml: .*an alias of a list or a group is not supported",
+    ),
+    "more right than there are": (
+        "eval/after.json",
+        '{"right": 9, "of": 8, "answers": []}',
+        "after: {}/eval/after.json: all: expected \\[right, of\\], got \\[9, 8\\]",
+    ),
+    "parts that are no parts": (
+        "eval/after.json",
+        '{"right": 1, "of": 8, "answers": [], "by": {"kind": [1]}}',
+        "after: {}/eval/after.json: ",
+    ),
+    "a start without a date": ("starts.jsonl", "{}\n", "starts: {}/starts.jsonl: "),
+    "no start": ("starts.jsonl", "", "starts: {}/starts.jsonl: "),
     "other json": ("eval/after.json", "[1]", "after: {}/eval/after.json: "),
 }
 

@@ -164,8 +164,7 @@ def test_a_bare_yes_or_no_setting_means_yes_wherever_it_stands(config):
         assert parse(*argv).deterministic is True
     s = parse(*argv, "--kto.sft_average_logps")
     assert s.data.score_prompt is s.kto.average_logps is s.kto.sft_average_logps is True
-    for argv in (["--deterministic", "false"], ["--deterministic", "--deterministic=false"]):
-        assert parse(*argv).deterministic is False, "the last wins"
+    assert parse("--deterministic", "false").deterministic is False
     with pytest.raises(SystemExit):
         parse("--deterministic", "-h")
 
@@ -259,6 +258,48 @@ def test_a_setting_that_a_file_gives_twice_is_refused_with_both_lines(
     file = config(content)
     given = f"{file}:{line}: {name}: given in line {first} already"
     assert refused("--config", file) == given, "else the last wins, and a group's others are lost"
+
+
+@pytest.mark.survive("R7")
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--seed=1", "--seed", "2"], "seed: given twice, 1 and 2: give it once"),
+        (["--seed", "1", "--batch_size=4", "--seed=2"], "seed: given twice, 1 and 2: give it once"),
+        (
+            ["--deterministic", "--deterministic=false"],
+            "deterministic: given twice, true and false: give it once",
+        ),
+        (["--sed=1", "--sed=2"], "sed: given twice, 1 and 2: give it once"),
+    ],
+)
+def test_an_option_that_is_given_twice_with_two_values_is_refused_with_both(argv, message):
+    assert refused(*argv) == message, "as a setting that a file gives twice"
+    assert parse("--seed=7", "--seed=7").seed == 7, "the same value twice is no contradiction"
+    assert parse("--eval.stop+=a", "--eval.stop+=b").eval.stop == ["a", "b"]
+
+
+@pytest.mark.parametrize("program", ["kto", "dpo", "spin", "online"])
+def test_what_users_of_trl_type_names_a_setting_of_the_program_or_none(program):
+    cls = importlib.import_module(program).Settings
+    known = settings.flatten(cls)
+    for elsewhere, here in cli.NAMES_ELSEWHERE.items():
+        found = cli._nearest_name(elsewhere, known)
+        if here == "loss":  # the algorithm's own; SPIN has one loss only
+            here = {"spin": None, "dpo": "dpo.loss"}.get(program, "kto.loss")
+        assert found == here, elsewhere
+
+
+def test_an_alias_of_a_group_is_refused_and_one_of_a_value_is_read(config):
+    file = config("model: &m x\ndata: {train: *m}\n")
+    assert parse("--config", file).data.train == "x"
+    for content in (
+        "model: x\ndata: &d {train: t}\neval: *d\n",
+        "model: x\ndata: &d {train: t}\noptim:\n  <<: *d\n",
+        "a: &a [x, x]\nb: &b [*a, *a]\n",
+    ):
+        message = "an alias of a list or a group is not supported"
+        assert re.search(rf":\d: {message}$", refused("--config", config(content)))
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):

@@ -1,6 +1,8 @@
 """Texts become the ids of the model's own tokenizer; a chat template runs in a sandbox."""
 
+import json
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +149,50 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
     assert refused(path) == f"{config}: expected an object, got [1]"
     config.write_text('{"eos_token": "<|endoftext|>"}')
     assert Tokenizer(path).eos == 0, "what else transformers writes there is not needed"
+
+
+def test_tokenizer_model_alone_is_refused_with_the_command_that_makes_a_tokenizer_json(tmp_path):
+    """Encoded by sentencepiece, <|im_end|> in a template's text would be letters."""
+    path = folder(tmp_path / "t", chat_template=CHATML)
+    (path / "tokenizer.json").rename(path / "tokenizer.model")
+    with pytest.raises(BadInput) as e:
+        Tokenizer(path)
+    (line,) = str(e.value).splitlines()
+    assert line.startswith(f"{path}: tokenizer.model alone does not say which texts are special")
+    packages, python = line.partition(": pip ")[2].split(" && ")
+    assert packages == "install transformers sentencepiece protobuf"
+    program, _, code = shlex.split(python)
+    assert program == "python" and f"A.from_pretrained('{path}').save_pretrained('{path}')" in code
+    compile(code, "command", "exec")
+
+
+def doubling(n: int, pattern="a", content="aa") -> dict:
+    replace = {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+    return {"type": "Sequence", "normalizers": [replace] * n}
+
+
+@pytest.mark.survive("R16")
+@pytest.mark.parametrize(
+    "part, value",
+    [
+        ("normalizer", doubling(40)),
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "a"}, "content": "a" * 1001}),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}),
+        ("decoder", {"type": "Sequence", "decoders": doubling(40)["normalizers"]}),
+    ],
+)
+def test_a_tokenizer_that_makes_a_text_very_much_longer_is_refused_before_it_is_used(
+    tmp_path, part, value
+):
+    file = folder(tmp_path / "t") / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for token in content["added_tokens"]:
+        token["normalized"] = True  # loading alone would then normalize it
+    file.write_text(json.dumps(content | {part: value}))
+    with pytest.raises(BadInput, match=f"^{file}: {part}: it can make a text .* times as long; at"):
+        Tokenizer(tmp_path / "t")
+    file.write_text(json.dumps(content | {"normalizer": doubling(40, "a", "b")}))
+    assert prompt_ids(Tokenizer(tmp_path / "t"), "a") == [67], "as long as before"
 
 
 def test_tokenizers_are_the_same_if_they_turn_text_into_the_same_ids(tmp_path):

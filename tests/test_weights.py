@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import train
 from models import GQA, HF, logits, made, refused, same, same_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,6 +25,7 @@ from hub.export import export_weights
 from hub.folders import fetch_model, folders_on_top
 from hub.lora import merge_adapters
 from hub.weights import weights_hash
+from records.tokenizer import Tokenizer
 from runs import tensors
 from runs.settings import Lora
 from runs.tensors import LazyTensors
@@ -459,7 +461,7 @@ BROKEN = {
     "config.json: n_embd: null is not supported": lambda f: edited(f, n_embd=None),
     "config.json: n_layer: expected 1 to 10000, got 0": lambda f: edited(f, n_layer=0),
     "config.json: n_positions: expected 1 to": lambda f: edited(f, n_positions=10**9),
-    "config.json: n_positions: expected at most 67108864,": lambda f: edited(f, n_positions=10**8),
+    "config.json: n_positions: expected at most 16777216,": lambda f: edited(f, n_positions=10**8),
     "config.json: model_type: 'llamba' is not supported": lambda f: edited(f, model_type="llamba"),
     "in/config.json: activation_function: relu": lambda f: edited(f, activation_function="relu"),
     "no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
@@ -484,6 +486,47 @@ def test_a_broken_folder_is_refused_in_one_line(match, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "in")
     BROKEN[match](tmp_path / "in")
     refused(match, model.load_model, tmp_path / "in")
+
+
+def with_token(folder: Path, i: int) -> None:
+    """Give the tokenizer one more token, <new>, with this id."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    content["added_tokens"].append({"id": i, "content": "<new>", **flags})
+    file.write_text(json.dumps(content))
+
+
+def test_token_ids_beyond_the_embedding_are_refused_where_they_are_used(tiny, ratings, tmp_path):
+    """The tiny model's embedding has 512 rows."""
+    source, data = tmp_path / "in", tmp_path / "data.jsonl"
+    shutil.copytree(tiny, source)
+    with_token(source, 512)
+    argv = ("--max_steps=1", "--batch_size=4", "--val_interval=null")
+    train(source, ratings, tmp_path / "unused", *argv)
+    record = {"prompt": "a", "completion": "b <new>", "label": True}
+    data.write_text(ratings.read_text() + json.dumps(record) + "\n")
+    match = f"^{data}:17: token: id 512, but the embedding of {source} has 512 rows$"
+    refused(match, train, source, data, tmp_path / "run", *argv)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<new>"}))
+    match = f"^{ratings}:1: eos_token: id 512, but the embedding"
+    refused(match, train, source, ratings, tmp_path / "run", *argv)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("token", [7, ["a"], {"content": 7}])
+def test_an_eos_that_is_no_text_or_no_id_is_refused(token, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"eos_token": token}))
+    refused(f"^{file}: eos_token: expected a text, got ", Tokenizer, tmp_path)
+    file.write_text(json.dumps(config | {"eos_token": None}))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    for ids in ("5", [5, "6"], -1, 1.5, True):
+        edited(tmp_path, eos_token_id=ids)
+        refused("config.json: eos_token_id: expected token ids, got ", Tokenizer, tmp_path)
 
 
 def test_what_lies_on_top_of_a_base_is_in_the_order_in_which_it_was_put_there(tmp_path):
