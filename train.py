@@ -113,6 +113,11 @@ class Objective:
         """Called once a training step with the columns of all G examples, on the device, equal on
         all ranks: the place to update what the objective remembers. Validation never calls it."""
 
+    def reference_share(self, step: int) -> float:
+        """After this step the reference becomes share * policy + (1 - share) * reference. An
+        override of this makes the run hold the reference as a copy of all weights, and save it."""
+        return 0.0
+
     def state_dict(self) -> dict:
         """What the objective remembers, {attribute: number, text or list}; tensors by .item() or
         .tolist(). Saved with every checkpoint. What is left out starts anew after a resume."""
@@ -192,6 +197,7 @@ class Trainer:
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
+            run.move_averages()
             run.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step = run.state.step
@@ -316,7 +322,7 @@ class Trainer:
         run = self.run
         lr = lr_at(run.state.step + 1, plan, run.cfg.optim)
         for group in run.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.state.step += 1
@@ -437,7 +443,7 @@ class Trainer:
         if not val or run.cfg.debug:
             return False
         run.state.unvalidated = True
-        with run.stop.interruptible():
+        with run.averaged_policy(), run.stop.interruptible():
             row = self.score(val)
             if run.evaluator.checker:
                 is_checked = step in (0, plan.end) or self.checker_is_due(plan)
@@ -549,12 +555,17 @@ class Trainer:
         """Export the models, compare answers with those before, score the test split."""
         run = self.run
         run.logger.sync()  # fails where the run's folder is gone
-        with Wait("the export"):
-            export_models(run)
-        with run.stop.interruptible():
-            run.evaluator.compare(run.state.step)
-        say(f"\nexported to {run.folder.path / 'final'}")
-        test = self.held_out("test")
+        with run.averaged_policy():
+            with Wait("the export"):
+                export_models(run)
+            with run.stop.interruptible():
+                run.evaluator.compare(run.state.step)
+            say(f"\nexported to {run.folder.path / 'final'}")
+            self.score_test()
+
+    def score_test(self) -> None:
+        """Score the test split with the policy as it is, and with the best weights."""
+        run, test = self.run, self.held_out("test")
         if not test or not test[0].completions:
             return
         with run.stop.interruptible():

@@ -7,12 +7,9 @@ sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is start
 
 from torch.nn.functional import logsigmoid
 
-from dpo import DPO, DPOSettings
-from runs.cli import parse
+from dpo import DPO, DPOSettings, main
 from runs.errors import run_cli
 from runs.settings import RunSettings, setting
-from setup import setup
-from train import Trainer
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,5 @@ class TDPO(DPO):
         return loss_B, columns | {"kl/chosen": kl_BK[:, 0], "kl/rejected": kl_BK[:, 1]}
 
 
-def main(argv=None):
-    cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
-    with Trainer(setup(cfg, TDPO(cfg.dpo))) as trainer:
-        if trainer.fit():
-            trainer.finish()
-
-
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: main(objective=TDPO, settings=Settings))
