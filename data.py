@@ -22,7 +22,7 @@ Shape letters; model.py uses the same ones:
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -331,6 +331,8 @@ class LossView(NamedTuple):
     index: torch.Tensor  # (B,) the examples' numbers in the step
     step: StepView
     tokenizer: Tokenizer | None = None
+    # (B, K, L) if the objective says vocabulary_kl: at each token KL(reference || policy) over the vocabulary, in nats
+    vocabulary_kl: torch.Tensor | None = None
 
     def extra(self, name: str):
         """A field that data.extra names: a (B,) tensor of numbers, or a list of B texts. Raises BadInput."""
@@ -475,6 +477,15 @@ INT64_FIELDS = (
 INT32_FIELDS = ("query_start_S", "completion_query_start_S", "key_start_S")
 
 
+class NextTokens(NamedTuple):
+    """A model's distributions of the next token at a batch's targets, before they are computed."""
+
+    h_TC: torch.Tensor  # its last hidden states
+    logits: Callable[
+        [torch.Tensor], torch.Tensor
+    ]  # its head: some rows of h_TC -> logits, without gradient
+
+
 class PackedBatch(NamedTuple):
     """U prompts, each followed by the completions of all its examples, in one row of N input tokens without padding.
 
@@ -523,9 +534,10 @@ class PackedBatch(NamedTuple):
     max_keys: int  # the most keys of a sequence
     longest: int  # L: tokens of the longest completion
     buffer: torch.Tensor  # all tensors above, one after the other, as int32 on the CPU
-    by_token: bool = (
-        False  # what the model gives for this batch: log-probs (B, K), or of each token (B, K, L)
-    )
+    # what the model gives for this batch: log-probs (B, K), or of each token (B, K, L)
+    by_token: bool = False
+    # With by_token: the reference at this batch. Then the model gives (B, K, L, 2), log-probs and the KL to it.
+    next_tokens: "NextTokens | None" = None
 
     def to(self, device) -> "PackedBatch":
         """This batch on a device. One copy moves all tensors, without waiting for the work queued on the device."""
@@ -550,11 +562,13 @@ class PackedBatch(NamedTuple):
         return sums[self.sequence_BK] + sums[B * K + self.prompt_B][:, None]
 
     def tokens_of_completions(self, x_T):
-        """The targets' numbers as (B, K, L), with 0 beyond a completion's end."""
+        """The targets' numbers (T, ...) as (B, K, L, ...), with 0 beyond a completion's end."""
         offset_L = torch.arange(self.longest, device=x_T.device)
         is_token = offset_L < self.length_BK[..., None]
         target_BKL = torch.where(is_token, self.first_target_BK[..., None] + offset_L, 0)
-        return torch.where(is_token, x_T[target_BKL], 0)
+        return torch.where(
+            is_token.view(*is_token.shape, *[1] * (x_T.dim() - 1)), x_T[target_BKL], 0
+        )
 
     def digests(self) -> list[list[bytes]]:
         """(B, K) hashes of 16 bytes, each of the token ids of a prompt and one of its completions."""

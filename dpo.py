@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import logsigmoid
 
-from runs.cli import parse
+from runs.cli import docstring_of, parse
 from runs.errors import run_cli
 from runs.metrics import mean
 from runs.settings import PreferenceSettings, RunSettings, setting
@@ -136,12 +136,16 @@ class DPO(Objective):
         }
 
 
-def main(argv=None, checker=None) -> None:
-    """checker: judges held-out answers, a list of them at once (evaluate.Checker)."""
-    cfg = parse(Settings, argv, __doc__, demo="demo_dpo.yaml")
-    with Trainer(setup(cfg, DPO(cfg.dpo), checker=checker)) as trainer:
-        if trainer.fit():
-            trainer.finish()
+def main(
+    argv=None, objective=DPO, settings=Settings, checker=None, trainer=Trainer, optimizer=None
+) -> None:
+    """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, checker,
+    trainer, optimizer."""
+    cfg = parse(settings, argv, docstring_of(objective), demo="demo_dpo.yaml")
+    run = setup(cfg, objective(cfg.dpo), checker=checker, optimizer=optimizer)
+    with trainer(run) as loop:
+        if loop.fit():
+            loop.finish()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python kto.py --config config/gpt2.yaml      # GPT-2 on rated data
     python kto.py --help                         # every setting
 
-To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py).
+To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py). Or hand
+over to main what changes, in a short file of its own: examples/.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in train.py,
 and so is z over micro-batches and ranks. Objective, in the same file, has the other methods that an
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from runs.cli import parse
+from runs.cli import docstring_of, parse
 from runs.errors import run_cli
 from runs.metrics import auc, mean
 from runs.settings import PreferenceSettings, RunSettings, refuse_unless, setting
@@ -120,12 +121,17 @@ class KTO(Objective):
         }
 
 
-def main(argv=None, checker=None) -> None:
-    """checker: judges held-out answers, a list of them at once (evaluate.Checker)."""
-    cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
-    with Trainer(setup(cfg, KTO(cfg.kto), checker=checker)) as trainer:
-        if trainer.fit():
-            trainer.finish()
+def main(
+    argv=None, objective=KTO, settings=Settings, checker=None, trainer=Trainer, optimizer=None
+) -> None:
+    """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
+    group kto; checker, which judges a list of held-out answers (evaluate.Checker); trainer, a
+    subclass of Trainer; optimizer(policy, cfg), as runs.optimizer.make_optimizer."""
+    cfg = parse(settings, argv, docstring_of(objective), demo="demo.yaml")
+    run = setup(cfg, objective(cfg.kto), checker=checker, optimizer=optimizer)
+    with trainer(run) as loop:
+        if loop.fit():
+            loop.finish()
 
 
 if __name__ == "__main__":

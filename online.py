@@ -20,7 +20,7 @@ from generate import completion_text
 from kto import KTO, KTOSettings
 from records.examples import Example, examples_hash, load_examples
 from rollout import NO_BF16_MERGING, iterations, policy_answers
-from runs.cli import parse
+from runs.cli import docstring_of, parse
 from runs.console import format_table, say
 from runs.errors import BadInput, run_cli, user_error
 from runs.folder import refuse_other_identity
@@ -129,15 +129,25 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     say(format_table(("prompt", "answer", "rated"), rows))
 
 
-def main(argv=None, checker=None, rollout=None, rate=None) -> None:
-    """checker: judges a list of answers (evaluate.Checker). rollout: an engine that answers prompts
-    (see rollout.py). rate: makes examples of prompts and answers, in place of rate_answers."""
-    cfg = parse(Settings, argv, __doc__, demo="demo_online.yaml")
+def main(
+    argv=None,
+    objective=OnlineKTO,
+    settings=Settings,
+    checker=None,
+    trainer=Trainer,
+    optimizer=None,
+    rollout=None,
+    rate=rate_answers,
+) -> None:
+    """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
+    online, checker, trainer, optimizer. rollout: an engine that answers prompts (see rollout.py).
+    rate: makes examples of prompts and answers."""
+    cfg = parse(settings, argv, docstring_of(objective), demo="demo_online.yaml")
     args = cfg.online
-    if not (checker or cfg.eval.check or rate or cfg.estimate):
+    if not (checker or cfg.eval.check or rate is not rate_answers or cfg.estimate):
         raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
-    run = setup(cfg, OnlineKTO(cfg.kto), checker=checker, rollout=rollout)
-    with Trainer(run) as trainer:
+    run = setup(cfg, objective(cfg.kto), checker=checker, optimizer=optimizer, rollout=rollout)
+    with trainer(run) as loop:
         prompts, offline = run.examples["train"], offline_ratings(run)
         n_offline = min(len(offline), args.ratings_per_iteration or len(offline))
         n_answers = (args.prompts_per_iteration or len(prompts)) * args.num_generations
@@ -146,17 +156,17 @@ def main(argv=None, checker=None, rollout=None, rate=None) -> None:
             picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
             asked = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
-            examples = (rate or rate_answers)(run, asked, answers)
+            examples = rate(run, asked, answers)
             if len(examples) != len(asked):
                 n = len(asked)
                 raise BadInput(f"rate: {n} answers need as many examples, got {len(examples)}")
             show_ratings(run, i, examples)
             if offline:
                 examples += next_items(offline, i, n_offline, cfg.seed)
-            if not trainer.fit(examples, plan):
+            if not loop.fit(examples, plan):
                 break
         else:
-            trainer.finish()
+            loop.finish()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Reading order: Run (what lives during a run), setup (how it is made), then the p
 order of their calls. Nobody needs this file to change an algorithm.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import litgpt
 import torch
 from torch import nn
 
@@ -24,9 +26,9 @@ from evaluate import Evaluator
 from head import Chunks
 from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
-from hub.families import read_config
+from hub.families import read_config, weight_layout
 from hub.folders import fetch_model, folders_on_top
-from hub.lora import merge_adapters, reset_adapters, without_missing_targets
+from hub.lora import merge_adapters, plain_names, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.weights import weights_hash
@@ -58,7 +60,7 @@ from runs.folder import (
 from runs.logger import TABLES, Logger, read_claimed_rows
 from runs.metrics import Throughput, least_passes
 from runs.optimizer import make_optimizer, make_plan
-from runs.settings import DEFAULT_TOKENS, RunSettings, with_limits
+from runs.settings import DEFAULT_TOKENS, RunSettings, refuse_unless, with_limits
 from runs.stop import Stop
 from runs.tensors import (
     LazyTensors,
@@ -100,6 +102,10 @@ class Run:
     are changed by new_reference."""
     optimizer: object
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
+    averages: dict[str, dict[str, torch.Tensor]]
+    """Weights by name that follow the policy's, sharded like them: "ema" with optim.ema; "reference",
+    the reference's own, if the objective moves it. A checkpoint saves them. Changed by
+    move_averages."""
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the
     iteration's fields by begin_iteration, the best step by Trainer.evaluate, `rows` and `objective`
@@ -136,6 +142,10 @@ class Run:
         """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the policy,
         as it is now, becomes the reference."""
         state, before = self.state, self.state.started_from
+        refuse_unless(
+            not (moving_reference and "reference" in self.averages),
+            "online.reference, spin: the reference cannot be the last policy: the objective moves it",
+        )
         state.iteration, state.moving_reference = i, moving_reference
         if moving_reference:
             state.started_from = self.new_reference(i)
@@ -159,6 +169,8 @@ class Run:
         if uses_adapters:
             reset_adapters(module, self.cfg.seed + 7919 * i, place_like)
             self.optimizer.optimizer.state.clear()
+            if "ema" in self.averages:
+                self.averages["ema"] = copy_trained(self.policy)
         self.reference_step = self.state.step
         return self.restore_reference()
 
@@ -220,6 +232,39 @@ class Run:
             on_every_rank=self.cfg.strategy == "fsdp",
         )
 
+    @torch.no_grad()
+    def move_averages(self) -> None:
+        """After a step: the average of the weights, and a reference that moves, come nearer to the
+        policy."""
+        if not self.averages:
+            return
+        params = self.policy.unique_parameters()
+        for kind, weights in self.averages.items():
+            if kind == "ema":
+                share = 1 - self.cfg.optim.ema
+            else:
+                share = self.objective.reference_share(self.state.step)
+            for name, x in weights.items() if share else ():
+                x.lerp_(params[name].detach().to(x.dtype), share)
+
+    @contextlib.contextmanager
+    def averaged_policy(self):
+        """Within this context the policy has the average of its weights, if there is one. Not to be
+        opened where a signal may interrupt (Stop.interruptible)."""
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        params = self.policy.unique_parameters()
+        for name, average in self.averages.get("ema", {}).items():
+            trained = params[name].detach().clone()
+            params[name].copy_(average)
+            average.copy_(trained)
+
     # ---- checkpoints, and the end
 
     def save(self) -> None:
@@ -229,7 +274,8 @@ class Run:
         checkpoints = self.folder.path / "checkpoints"
         new = checkpoint_folder(checkpoints, self.state.step)
         with Wait(f"saving step {self.state.step}"):
-            save_checkpoint(self.fabric, new, self.policy, self.optimizer, self.state, self.cfg)
+            tensors = self.policy, self.optimizer, self.averages
+            save_checkpoint(self.fabric, new, *tensors, self.state, self.cfg)
         self.saved_step = self.state.step
         if self.fabric.global_rank == 0:
             prune_checkpoints(checkpoints, self.cfg.keep_last, self.state.best_step)
@@ -251,23 +297,27 @@ class Run:
         self.folder.close()
         self.stop.close()
         if not failed:
-            self.policy = self.reference = self.optimizer = self.evaluator = None
+            self.policy = self.reference = self.optimizer = self.averages = self.evaluator = None
             leave_process_group(self.fabric)
 
 
 # ---- how it is made ------------------------------------------------------------------------------
 
 
-def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=None) -> Run:
+def setup(
+    cfg: RunSettings, objective, validation=None, checker=None, optimizer=None, rollout=None
+) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
     validation: the objective of val.csv, if it is another one. checker: judges answers
-    (evaluate.Checker). rollout: an engine that answers prompts (see rollout.py). With
-    cfg.estimate the program ends here. Raises BadInput, Failed.
+    (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout: an engine that
+    answers prompts (see rollout.py). With cfg.estimate the program ends here. Raises BadInput,
+    Failed.
     """
     validation = validation or objective
     refuse_taken_folder(cfg)
     refuse_unsavable_state(objective)
+    reference_moves = moves_reference(cfg, objective)
     needs_reference = objective.needs_reference or validation.needs_reference
 
     # the model's folder and its tokenizer
@@ -313,7 +363,15 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         policy, frozen, state.identity = load_models(
             cfg, fabric, source, tokenizer, examples, needs_reference
         )
-    optimizer = fabric.setup_optimizers(make_optimizer(cfg.optim, policy.module))
+    make = optimizer or make_optimizer
+    optimizer = fabric.setup_optimizers(make(policy.module, cfg))
+    # a weight that a fork has added is refused now, not at the export
+    weight_layout(litgpt.Config(**arguments), names, plain_names(policy.unique_parameters()).like)
+    averages = {}
+    if cfg.optim.ema is not None:
+        averages["ema"] = copy_trained(policy)
+    if reference_moves:
+        averages["reference"] = frozen.unique_parameters()
     reference = Reference(fabric, policy, frozen) if needs_reference else None
     if reference and cfg.reference_cache:
         reference = CachedReference(fabric, reference, cfg, state.identity)
@@ -322,7 +380,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
     rows = begin_folder(fabric, folder, cfg, state, source)
     if folder.state:
         with Wait("reading the checkpoint"):
-            load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
+            load_checkpoint(fabric, folder.checkpoint, policy, optimizer, averages)
         state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
 
@@ -340,6 +398,7 @@ def setup(cfg: RunSettings, objective, validation=None, checker=None, rollout=No
         policy=policy,
         reference=reference,
         optimizer=optimizer,
+        averages=averages,
         state=state,
         folder=folder,
         logger=Logger(cfg, rows),
@@ -412,6 +471,31 @@ def refuse_unsavable_state(objective) -> None:
         saved = json.dumps(objective.state_dict())
     if saved == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
         say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
+
+
+def moves_reference(cfg: RunSettings, objective) -> bool:
+    """Whether an objective has a reference_share of its own. Raises BadInput if its reference cannot
+    move: it must be a copy of the policy."""
+    kind = type(objective)
+    if kind.reference_share.__qualname__ == "Objective.reference_share":
+        return False
+    fixed = {
+        "needs_reference": not objective.needs_reference,
+        "lora.rank": cfg.lora.rank,
+        "reference": cfg.reference,
+        "reference_cache": cfg.reference_cache,
+    }
+    for name, given in fixed.items():
+        refuse_unless(
+            not given, f"{name}: {kind.__name__} moves the reference, a copy of the policy"
+        )
+    return True
+
+
+def copy_trained(policy) -> dict[str, torch.Tensor]:
+    """Copies of the weights that are trained, by name, sharded as they are."""
+    params = policy.unique_parameters()
+    return {name: p.detach().clone() for name, p in params.items() if p.requires_grad}
 
 
 def begin_folder(
@@ -594,5 +678,6 @@ def load_best_weights(run: Run) -> bool:
     # with a moving reference the adapters of an earlier iteration belong on another base
     if run.cfg.lora.rank and read_state(best)[0].iteration != run.state.iteration:
         return False
-    load_weights(best, run.policy)
+    params = run.policy.unique_parameters()
+    load_weights(best, "ema", params) or load_weights(best, "weights", params)
     return True

@@ -19,7 +19,7 @@ from dpo import DPO, DPOSettings
 from generate import completion_text
 from records.examples import Example
 from rollout import NO_BF16_MERGING, iterations, policy_answers, read_answers
-from runs.cli import parse
+from runs.cli import docstring_of, parse
 from runs.console import format_table, say
 from runs.errors import run_cli
 from runs.optimizer import Plan, iteration_plans
@@ -143,24 +143,38 @@ def plans_of(run: Run) -> list[Plan]:
     return iteration_plans(run.cfg, [n] + [with_mixed] * (args.max_iterations - 1))
 
 
-def main(argv=None, checker=None, rollout=None) -> None:
-    """checker: judges held-out answers (evaluate.Checker). rollout: an engine that answers prompts (see
-    rollout.py)."""
-    cfg = parse(Settings, argv, __doc__, demo="demo_spin.yaml")
+def main(
+    argv=None,
+    objective=SPIN,
+    settings=Settings,
+    checker=None,
+    trainer=Trainer,
+    optimizer=None,
+    rollout=None,
+) -> None:
+    """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
+    checker, trainer, optimizer. rollout: an engine that answers prompts (see rollout.py)."""
+    cfg = parse(settings, argv, docstring_of(objective), demo="demo_spin.yaml")
     betas = cfg.spin.betas()
-    objective = SPIN(cfg.spin, betas[0])
-    run = setup(cfg, objective, validation=Likelihood(), checker=checker, rollout=rollout)
-    with Trainer(run) as trainer:
+    run = setup(
+        cfg,
+        objective(cfg.spin, betas[0]),
+        validation=Likelihood(),
+        checker=checker,
+        optimizer=optimizer,
+        rollout=rollout,
+    )
+    with trainer(run) as loop:
         prompts = [e.prompt for e in run.examples["train"]]
         for i, plan in iterations(run, plans_of(run), moving_reference=True):
             answers = policy_answers(run, i, plan, prompts, cfg.spin)
             pairs = make_pairs(run, i, answers)
             show_pairs(run, i, betas[i - 1], pairs)
-            run.use_objective(SPIN(cfg.spin, betas[i - 1]))
-            if not trainer.fit(pairs, plan):
+            run.use_objective(objective(cfg.spin, betas[i - 1]))
+            if not loop.fit(pairs, plan):
                 break
         else:
-            trainer.finish()
+            loop.finish()
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ class Objective:
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
     """True: `reduce` gets the log-probs of each token."""
+    vocabulary_kl = False
+    """True, with by_token: batch.vocabulary_kl has the KL to the reference at each token. Costs one more
+    forward of the reference; not with fsdp."""
     average_logps = False
     """Whether a log-ratio is divided by the number of scored tokens."""
 
@@ -110,6 +113,11 @@ class Objective:
         """Called once a training step with the columns of all G examples, on the device, equal on
         all ranks: the place to update what the objective remembers. Validation never calls it."""
 
+    def reference_share(self, step: int) -> float:
+        """After this step the reference becomes share * policy + (1 - share) * reference. An
+        override of this makes the run hold the reference as a copy of all weights, and save it."""
+        return 0.0
+
     def state_dict(self) -> dict:
         """What the objective remembers, {attribute: number, text or list}; tensors by .item() or
         .tolist(). Saved with every checkpoint. What is left out starts anew after a resume."""
@@ -141,6 +149,10 @@ class Trainer:
             raise BadInput(
                 "data.score_prompt, reference_cache: this objective takes the log-probs of each token "
                 "of a completion: the cache has only their sums, and a prompt's tokens are no part of it"
+            )
+        if run.objective.vocabulary_kl and run.cfg.strategy == "fsdp":
+            raise BadInput(
+                "strategy: fsdp: this objective needs the reference's head whole: ddp or auto"
             )
 
     def __enter__(self):
@@ -185,6 +197,7 @@ class Trainer:
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
+            run.move_averages()
             run.objective.after_step(columns, kl)
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step = run.state.step
@@ -216,7 +229,7 @@ class Trainer:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = model.PromptCache()
-            packed = self.pack(batch, micros[0].index)
+            packed = self.pack_own(batch, micros[0].index, run.objective)
             first_forward = packed, self.forward(packed, cache)
             score_pairs = partial(self.forward, prompt_cache=cache)
         before = self.no_gradient_pass(batch, score_pairs, run.objective)
@@ -227,7 +240,7 @@ class Trainer:
                 if first_forward:
                     packed, logps = first_forward
                 else:
-                    packed = self.pack(batch, micro.index)
+                    packed = self.pack_own(batch, micro.index, run.objective)
                     logps = self.forward(packed)
                 loss_B = self.loss(run.objective, batch, micro, packed, logps, before, columns)
                 # DDP and FSDP2 average gradients over ranks
@@ -309,7 +322,7 @@ class Trainer:
         run = self.run
         lr = lr_at(run.state.step + 1, plan, run.cfg.optim)
         for group in run.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.state.step += 1
@@ -343,6 +356,13 @@ class Trainer:
     def pack(self, batch: Batch, index, borrowed: bool = False):
         return batch.pack(index, borrowed).to(self.run.fabric.device)
 
+    def pack_own(self, batch: Batch, index, objective: Objective):
+        """Own completions, with the reference's distributions if the objective asks for the KL to them."""
+        packed = self.pack(batch, index)
+        if objective.vocabulary_kl:
+            packed = packed._replace(next_tokens=self.run.reference.next_tokens(packed))
+        return packed
+
     def forward(self, packed, prompt_cache=None):
         """The policy's log-probs of a packed batch, (B, K) or by token (B, K, L), with gradient in
         training. prompt_cache: where to leave the prompts' keys and values, or from where to read
@@ -352,7 +372,9 @@ class Trainer:
     def loss(self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns):
         """-> the losses (B,) of a micro-batch. Its columns are written to their places among the
         step's G. A filler only makes the columns, so that all ranks have the same ones."""
-        ref_logps, z, B = before.ref_logps, before.kl.z, len(logps)
+        ref_logps, z, B, vocabulary_kl = before.ref_logps, before.kl.z, len(logps), None
+        if objective.vocabulary_kl:
+            logps, vocabulary_kl = logps.unbind(-1)
         if ref_logps is not None:
             ref_logps = ref_logps[packed.index_B]
         if objective.by_token:
@@ -361,7 +383,7 @@ class Trainer:
             logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         if z.dim():
             z = z[packed.index_B]
-        view = batch.loss_view(packed, before.step)
+        view = batch.loss_view(packed, before.step)._replace(vocabulary_kl=vocabulary_kl)
         loss_B, values = objective.loss(logps, ref_logps, view, z)
         entropy_BK = self.run.policy.module.entropy_BK
         if self.run.policy.training and entropy_BK is not None:
@@ -402,7 +424,7 @@ class Trainer:
         with Wait("validation", passed_examples(batch, run.validation, run.fabric.world_size)):
             before = self.no_gradient_pass(batch, self.forward, run.validation)
             for micro in batch.micro_batches:
-                packed = self.pack(batch, micro.index)
+                packed = self.pack_own(batch, micro.index, run.validation)
                 logps = self.forward(packed)
                 self.loss(run.validation, batch, micro, packed, logps, before, columns)
                 advance(len(micro.index))
@@ -421,7 +443,7 @@ class Trainer:
         if not val or run.cfg.debug:
             return False
         run.state.unvalidated = True
-        with run.stop.interruptible():
+        with run.averaged_policy(), run.stop.interruptible():
             row = self.score(val)
             if run.evaluator.checker:
                 is_checked = step in (0, plan.end) or self.checker_is_due(plan)
@@ -533,12 +555,17 @@ class Trainer:
         """Export the models, compare answers with those before, score the test split."""
         run = self.run
         run.logger.sync()  # fails where the run's folder is gone
-        with Wait("the export"):
-            export_models(run)
-        with run.stop.interruptible():
-            run.evaluator.compare(run.state.step)
-        say(f"\nexported to {run.folder.path / 'final'}")
-        test = self.held_out("test")
+        with run.averaged_policy():
+            with Wait("the export"):
+                export_models(run)
+            with run.stop.interruptible():
+                run.evaluator.compare(run.state.step)
+            say(f"\nexported to {run.folder.path / 'final'}")
+            self.score_test()
+
+    def score_test(self) -> None:
+        """Score the test split with the policy as it is, and with the best weights."""
+        run, test = self.run, self.held_out("test")
         if not test or not test[0].completions:
             return
         with run.stop.interruptible():

@@ -149,8 +149,7 @@ def run_variant(program: str, name: str, argv: list[str], checker=None) -> None:
     """The program's main with the Trainer of a variant."""
     module = {"kto": kto, "online": online}[program]
     _, trainer, settings = VARIANTS[name]
-    module.Trainer = trainer  # the programs' mains have no argument for a Trainer
-    module.main(settings + argv, checker=checker)
+    module.main(settings + argv, checker=checker, trainer=trainer)
 
 
 # ---- the demo ------------------------------------------------------------------------------------

@@ -4,11 +4,8 @@ import sys
 
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
-from kto import KTO, Settings
-from runs.cli import parse
+from kto import KTO, main
 from runs.errors import run_cli
-from setup import setup
-from train import Trainer
 
 
 class EMA(KTO):
@@ -25,12 +22,5 @@ class EMA(KTO):
         return {"average": self.average}
 
 
-def main(argv=None):
-    cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
-    with Trainer(setup(cfg, EMA(cfg.kto))) as trainer:
-        if trainer.fit():
-            trainer.finish()
-
-
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: main(objective=EMA))

@@ -4,11 +4,8 @@ import sys
 
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
-from kto import KTO, Settings
-from runs.cli import parse
+from kto import KTO, main
 from runs.errors import run_cli
-from setup import setup
-from train import Trainer
 
 
 class TokenKTO(KTO):
@@ -24,12 +21,5 @@ class TokenKTO(KTO):
         return (logps * is_chosen).sum(-1), (ref_logps * is_chosen).sum(-1)
 
 
-def main(argv=None):
-    cfg = parse(Settings, argv, __doc__, demo="demo.yaml")
-    with Trainer(setup(cfg, TokenKTO(cfg.kto))) as trainer:
-        if trainer.fit():
-            trainer.finish()
-
-
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: main(objective=TokenKTO))

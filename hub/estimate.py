@@ -155,6 +155,7 @@ class Estimate:
             "reference": reference if self.reference else 0,
             "gradients": self.trained * size.trained,
             "optimizer": 2 * self.trained * state,  # AdamW's two moments
+            "average": self.trained * size.trained if self.cfg.optim.ema is not None else 0,
         }
         if sharded:
             parts = {name: n / devices for name, n in parts.items()}

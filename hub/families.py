@@ -490,7 +490,8 @@ def weight_layout(config, names: dict[str, str], shapes: dict) -> dict[str, list
     `config` is litgpt's, `names` as in families.yaml; `shapes` are litgpt's weights by name, of
     which only the shapes are used. litgpt has one matrix for q, k and v. Most families have one
     tensor for each of these; Phi 3 and GPT-2 have one for all three; GPT-NeoX and Falcon too, but
-    there q, k and v of a group of heads come before those of the next group.
+    there q, k and v of a group of heads come before those of the next group. Raises BadInput for a
+    weight that the family does not have.
     """
     layout = {}
     by_group = names["attn.q"].endswith("query_key_value")
@@ -499,12 +500,15 @@ def weight_layout(config, names: dict[str, str], shapes: dict) -> dict[str, list
         # transformer.h.7.attn.qkv.bias: layer 7, part attn.qkv, kind bias
         # lm_head.weight: no layer, part lm_head, kind weight
         pattern = r"(?:transformer\.h\.(\d+)\.)?(.+)\.(weight|bias)"
-        layer, part, kind = re.fullmatch(pattern, name).groups()
+        match = re.fullmatch(pattern, name)
+        layer, part, kind = match.groups() if match else (None, name, None)
         prefix = f"{names['layer']}.{layer}." if layer else ""
         # mlp.experts.5.fc_1: expert 5, part mlp.experts.{}.fc_1
         expert = re.search(r"(?<=experts\.)\d+", part)
         part = re.sub(r"(?<=experts\.)\d+", "{}", part)
         rows = qkv if part == "attn.qkv" else [(part, 0, len(x))]
+        if rows[0][0] not in names:
+            raise BadInput(f"model: {name}: not a weight of this family: it could not be exported")
         for own_part, first, end in rows:
             theirs = names[own_part].format(expert[0] if expert else None)
             pieces = layout.setdefault(f"{prefix}{theirs}.{kind}", [])

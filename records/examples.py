@@ -301,10 +301,10 @@ def _read_texts(
                 # 2. understand: that becomes a Record (forms.py)
                 record = understand_record(raw, kind, extra, columns, labels)
                 if tokenizer.template and (record.has_messages or record.instruct):
-                    if n_plain and not by_template:
+                    if n_plain:
                         raise FoundMessages
                     by_template = True
-                n_plain += 1
+                n_plain += not by_template
                 records = _one_record_per_turn(record) if data.score_turns == "all" else [record]
                 # 3. render: its messages become texts, not much longer than what is kept
                 results = []

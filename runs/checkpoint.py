@@ -2,7 +2,7 @@
 
 | file in checkpoints/step-N/ | holds |
 | --- | --- |
-| shard-*.safetensors | trained weights, the optimizer's tensors, the random state of every rank |
+| shard-*.safetensors | trained weights, averages of them, the optimizer's tensors, the random state of every rank |
 | state.json | RunState; the optimizer's numbers that are no tensors; the names of the shard files |
 | settings.yaml | the run's settings |
 | manifest.json | a hash of each of these files; written last |
@@ -106,11 +106,14 @@ def program_file(objective: type) -> Path:
 
 
 def save_checkpoint(
-    fabric, folder: Path, policy, optimizer, state: RunState, cfg: RunSettings
+    fabric, folder: Path, policy, optimizer, averages: dict, state: RunState, cfg: RunSettings
 ) -> None:
-    """Write a checkpoint; every rank writes its own part. A collective. Raises Failed."""
+    """Write a checkpoint; every rank writes its own part. averages: {"ema": {name: tensor}, ...}
+    (setup.Run). A collective. Raises Failed."""
     params = policy.unique_parameters()
     tensors = {f"weights|{n}": p.detach() for n, p in params.items() if p.requires_grad}
+    for kind, weights in averages.items():
+        tensors |= {f"{kind}|{n}": x.detach() for n, x in weights.items()}
     name_of = {id(p): name for name, p in params.items()}
     numbers = {}
     for p, moments in optimizer.optimizer.state.items():
@@ -207,19 +210,21 @@ def read_settings(folder: Path) -> dict:
 
 
 def read_checkpoint_weights(folder: Path) -> LazyTensors:
-    """The trained weights of a checkpoint, whole, each read when it is asked for."""
-    return open_shards(folder, "weights")
+    """The trained weights of a checkpoint, whole, each read when it is asked for; of a run with
+    optim.ema their average."""
+    return open_shards(folder, "ema") or open_shards(folder, "weights")
 
 
-def load_weights(folder: Path, policy) -> None:
-    """Put a checkpoint's weights into a policy, sharded or not."""
-    params = policy.unique_parameters()
-    # the shards are read into the parameters themselves: detach() shares their memory
-    load_shards(folder, "weights", lambda name, _like: params[name].detach())
+def load_weights(folder: Path, kind: str, weights: dict[str, torch.Tensor]) -> bool:
+    """Put a checkpoint's tensors of a kind (weights, ema, reference) into `weights`, sharded or not. ->
+    whether it has any"""
+    # the shards are read into these tensors themselves: detach() shares their memory
+    return bool(load_shards(folder, kind, lambda name, _like: weights[name].detach()))
 
 
-def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
-    """Put a checkpoint's weights, optimizer state and random state in place."""
+def load_checkpoint(fabric, folder: Path, policy, optimizer, averages: dict) -> None:
+    """Put a checkpoint's weights, their averages, optimizer state and random state in place. Raises
+    BadInput."""
     params = policy.unique_parameters()
     _, numbers = read_state(folder)
 
@@ -230,7 +235,10 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
             return torch.zeros_like(p, dtype=like.dtype)
         return torch.zeros(like.shape, dtype=like.dtype, device=p.device)
 
-    load_weights(folder, policy)
+    load_weights(folder, "weights", params)
+    for kind, weights in averages.items():
+        if not load_weights(folder, kind, weights):
+            raise BadInput(f"{folder}: holds no {kind}: written by another version of this program")
     moments = load_shards(folder, "optimizer", empty_moment)
     for key, x in (moments | numbers).items():
         name, _, moment = key.rpartition("|")

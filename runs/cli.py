@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
 import re
 import sys
@@ -176,6 +177,11 @@ def _split_arguments(argv: list[str], cls) -> tuple[list[str], list[str], list[s
 
 
 # ---- from the command line to settings -----------------------------------------------------------
+
+
+def docstring_of(objective) -> str:
+    """Of the file that an objective stands in: the --help of a fork shows its own."""
+    return getattr(inspect.getmodule(objective), "__doc__", None) or ""
 
 
 def parse(cls, argv: list[str] | None, doc: str, demo: str):

@@ -107,15 +107,18 @@ def lr_at(step: int, plan: Plan, o: Optim) -> float:
 # ---- AdamW --------------------------------------------------------------------------------------
 
 
-def make_optimizer(o: Optim, module: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:
     """AdamW, or bitsandbytes' 8-bit AdamW, of the parameters that require a gradient. Weight decay
-    skips biases and norms (both have one dimension) and embeddings."""
-    embeddings = set()
-    for submodule in module.modules():
+    skips biases and norms (both have one dimension) and embeddings.
+
+    A fork hands over another function of this form. Each step sets the learning rate of a group, times
+    the group's "lr_scale" if it has one. The optimizer's `state` is saved and resumed."""
+    o, embeddings = cfg.optim, set()
+    for submodule in policy.modules():
         if isinstance(submodule, torch.nn.Embedding):
             embeddings.add(id(submodule.weight))
     with_decay, without_decay = [], []
-    for parameter in module.parameters():
+    for parameter in policy.parameters():
         if not parameter.requires_grad:
             continue
         if parameter.ndim < 2 or id(parameter) in embeddings:

@@ -1,7 +1,8 @@
 """A checkpoint's tensors on disk, by torch.distributed.checkpoint in safetensors files (its own files
 are pickles): every rank writes and reads its own part, and nothing is gathered.
 
-Names are `kind|parameter` or `kind|parameter|moment`, such as "optimizer|lm_head.weight|exp_avg".
+Names are `kind|parameter` or `kind|parameter|moment`, such as "weights|lm_head.weight" and
+"optimizer|lm_head.weight|exp_avg".
 """
 
 import json
@@ -18,12 +19,12 @@ from runs.tensors import LazyTensors
 
 
 def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write shard-*.safetensors: of each rank one file for the weights and one for each of the
-    optimizer's moments, one after the other, so that little memory is needed. A collective. Raises
-    Failed on all ranks."""
-    moment_of = {name: "".join(name.split("|")[2:]) for name in tensors}
-    moments = sorted(set(moment_of.values()))
-    file_of = {name: moments.index(moment) + 1 for name, moment in moment_of.items()}
+    """Write shard-*.safetensors: of each rank one file for the weights, one for each average of them
+    and one for each of the optimizer's moments, one after the other, so that little memory is needed.
+    A collective. Raises Failed on all ranks."""
+    part_of = {name: _part(*name.split("|")) for name in tensors}
+    parts = sorted(set(part_of.values()))
+    file_of = {name: parts.index(part) + 1 for name, part in part_of.items()}
     writer = hf_storage.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
     # The folder is there. The writer would also make its parents, and so a run's folder that has been
     # moved away.
@@ -51,6 +52,11 @@ def sort_metadata(file: Path) -> None:
         if len(text) <= length:
             f.seek(8)
             f.write(text.ljust(length))
+
+
+def _part(kind: str, _parameter: str, moment: str = "") -> str:
+    """The part of a checkpoint that has a file of its own; the random state lies with the weights."""
+    return "" if kind in ("weights", "random") else kind + moment
 
 
 class _Reader(hf_storage.HuggingFaceStorageReader):

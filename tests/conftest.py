@@ -195,11 +195,11 @@ def last_of_each(argv) -> list[str]:
     return list(words.values())
 
 
-def start(program: str, argv: list[str]) -> None:
-    """Call a program's main in this process, with sys.argv as from a command line."""
+def start(program: str, argv: list[str], **given) -> None:
+    """Call a program's main in this process, with sys.argv as from a command line. given: what a fork hands over."""
     module, argv = import_module(program), last_of_each(argv)
     with mock.patch.object(sys, "argv", [module.__file__, *argv]):
-        module.main(argv)
+        module.main(argv, **given)
 
 
 class Started:
@@ -271,10 +271,10 @@ def until(condition, within: float = 60) -> None:
         time.sleep(0.005)
 
 
-def train(tiny, data, out: Path, *argv: str, program: str = "kto") -> dict:
-    """Run a program in this process. -> see result()"""
+def train(tiny, data, out: Path, *argv: str, program: str = "kto", **handed) -> dict:
+    """Run a program in this process, its main with what a fork hands over. -> see result()"""
     given = [f"--model={tiny}", f"--data.train={data}", f"--out_dir={out}", "--progress=false"]
-    start(program, [*given, *argv])
+    start(program, [*given, *argv], **handed)
     return result(out)
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from conftest import (
     until,
 )  # fmt: skip
 
+import dpo
 import kto
 from records.examples import Example
 from runs.cli import parse
@@ -40,22 +42,42 @@ COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "-
           "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
 
 
-@pytest.mark.parametrize("program", ["bco", "ema_z", "simpo", "hinge", "token_kto", "z_by_source"])
+# example: (its program, what it hands over to the program's main, its own arguments)
+HANDED = {
+    "bco": (kto, {"objective": "BCO", "settings": "Settings"}, ()),
+    "ema_z": (kto, {"objective": "EMA"}, ()),
+    "token_kto": (kto, {"objective": "TokenKTO"}, ()),
+    "z_by_source": (kto, {"objective": "ZBySource"}, ()),
+    "tr_kto": (kto, {"objective": "TRKTO", "settings": "Settings"}, ("--kto.interval=3",)),
+    "muon": (kto, {"optimizer": "muon"}, ("--optim.ema=0.5",)),
+    "simpo": (dpo, {"objective": "SimPO", "settings": "Settings"}, ()),
+    "orpo": (dpo, {"objective": "ORPO", "settings": "Settings"}, ()),
+    "hinge": (dpo, {"objective": "Hinge", "settings": "Settings"}, ()),
+    "tdpo": (dpo, {"objective": "TDPO", "settings": "Settings"}, ()),
+}
+
+
+def train_example(name: str, tiny, data, out: Path, *argv: str) -> dict:
+    """An example in this process, with what it hands over."""
+    program, names, own = HANDED[name]
+    handed = {key: getattr(import_module(name), value) for key, value in names.items()}
+    return train(tiny, data, out, *argv, *own, program=program.__name__, **handed)
+
+
+@pytest.mark.parametrize("program", HANDED)
 def test_an_algorithm_from_outside_trains_resumes_and_shards(
     program, tiny, ratings, pairs, tmp_path
 ):
-    data = pairs if program in ("simpo", "hinge") else ratings
+    data = pairs if HANDED[program][0] is dpo else ratings
     argv = (*COMMON, f"--data.val={data}", "--eval.samples=0", "--val_interval=3")
-    whole = train(tiny, data, tmp_path / "whole", *argv, program=program)
+    whole = train_example(program, tiny, data, tmp_path / "whole", *argv)
     assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
     out = tmp_path / "run"
-    killed(1, out, "metrics.csv", 4, lambda rank: train(tiny, data, out, *argv, program=program))
-    assert_same(train(tiny, data, out, *argv, "--resume=auto", program=program), whole)
-    for strategy in ("ddp", "fsdp"):
-        two = (f"--strategy={strategy}", *argv)
-        (run, _) = ranks(
-            2, lambda rank: train(tiny, data, tmp_path / strategy, *two, program=program)
-        )  # noqa: B023
+    killed(1, out, "metrics.csv", 4, lambda rank: train_example(program, tiny, data, out, *argv))
+    assert_same(train_example(program, tiny, data, out, *argv, "--resume=auto"), whole)
+    for strategy in ("ddp", "fsdp") if program != "tdpo" else ("ddp",):
+        two = (program, tiny, data, tmp_path / strategy, f"--strategy={strategy}", *argv)
+        (run, _) = ranks(2, lambda rank: train_example(*two))  # noqa: B023
         for a, b in zip(numbers(run), numbers(whole), strict=True):
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
@@ -67,17 +89,17 @@ def state(out: Path, step: int) -> dict:
 
 def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratings, tmp_path):
     argv = (*COMMON, "--optim.lr=1e-3", "--keep_last=9")
-    train(tiny, ratings, tmp_path / "a", *argv, program="bco")
-    train(
+    train_example("bco", tiny, ratings, tmp_path / "a", *argv)
+    train_example(
+        "bco",
         tiny,
         ratings,
         tmp_path / "b",
         *argv,
         f"--data.val={ratings}",
         "--val_interval=1",
-        program="bco",
     )
-    ranks(2, lambda rank: train(tiny, ratings, tmp_path / "c", *argv, program="bco") and None)
+    ranks(2, lambda rank: train_example("bco", tiny, ratings, tmp_path / "c", *argv) and None)
     a, b, c = (state(tmp_path / name, 6) for name in "abc")
     assert a == b and a["count"] == 6 * 6 == c["count"]
     assert a["delta"] == pytest.approx(c["delta"], abs=1e-6) and abs(a["delta"]) > 1e-4
@@ -94,7 +116,7 @@ def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_p
     monkeypatch.setattr(model, "load_model", lambda *a: loads.append(a) or real(*a))
     no_copy = SimpleNamespace(deepcopy=lambda m: pytest.fail("a copy for a reference"))
     monkeypatch.setattr(setup, "copy", no_copy)
-    train(tiny, pairs, tmp_path, *COMMON, program="simpo")
+    train_example("simpo", tiny, pairs, tmp_path, *COMMON)
     assert len(loads) == 1
 
 
@@ -113,8 +135,8 @@ def test_an_objective_with_pairs_and_without_a_reference_loads_and_runs_none(
     no_copy = SimpleNamespace(deepcopy=lambda m: pytest.fail("a copy for a reference"))
     monkeypatch.setattr(setup, "copy", no_copy)
     monkeypatch.setattr(reference.Reference, "__call__", lambda *a: pytest.fail("it ran"))
-    monkeypatch.setattr(kto, "KTO", NoReference)
-    train(tiny, ratings, tmp_path / "a", *COMMON, f"--data.val={ratings}")
+    argv = (*COMMON, f"--data.val={ratings}")
+    train(tiny, ratings, tmp_path / "a", *argv, objective=NoReference)
     rows = result(tmp_path / "a")["rows"]
     assert all(row["kl"] == 0 and row["kl/clamped"] == 1 for row in rows), "log pi is below 0"
     for row in rows:
@@ -255,13 +277,12 @@ def test_the_z_of_other_libraries_by_hand():
     assert pairs == [("a", "c"), ("b", "a"), ("c", "b"), ("d", "e"), ("e", "d")]
 
 
-def test_a_trainer_with_our_own_z_has_the_numbers_of_kto_py(tiny, ratings, tmp_path, monkeypatch):
+def test_a_trainer_with_our_own_z_has_the_numbers_of_kto_py(tiny, ratings, tmp_path):
     import z_variants
 
     argv = ["--batch_size=6", "--max_steps=4", "--optim.lr=1e-2", "--eval.samples=0"]
     expected = numbers(train(tiny, ratings, tmp_path / "kto", *argv))
     argv += [f"--model={tiny}", f"--data.train={ratings}"]
-    monkeypatch.setattr(kto, "Trainer", Trainer)  # run_variant replaces it
     rows = {}
     for name in ("ours", "trl4", "pairs"):
         z_variants.run_variant("kto", name, [*argv, f"--out_dir={tmp_path / name}"])

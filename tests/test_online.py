@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, killed_and_resumed, ranks, result
+from conftest import PARITY, assert_same, killed_and_resumed, last_of_each, ranks, result
 
 import evaluate
 import online
@@ -54,6 +54,7 @@ def go(tiny, prompts, out: Path, *argv, **given) -> dict:
         *RUN,
         *argv,
     ]
+    argv = last_of_each(argv)
     with mock.patch.object(sys, "argv", [online.__file__, *argv]):
         online.main(argv, **{"checker": even, **given})
     return result(out)

@@ -158,7 +158,7 @@ def decayed(module) -> dict[str, bool]:
     for p in module.parameters():
         p.data.fill_(1.0)
         p.grad = torch.zeros_like(p)
-    make_optimizer(Optim(lr=0.5, weight_decay=0.25), module).step()
+    make_optimizer(module, run_settings(optim=Optim(lr=0.5, weight_decay=0.25))).step()
     named = dict(module.named_parameters(remove_duplicate=False))
     named = {n: p for n, p in named.items() if p.requires_grad}
     for name, p in named.items():
@@ -192,12 +192,12 @@ def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
     policy = model.load_model(tiny, Lora(rank=2))
     shrinks = decayed(policy)
     assert shrinks and all("lora_" in name for name in shrinks) and all(shrinks.values())
-    assert len(make_optimizer(Optim(), policy).param_groups) == 1, "no empty group"
+    assert len(make_optimizer(policy, run_settings()).param_groups) == 1, "no empty group"
 
 
 def test_the_optimizer_has_the_numbers_of_the_settings():
     o = Optim(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
-    optimizer = make_optimizer(o, nn.Linear(4, 4))
+    optimizer = make_optimizer(nn.Linear(4, 4), run_settings(optim=o))
     assert isinstance(optimizer, torch.optim.AdamW)
     for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
         expected = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
@@ -213,7 +213,8 @@ def test_adamw8bit_trains_on_a_cpu_with_states_in_8_bits():
     torch.manual_seed(0)
     # bitsandbytes keeps states of less than 4096 values whole
     layer, x = nn.Linear(96, 64), torch.randn(32, 96)
-    optimizer = make_optimizer(Optim(name="adamw8bit", lr=0.01, weight_decay=0.1), layer)
+    o = Optim(name="adamw8bit", lr=0.01, weight_decay=0.1)
+    optimizer = make_optimizer(layer, run_settings(optim=o))
     assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     losses = []

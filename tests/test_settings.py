@@ -15,9 +15,11 @@ import yaml
 from conftest import Started
 
 import kto
+from records.readers import absolute_sources
 from runs import cli, errors, settings
 from runs.devices import resolve_devices
 from runs.errors import BadInput
+from setup import tokens_on_a_cpu
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "config" / "demo.yaml"
@@ -502,7 +504,7 @@ ODD = {
     "micro_batch_size": 2, "val_interval": 2, "save_interval": 1e-3, "keep_best": "loss",
     "logger": "wandb", "project": "Größe 'x'\n", "progress": False, "deterministic": True, "strategy": "ddp",
     "data.val": "-v", "data.test": "on", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
-    "data.date": "2026-01-31", "data.columns": "prompt=q", "data.chat_template": "",
+    "data.date": "2026-01-31", "data.columns": "prompt=q", "data.labels": "up=4|5", "data.chat_template": "",
     "data.shuffle": False, "lora.rank": 3, "lora.targets": "head", "optim.lr": 1e-7, "lora.quantize": "nf4",
     "optim.clip": 2.0, "eval.top_k": 3, "eval.check": "demo", "data.cache": "c",
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
@@ -558,7 +560,7 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
     old = settings.flatten(parse())
     assert settings.changed_settings(old, old) == ([], [])
     for name in ("kto.beta", "kto.loss", "optim.lr", "optim.schedule", "max_steps", "epochs", "seed", "batch_size",
-                 "reference", "precision", "data.val", "data.max_prompt", "data.shuffle",
+                 "reference", "precision", "data.max_prompt", "data.shuffle",
                  "lora.rank", "eval.check", "limit_train", "deterministic"):  # fmt: skip
         assert settings.changed_settings(old, old | {name: "other"}) == ([name], []), name
     for name in ("log_interval", "val_interval", "save_interval", "logger", "project", "keep_last", "progress",
@@ -569,7 +571,7 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
                  "accelerator", "reference_cache"):  # fmt: skip
         same_to_rounding = settings.changed_settings(old, old | {name: "other"})
         assert same_to_rounding == ([], [name]), name
-    for name in ("model", "data.train"):  # their hashes are compared
+    for name in ("model", "data.train", "data.val"):  # their hashes are compared
         assert settings.changed_settings(old, old | {name: "other"}) == ([], []), name
     both = old | {"devices": 2, "optim.lr": 1.0, "logger": "wandb"}
     assert settings.changed_settings(old, both) == (["optim.lr"], ["devices"])
@@ -635,3 +637,34 @@ def test_a_process_knows_its_place_under_every_launcher(env, place, monkeypatch)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert errors.rank() == place
+
+
+# ---- what a run makes of its settings ------------------------------------------------------------
+
+
+def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b [1], c:2.jsonl").touch()
+    (tmp_path / "own").mkdir()
+    for given, expected in {
+        "a.jsonl": "{}/a.jsonl",
+        "b [1], c:2.jsonl": "{}/b [1], c:2.jsonl",
+        "a.jsonl:0.7, ./own/../a.jsonl:.3": "{}/a.jsonl:0.7,{}/a.jsonl:.3",
+        "*.jsonl": "{}/*.jsonl",
+        "own": "{}/own",
+        "org/name": "org/name",
+        "org/name:config:train": "org/name:config:train",
+        "org/name:0.5,a.jsonl:0.5": "org/name:0.5,{}/a.jsonl:0.5",
+    }.items():
+        absolute = expected.replace("{}", str(tmp_path))
+        assert absolute_sources(given) == absolute, given
+        assert absolute_sources(absolute) == absolute, given
+
+
+def test_a_large_models_micro_batches_are_smaller_on_a_cpu():
+    demo, small = dict(n_layer=3, n_embd=96), dict(n_layer=30, n_embd=576)
+    assert tokens_on_a_cpu(parse(), demo) is None, "the default of all devices"
+    assert 2000 < tokens_on_a_cpu(parse(), small) < 4096
+    assert tokens_on_a_cpu(parse("--micro_batch_tokens=9000"), small) == 9000
+    assert tokens_on_a_cpu(parse("--micro_batch_size=2"), small) is None

@@ -1,0 +1,41 @@
+"""KTO with Muon, and the average of the weights. Run it: python examples/muon.py --optim.ema 0.99"""
+
+import sys
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
+
+import torch
+
+from kto import main
+from runs.errors import run_cli
+from runs.optimizer import make_optimizer
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers, of different parameters, as one: they share groups and state."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        super().__init__([group for o in optimizers for group in o.param_groups], {})
+        for optimizer in optimizers:
+            optimizer.state = self.state
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def muon(policy, cfg):
+    """Muon (torch's own) for the matrices of the blocks, AdamW for all else."""
+    matrices = [p for p in policy.transformer.h.parameters() if p.ndim == 2 and p.requires_grad]
+    adamw, of_muon = make_optimizer(policy, cfg), {id(p) for p in matrices}
+    for group in adamw.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in of_muon]
+    decay = cfg.optim.weight_decay
+    # steps of the size of AdamW's, so that one learning rate serves both
+    of_blocks = torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    return Both(of_blocks, adamw)
+
+
+if __name__ == "__main__":
+    run_cli(lambda: main(optimizer=muon))

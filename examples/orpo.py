@@ -1,0 +1,43 @@
+"""ORPO (arXiv 2403.07691): likelihood and odds ratio of pairs, no reference. Run it: python examples/orpo.py"""
+
+import sys
+from dataclasses import dataclass, field
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from dpo import main
+from runs.errors import run_cli
+from runs.settings import RunSettings, setting
+from train import Objective
+
+
+@dataclass(frozen=True)
+class ORPOSettings:
+    alpha: float = setting(0.1, at_least=0)
+    """Weight of the odds ratio beside the likelihood of the chosen completion (the paper's lambda)."""
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    dpo: ORPOSettings = field(default_factory=ORPOSettings)
+
+
+class ORPO(Objective):
+    records, needs_reference = "paired", False
+
+    def __init__(self, args):
+        self.alpha = args.alpha
+
+    def loss(self, logps, ref_logps, batch, z):
+        p = logps / batch.length  # log-probs of a token, (B, 2)
+        log_odds = p - torch.log(-torch.expm1(p))  # log(P / (1 - P)) with P = exp(p)
+        margin = log_odds[:, 0] - log_odds[:, 1]
+        columns = {"sft_loss": -p[:, 0], "margin": margin, "accuracy": margin > 0}
+        return -p[:, 0] - self.alpha * logsigmoid(margin), columns
+
+
+if __name__ == "__main__":
+    run_cli(lambda: main(objective=ORPO, settings=Settings))
