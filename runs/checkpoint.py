@@ -12,7 +12,7 @@ What a run also needs, outside of its checkpoints:
 | file in the run's folder | holds |
 | --- | --- |
 | metrics.csv, val.csv | rows; a checkpoint knows how many there were, and their hash (RunState.rows) |
-| iterations/answers-N.jsonl | SPIN and online KTO: the answers that iteration N learns from |
+| iterations/answers-N.jsonl | SPIN and online KTO: what iteration N learns from; line 1 has a hash of the others |
 | iterations/N/ | the reference of iteration N, if it moves |
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, train
+from conftest import PARITY, assert_same, last_of_each, train
 from lightning.fabric import Fabric
 from models import gpt2_from_hf
 from safetensors.torch import load_file
@@ -359,6 +359,8 @@ def test_a_checker_is_asked_at_its_own_interval_between_validations_too(tiny, ra
         rows = {int(row["step"]): row["checker_accuracy"] for row in csv.DictReader(f)}
     assert list(rows) == [0, 2, 3, 4, 6, 7]
     assert [step for step, share in rows.items() if share == "1.0"] == [0, 2, 4, 6, 7]
-    kto.main([*argv, f"--out_dir={tmp_path / 'none'}"])  # without one there is nothing to ask
+    kto.main(
+        last_of_each([*argv, f"--out_dir={tmp_path / 'none'}"])
+    )  # without one there is nothing to ask
     with open(tmp_path / "none" / "val.csv") as f:
         assert [row["step"] for row in csv.DictReader(f)] == ["0", "3", "6", "7"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import ROOT, ranks
+from conftest import ROOT, last_of_each, ranks
 from models import GQA, made
 
 import kto
@@ -48,7 +48,7 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
         ]
     keep, skip = [], False
     for a in argv:  # launching eight processes is not for here: the strategies have their own tests
-        if skip or a in ("--devices", "--strategy", "--model"):
+        if skip or a in ("--devices", "--strategy", "--model", "--max_steps"):
             skip = not skip
         else:
             keep.append(a)
@@ -111,7 +111,7 @@ def test_every_config_trains_three_steps(
     settings = yaml.safe_load(config.read_text())
     model = llama if re.search("Llama|Qwen", settings["model"]) else tiny
     argv = few_steps(["--config", str(config)], model, kinds.get(program, ratings))
-    argv += ["--max_steps=3", "--epochs=9", f"--out_dir={tmp_path / 'run'}"]
+    argv = last_of_each([*argv, "--max_steps=3", "--epochs=9", f"--out_dir={tmp_path / 'run'}"])
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
     main = import_module(program).main
