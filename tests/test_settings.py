@@ -504,7 +504,7 @@ ODD = {
     "micro_batch_size": 2, "val_interval": 2, "save_interval": 1e-3, "keep_best": "loss",
     "logger": "wandb", "project": "Größe 'x'\n", "progress": False, "deterministic": True, "strategy": "ddp",
     "data.val": "-v", "data.test": "on", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
-    "data.date": "2026-01-31", "data.columns": "prompt=q", "data.labels": "up=4|5", "data.chat_template": "",
+    "data.date": "2026-01-31", "data.columns": "prompt=q", "data.labels": "up=4|5", "data.chat_template": "t.jinja",
     "data.shuffle": False, "lora.rank": 3, "lora.targets": "head", "optim.lr": 1e-7, "lora.quantize": "nf4",
     "optim.clip": 2.0, "optim.ema": 0.5, "eval.top_k": 3, "eval.check": "demo", "data.cache": "c",
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
