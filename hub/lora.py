@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from litgpt.lora import LoRALayer, LoRALinear, LoRAQKVLinear, mark_only_lora_as_trainable
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from runs.console import say
 from runs.errors import BadInput
@@ -150,7 +149,7 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
     """Within this context the adapters are added to their matrices, which are held in `dtype`: a decode
     step then has one product a layer instead of three, and casts no matrix. Afterwards the layers have
     the very tensors that they had. It leaves alone what is sharded or quantised."""
-    if isinstance(model.transformer.wte.weight, DTensor):
+    if hasattr(model, "reshard"):  # FSDP2 has sharded it
         yield
         return
     layers = [m for m in model.modules() if isinstance(m, LoRALinear)]

@@ -1,0 +1,65 @@
+"""GRPO (arXiv 2402.03300), clipped by token. Run it: python examples/grpo.py --online.num_generations 8"""
+
+import sys
+from dataclasses import dataclass, field
+
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
+
+import numpy as np
+import torch
+
+import online
+from evaluate import as_answer
+from runs.errors import run_cli
+from runs.settings import setting
+from train import Objective
+
+
+@dataclass(frozen=True)
+class GRPOSettings:
+    clip: float = setting(0.2, above=0)
+    """How far from 1 the ratio of policy and sampler counts."""
+
+
+@dataclass(frozen=True)
+class Settings(online.Settings):
+    kto: GRPOSettings = field(default_factory=GRPOSettings)
+
+
+def rate(run, prompts, answers):
+    """Advantages by the checker's verdicts on all answers of a prompt, of which a step may have a part."""
+    args = run.cfg.online
+    asked = [as_answer(run.tokenizer, e, ids, args.stop) for e, ids in zip(prompts, answers)]
+    verdicts = run.evaluator.judge(asked)  # booleans, or numbers from 0 to 1
+    groups = torch.tensor(verdicts, dtype=torch.float64).view(-1, args.num_generations)
+    std, mean = torch.std_mean(groups, dim=1, correction=0, keepdim=True)
+    advantages = ((groups - mean) / (std + 1e-4)).flatten().tolist()
+    return [
+        e._replace(completions=(np.array(ids, np.int32),), label=v > 0.5, rewards=(advantage, None))
+        for e, ids, v, advantage in zip(prompts, answers, verdicts, advantages)
+    ]
+
+
+class GRPO(Objective):
+    """The reference is the policy that gave the answers (online.reference last); no KL term."""
+
+    records, by_token = "prompts", True
+
+    def __init__(self, args):
+        self.clip = args.clip
+
+    def reduce(self, logps, ref_logps, lengths):
+        return logps, ref_logps  # the loss sees each token
+
+    def loss(self, logps, ref_logps, batch, z):
+        ratio, length = (logps - ref_logps)[:, 0].exp(), batch.length[:, 0]  # (B, L), (B,)
+        near = ratio.clamp(1 - self.clip, 1 + self.clip)
+        advantage = batch.reward[:, None]
+        is_token = torch.arange(ratio.shape[1], device=ratio.device) < length[:, None]
+        gain = torch.minimum(ratio * advantage, near * advantage) * is_token
+        clipped = ((ratio != near) & is_token).sum(1) / length
+        return -gain.sum(1) / length, {"right": batch.label, "clipped": clipped, "length": length}
+
+
+if __name__ == "__main__":
+    run_cli(lambda: online.main(objective=GRPO, settings=Settings, rate=rate))
