@@ -101,9 +101,9 @@ BAD = {  # what a checker gives for ten answers -> what is said
     "expected a list of 10 verdicts, got True": True,
     "expected a list of 10 verdicts, got None": None,
     "answer 7: expected True, False or a number from 0 to 1, got None": [True] * 7 + [None] * 3,
-    "answer 0: .*, got 'no'": ["no"] * 10,
-    "answer 9: .*, got nan": [True] * 9 + [float("nan")],
-    "answer 1: .*, got 1.5": [False, np.float32(1.5)] + [True] * 8,
+    "answer 0: expected .*, got 'no'": ["no"] * 10,
+    "answer 9: expected .*, got nan": [True] * 9 + [float("nan")],
+    "answer 1: expected .*, got 1.5": [False, np.float32(1.5)] + [True] * 8,
     "answer 2: KTO learns from True or False, got 0.5": [True, False] + [0.5] * 8,
     "answer 0: KTO learns from True or False, got 1": torch.ones(10),
 }
