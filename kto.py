@@ -96,7 +96,7 @@ class KTO(Objective):
         chosen, rejected = mean(reward_G[desirable_G]), mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
         z, n = kl.z.mean().item(), len(kl.logratio)
-        # before the first update r is 0 everywhere: no side to be on
+        # before the first update r is 0 everywhere: no side to be on, and a mean below 0 is rounding
         has_moved = bool(r_G.any())
         return {
             "loss": mean(columns["loss"]),
@@ -104,7 +104,7 @@ class KTO(Objective):
             "sft_loss": mean(columns["sft_loss"]),
             "kl": z if self.kl_pairs else None,
             "kl/stderr": (kl.logratio.std() / math.sqrt(n)).item() if n > 1 else None,
-            "kl/clamped": float(z == 0 and kl.logratio.mean() < 0) if n else None,
+            "kl/clamped": float(has_moved and z == 0 and kl.logratio.mean() < 0) if n else None,
             "kl/pairs": n if self.kl_pairs else None,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,

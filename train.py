@@ -89,7 +89,8 @@ class Objective:
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
     def partners(self, examples: list[Example]) -> list[int]:
-        """With kl_pairs: the number of the example whose completion each example borrows, or -1."""
+        """With kl_pairs: the number of the example whose completion each example borrows, or -1. Called
+        a step ahead, in a thread: the policy is not yet that of the step."""
         return mismatched(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:

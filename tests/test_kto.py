@@ -23,7 +23,7 @@ from reference import Reference
 from runs.checkpoint import RunState
 from runs.errors import Failed
 from runs.metrics import auc
-from train import Trainer
+from train import KL, Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
 
@@ -169,6 +169,17 @@ def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     assert row["kl/stderr"] == pytest.approx(np.std(per_pair, ddof=1) / 2)
     no_grad, _, row = score(objective, Table(REF), Table(POLICY), batch)
     assert (no_grad.kl.z.item(), row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
+
+
+def test_rounding_before_the_first_update_is_not_logged_as_a_clamp():
+    columns = dict.fromkeys(
+        ("logratio", "logp", "loss", "preference_loss", "sft_loss"), torch.zeros(4)
+    )
+    columns["desirable"] = torch.tensor([1.0, 0, 1, 0])
+    kl = KL(torch.full((4,), -1e-16), torch.tensor(0.0))
+    for r, clamped in ((0.0, 0.0), (0.1, 1.0)):
+        row = kto.KTO(kto.KTOSettings()).metrics(columns | {"logratio": torch.full((4,), r)}, kl)
+        assert row["kl/clamped"] == clamped and (row["accuracy"] is None) == (r == 0)
 
 
 def test_an_example_without_partner_leaves_the_mean_and_is_counted():

@@ -9,7 +9,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, killed_and_resumed, last_of_each, ranks, result
+from conftest import (
+    PARITY,
+    assert_same,
+    checkpoint_tensors,
+    killed_and_resumed,
+    last_of_each,
+    ranks,
+    result,
+)
 
 import evaluate
 import online
@@ -21,6 +29,9 @@ from runs.folder import checkpoints_by_step
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--online.prompts_per_iteration=5",
        "--online.num_generations=2", "--online.max_new_tokens=5", "--online.rollout_batch_size=4", "--save_interval=1",
        "--precision=32-true", "--keep_last=99", "--eval.samples=0", "--data.max_completion=12")  # fmt: skip
+
+
+LORA_A = "transformer.h.0.attn.qkv.lora_A"
 
 
 def even(answers) -> list[bool]:
@@ -449,3 +460,15 @@ def test_iterations_draw_other_random_numbers(tiny, prompts, tmp_path, monkeypat
     go(tiny, prompts, tmp_path, "--optim.lr=1e-9")
     assert len(set(seeds)) == len(seeds) == 9
     assert answers(tmp_path, 1) != answers(tmp_path, 2)
+
+
+@pytest.mark.parametrize("reference", ["first", "last"])
+def test_an_average_of_adapters_resumes_to_the_bit(reference, tiny, prompts, tmp_path):
+    """With a moving reference the adapters begin anew in each iteration, and the average with them."""
+    argv = ("--lora.rank=2", "--optim.ema=0.5", f"--online.reference={reference}")
+    whole = go(tiny, prompts, tmp_path / "whole", *argv)
+    go(tiny, prompts, tmp_path / "run", *argv, "--stop_at=3")
+    assert_same(go(tiny, prompts, tmp_path / "run", *argv, "--resume=auto"), whole)
+    newest = tmp_path / "whole" / "checkpoints" / "step-00000006"
+    average, raw = (checkpoint_tensors(newest, kind) for kind in ("ema", "weights"))
+    assert average.keys() == raw.keys() and not torch.equal(average[LORA_A], raw[LORA_A])
