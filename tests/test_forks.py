@@ -72,6 +72,8 @@ HANDED = {
 def train_example(name: str, tiny, data, out: Path, *argv: str) -> dict:
     """An example in this process, with what it hands over."""
     program, names, own = HANDED[name]
+    replaced = {x.split("=")[0] for x in own}
+    argv = [x for x in argv if x.split("=")[0] not in replaced]
     handed = {key: getattr(import_module(name), value) for key, value in names.items()}
     if program is online:
         handed["checker"] = lambda answers: [len(a.completion) % 2 == 0 for a in answers]
@@ -498,7 +500,8 @@ def test_the_average_of_the_weights_by_hand_is_validated_and_exported(tiny, rati
     assert torch.equal(load(tmp_path / "run" / "best"), load(tmp_path / "run" / "final"))
     assert not torch.equal(load(tmp_path / "run" / "final"), load(tmp_path / "plain" / "final"))
     # a run that starts from the export, compared with the same reference, validates as the last row
-    argv = (*argv, f"--reference={tiny}", "--optim.lr=0", "--max_steps=1")
+    argv = [x for x in argv if not x.startswith(("--optim.lr", "--max_steps"))]
+    argv += [f"--reference={tiny}", "--optim.lr=0", "--max_steps=1"]
     train(tmp_path / "run" / "final", ratings, tmp_path / "again", *argv)
     before, after = (rows_of(tmp_path / name / "val.csv") for name in ("run", "again"))
     assert float(before[-1]["loss"]) == pytest.approx(float(after[0]["loss"]), abs=1e-6)

@@ -139,7 +139,7 @@ def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings,
 
 def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     """Its code as it stands, with a stand-in for vLLM that answers by transformers."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", FORKS, re.M | re.S)
+    code = re.findall(r"^```python\n(.*?)^```", FORKS, re.M | re.S)[-1]
     asked = []
 
     class LLM:
