@@ -522,7 +522,7 @@ def test_examples_at_writes_a_steps_examples_with_the_largest_loss_first(
     assert losses == sorted(losses, reverse=True)
     assert sum(losses) / 7 == pytest.approx(run["rows"][1]["loss"], rel=1e-9)
     assert names[:6] == ["where", "prompt", "completion 1", "tokens 1", "label", "weight"]
-    columns = ["loss", "preference_loss", "sft_loss", "logratio", "logp", "desirable"]
+    columns = ["loss", "preference_loss", "sft_loss", "logratio", "logp", "desirable", "entropy"]
     assert names[6:] == columns
     examples, records = {(e.where, str(e.label)): e for e in drawn[1]}, ratings.read_text()
     assert sorted((row["where"], row["label"]) for row in one) == sorted(examples)
