@@ -342,8 +342,7 @@ class Trainer:
             entropy_G = on_cpu.pop("entropy", None)
             metrics = run.objective.metrics(on_cpu, kl) | row
             if entropy_G is not None:
-                entropy = np.average(entropy_G.numpy(), weights=batch.scored_tokens)
-                metrics["entropy"] = float(entropy)
+                metrics["entropy"] = entropy_of_step(entropy_G, batch)
             metrics["epoch"] = (step - plan.begin) / plan.per_epoch
             metrics["samples"] = step * len(batch.examples)
         # only now: on a GPU the row has waited for the step's end
@@ -585,6 +584,11 @@ class Trainer:
 def passed_examples(batch: Batch, objective: Objective, ranks: int) -> int:
     """How many examples of this rank advance() counts in the passes over a batch."""
     return len(batch.examples) * (2 if objective.needs_no_gradient_pass else 1) // ranks
+
+
+def entropy_of_step(entropy_G, batch: Batch) -> float:
+    """The mean over a step's tokens, from the means over each example's."""
+    return float(np.average(entropy_G.numpy(), weights=batch.scored_tokens))
 
 
 def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:

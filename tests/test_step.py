@@ -337,6 +337,7 @@ def waits(monkeypatch) -> list[int]:
     around(Trainer, "log", lambda: None, lambda: on_host.append(1))  # saving may wait
     around(train_module, "step_batches", on_host.clear, lambda: None)
     around(kto.KTO, "metrics", lambda: on_host.append(1), on_host.pop)
+    around(train_module, "entropy_of_step", lambda: on_host.append(1), on_host.pop)
     around(Trainer, "forward_backward", on_host.clear, lambda: None)
     return counts
 
