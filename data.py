@@ -229,11 +229,12 @@ class Batch:
         return self.examples[max(self.partners[i], 0)].completions[0]
 
     @property
-    def scored_tokens(self) -> int:
-        """Tokens that are predicted, of all examples."""
-        tokens = sum(map(self.completion_tokens, range(len(self.examples))))
-        if self.score_prompt:
-            tokens += sum((len(e.prompt) - 1) * len(e.completions) for e in self.examples)
+    def scored_tokens(self) -> list[int]:
+        """(G,) tokens that are predicted, of each example."""
+        tokens = []
+        for i, e in enumerate(self.examples):
+            of_prompt = (len(e.prompt) - 1) * len(e.completions) if self.score_prompt else 0
+            tokens.append(self.completion_tokens(i) + of_prompt)
         return tokens
 
     @property

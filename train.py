@@ -19,6 +19,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import model
@@ -338,10 +339,10 @@ class Trainer:
         metrics = None
         if self.row_is_due(step, plan):
             on_cpu, kl = columns_to_cpu(columns, kl)
-            entropy_G = on_cpu.pop("entropy_sum", None)
+            entropy_G = on_cpu.pop("entropy", None)
             metrics = run.objective.metrics(on_cpu, kl) | row
             if entropy_G is not None:
-                metrics["entropy"] = entropy_G.sum().item() / batch.scored_tokens
+                metrics["entropy"] = entropy_of_step(entropy_G, batch)
             metrics["epoch"] = (step - plan.begin) / plan.per_epoch
             metrics["samples"] = step * len(batch.examples)
         # only now: on a GPU the row has waited for the step's end
@@ -386,9 +387,9 @@ class Trainer:
             z = z[packed.index_B]
         view = batch.loss_view(packed, before.step)._replace(vocabulary_kl=vocabulary_kl)
         loss_B, values = objective.loss(logps, ref_logps, view, z)
-        entropy_BK = self.run.policy.module.entropy_BK
+        entropy_BK = getattr(self.run.policy.module, "entropy_BK", None)
         if self.run.policy.training and entropy_BK is not None:
-            values = {**values, "entropy_sum": entropy_BK.sum(1)}
+            values = {**values, "entropy": entropy_BK.sum(1) / packed.length_BK.sum(1)}
         for name, value_B in {"loss": loss_B, **values}.items():
             if value_B.shape != (B,):  # a mean would silently scale the gradient
                 shape = tuple(value_B.shape)
@@ -583,6 +584,11 @@ class Trainer:
 def passed_examples(batch: Batch, objective: Objective, ranks: int) -> int:
     """How many examples of this rank advance() counts in the passes over a batch."""
     return len(batch.examples) * (2 if objective.needs_no_gradient_pass else 1) // ranks
+
+
+def entropy_of_step(entropy_G, batch: Batch) -> float:
+    """The mean over a step's tokens, from the means over each example's."""
+    return float(np.average(entropy_G.numpy(), weights=batch.scored_tokens))
 
 
 def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:

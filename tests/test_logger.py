@@ -757,6 +757,13 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(tiny):
 # ---- waits ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """Waits print, also after a test that has run a program with --progress false."""
+    monkeypatch.setattr(console, "shows_progress", True)
+
+
+@pytest.mark.usefixtures("shown")
 def test_a_short_wait_prints_nothing_and_a_long_one_what_how_far_and_how_long(monkeypatch, capfd):
     with Wait("quick", 2, "answers"):
         advance(2)
@@ -777,6 +784,7 @@ def test_a_short_wait_prints_nothing_and_a_long_one_what_how_far_and_how_long(mo
     assert reading == "reading x.csv: 7 records, 00:00 so far"
 
 
+@pytest.mark.usefixtures("shown")
 def test_of_a_wait_within_another_only_the_inner_one_is_shown_and_counts(monkeypatch, capfd):
     monkeypatch.setattr(console, "SILENT", 0.2)
     with Wait("outer", 2):
@@ -790,6 +798,7 @@ def test_of_a_wait_within_another_only_the_inner_one_is_shown_and_counts(monkeyp
     assert console.current_work() == "this step"
 
 
+@pytest.mark.usefixtures("shown")
 def test_what_makes_a_wait_of_more_than_five_minutes_shorter_is_said_once(monkeypatch, capfd):
     monkeypatch.setattr(console, "SILENT", 0.1)
     for n in (1, 900):

@@ -196,7 +196,7 @@ def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_pat
 
     argv = [f"--model={folder}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}",
             *RUN, "--max_steps=1", "--lora.quantize=nf4"]  # fmt: skip
-    cfg = parse(Settings, argv, "", "none")
+    cfg = parse(Settings, last_of_each(argv), "", "none")
     with Trainer(setup(cfg, KTO(cfg.kto))) as trainer:
         torch.manual_seed(99)  # a run's own seed might give the same weights again
         made(HF["llama"].__class__(**read_config(folder)[1]), folder)

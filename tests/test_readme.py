@@ -48,7 +48,7 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
         ]
     keep, skip = [], False
     for a in argv:  # launching eight processes is not for here: the strategies have their own tests
-        if skip or a in ("--devices", "--strategy", "--model", "--max_steps"):
+        if skip or a in ("--devices", "--strategy", "--model", "--max_steps", "--data.val"):
             skip = not skip
         else:
             keep.append(a)

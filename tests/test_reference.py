@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, numbers, ranks, train
+from conftest import assert_same, last_of_each, numbers, ranks, train
 
 import kto
 import model
@@ -174,7 +174,7 @@ def test_a_damaged_cache_is_refused_with_the_way_out(damage, tiny, ratings, tmp_
 def test_a_second_fit_on_other_examples_is_refused_by_name(tiny, ratings, tmp_path):
     argv = [*COMMON, f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'a'}"]
     argv += [f"--reference_cache={tmp_path / 'cache'}", "--max_steps=2", "--progress=false"]
-    cfg = parse(kto.Settings, argv, "", "none")
+    cfg = parse(kto.Settings, last_of_each(argv), "", "none")
     with pytest.raises(
         BadInput, match="^reference_cache: these examples are not those of the first"
     ):

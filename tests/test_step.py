@@ -337,6 +337,7 @@ def waits(monkeypatch) -> list[int]:
     around(Trainer, "log", lambda: None, lambda: on_host.append(1))  # saving may wait
     around(train_module, "step_batches", on_host.clear, lambda: None)
     around(kto.KTO, "metrics", lambda: on_host.append(1), on_host.pop)
+    around(train_module, "entropy_of_step", lambda: on_host.append(1), on_host.pop)
     around(Trainer, "forward_backward", on_host.clear, lambda: None)
     return counts
 
@@ -522,7 +523,7 @@ def test_examples_at_writes_a_steps_examples_with_the_largest_loss_first(
     assert losses == sorted(losses, reverse=True)
     assert sum(losses) / 7 == pytest.approx(run["rows"][1]["loss"], rel=1e-9)
     assert names[:6] == ["where", "prompt", "completion 1", "tokens 1", "label", "weight"]
-    columns = ["loss", "preference_loss", "sft_loss", "logratio", "logp", "desirable"]
+    columns = ["loss", "preference_loss", "sft_loss", "logratio", "logp", "desirable", "entropy"]
     assert names[6:] == columns
     examples, records = {(e.where, str(e.label)): e for e in drawn[1]}, ratings.read_text()
     assert sorted((row["where"], row["label"]) for row in one) == sorted(examples)
