@@ -7,6 +7,7 @@ import re
 import signal
 import stat
 import sys
+import time
 import traceback
 from datetime import timedelta
 from errno import EDQUOT, EFBIG, ENOSPC, EPIPE
@@ -152,9 +153,11 @@ def _print_error_once(torch, text: str) -> None:
     except Exception:
         return
     if not is_first:
-        with contextlib.suppress(Exception):  # the first one has died without a line
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
             store.wait(["printed"], timedelta(seconds=PRINTING_SECONDS))
-            return
+        if time.monotonic() - began < PRINTING_SECONDS:
+            return  # it has printed, or the store has gone with rank 0, which prints before it ends
     _print_error(text)
     with contextlib.suppress(Exception):
         store.set("printed", "")
