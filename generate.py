@@ -98,12 +98,14 @@ def generate(
     max_new: int,
     seed: int,
     should_stop: Callable[[], bool] | None = None,
+    on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]] | None:
     """Answers to `prompts` (arrays of token ids), at most max_new tokens each, with the EOS if it came to one. Every
     rank returns the same list.
 
     should_stop is asked before every decode step, equally often on every rank, so it may be a collective; it must
-    return the same on all ranks. When it returns True, sampling ends and generate returns None.
+    return the same on all ranks. When it returns True, sampling ends and generate returns None. on_token(place, token)
+    is called for each token as it is sampled, on the rank that samples it.
 
     Each answer draws from a random generator of its own, so it depends on (seed, its place in `prompts`) and, but for
     rounding, on no other prompt. Ranks take prompts in turn and run equally many forwards: a sharded policy would hang
@@ -111,7 +113,7 @@ def generate(
     """
     was_training = policy.training
     policy.eval()
-    sampler = _Sampler(fabric, policy, tokenizer, args, seed, should_stop)
+    sampler = _Sampler(fabric, policy, tokenizer, args, seed, should_stop, on_token)
     max_new = min(max_new, sampler.context)
     answer_AY = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: no token
     rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
@@ -145,11 +147,12 @@ class _Sampler:
     """Samples this rank's answers, one batch of prompts after the other."""
 
     def __init__(
-        self, fabric, policy, tokenizer: Tokenizer, args: Sampling, seed: int, should_stop
+        self, fabric, policy, tokenizer: Tokenizer, args: Sampling, seed: int, should_stop, on_token
     ):
         self.fabric, self.policy, self.tokenizer = fabric, policy, tokenizer
         self.module = getattr(policy, "module", policy)
         self.args, self.seed, self.should_stop = args, seed, should_stop
+        self.on_token = on_token
         self.stopped = False  # whether should_stop has returned True
         self.eos_ids = torch.tensor(tokenizer.stops, device=fabric.device)
         self.context = self.module.max_seq_length
@@ -205,6 +208,9 @@ class _Sampler:
                 seen_BV[torch.arange(len(new_B), device=device), new_B] = True
             if not dummy:
                 answer_AY[answer_B, y] = torch.where(y < room_B, new_B, -1)
+            if self.on_token is not None and not dummy:
+                for number, token in zip(answer_B.tolist(), new_B.tolist()):
+                    self.on_token(number, token)
             done_B = torch.isin(new_B, self.eos_ids) | (y + 1 >= room_B)
             if args.stop and not dummy:
                 done_B = done_B | self._has_stop_text(answer_AY[answer_B, : y + 1])
@@ -311,6 +317,32 @@ def parse_ask(argv=None) -> Ask:
     return args
 
 
+class _Typed:
+    """Prints an answer while it is sampled."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: list[str]):
+        self.tokenizer, self.stop = tokenizer, stop
+        # the text so far may end with the beginning of a stop text
+        self.held_back = max(map(len, stop), default=1) - 1
+        self.ids, self.printed = [], ""
+
+    def add(self, _answer: int, token: int) -> None:
+        self.ids.append(token)
+        text = completion_text(self.tokenizer, self.ids, self.stop)
+        text = text[: max(0, len(text) - self.held_back)]
+        if not text.endswith("\ufffd"):  # the first bytes of a letter
+            self._print(text)
+
+    def end(self, answer: str) -> None:
+        self._print(answer)
+        print()
+
+    def _print(self, text: str) -> None:
+        if text.startswith(self.printed):
+            print(text[len(self.printed) :], end="", flush=True)
+            self.printed = text
+
+
 class Chat:
     """One model on one device, and its answers to dialogues."""
 
@@ -351,13 +383,22 @@ class Chat:
             raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}")
         return np.array(ids, dtype="int32")
 
-    def answers(self, dialogues: list[list[dict]], seed: int) -> list[str]:
+    def answers(self, dialogues: list[list[dict]], seed: int, on_token=None) -> list[str]:
         """The model's next turn in each dialogue, as text. Raises BadInput (see ids)."""
         args = self.args
         prompts = [self.ids(turns) for turns in dialogues]
         room = self.policy.max_seq_length - max(map(len, prompts))
         max_new = args.max_new_tokens or min(256, room)
-        answers = generate(self.fabric, self.policy, prompts, self.tokenizer, args, max_new, seed)
+        answers = generate(
+            self.fabric,
+            self.policy,
+            prompts,
+            self.tokenizer,
+            args,
+            max_new,
+            seed,
+            on_token=on_token,
+        )
         return [completion_text(self.tokenizer, ids, args.stop) for ids in answers]
 
     def talk(self) -> None:
@@ -378,11 +419,12 @@ class Chat:
                 continue
             turns = [*history, {"role": "user", "content": line}]
             try:
-                (answer,) = self.answers([turns], self.args.seed + n)
+                typed = _Typed(self.tokenizer, self.args.stop)
+                (answer,) = self.answers([turns], self.args.seed + n, typed.add)
             except BadInput as e:  # for one, the conversation is too long; /clear helps
                 print(f"{e}; /clear forgets what was said before")
                 continue
-            print(answer)
+            typed.end(answer)
             history = [*turns, {"role": "assistant", "content": answer}]
             n += 1
 

@@ -361,6 +361,27 @@ def test_all_ranks_ask_should_stop_equally_often_so_it_may_be_a_collective():
     assert ranks(2, work) == [(None, 12), (None, 12)]
 
 
+def test_a_conversation_is_printed_token_by_token_and_a_stop_text_never(capsys):
+    typed = generate._Typed(letters(), ["de", "xyz"])
+    said = []
+    for token in (0, 1, 2, 3, 4):  # a b c d e
+        typed.add(0, token)
+        said.append(capsys.readouterr().out)
+    assert said == ["", "", "a", "b", ""], "the last two letters may begin xyz"
+    typed.end("abc")
+    assert capsys.readouterr().out == "c\n"
+
+
+def test_each_token_is_handed_over_as_it_is_sampled(tiny):
+    policy, prompts = policy_of("gpt2", tiny), prompts_of([3, 9, 1], vocabulary=512)
+    seen = [[], [], []]
+    policy.max_seq_length = 48
+    got = generate.generate(
+        FABRIC, policy, prompts, letters(), Sampling(), 12, 3, None, lambda i, t: seen[i].append(t)
+    )
+    assert got == seen
+
+
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
