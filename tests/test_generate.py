@@ -486,9 +486,9 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
     )
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
 
-    def noted(fabric, policy, prompts, tokenizer, *args):
+    def noted(fabric, policy, prompts, tokenizer, *args, **given):
         asked.append(tokenizer.decode(list(prompts[0])))
-        return real(fabric, policy, prompts, tokenizer, *args)
+        return real(fabric, policy, prompts, tokenizer, *args, **given)
 
     monkeypatch.setattr(generate, "generate", noted)
     argv = ["--model", str(tmp_path), "--max_new_tokens", "3", "--system", "Be brief."]
