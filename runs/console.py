@@ -68,6 +68,8 @@ def duration(seconds: float) -> str:
 
 SILENT = 5  # seconds in which a wait prints nothing
 LONGEST_PAUSE = 60  # seconds between two lines of a wait, where the output is not a terminal
+FIRST_SHARE = 0.02  # done, before a wait says how long it will take,
+LATEST_ESTIMATE = 30  # or after so many seconds
 LONG_WAIT = 300  # seconds; what makes a longer wait shorter is said
 
 _waits = []  # those that are going on, the innermost last
@@ -118,8 +120,11 @@ class Wait:
             self._thread.join()  # its line is gone before anything else is printed
 
     def _seconds_left(self, elapsed: float) -> float | None:
-        """By the speed so far; None: nobody knows."""
+        """By the speed so far; None: nobody knows. The first tokens are slow, because the prompts are
+        read before them."""
         if not self.total or not self.done:
+            return None
+        if self.done < FIRST_SHARE * self.total and elapsed < LATEST_ESTIMATE:
             return None
         return elapsed / self.done * max(0, self.total - self.done)
 

@@ -770,7 +770,7 @@ def test_a_short_wait_prints_nothing_and_a_long_one_what_how_far_and_how_long(mo
     assert capfd.readouterr().out == ""
     monkeypatch.setattr(console, "SILENT", 0.2)
     with Wait("the checker", 1000, "answers"):
-        advance(5)
+        advance(50)
         time.sleep(0.3)
     with Wait("check at step 0", 1000):
         advance(250, tokens=250)
@@ -779,7 +779,7 @@ def test_a_short_wait_prints_nothing_and_a_long_one_what_how_far_and_how_long(mo
         advance(7)
         time.sleep(0.3)
     checker, check, reading = capfd.readouterr().out.splitlines()
-    assert re.fullmatch(r"the checker: 5 of 1,000 answers, 00:(39|40|41|42|43) left", checker)
+    assert re.fullmatch(r"the checker: 50 of 1,000 answers, 00:0(4|5) left", checker)
     assert re.fullmatch(r"check at step 0: 25%, 1,\d\d\d tokens/s, 00:01 left", check)
     assert reading == "reading x.csv: 7 records, 00:00 so far"
 
@@ -801,6 +801,11 @@ def test_of_a_wait_within_another_only_the_inner_one_is_shown_and_counts(monkeyp
 @pytest.mark.usefixtures("shown")
 def test_what_makes_a_wait_of_more_than_five_minutes_shorter_is_said_once(monkeypatch, capfd):
     monkeypatch.setattr(console, "SILENT", 0.1)
+    with Wait("answers", 1000, shorter="a smaller eval.prompts"):
+        advance(1)
+        time.sleep(0.2)
+    assert "answers: 0%, 00:00 so far" in capfd.readouterr().out, "too early to say how long"
+    monkeypatch.setattr(console, "LATEST_ESTIMATE", 0)
     for n in (1, 900):
         with Wait("answers", 1000, shorter="a smaller eval.prompts"):
             advance(n)
