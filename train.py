@@ -45,6 +45,7 @@ from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_
 from setup import Run, export_models, load_best_weights
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
+OWN_ANSWERS = 64  # that own_kl scores, about: all would take as long as sampling them
 
 
 class KL(NamedTuple):
@@ -461,17 +462,21 @@ class Trainer:
     @torch.no_grad()
     def own_kl(self, answers: list) -> float | None:
         """The mean of r over answers that the policy has just sampled, in nats an answer: an estimate
-        of KL(policy || reference). None without a reference in memory."""
+        of KL(policy || reference), from about 64 of them. None without a reference in memory."""
         run, reference = self.run, self.run.reference
         if reference is None or getattr(reference, "released", False):
             return None
+        answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
         run.policy.eval()
         total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
         batch = Batch(answers, cut=Cut.of(run.cfg, run.fabric))
-        for micro in batch.micro_batches:
-            packed = self.pack(batch, micro.index)
-            r_B = (self.forward(packed) - reference.compute(packed))[:, 0]
-            total += r_B.double().sum() * (not micro.filler)
+        with Wait("kl/own", len(batch.micro_batches), "micro-batches"):
+            for micro in batch.micro_batches:
+                packed = self.pack(batch, micro.index)
+                r_B = (self.forward(packed) - reference.compute(packed))[:, 0]
+                total += r_B.double().sum() * (not micro.filler)
+                advance()
+                run.stop.check(run.fabric.device)
         run.policy.train()
         return all_reduce(total).item() / len(answers)
 
