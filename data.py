@@ -221,7 +221,9 @@ class Batch:
             completions = [(self.borrowed_completion(i),) for i in index]
         prompts = [example.prompt for example in examples]
         packed = pack(prompts, completions, self.score_prompt, index)
-        return packed._replace(by_token=self.by_token)
+        if self.by_token:  # all micro-batches of a step have one L
+            packed = packed._replace(by_token=True, longest=self.longest_completion)
+        return packed
 
     def borrowed_completion(self, i: int) -> np.ndarray:
         """The token ids of the completion that example i borrows. An example without a partner borrows that of
@@ -237,7 +239,7 @@ class Batch:
             tokens.append(self.completion_tokens(i) + of_prompt)
         return tokens
 
-    @property
+    @functools.cached_property
     def longest_completion(self) -> int:
         """Tokens of the longest completion of all examples."""
         return max(len(y) for example in self.examples for y in example.completions)
@@ -533,7 +535,7 @@ class PackedBatch(NamedTuple):
     max_queries: int  # the most queries of a sequence
     max_completion_queries: int  # the same if only the M completion tokens are queries
     max_keys: int  # the most keys of a sequence
-    longest: int  # L: tokens of the longest completion
+    longest: int  # L: tokens of the longest completion, here or in the step
     buffer: torch.Tensor  # all tensors above, one after the other, as int32 on the CPU
     # what the model gives for this batch: log-probs (B, K), or of each token (B, K, L)
     by_token: bool = False

@@ -118,12 +118,12 @@ def generate(
     answer_AY = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: no token
     rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
     most = math.ceil(len(prompts) / fabric.world_size)  # prompts of a rank
-    rows = sampler.rows_at_once(prompts, max_new)
     merged = contextlib.nullcontext()
     if isinstance(sampler.module, LoraGPT):
         merged = merge_for_sampling(sampler.module, compute_dtype(fabric))
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
     with merged, fabric.autocast(), keep_gathered(policy, fabric.device):
+        rows = sampler.rows_at_once(prompts, max_new)  # in the memory that merged matrices leave
         for start in range(0, most, rows):
             sampler.answer(prompts, rank_prompts[start : start + rows], answer_AY)
             if sampler.stopped:
@@ -197,9 +197,11 @@ class _Sampler:
             logits_BV = self.policy(cache)
             if args.repetition_penalty != 1:
                 if seen_BV is None:
-                    seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-                    for row, prompt in enumerate(batch_prompts):
-                        seen_BV[row, to_device(torch.from_numpy(prompt).long(), device)] = True
+                    seen_UV = logits_BV.new_zeros(
+                        len(packed.sizes), len(logits_BV[0]), dtype=torch.bool
+                    )
+                    seen_UV[packed.prompt_N, packed.token_N] = True  # U prompts
+                    seen_BV = seen_UV[packed.prompt_B]
                 logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
             if y < args.min_new_tokens:
                 logits_BV[:, self.eos_ids] = -torch.inf
@@ -317,7 +319,7 @@ def parse_ask(argv=None) -> Ask:
     return args
 
 
-class _Typed:
+class _AnswerPrinter:
     """Prints an answer while it is sampled."""
 
     def __init__(self, tokenizer: Tokenizer, stop: list[str]):
@@ -419,12 +421,12 @@ class Chat:
                 continue
             turns = [*history, {"role": "user", "content": line}]
             try:
-                typed = _Typed(self.tokenizer, self.args.stop)
-                (answer,) = self.answers([turns], self.args.seed + n, typed.add)
+                printer = _AnswerPrinter(self.tokenizer, self.args.stop)
+                (answer,) = self.answers([turns], self.args.seed + n, printer.add)
             except BadInput as e:  # for one, the conversation is too long; /clear helps
                 print(f"{e}; /clear forgets what was said before")
                 continue
-            typed.end(answer)
+            printer.end(answer)
             history = [*turns, {"role": "assistant", "content": answer}]
             n += 1
 

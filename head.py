@@ -59,11 +59,12 @@ class Chunks(NamedTuple):
         return cls(size, saved, softmax, device == "cuda", entropy)
 
 
-def entropy_of(logits_TV, p_TV):
-    """Entropy (T,) in nats of next-token distributions p, which are the softmax of these logits."""
+def entropy_of(logits_TV, p_TV, target_T, logp_T):
+    """Entropy (T,) in nats of next-token distributions p, which are the softmax of these logits. The log-probs of the
+    targets give the logsumexp of the logits."""
     logits_TV = logits_TV.to(p_TV.dtype)
-    mean_T = torch.linalg.vecdot(p_TV, logits_TV)
-    return logits_TV.logsumexp(-1) - mean_T
+    logsumexp_T = logits_TV.gather(1, target_T[:, None])[:, 0] - logp_T
+    return logsumexp_T - torch.linalg.vecdot(p_TV, logits_TV)
 
 
 class Head(torch.autograd.Function):
@@ -145,7 +146,7 @@ class Head(torch.autograd.Function):
             if need_grad or chunks.entropy:
                 grad = grad.exp_()
             if chunks.entropy:
-                entropies.append(entropy_of(capped, grad))
+                entropies.append(entropy_of(capped, grad, target, logp))
             if need_grad:
                 row = torch.arange(len(target), device=target.device)
                 grad[row, target] -= 1

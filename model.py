@@ -289,10 +289,8 @@ class KVCache:
         self.packed = PackedAttention(batch)  # None after the first forward
         self.token_RQ = batch.token_N[None]
         self.position_RQ = batch.position_N[None]
-        first_target_B = batch.first_target_BK[:, 0]
-        self.last_B = batch.source_T[
-            first_target_B
-        ]  # which of the tokens predict the sequences' next ones
+        # which of the tokens predict the sequences' next ones
+        self.last_B = batch.source_T[batch.first_target_BK[:, 0]]
         self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
         # where the tokens' keys and values go: to these rows, and to the slots of their positions
         self.row_of_token, self.copied_token = batch.prompt_N, None
@@ -520,7 +518,7 @@ def _logp(model: _PackedGPT, h_TC, target_T, entropy: bool = False):
         if not entropy:
             return logp_T, None
         with torch.no_grad():
-            return logp_T, entropy_of(logits_TV, logp_TV.exp())
+            return logp_T, entropy_of(logits_TV, logp_TV.exp(), target_T, logp_T)
 
     # a head with a bias or adapters: autograd, with the logits of each chunk computed again in the backward
     parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))

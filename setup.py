@@ -317,6 +317,7 @@ def setup(
     validation = validation or objective
     refuse_taken_folder(cfg)
     refuse_unsavable_state(objective)
+    refuse_settings_of_tokens(cfg, objective)
     reference_moves = moves_reference(cfg, objective)
     needs_reference = objective.needs_reference or validation.needs_reference
 
@@ -471,6 +472,19 @@ def refuse_unsavable_state(objective) -> None:
         saved = json.dumps(objective.state_dict())
     if saved == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
         say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
+
+
+def refuse_settings_of_tokens(cfg: RunSettings, objective) -> None:
+    """Raise BadInput for settings that an objective by token cannot have."""
+    refuse_unless(
+        not objective.by_token or not (cfg.data.score_prompt or cfg.reference_cache),
+        "data.score_prompt, reference_cache: this objective takes the log-probs of each token of a "
+        "completion: the cache has only their sums, and a prompt's tokens are no part of it",
+    )
+    refuse_unless(
+        not objective.vocabulary_kl or cfg.strategy != "fsdp",
+        "strategy: fsdp: this objective needs the reference's head whole: ddp or auto",
+    )
 
 
 def moves_reference(cfg: RunSettings, objective) -> bool:

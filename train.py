@@ -38,7 +38,7 @@ from records.examples import Example, Examples
 from reference import CachedReference
 from runs.console import LONGEST_PAUSE, SILENT, Wait, advance, duration, say
 from runs.devices import all_reduce
-from runs.errors import BadInput, Failed, Interrupted
+from runs.errors import Failed, Interrupted
 from runs.files import write_json
 from runs.metrics import mean
 from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
@@ -148,15 +148,6 @@ class Trainer:
         self.run = run
         self.has_fitted = False
         self.first_step = 1  # of the fit
-        if run.objective.by_token and (run.cfg.data.score_prompt or run.cfg.reference_cache):
-            raise BadInput(
-                "data.score_prompt, reference_cache: this objective takes the log-probs of each token "
-                "of a completion: the cache has only their sums, and a prompt's tokens are no part of it"
-            )
-        if run.objective.vocabulary_kl and run.cfg.strategy == "fsdp":
-            raise BadInput(
-                "strategy: fsdp: this objective needs the reference's head whole: ddp or auto"
-            )
 
     def __enter__(self):
         return self
@@ -269,13 +260,9 @@ class Trainer:
                 packed = self.pack(batch, micro.index)
                 ref_own = run.reference(packed, prompt_cache)
                 if ref_logps is None:
-                    shape = ref_own.shape[1:]
-                    if objective.by_token:
-                        shape = (shape[0], batch.longest_completion)
-                    ref_logps = torch.zeros(G, *shape, device=device)
+                    ref_logps = torch.zeros(G, *ref_own.shape[1:], device=device)
                 if not micro.filler:
-                    rows = ref_logps[..., : ref_own.shape[2]] if objective.by_token else ref_logps
-                    rows[packed.index_B] = ref_own
+                    ref_logps[packed.index_B] = ref_own
             if has_pairs:
                 packed = self.pack(batch, micro.index, borrowed=True)
                 logps, ref_pairs = score_pairs(packed), None
@@ -381,8 +368,6 @@ class Trainer:
         if ref_logps is not None:
             ref_logps = ref_logps[packed.index_B]
         if objective.by_token:
-            if ref_logps is not None:
-                ref_logps = ref_logps[..., : logps.shape[2]]
             logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         if z.dim():
             z = z[packed.index_B]

@@ -71,12 +71,10 @@ class VariantTrainer(Trainer):
             r_G = torch.zeros(len(r_BK), dtype=r_BK.dtype)
             r_G[packed.index_B] = r_BK[:, 1]
         assert len(r_G) == len(batch.examples), "each example has a pair, the step one micro-batch"
-        z_B = z_by_groups(r_G, self.group, self.rank)[packed.index_B].to(logps.dtype)
-        before = before._replace(kl=before.kl._replace(z=z_B))
-        loss_B = super().loss(objective, batch, micro, packed, logps, before, columns)
-        columns["z"] = torch.zeros(len(r_G), dtype=torch.float64)
-        columns["z"][packed.index_B] = z_B.double()
-        return loss_B
+        z_G = z_by_groups(r_G, self.group, self.rank).to(logps.dtype)
+        columns["z"] = z_G.double()
+        before = before._replace(kl=before.kl._replace(z=z_G))
+        return super().loss(objective, batch, micro, packed, logps, before, columns)
 
     def log(self, batch, columns, kl, row, plan, began):
         error_G = columns["z"] - kl.z

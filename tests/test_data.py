@@ -199,6 +199,7 @@ def test_a_parquet_file_of_3_kb_that_unpacks_to_gigabytes_is_one_line(tmp_path, 
 def test_a_large_file_of_small_records_is_read_within_the_bound(tmp_path, monkeypatch):
     """Only a batch of records counts, not the token ids of all that went before."""
     monkeypatch.setattr(memory, "MOST_MEMORY", 2**25)
+    monkeypatch.setattr(examples, "ENCODE_TEXTS", 100)  # ten batches, of 10 MB of texts each
     record = b'{"prompt": "p", "completion": "' + b"c" * 100_000 + b'", "label": 1}\n'
     with gzip.open(tmp_path / "d.jsonl.gz", "wb", 1) as f:
         for _ in range(1000):

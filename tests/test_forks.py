@@ -417,6 +417,19 @@ def test_an_override_of_forward_is_reached_on_every_path_whatever_the_cut(tiny, 
         assert sum(calls) - 2 * 48 == 2 * 12 + (8 if not cut else 4), calls
 
 
+@pytest.mark.parametrize(
+    "example, setting", [("token_kto", "--data.score_prompt=true"), ("token_kto", "--reference_cache=c"),
+                         ("tdpo", "--strategy=fsdp")]
+)  # fmt: skip
+def test_what_an_objective_by_token_cannot_have_is_refused_before_any_work(
+    example, setting, tiny, ratings, pairs, tmp_path
+):
+    data = pairs if HANDED[example][0] is dpo else ratings
+    with pytest.raises(BadInput, match="this objective"):
+        train_example(example, tiny, data, tmp_path / "run", *COMMON, setting)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_fit_needs_a_plan_of_its_own(tiny, ratings, tmp_path):
     with pytest.raises(AssertionError, match="the default plan has ended"):
         with trainer_of(tiny, ratings, tmp_path, "--max_steps=1") as trainer:

@@ -362,13 +362,13 @@ def test_all_ranks_ask_should_stop_equally_often_so_it_may_be_a_collective():
 
 
 def test_a_conversation_is_printed_token_by_token_and_a_stop_text_never(capsys):
-    typed = generate._Typed(letters(), ["de", "xyz"])
+    printer = generate._AnswerPrinter(letters(), ["de", "xyz"])
     said = []
     for token in (0, 1, 2, 3, 4):  # a b c d e
-        typed.add(0, token)
+        printer.add(0, token)
         said.append(capsys.readouterr().out)
     assert said == ["", "", "a", "b", ""], "the last two letters may begin xyz"
-    typed.end("abc")
+    printer.end("abc")
     assert capsys.readouterr().out == "c\n"
 
 
