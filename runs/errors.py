@@ -143,8 +143,9 @@ def _print_error(text: str) -> None:
 
 
 def _print_error_once(torch, text: str) -> None:
-    """Most errors occur on every rank; only the first rank prints its error. The others wait until it
-    has: rank 0 ends the processes that it launched, and would end that one before its line is out.
+    """Most errors occur on every rank; only the first rank prints its error. The others wait until the
+    first has printed: rank 0 ends the processes that it launched, and could end the first before its
+    line is out.
     The counter is in the store of rank 0: if it cannot be reached, rank 0 has ended and printed
     before."""
     try:
@@ -158,9 +159,11 @@ def _print_error_once(torch, text: str) -> None:
             store.wait(["printed"], timedelta(seconds=PRINTING_SECONDS))
         if time.monotonic() - began < PRINTING_SECONDS:
             return  # it has printed, or the store has gone with rank 0, which prints before it ends
-    _print_error(text)
-    with contextlib.suppress(Exception):
-        store.set("printed", "")
+    try:
+        _print_error(text)
+    finally:  # stderr may be a file on the full disk
+        with contextlib.suppress(Exception):
+            store.set("printed", "")
 
 
 def _message_of(e: BaseException) -> tuple[int | str | None, str]:

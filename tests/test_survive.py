@@ -278,7 +278,7 @@ def test_a_checkpoint_whose_manifest_names_too_little_is_not_used(name, finished
 # ---- R10: a full disk ----------------------------------------------------------------------------
 
 
-def no_room(most: int = 100):
+def no_room(most: int = 400):
     """As on a full disk: no file grows beyond so many bytes."""
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
