@@ -619,8 +619,8 @@ def model_hashes(name: str, gpt) -> dict[str, str]:
 def export_models(run: Run) -> None:
     """Write final; with LoRA final_adapter, in PEFT's format; and best, if keep_best kept one."""
     cfg, fabric, out = run.cfg, run.fabric, run.folder.path
-    weights = run.weights()
-    merged = merge_adapters(run.weights(export=True), run.policy.module)
+    weights = run.weights(export=True)
+    merged = merge_adapters(weights, run.policy.module)
 
     def write_final(new):
         notes = notes_of(dump_yaml(cfg), run.state, out)
@@ -628,13 +628,10 @@ def export_models(run: Run) -> None:
 
     run.publish(out / "final", write_final)
     if cfg.lora.rank:
-        base_names = [name for name in weights if "lora_" not in name]
-        # of the base alone, by its own names, as model_hashes did at the start
-        base_hash = weights_hash(rename_tensors(weights, {name: name for name in base_names}))
         # with a moving reference the adapters of each iteration are merged into the base
-        base_changed = run.state.iteration > 1 and base_hash != run.state.identity["model weights"]
+        base_changed = run.state.moving_reference and run.state.iteration > 1
         from_run = any((x / "state.json").exists() for x in folders_on_top(run.source))
-        if fabric.broadcast(bool(base_changed or from_run)):
+        if fabric.broadcast(base_changed or from_run):
             say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
         else:
             run.publish(out / "final_adapter", partial(write_adapter, run, weights))
