@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import model
+from data import Cut
 from evaluate import Evaluator
 from head import Chunks
 from hub.estimate import Estimate
@@ -60,7 +61,7 @@ from runs.folder import (
 from runs.logger import TABLES, Logger, read_claimed_rows
 from runs.metrics import Throughput, least_passes
 from runs.optimizer import make_optimizer, make_plan
-from runs.settings import DEFAULT_TOKENS, RunSettings, refuse_unless, with_limits
+from runs.settings import RunSettings, most_tokens, refuse_unless, with_limits
 from runs.stop import Stop
 from runs.tensors import (
     LazyTensors,
@@ -84,6 +85,8 @@ class Run:
     """The settings, resolved and frozen."""
     fabric: object
     """Fabric, launched: this process's rank and device. Never changed."""
+    cut: Cut
+    """How a step is cut into micro-batches. Never changed."""
     source: Path
     """The Hugging Face folder of the model that the run starts from. Never changed."""
     tokenizer: Tokenizer
@@ -334,10 +337,8 @@ def setup(
     data = with_limits(cfg.data, arguments["block_size"])
     precision_given = cfg.precision is not None
     cfg = with_absolute_paths(replace(cfg, data=data, **resolve_devices(cfg)))
-    if cfg.accelerator == "cpu":
-        cfg = replace(cfg, micro_batch_tokens=tokens_on_a_cpu(cfg, arguments))
-        if not precision_given and bfloat16_pays(arguments):
-            say("this CPU multiplies bfloat16: --precision bf16-mixed is about 1.6 times as fast")
+    if cfg.accelerator == "cpu" and not precision_given and bfloat16_pays(arguments):
+        say("this CPU multiplies bfloat16: --precision bf16-mixed is about 1.6 times as fast")
 
     # the records
     with user_error("data", cfg.data.train):
@@ -385,12 +386,14 @@ def setup(
         state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
 
+    tokens = most_tokens(cfg, arguments["n_layer"], arguments["n_embd"])
     stop = Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at)
     runs_reference = objective.needs_reference and not cfg.reference_cache
     passes = least_passes(objective.kl_pairs, runs_reference, bool(cfg.lora.rank))
     return Run(
         cfg=cfg,
         fabric=fabric,
+        cut=Cut(fabric.global_rank, fabric.world_size, cfg.micro_batch_size, tokens),
         source=source,
         tokenizer=tokenizer,
         examples=examples,
@@ -424,20 +427,6 @@ def with_absolute_paths(settings):
         elif value and field.metadata.get("path") == "folder":
             changed[field.name] = os.path.abspath(Path(value).expanduser())
     return replace(settings, **changed)
-
-
-CPU_ACTIVATIONS = 4e9  # bytes
-
-
-def tokens_on_a_cpu(cfg: RunSettings, arguments: dict) -> int | None:
-    """micro_batch_tokens as given. The default is smaller than a GPU's where the activations of so many
-    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
-    width."""
-    if cfg.micro_batch_tokens or cfg.micro_batch_size:
-        return cfg.micro_batch_tokens
-    of_a_token = 80 * arguments["n_layer"] * arguments["n_embd"]
-    tokens = max(256, int(CPU_ACTIVATIONS / of_a_token) // 256 * 256)
-    return tokens if tokens < DEFAULT_TOKENS else None
 
 
 def bfloat16_pays(arguments: dict) -> bool:

@@ -25,7 +25,6 @@ import torch
 import model
 from data import (
     Batch,
-    Cut,
     LossView,
     MicroBatch,
     StepView,
@@ -454,7 +453,7 @@ class Trainer:
         answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
         run.policy.eval()
         total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
-        batch = Batch(answers, cut=Cut.of(run.cfg, run.fabric))
+        batch = Batch(answers, cut=run.cut)
         with Wait("kl/own", len(batch.micro_batches), "micro-batches"):
             for micro in batch.micro_batches:
                 packed = self.pack(batch, micro.index)
