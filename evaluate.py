@@ -138,12 +138,12 @@ class Evaluator:
         if not examples:
             return []
         args, tokenizer, new = self.cfg.eval, self.tokenizer, self.max_new_tokens
-        ask = partial(self.stop.check, self.fabric.device)
+        check_stop = partial(self.stop.check, self.fabric.device)
         shorter = f"a smaller {setting} or eval.max_new_tokens"
         prompts = [e.prompt for e in examples]
         with Wait(title, len(prompts) * new, shorter=shorter):
             all_ids = generate(
-                self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, ask
+                self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, check_stop
             )
         self.last_answers = [
             e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, all_ids)
