@@ -436,7 +436,8 @@ class Trainer:
                 is_checked = step in (0, plan.end) or self.checker_is_due(plan)
                 share = run.evaluator.accuracy(step) if is_checked else None
                 row["checker_accuracy"] = share
-                row["kl/own"] = None if share is None else self.own_kl(run.evaluator.last_answers)
+                answers = run.evaluator.checked_answers
+                row["kl/own"] = None if share is None else self.own_kl(answers)
             samples = run.evaluator.samples()
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
