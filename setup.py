@@ -459,7 +459,7 @@ def refuse_unsavable_state(objective) -> None:
     kind = type(objective)
     with user_error("state_dict", kind.__name__, TypeError):
         saved = json.dumps(objective.state_dict())
-    if saved == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
+    if saved == "{}" and objective.overrides("after_step"):
         say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
 
 
@@ -479,19 +479,18 @@ def refuse_settings_of_tokens(cfg: RunSettings, objective) -> None:
 def moves_reference(cfg: RunSettings, objective) -> bool:
     """Whether an objective has a reference_share of its own. Raises BadInput if its reference cannot
     move: it must be a copy of the policy."""
-    kind = type(objective)
-    if kind.reference_share.__qualname__ == "Objective.reference_share":
+    if not objective.overrides("reference_share"):
         return False
-    fixed = {
+    obstacles = {
         "needs_reference": not objective.needs_reference,
         "lora.rank": cfg.lora.rank,
         "reference": cfg.reference,
         "reference_cache": cfg.reference_cache,
     }
-    for name, given in fixed.items():
-        refuse_unless(
-            not given, f"{name}: {kind.__name__} moves the reference, a copy of the policy"
-        )
+    for name, is_in_the_way in obstacles.items():
+        if is_in_the_way:
+            who = type(objective).__name__
+            raise BadInput(f"{name}: {who} moves the reference, a copy of the policy")
     return True
 
 

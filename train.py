@@ -128,6 +128,11 @@ class Objective:
     def load_state_dict(self, state: dict) -> None:
         vars(self).update(state)
 
+    @classmethod
+    def overrides(cls, method: str) -> bool:
+        """Whether this algorithm has its own version of a method of Objective."""
+        return getattr(cls, method) is not getattr(Objective, method)
+
 
 class BeforeGradient(NamedTuple):
     """What the no-gradient pass of a step found."""
