@@ -9,7 +9,6 @@ Reading order: read_config, the fields and their limits; the rules of single fam
 positions; names of weights; weight_layout.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import yaml
 
 from runs.errors import BadInput, printable
-from runs.files import read_object
+from runs.small_files import read_object
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["families"]
 
@@ -83,7 +82,7 @@ def read_config(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     if not file.exists():
         raise BadInput(f"{file}: no such file, so this is not a model folder")
-    config = read_object(file, json.loads)
+    config = read_object(file)
     try:
         return _read_family(config, file)
     except Unsupported as e:

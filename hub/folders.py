@@ -14,7 +14,8 @@ from pathlib import Path
 
 from runs.checkpoint import read_settings, read_state, verify_checkpoint
 from runs.errors import BadInput, printable
-from runs.files import find_path, read_object, verify_folder
+from runs.files import find_path, verify_folder
+from runs.small_files import read_object
 
 # Files of a tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json,
 # added_tokens.json, vocab.txt, merges.txt, chat_template.jinja

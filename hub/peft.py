@@ -27,8 +27,8 @@ from hub.families import (
 from hub.folders import folders_on_top
 from hub.lora import OurAdapter, our_adapters, plain_names
 from runs.errors import BadInput, printable
-from runs.files import read_object
 from runs.settings import Lora
+from runs.small_files import read_object
 
 # Fields of adapter_config.json that are read, with the values that PEFT takes for those that a file
 # leaves out.
@@ -92,7 +92,7 @@ def read_adapter(folder: Path) -> list[PeftAdapter]:
 def _read_adapter_config(folder: Path) -> dict:
     """FIELDS of adapter_config.json. Raises BadInput, also for another method than plain LoRA."""
     file = folder / "adapter_config.json"
-    given = read_object(file, json.loads)
+    given = read_object(file)
     try:
         _refuse_other_methods(given)
         config = FIELDS | {n: field_value(n, given[n], FIELDS[n]) for n in FIELDS if n in given}
