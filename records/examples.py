@@ -1,10 +1,12 @@
 """From records to examples of token ids, and what a run does with them before it trains.
 
 Reading order: Example (what comes out) and Examples (many of them); load_examples, _load_file and
-_tokenise_file, which is the whole way of a record: read, understand, render, encode, cut; then the
-three parts of the data, the table that describes them, and their hash.
+_tokenise_file; the whole way of a record, which is _read_texts (read, understand, render) and
+_tokenise_texts (encode, cut, make columns); then the three parts of the data, the table that
+describes them, and their hash.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -204,8 +206,7 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     for files, weight in split_sources(source):
         of_source = []
         for file in files:
-            with Wait(f"reading {file}", count_lines(file), "records"):
-                of_source.append(_load_file(file, tokenizer, kind, data))
+            of_source.append(_load_file(file, tokenizer, kind, data))
         loaded.append(LoadedExamples.join(of_source))
         weights.append(weight)
     if weights[0] is not None:  # then all sources have one
@@ -223,37 +224,46 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
 def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
     """The examples of one file (or Hub data set): from data.cache if they are there."""
     file = cache_file(source, tokenizer, kind, data)
-    if file is None:
-        return _tokenise_file(source, tokenizer, kind, data)
-    arrays = read_cached(file)
+    arrays = read_cached(file) if file else None
     if arrays:
         return _from_arrays(arrays, source)
     loaded = _tokenise_file(source, tokenizer, kind, data)
-    write_cached(file, _to_arrays(loaded, source))
+    if file:
+        write_cached(file, _to_arrays(loaded, source))
     return loaded
 
 
-def _tokenise_file(
-    source: str, tokenizer: Tokenizer, kind: Kind, data: Data, by_template: bool = False
-) -> LoadedExamples:
-    """The examples of one file. Steps 1 to 3 of a record's way are in _read_texts below (read,
-    understand, render), steps 4 to 6 here (encode, cut, make columns).
-
-    All records of a file are rendered in one way: as plain text, or all by the chat template if any
-    record needs it (`by_template`).
-    """
-    parts = []
-    cuts, ignored, renamed, rendered, dropped = Counter(), {}, {}, Counter(), Counter()
-    records_with_texts = _read_texts(source, tokenizer, kind, data, by_template, dropped)
-    # In batches, since texts take more memory than their token ids.
-    while True:
-        try:
-            with bounded_memory():
-                batch = list(islice(records_with_texts, ENCODE_TEXTS))
-        except FoundMessages:
-            return _tokenise_file(source, tokenizer, kind, data, by_template=True)
-        if not batch:
+def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
+    """The examples of one file. All its records are rendered in one way: as plain text, or all by the
+    chat template if any record needs it."""
+    n = count_lines(source)
+    for by_template in (False, True):  # once more if FoundMessages
+        dropped = Counter()
+        with contextlib.suppress(FoundMessages), Wait(f"reading {source}", n, "records"):
+            texts = _read_texts(source, tokenizer, kind, data, by_template, dropped)
+            parts = list(_tokenise_texts(texts, tokenizer, kind, data))
             break
+    if not parts and dropped:
+        raise BadInput(f"{source}: data.labels names no label here: {_show_labels(dropped)}")
+    if not parts:
+        raise BadInput(f"{source}: no records")
+    return LoadedExamples.join(parts)._replace(dropped=dropped)
+
+
+def _tokenise_texts(
+    records_with_texts: Iterator[tuple[str, Record, Texts]],
+    tokenizer: Tokenizer,
+    kind: Kind,
+    data: Data,
+) -> Iterator[LoadedExamples]:
+    """Steps 4 to 6 of a record's way (encode, cut, make columns); steps 1 to 3 are in _read_texts
+    below. In batches, since texts take more memory than their token ids."""
+    while True:
+        with bounded_memory():
+            batch = list(islice(records_with_texts, ENCODE_TEXTS))
+        if not batch:
+            return
+        cuts, ignored, renamed, rendered = Counter(), {}, {}, Counter()
         # 4. encode: the texts become token ids, with BOS and EOS
         all_ids = tokenizer.encode_all([texts for _, _, texts in batch])
         examples = []
@@ -271,14 +281,9 @@ def _tokenise_file(
             renamed.update(dict.fromkeys(record.renamed))
             rendered["by the chat template" if texts.by_template else "plain"] += 1
         # 6. make columns
-        parts.append(Examples.of(examples))
+        columns = Examples.of(examples)
+        yield LoadedExamples(columns, cuts, tuple(ignored), tuple(renamed), rendered)
         advance(len(batch))
-    if not parts and dropped:
-        raise BadInput(f"{source}: data.labels names no label here: {_show_labels(dropped)}")
-    if not parts:
-        raise BadInput(f"{source}: no records")
-    examples = Examples.join(parts)
-    return LoadedExamples(examples, cuts, tuple(ignored), tuple(renamed), rendered, dropped)
 
 
 def _read_texts(
