@@ -247,7 +247,9 @@ class Run:
                 share = 1 - self.cfg.optim.ema
             else:
                 share = self.objective.reference_share(self.state.step)
-            for name, x in weights.items() if share else ():
+            if not share:
+                continue
+            for name, x in weights.items():
                 x.lerp_(params[name].detach().to(x.dtype), share)
 
     @contextlib.contextmanager
