@@ -111,7 +111,8 @@ class Look:
     """What was counted in the records of one part of the data, before anything is refused."""
 
     kinds: Counter = field(default_factory=Counter)  # Kind -> records
-    entities: list[str] = field(default_factory=list)  # places of records with HTML entities
+    entities: int = 0  # records with HTML entities
+    first_entity: str = ""  # where the first of them is
     texts: Counter = field(default_factory=Counter)  # field, or role of a message -> texts
     quoted: Counter = field(default_factory=Counter)  # the same: those in quotation marks
 
@@ -143,7 +144,8 @@ def _look_at_texts(where: str, fields: dict, look: Look) -> None:
             look.quoted[what] += QUOTED.fullmatch(text) is not None
             has_entity = has_entity or HTML_ENTITY.search(text) is not None
     if has_entity:
-        look.entities.append(where)
+        look.entities += 1
+        look.first_entity = look.first_entity or where
 
 
 def _texts_of(value) -> Iterator[tuple[str, str]]:
@@ -166,8 +168,8 @@ def warnings_of_texts(name: str, look: Look) -> list[str]:
     lines = []
     if look.entities:
         lines.append(
-            f"{name}: {len(look.entities):,} records hold HTML entities such as &amp; "
-            f"(the first: {look.entities[0]})"
+            f"{name}: {look.entities:,} records hold HTML entities such as &amp; "
+            f"(the first: {look.first_entity})"
         )
     for what, count in look.quoted.items():
         if count >= LARGE_SHARE * look.texts[what]:
