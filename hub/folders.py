@@ -143,11 +143,11 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
 
 def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple) -> Path:
     """Links to the base model of a PEFT adapter, and to the adapter."""
-    base = _name_of_base(folder / "adapter_config.json")
+    base = name_of_base(folder / "adapter_config.json")
     return _folder_of_links(fetch_model(base, what, weights, above), folder)
 
 
-def _name_of_base(file: Path) -> str:
+def name_of_base(file: Path) -> str:
     """The path or id of the model that the adapter of an adapter_config.json belongs to."""
     field = "base_model_name_or_path"
     base = read_object(file).get(field)
