@@ -208,7 +208,8 @@ class Run:
         return weights
 
     def _source_weights(self, names: list[str], export: bool) -> LazyTensors:
-        """What a frozen base was made of: as the run holds it, or for an export not rounded."""
+        """Weights of a frozen base, read from its source again: in the type that the run holds them in,
+        for an export at least in float32. Raises Failed if the source has changed."""
         held = dtype_of(self.cfg.precision)
 
         def read(dtype):

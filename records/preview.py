@@ -38,7 +38,7 @@ from runs.settings import Data, check_fields, path_setting, with_limits
 BINS = 8  # of a histogram
 # Of a long text, so many tokens of its beginning and of its end are shown.
 FIRST_TOKENS, LAST_TOKENS = 200, 100
-# The kinds from the one that wins, if any record of the file has it, to the one that all must have.
+# A file is read as the first of these kinds that any of its records has.
 READ_AS = {
     "rated": "ratings, for kto.py",
     "paired": "pairs, for dpo.py or kto.py",
