@@ -211,17 +211,17 @@ def must_equal(c: dict, **fields) -> None:
 # ---- the rules: fields of config.json -> arguments of litgpt's Config ----------------------------
 
 
-def _common(c: dict, kind: str, fixed: dict) -> dict:
-    """What every family has besides its sizes."""
+def _common(c: dict, kind: str, arguments: dict) -> dict:
+    """What every family has besides its sizes, which are in `arguments`."""
     supported = {"full_attention", "sliding_attention"} if "gemma" in kind else {"full_attention"}
-    for layer_type in _per_layer(c, "layer_types", fixed["n_layer"]):
+    for layer_type in _per_layer(c, "layer_types", arguments["n_layer"]):
         if layer_type not in supported:
             raise Unsupported(f"layer_types: {printable(layer_type)} is not supported for {kind}")
-    arguments = {"gelu_approximate": _gelu_approximate(c, fixed["mlp_class_name"])}
+    common = {"gelu_approximate": _gelu_approximate(c, arguments["mlp_class_name"])}
     if "rope_scaling" in c and "rope_local_base_freq" not in c:  # see _gemma3
         rope = _object(c, "rope_scaling") or _object(c, "rope_parameters")
-        arguments |= _rope(c, rope, fixed["rotary_percentage"])
-    return arguments
+        common |= _rope(c, rope, arguments["rotary_percentage"])
+    return common
 
 
 def _per_layer(c: dict, field: str, n_layer: int) -> list:
