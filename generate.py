@@ -41,10 +41,6 @@ def choose_token(logits_BV, u_B, args: Sampling):
     above the row's uniform number u."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
-    return _sample(logits_BV, u_B, args)
-
-
-def _sample(logits_BV, u_B, args: Sampling):
     exact = logits_BV.is_cuda and torch.are_deterministic_algorithms_enabled()
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k:  # by index, not by a threshold: bfloat16 logits may tie with the k-th

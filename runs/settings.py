@@ -29,9 +29,7 @@ def setting(default, *, at_least=None, above=None, at_most=None, below=None, cho
     return field(default=default, metadata=limits)
 
 
-SOURCE = {
-    "path": "source"
-}  # of a field: a path, several data files, or the id of something on the Hub
+SOURCE = {"path": "source"}  # of a field: a path, several data files, or an id on the Hub
 FOLDER = {"path": "folder"}  # a folder that the run may make
 RUN = {"path": "run"}  # a run's folder, or a checkpoint in it
 
