@@ -120,9 +120,8 @@ def generate(
     try:
         # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
         with merged, fabric.autocast(), keep_gathered(policy, fabric.device):
-            rows = sampler.rows_at_once(
-                prompts, max_new
-            )  # in the memory that merged matrices leave
+            # in the memory that merged matrices leave
+            rows = sampler.rows_at_once(prompts, max_new)
             for start in range(0, most, rows):
                 sampler.answer(prompts, rank_prompts[start : start + rows], answer_AY)
     finally:
