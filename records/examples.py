@@ -204,9 +204,7 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     """
     loaded, weights = [], []
     for files, weight in split_sources(source):
-        of_source = []
-        for file in files:
-            of_source.append(_load_file(file, tokenizer, kind, data))
+        of_source = [_load_file(file, tokenizer, kind, data) for file in files]
         loaded.append(LoadedExamples.join(of_source))
         weights.append(weight)
     if weights[0] is not None:  # then all sources have one
