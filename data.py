@@ -101,7 +101,7 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
 def epoch_order_by_prompt(examples: Examples, epoch: int, seed: int, shuffle: bool) -> list[int]:
     """epoch_order, but the examples of a prompt come together, where its first one would come."""
     order = np.array(epoch_order(len(examples), epoch, seed, shuffle))
-    prompt = examples.prompt_numbers()[order]
+    prompt = examples.number_ids(0)[order]
     _, first, which = np.unique(prompt, return_index=True, return_inverse=True)
     return order[np.argsort(first[which], kind="stable")].tolist()
 

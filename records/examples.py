@@ -149,9 +149,11 @@ class Examples(Sequence):
         for start, end in zip(starts.tolist(), ends.tolist()):
             yield content[start:end]
 
-    def prompt_numbers(self) -> np.ndarray:
-        """A number for each example: equal ones have equal prompts."""
-        return _number_distinct(self.ids_as_bytes(0))
+    def number_ids(self, k: int) -> np.ndarray:
+        """A number for each example, 0, 1, ... in the order of their first appearance: equal ones have
+        equal prompts (k = 0) or equal k-th completions."""
+        numbers: dict[bytes, int] = {}
+        return np.array([numbers.setdefault(ids, len(numbers)) for ids in self.ids_as_bytes(k)])
 
 
 class LoadedExamples(NamedTuple):
@@ -213,7 +215,7 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     all_sources = LoadedExamples.join(loaded)
     examples = all_sources.examples
     if kind == "prompts":
-        _, first = np.unique(examples.prompt_numbers(), return_index=True)
+        _, first = np.unique(examples.number_ids(0), return_index=True)
         examples = examples[first]
     _check_extra_types(examples)
     return all_sources._replace(examples=examples)
@@ -453,12 +455,6 @@ def _take_shares(parts: list[Examples], weights: list[float]) -> list[Examples]:
     return shares
 
 
-def _number_distinct(keys: Iterable[bytes]) -> np.ndarray:
-    """A number for each key: 0, 1, ... in the order of their first appearance."""
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
-
-
 def _count_distinct(numbers: np.ndarray) -> int:
     # On a million numbers np.unique takes 15 times as long (numpy 2.4, which hashes them).
     return 1 + np.count_nonzero(np.diff(np.sort(numbers)))
@@ -600,9 +596,7 @@ def describe_examples(name: str, loaded: LoadedExamples) -> str:
         lines = [f"{name}: {n:,} prompts, longest {length.max()} tokens"]
         return "\n".join(lines + _rendered_lines(loaded))
     # Equal prompts have equal numbers, and so have equal completions.
-    prompt, *completions = [
-        _number_distinct(examples.ids_as_bytes(k)) for k in range(examples.n_segments)
-    ]
+    prompt, *completions = [examples.number_ids(k) for k in range(examples.n_segments)]
     n_prompts = prompt.max() + 1
     n_desirable = int(label.sum())
     n_undesirable = n - n_desirable
