@@ -223,8 +223,9 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
 
 def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
     """The examples of one file (or Hub data set): from data.cache if they are there."""
-    file = cache_file(source, tokenizer, kind, data)
-    arrays = read_cached(file) if file else None
+    with Wait(f"looking for {source} in data.cache"):
+        file = cache_file(source, tokenizer, kind, data)
+        arrays = read_cached(file) if file else None
     if arrays:
         return _from_arrays(arrays, source)
     loaded = _tokenise_file(source, tokenizer, kind, data)
