@@ -108,7 +108,7 @@ METHODS = {
 def write_records(file: Path, records: list[dict]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(".tmp")
-    new.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    new.write_text("".join(json.dumps(r) + "\n" for r in records))
     new.replace(file)  # a file that is there is whole
     return file
 
