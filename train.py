@@ -413,7 +413,8 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        with Wait("validation", passed_examples(batch, run.validation, run.fabric.world_size)):
+        total = passed_examples(batch, run.validation, run.fabric.world_size)
+        with Wait("validation", total, shorter="a smaller limit_val"):
             before = self.no_gradient_pass(batch, self.forward, run.validation)
             for micro in batch.micro_batches:
                 packed = self.pack_own(batch, micro.index, run.validation)
