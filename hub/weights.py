@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hub.families import (
+    HEAD,
     IGNORED,
     VISION,
     ModelConfig,
@@ -183,6 +184,7 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
             f"{folder}: no model.safetensors here, nor lit_model.pth with model_config.yaml"
         )
     found = set()
+    heads = []  # of a tied model, which needs none
     origins = {name: {} for name in like}  # our name: {(file, name in the file): pieces}
     for stored in stored_tensors(folder):
         name = canonical_name(stored.name)
@@ -190,6 +192,8 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
             raise BadInput(f"{stored.file}: {stored.name}: there under another name too")
         found.add(name)
         if name not in layout:
+            if HEAD.fullmatch(name):
+                heads.append(stored)
             continue
         dtype = stored.slice.get_dtype()
         if dtype not in FLOAT_DTYPES:
@@ -220,7 +224,22 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
                     out[piece.ours] = x[piece.theirs]
         return out
 
-    return LazyTensors(like, read)
+    weights = LazyTensors(like, read)
+    for stored in heads:
+        _refuse_own_head(stored, weights["transformer.wte.weight"])
+    return weights
+
+
+def _refuse_own_head(stored: StoredTensor, embedding: torch.Tensor) -> None:
+    """Raises BadInput where config.json ties the head to the embedding, and a file has another head:
+    transformers 5 uses that one, older versions do not."""
+    with safe_open(stored.file, "pt") as f:
+        head = f.get_tensor(stored.name)
+    if not torch.equal(head.to(embedding.dtype), embedding):
+        raise BadInput(
+            f"{stored.file}: {stored.name}: not the embedding, which config.json makes the head "
+            "(tie_word_embeddings): set it to false, or remove this tensor"
+        )
 
 
 def _check_shape(shape: Sequence[int], pieces: list[Piece], like: dict) -> None:

@@ -33,7 +33,7 @@ import torch
 
 from runs.cli import dump_yaml
 from runs.devices import all_reduce
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, printable, user_error
 from runs.files import publish_folder, verify_folder
 from runs.settings import MAX_INT, RunSettings, flatten
 from runs.shards import load_shards, open_shards, save_shards, sort_metadata
@@ -168,8 +168,13 @@ def verify_checkpoint(folder: Path) -> str | None:
         content = _read_state_file(folder)
     except BadInput as e:
         return str(e)
-    missing = sorted(set(content["shards"]) - set(read_object(folder / "manifest.json")))
-    return f"manifest.json names no {missing[0]}" if missing else None
+    shards = set(content["shards"])
+    for name in sorted(shards - set(read_object(folder / "manifest.json"))):
+        return f"manifest.json names no {name}"
+    # torch reads every such file that lies there
+    for name in sorted({file.name for file in folder.glob("*.safetensors")} - shards):
+        return f"{printable(name)}: not a file of this checkpoint: remove it"
+    return None
 
 
 def _read_state_file(folder: Path) -> dict:
@@ -248,4 +253,5 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer, averages: dict) -> 
     random = load_shards(folder, "random", lambda _name, like: torch.empty_like(like, device="cpu"))
     state_R = random["state_R"]
     if len(state_R) == fabric.world_size:  # at another number of ranks they keep their own state
-        _generator(fabric).set_state(state_R[fabric.global_rank].clone())
+        with user_error(None, folder, RuntimeError):
+            _generator(fabric).set_state(state_R[fabric.global_rank].clone())
