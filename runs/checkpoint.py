@@ -38,7 +38,7 @@ from runs.files import publish_folder, verify_folder
 from runs.settings import MAX_INT, RunSettings, flatten
 from runs.shards import load_shards, open_shards, save_shards, sort_metadata
 from runs.small_files import parse_yaml, read_object, require_fields
-from runs.tensors import LazyTensors
+from runs.tensors import LazyTensors, rename_tensors
 
 
 @dataclass
@@ -216,15 +216,27 @@ def read_settings(folder: Path) -> dict:
 
 def read_checkpoint_weights(folder: Path) -> LazyTensors:
     """The trained weights of a checkpoint, whole, each read when it is asked for; of a run with
-    optim.ema their average."""
-    return open_shards(folder, "ema") or open_shards(folder, "weights")
+    optim.ema their average. Without those of the objective's module."""
+    weights = open_shards(folder, "ema") or open_shards(folder, "weights")
+    names = [name for name in weights if not name.startswith("objective_module.")]
+    return rename_tensors(weights, {name: name for name in names})
 
 
 def load_weights(folder: Path, kind: str, weights: dict[str, torch.Tensor]) -> bool:
     """Put a checkpoint's tensors of a kind (weights, ema, reference) into `weights`, sharded or not. ->
     whether it has any"""
-    # the shards are read into these tensors themselves: detach() shares their memory
-    return bool(load_shards(folder, kind, lambda name, _like: weights[name].detach()))
+
+    def place(name, like):
+        if name not in weights or weights[name].shape != like.shape:
+            raise BadInput(f"{folder}: {printable(name)}: not of this model")
+        # it shares the weight's memory, so the shards are read into the weight itself
+        return weights[name].detach()
+
+    loaded = load_shards(folder, kind, place)
+    missing = [name for name, p in weights.items() if p.requires_grad and name not in loaded]
+    if loaded and missing:
+        raise BadInput(f"{folder}: holds no {missing[0]}: not of this model")
+    return bool(loaded)
 
 
 def load_checkpoint(fabric, folder: Path, policy, optimizer, averages: dict) -> None:
