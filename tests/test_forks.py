@@ -1,6 +1,7 @@
 """A new idea is one short file: the examples train, resume to the bit after a kill, and give the same on two processes;
 and a copy of kto.py with another loss does all that by the commands that a user types."""
 
+import copy
 import csv
 import json
 import math
@@ -36,6 +37,7 @@ from conftest import (
     until,
 )  # fmt: skip
 from safetensors.torch import load_file
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import data
 import dpo
@@ -434,10 +436,15 @@ def test_an_override_of_forward_is_reached_on_every_path_whatever_the_cut(tiny, 
 
 
 @pytest.mark.parametrize(
-    "example, setting", [("token_kto", "--data.score_prompt=true"), ("token_kto", "--reference_cache=c"),
-                         ("tdpo", "--strategy=fsdp")]
-)  # fmt: skip
-def test_what_an_objective_by_token_cannot_have_is_refused_before_any_work(
+    "example, setting",
+    [
+        ("token_kto", "--data.score_prompt=true"),
+        ("token_kto", "--reference_cache=c"),
+        ("tdpo", "--strategy=fsdp"),
+        ("rating_head", "--data.score_prompt=true"),
+    ],
+)
+def test_what_an_objective_of_tokens_cannot_have_is_refused_before_any_work(
     example, setting, tiny, ratings, pairs, tmp_path
 ):
     data = pairs if HANDED[example][0] is dpo else ratings
@@ -749,30 +756,45 @@ def test_a_checkpoint_with_a_module_is_exported_and_started_from_without_it(
         train(checkpoint, ratings, out / "next", "--batch_size=6", "--max_steps=1")
 
 
-def test_a_modules_outputs_are_made_of_the_states_that_predict_the_tokens(tiny, ratings, tmp_path):
-    """Compared with transformers' hidden states."""
+def test_a_module_gets_the_states_that_predict_the_tokens_and_its_gradient_reaches_the_model(
+    tiny, ratings, tmp_path
+):
+    """Against transformers, with the loss of the head alone."""
     hf = transformers.AutoModelForCausalLM.from_pretrained(tiny).transformer
-    lengths = []
+    losses, lengths = [], []
 
     class Compares(RatingKTO):
         def make_module(self, width):
-            self.head = super().make_module(width)
-            return self.head
+            head = super().make_module(width)
+            self.copy = copy.deepcopy(head)
+            return head
 
         def loss(self, logps, ref_logps, batch, z):
-            for example, outputs in zip(batch.examples, batch.outputs[:, 0].detach()):
+            for example, outputs in zip(batch.examples, batch.outputs[:, 0]):
                 x, (y,) = example.prompt, example.completions
-                with torch.no_grad():
+                with torch.enable_grad():
                     states = hf(torch.tensor([[*x, *y]])).last_hidden_state[0]
-                    by_hand = self.head(states[len(x) - 1 : -1])
-                torch.testing.assert_close(outputs[: len(y)], by_hand, atol=1e-4, rtol=0)
+                    logits = self.copy(states[len(x) - 1 : -1])
+                    target = torch.full((1,), float(example.label))
+                    losses.append(binary_cross_entropy_with_logits(logits[-1], target))
+                torch.testing.assert_close(outputs[: len(y)], logits, atol=1e-4, rtol=0)
                 assert not outputs[len(y) :].any()
                 lengths.append(len(y))
-            return super().loss(logps, ref_logps, batch, z)
+            _, columns = super().loss(logps, ref_logps, batch, z)
+            return columns["rating_loss"], columns
 
-    argv = (*HEAD, "--max_steps=1", "--micro_batch_size=3", "--precision=32-true")
-    train(tiny, ratings, tmp_path, *argv, objective=Compares, settings=RatingSettings)
+    argv = (*HEAD, "--max_steps=1", "--save_interval=1", "--optim.clip=null", "--optim.warmup=0",
+            "--micro_batch_size=3", "--precision=32-true", "--optim.lr=1")  # fmt: skip
+    handed = dict(objective=Compares, settings=RatingSettings)
+    handed["optimizer"] = lambda policy, cfg: torch.optim.SGD(policy.parameters())
+    train(tiny, ratings, tmp_path, *last_of_each(argv), **handed)
     assert len(lengths) == 7 and len(set(lengths)) > 2
+    torch.stack(losses).mean().backward()
+    start, after = model.load_model(tiny).unique_parameters(), saved(tmp_path, 1, "weights")
+    for name, p in {"wpe.weight": hf.wpe.weight, "ln_f.weight": hf.ln_f.weight}.items():
+        step = after[f"transformer.{name}"] - start[f"transformer.{name}"].detach()
+        torch.testing.assert_close(step, -p.grad, atol=1e-5, rtol=1e-3)
+        assert p.grad.abs().max() > 1e-3
 
 
 class Learned(kto.KTO):
@@ -807,7 +829,9 @@ def test_a_number_is_learned_with_a_learning_rate_of_its_own(n, strategy, tiny, 
     run, *_ = ranks(n, lambda r: train(tiny, ratings, tmp_path, *argv, objective=Learned))
     betas = [math.log(row["beta"]) for row in run["rows"]]
     assert betas[0] == betas[1] == 0, "at r = 0 beta has no gradient"
-    assert abs(betas[2]) == pytest.approx(3e-2 * 0.1 / 0.19 / (0.001 / 0.001999) ** 0.5, rel=1e-2)
+    # AdamW's step for the gradients 0 and g: the corrected means of g and of its square
+    mean, square = 0.1 / (1 - 0.9**2), 0.001 / (1 - 0.999**2)
+    assert abs(betas[2]) == pytest.approx(3 * 1e-2 * mean / square**0.5, rel=1e-2)
 
 
 def test_an_objective_by_token_and_one_with_a_cached_reference_have_a_module_too(
