@@ -44,10 +44,13 @@ import dpo
 import kto
 import model
 import online
+from generate import generate
+from hub.folders import fetch_model
 from records.examples import Example
 from runs.cli import parse
 from runs.errors import BadInput, Failed, Interrupted
 from runs.optimizer import make_optimizer
+from runs.settings import Sampling
 from setup import setup
 from train import Objective, Trainer
 
@@ -1220,3 +1223,55 @@ def test_partners_may_be_completions(tiny, ratings, tmp_path):
 
     rows = train(tiny, ratings, tmp_path / "c", *argv, objective=ByToken)["rows"]
     assert rows[-1]["kl/stderr"] > 0, "longer than any completion of the step"
+
+
+def test_a_second_model_beside_the_reference(tiny, ratings, tmp_path):
+    """As docs/forks.md has it; here it is the reference itself."""
+    seen = []
+
+    class WithTeacher(Trainer):
+        def __init__(self, run):
+            super().__init__(run)
+            teacher = model.load_model(fetch_model(str(tiny)), None, torch.get_default_dtype())
+            self.teacher = run.fabric.to_device(model.freeze(teacher, run.cfg.precision))
+
+        def loss(self, objective, batch, micro, packed, *rest):
+            with torch.no_grad(), self.run.fabric.autocast():
+                objective.teacher_logps = self.teacher(packed)
+            return super().loss(objective, batch, micro, packed, *rest)
+
+    class Taught(kto.KTO):
+        def loss(self, logps, ref_logps, batch, z):
+            seen.append((ref_logps - self.teacher_logps).abs().max().item())
+            return super().loss(logps, ref_logps, batch, z)
+
+    argv = (*COMMON, "--max_steps=3", "--precision=bf16-mixed")
+    train(tiny, ratings, tmp_path, *argv, objective=Taught, trainer=WithTeacher)
+    assert len(seen) >= 3 and seen == [0] * len(seen)
+
+
+class OwnAnswers(kto.KTO):
+    """z of answers that the policy gives to the step's prompts before it."""
+
+    run = None
+
+    def partners(self, examples):
+        run, prompts = self.run, [e.prompt for e in examples]
+        seed = run.cfg.seed * 1009 + run.state.step
+        ids = generate(run.fabric, run.policy, prompts, run.tokenizer, Sampling(), 5, seed)
+        return [np.array(x, np.int32) for x in ids]
+
+
+class HandsOver(Trainer):
+    def __init__(self, run):
+        super().__init__(run)
+        run.objective.run = run
+
+
+def test_z_of_fresh_answers_of_the_policy_resumes_to_the_bit(tiny, ratings, tmp_path):
+    handed = dict(objective=OwnAnswers, trainer=HandsOver)
+    whole = train(tiny, ratings, tmp_path / "whole", *COMMON, **handed)
+    assert all(row["kl/pairs"] == 6 for row in whole["rows"])
+    assert any(row["kl/stderr"] > 0 for row in whole["rows"])
+    train(tiny, ratings, tmp_path / "run", *COMMON, "--stop_at=3", **handed)
+    assert_same(train(tiny, ratings, tmp_path / "run", *COMMON, "--resume=auto", **handed), whole)
