@@ -58,7 +58,8 @@ class KL(NamedTuple):
 
 
 class Objective:
-    """An algorithm. Only `loss` must be given; all else has a default."""
+    """An algorithm. Only `loss` must be given; all else has a default. Its attributes below stay the same
+    during a fit: a thread that makes batches reads them a step ahead."""
 
     records = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
