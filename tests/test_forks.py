@@ -1020,7 +1020,9 @@ def test_a_column_of_ones_own_reaches_metrics_and_val_as_a_mean(n, more, tiny, r
     assert float(rows_of(tmp_path / "val.csv")[-1]["square"]) > 0
 
 
-@pytest.mark.parametrize("name", ["loss", "entropy", "grad_norm", "lr", "tokens/s", "kl", "auc"])
+@pytest.mark.parametrize(
+    "name", ["loss", "entropy", "grad_norm", "lr", "tokens/s", "kl", "auc", "step"]
+)
 def test_a_column_with_a_name_of_the_programs_is_refused(name, tiny, ratings, tmp_path):
     def loss(objective, *given):
         loss_B, columns = kto.KTO.loss(objective, *given)
