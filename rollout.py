@@ -230,7 +230,7 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, asked: list, answers
             if len(lines) != len(asked):
                 _refuse_lost_file(run, file, plan)
             return lines
-        with Wait(f"ratings of iteration {i}"), run.stop.interruptible(alone=True):
+        with run.stop.interruptible(alone=True):
             examples = rate(run, asked, answers)
         if len(examples) != len(asked):
             n = len(asked)

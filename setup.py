@@ -489,27 +489,26 @@ def saved_state(objective) -> dict:
     own_loader = overrides(objective, "load_state_dict")
     for name, value in state.items():
         try:
-            loaded = json.loads(json.dumps({name: value}))
+            loaded = json.loads(json.dumps({name: value}))[name]
         except (TypeError, ValueError) as e:
             advice = "a number, a text or a list of these is saved, as by float(x) or x.tolist()"
             raise BadInput(f"state_dict: {kind}: {name}: {e}: {advice}") from None
         attribute = getattr(objective, name, MISSING)
-        if own_loader or _is_equal(loaded, {name: attribute}):
+        if own_loader or _is_same(attribute, loaded):
             continue
         if attribute is MISSING:
             reason = "no attribute of this name"
         else:
-            reason = f"a resume would make {loaded[name]!r} of it, and it is {attribute!r}"
+            reason = f"a resume would make {loaded!r} of it, and it is {attribute!r}"
         advice = "change it, or give a load_state_dict, too"
         raise BadInput(f"state_dict: {kind}: {name}: {printable(reason, 200)}: {advice}")
     return state
 
 
-def _is_equal(a: dict, b: dict) -> bool:
-    try:
-        return bool(a == b) or repr(a) == repr(b)  # the second: nan
-    except (TypeError, ValueError, RuntimeError):  # an array has no truth
-        return False
+def _is_same(attribute, loaded) -> bool:
+    """Whether it is what json has loaded, nan too; a tensor of one number is not."""
+    is_equal = isinstance(attribute, type(loaded)) and attribute == loaded
+    return is_equal or repr(attribute) == repr(loaded)
 
 
 def say_what_is_forgotten(objective) -> None:

@@ -141,8 +141,9 @@ class Objective:
 
     def state_dict(self) -> dict:
         """What the objective remembers, {attribute: number, text or list of these}. Saved with every
-        checkpoint. What is left out starts anew after a resume. A tensor is saved by .tolist(), with
-        a load_state_dict that makes a tensor of it; tuples and keys that are no texts would change."""
+        checkpoint. What is left out starts anew after a resume. Keep numbers (float(x)) in place of
+        tensors, or save them by .tolist() with a load_state_dict that makes tensors again; tuples, and
+        keys that are no texts, would change, too."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:

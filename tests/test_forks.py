@@ -1047,7 +1047,8 @@ def state_of(**fields):
             self.average = fields["later"]
 
         def state_dict(self):
-            return {fields.get("name", "average"): self.average}
+            as_saved = fields.get("as_saved", lambda x: x)
+            return {fields.get("name", "average"): as_saved(self.average)}
 
     return Stateful
 
@@ -1058,6 +1059,7 @@ def state_of(**fields):
         ({"name": "mean", "later": 1.0}, "mean: no attribute of this name: .* load_state_dict"),
         ({"later": {0: 1.0}}, r"average: a resume would make \{'0': 1.0\} of it, and it is \{0: 1.0\}"),
         ({"later": (1.0, 2.0)}, r"average: a resume would make \[1.0, 2.0\] of it"),
+        ({"later": torch.ones(()), "as_saved": float}, r"average: a resume would make 1.0 of it, and it is tensor"),
         ({"later": torch.ones(())}, r"average: Object of type Tensor .*: .* float\(x\) or x.tolist"),
     ],
 )  # fmt: skip
