@@ -92,8 +92,8 @@ class Objective:
     def reduce(self, logps, ref_logps, lengths):
         """Only if by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end
         -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K).
-        So of kto.py's and dpo.py's objectives the SFT term and the columns logps/* are of this, too,
-        and average_logps divides it by the whole length."""
+        So the programs' SFT term and their columns logps/* are of this, too, and average_logps divides
+        it by the whole length."""
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
     def partners(self, examples: list[Example]) -> list[int | np.ndarray]:
