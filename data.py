@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -139,8 +140,9 @@ class Batch:
     its part."""
 
     examples: list[Example]
-    # partners[i] is the example whose completion example i borrows for its KL pair; -1: it has no partner
-    partners: list[int] | None = None
+    # partners[i] is the example whose completion example i borrows for its KL pair, -1: it has no partner; or that
+    # completion itself
+    partners: list[int | np.ndarray] | None = None
     score_prompt: bool = False
     by_token: bool = False
     tokenizer: Tokenizer | None = None
@@ -221,7 +223,10 @@ class Batch:
     def borrowed_completion(self, i: int) -> np.ndarray:
         """The token ids of the completion that example i borrows. An example without a partner borrows that of
         example 0, to keep the shape; its pair is left out of the KL mean."""
-        return self.examples[max(self.partners[i], 0)].completions[0]
+        partner = self.partners[i]
+        if np.ndim(partner):
+            return partner
+        return self.examples[max(partner, 0)].completions[0]
 
     @property
     def scored_tokens(self) -> list[int]:
@@ -234,8 +239,9 @@ class Batch:
 
     @functools.cached_property
     def longest_completion(self) -> int:
-        """Tokens of the longest completion of all examples."""
-        return max(len(y) for example in self.examples for y in example.completions)
+        """Tokens of the longest completion of all examples, or that they borrow."""
+        borrowed = [y for y in self.partners or () if np.ndim(y)]
+        return max(map(len, chain(borrowed, *(e.completions for e in self.examples))))
 
     def step_view(self, device) -> "StepView":
         """What a baseline and a loss see of the whole step."""
@@ -243,7 +249,7 @@ class Batch:
         for number, group in enumerate(self.groups):
             for i in group:
                 group_G[i] = number
-        paired = [i for i, partner in enumerate(self.partners or ()) if partner >= 0]
+        paired = [i for i, x in enumerate(self.partners or ()) if np.ndim(x) or x >= 0]
         return StepView(
             self.examples,
             size=len(self.examples),
@@ -262,7 +268,6 @@ class Batch:
         return LossView(
             examples,
             label=step.label[at],
-            weight=step.weight[at],
             reward=step.reward[at],
             group=step.group[at],
             length=packed.length_BK,
@@ -305,7 +310,8 @@ class StepView(NamedTuple):
     size: int  # G
     desirable: int  # number of desirable examples
     label: torch.Tensor  # (G,) bool, True: desirable
-    weight: torch.Tensor  # (G,) the records' own weights, 1 where a record has none
+    # (G,) the records' own weights, 1 where a record has none; the loop multiplies the loss by them
+    weight: torch.Tensor
     reward: torch.Tensor  # (G,) graded rewards (see reward_of)
     group: torch.Tensor  # (G,) examples with one prompt have one number, from 0 on
     paired: torch.Tensor  # (n,) which of the G have a mismatched pair
@@ -320,9 +326,10 @@ class LossView(NamedTuple):
 
     examples: list[Example]
     label: torch.Tensor  # (B,) bool, True: desirable
-    weight: torch.Tensor  # (B,) the records' own weights, 1 where a record has none
     reward: torch.Tensor  # (B,) graded rewards (see reward_of)
-    group: torch.Tensor  # (B,) examples with one prompt have one number, the same as in step.group
+    # (B,) examples with one prompt have one number, the same as in step.group. A step may hold a part of a prompt's
+    # answers only
+    group: torch.Tensor
     length: torch.Tensor  # (B, K) scored tokens
     index: torch.Tensor  # (B,) the examples' numbers in the step
     step: StepView

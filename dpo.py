@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 
 from runs.cli import docstring_of, parse
 from runs.errors import run_cli
-from runs.metrics import mean
+from runs.metrics import join_columns, mean
 from runs.settings import PreferenceSettings, RunSettings, setting
 from setup import setup
 from train import Objective, Trainer
@@ -110,7 +110,7 @@ class DPO(Objective):
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
         d_B = self.true_margin(batch.examples).to(h_B)
-        preference_B = batch.weight * LOSSES[args.loss](h_B, d_B, args)
+        preference_B = LOSSES[args.loss](h_B, d_B, args)
         sft_B = -logps[:, 0] / (batch.length[:, 0] if args.sft_average else 1)
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
         return loss_B, {
@@ -125,24 +125,32 @@ class DPO(Objective):
 
     def metrics(self, columns, kl):
         h_G = columns["h"]
-        row = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
+        means = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])
-        return row | {
+        row = {
             "rewards/margins": mean(self.args.beta * h_G),
             "rewards/mean": mean(rewards),
             "rewards/std": rewards.std().item(),
             # before the first update h is 0 everywhere: neither is preferred
             "accuracy": mean((h_G > 0).double()) if h_G.any() else None,
         }
+        return join_columns(means, row)
 
 
 def main(
-    argv=None, objective=DPO, settings=Settings, checker=None, trainer=Trainer, optimizer=None
+    argv=None,
+    objective=DPO,
+    settings=Settings,
+    checker=None,
+    trainer=Trainer,
+    optimizer=None,
+    validation=None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, checker,
-    trainer, optimizer."""
+    trainer, optimizer, validation(cfg.dpo)."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_dpo.yaml")
-    run = setup(cfg, objective(cfg.dpo), checker=checker, optimizer=optimizer)
+    own = validation and validation(cfg.dpo)
+    run = setup(cfg, objective(cfg.dpo), own, checker=checker, optimizer=optimizer)
     with trainer(run) as loop:
         if loop.fit():
             loop.finish()

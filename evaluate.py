@@ -152,6 +152,8 @@ class Evaluator:
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:
         """The checker's verdicts; asked on rank 0 for all ranks. Raises BadInput."""
+        if self.checker is None:
+            raise BadInput("eval.check: there is no checker to ask: demo, or main(checker=...)")
 
         def ask():
             with Wait("the checker"), self.stop.interruptible(alone=True):

@@ -25,7 +25,7 @@ import torch
 
 from runs.cli import docstring_of, parse
 from runs.errors import run_cli
-from runs.metrics import auc, mean
+from runs.metrics import auc, join_columns, mean
 from runs.settings import PreferenceSettings, RunSettings, refuse_unless, setting
 from setup import setup
 from train import Objective, Trainer
@@ -75,7 +75,7 @@ class KTO(Objective):
     def loss(self, logps, ref_logps, batch, z):
         args, logp_B, length_B = self.args, logps[:, 0], batch.length[:, 0]
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
-        preference_B = batch.weight * kto_loss(logratio_B, z, batch.label, args)
+        preference_B = kto_loss(logratio_B, z, batch.label, args)
         # a mean over the step's desirable examples, written as a mean over all G of them
         share = batch.step.size / max(1, batch.step.desirable)
         sft_B = -logp_B / (length_B if args.sft_average else 1) * batch.label * share
@@ -98,10 +98,9 @@ class KTO(Objective):
         z, n = kl.z.mean().item(), len(kl.logratio)
         # before the first update r is 0 everywhere: no side to be on, and a mean below 0 is rounding
         has_moved = bool(r_G.any())
-        return {
-            "loss": mean(columns["loss"]),
-            "preference_loss": mean(columns["preference_loss"]),
-            "sft_loss": mean(columns["sft_loss"]),
+        inputs = ("logratio", "logp", "desirable")  # no columns of the row
+        means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
+        row = {
             "kl": z if self.kl_pairs else None,
             "kl/stderr": (kl.logratio.std() / math.sqrt(n)).item() if n > 1 else None,
             "kl/clamped": float(has_moved and z == 0 and kl.logratio.mean() < 0) if n else None,
@@ -119,16 +118,25 @@ class KTO(Objective):
             # P(r of a thumbs up > r of a thumbs down)
             "auc": auc(r_G[desirable_G], r_G[~desirable_G]) if has_both and has_moved else None,
         }
+        return join_columns(means, row)
 
 
 def main(
-    argv=None, objective=KTO, settings=Settings, checker=None, trainer=Trainer, optimizer=None
+    argv=None,
+    objective=KTO,
+    settings=Settings,
+    checker=None,
+    trainer=Trainer,
+    optimizer=None,
+    validation=None,
 ) -> None:
     """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
     group kto; checker, which judges a list of held-out answers (evaluate.Checker); trainer, a
-    subclass of Trainer; optimizer(policy, cfg), as runs.optimizer.make_optimizer."""
+    subclass of Trainer; optimizer(policy, cfg), as runs.optimizer.make_optimizer; validation(cfg.kto),
+    an Objective for val.csv, where it is another one."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo.yaml")
-    run = setup(cfg, objective(cfg.kto), checker=checker, optimizer=optimizer)
+    own = validation and validation(cfg.kto)
+    run = setup(cfg, objective(cfg.kto), own, checker=checker, optimizer=optimizer)
     with trainer(run) as loop:
         if loop.fit():
             loop.finish()

@@ -19,7 +19,7 @@ from evaluate import as_answer, was_cut
 from generate import completion_text
 from kto import KTO, KTOSettings
 from records.examples import Example, examples_hash, load_examples
-from rollout import NO_BF16_MERGING, iterations, policy_answers
+from rollout import NO_BF16_MERGING, iterations, policy_answers, rated_examples
 from runs.cli import docstring_of, parse
 from runs.console import format_table, say
 from runs.errors import BadInput, run_cli, user_error
@@ -81,8 +81,9 @@ class OnlineKTO(KTO):
 
 def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> list[Example]:
     """The policy's answers as rated examples, by the checker. A fork's own, main(rate=f), may make
-    anything else of them, such as an `extra` field with a number that its loss reads. Raises
-    BadInput."""
+    anything else of them, such as an `extra` field with a number that its loss reads; of online.cut it
+    does what it likes. It is called once an iteration, on rank 0 alone: nothing that all ranks compute
+    together may be in it, such as a sharded policy. Raises BadInput."""
     rule, stop = run.cfg.online.cut, run.cfg.online.stop
     asked = [as_answer(run.tokenizer, e, ids, stop) for e, ids in zip(prompts, answers)]
     examples = []
@@ -138,15 +139,23 @@ def main(
     optimizer=None,
     rollout=None,
     rate=rate_answers,
+    validation=None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
-    online, checker, trainer, optimizer. rollout: an engine that answers prompts (see rollout.py).
-    rate: makes examples of prompts and answers."""
+    online, checker, trainer, optimizer, validation(cfg.kto). rollout: an engine that answers prompts
+    (see rollout.py). rate: makes examples of prompts and answers."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_online.yaml")
     args = cfg.online
     if not (checker or cfg.eval.check or rate is not rate_answers or cfg.estimate):
         raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
-    run = setup(cfg, objective(cfg.kto), checker=checker, optimizer=optimizer, rollout=rollout)
+    run = setup(
+        cfg,
+        objective(cfg.kto),
+        validation and validation(cfg.kto),
+        checker=checker,
+        optimizer=optimizer,
+        rollout=rollout,
+    )
     with trainer(run) as loop:
         prompts, offline = run.examples["train"], offline_ratings(run)
         n_offline = min(len(offline), args.ratings_per_iteration or len(offline))
@@ -156,10 +165,7 @@ def main(
             picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
             asked = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
-            examples = rate(run, asked, answers)
-            if len(examples) != len(asked):
-                n = len(asked)
-                raise BadInput(f"rate: {n} answers need as many examples, got {len(examples)}")
+            examples = rated_examples(run, i, plan, rate, asked, answers)
             show_ratings(run, i, examples)
             if offline:
                 examples += next_items(offline, i, n_offline, cfg.seed)

@@ -12,14 +12,18 @@ rollout_batch_size prompts; the model in `folder` changes once an iteration.
 
 import hashlib
 import json
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from generate import completion_text, generate
 from hub.export import export_weights
+from records.examples import Example
 from runs.console import Wait, advance, say
 from runs.devices import on_rank_0
 from runs.errors import BadInput, printable, read_regular, user_error
@@ -97,11 +101,7 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
     answers = [json.loads(line)["ids"] for line in lines]
     if len(answers) == len(prompts):
         return answers
-    if run.state.step > plan.begin:  # the iteration has learned from answers that are not there
-        advice = "go on in the run's own folder"
-        if plan.begin:
-            advice = f"resume from a checkpoint of step {plan.begin} or before"
-        raise BadInput(f"resume: {file}: not what this iteration learns from; {advice}")
+    _refuse_lost_file(run, file, plan)
     folder = _export_policy(run) if run.rollout else None
     n = len(prompts) - len(answers)
     say(f"iteration {i}: {n:,} prompts to answer, with at most {new:,} tokens each")
@@ -116,6 +116,15 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
                 lines += [_answer_line(run, ids, args.stop) for ids in fresh]
                 _write_lines(file, asked, lines)
     return answers
+
+
+def _refuse_lost_file(run, file: Path, plan: Plan) -> None:
+    """Raise BadInput if the iteration has learned from a file that is not there."""
+    if run.state.step > plan.begin:
+        advice = "go on in the run's own folder"
+        if plan.begin:
+            advice = f"resume from a checkpoint of step {plan.begin} or before"
+        raise BadInput(f"resume: {file}: not what this iteration learns from; {advice}")
 
 
 def _what_is_asked(run, prompts: list, args: Sampling, new: int) -> dict:
@@ -197,3 +206,67 @@ def _check_answers(run, prompts: list, answers, new: int) -> list[list[int]]:
             )
         checked.append(ids)
     return checked
+
+
+# ---- what an iteration learns from the answers ---------------------------------------------------
+
+
+def rated_examples(run, i: int, plan: Plan, rate: Callable, asked: list, answers: list) -> list:
+    """The examples that rate(run, asked, answers) makes of the answers of iteration i, one for each.
+
+    Rank 0 asks it, once an iteration, and writes what it gives beside the answers. All ranks learn from
+    that file, and so does a resume in the middle of the iteration: ratings need not be the same twice.
+    Raises BadInput, Failed.
+    """
+    file = run.folder.path / "iterations" / f"rated-{i}.jsonl"
+    header = {"answers": _lines_hash([json.dumps(ids) for ids in answers])}
+
+    def work():
+        if run.state.step > plan.begin:  # else rate or its checker may have changed
+            lines = _lines_on_disk(file, header)
+            if len(lines) != len(asked):
+                _refuse_lost_file(run, file, plan)
+            return lines
+        with run.stop.interruptible(alone=True):
+            examples = rate(run, asked, answers)
+        if len(examples) != len(asked):
+            n = len(asked)
+            raise BadInput(f"rate: {n} answers need as many examples, got {len(examples)}")
+        lines = [_rated_line(j, e, asked[j]) for j, e in enumerate(examples)]
+        _write_lines(file, header, lines)
+        return lines
+
+    lines = on_rank_0(run.fabric, work)
+    return [_rated_example(json.loads(line), e) for line, e in zip(lines, asked)]
+
+
+def _rated_line(j: int, example: Example, asked: Example) -> str:
+    """The fields that rate has changed, as JSON. Raises BadInput."""
+    pairs = zip(Example._fields, example, asked)
+    changed = {name: new for name, new, old in pairs if new is not old}
+    try:
+        line = json.dumps(changed, default=lambda x: x.tolist(), ensure_ascii=False)
+        example = _rated_example(json.loads(line), asked)
+        ids = [example.prompt, *example.completions]
+        is_valid = len(ids) > 1 and all(x.ndim == 1 and len(x) for x in ids)
+        is_valid &= example.label in (False, True) and 0 <= example.weight < math.inf
+        is_valid &= all(r is None or math.isfinite(r) for r in example.rewards)
+    except (AttributeError, TypeError, ValueError, OverflowError) as e:
+        raise BadInput(f"rate: example {j}: {printable(e, 200)}") from None
+    if not is_valid:
+        raise BadInput(
+            f"rate: example {j}: expected completions of token ids, a label that is True or False, a "
+            f"weight of at least 0 and finite rewards, got {printable(line)}"
+        )
+    return line
+
+
+def _rated_example(changed: dict, asked: Example) -> Example:
+    """asked with the fields of a line of rated-N.jsonl."""
+    if "prompt" in changed:
+        changed["prompt"] = np.array(changed["prompt"], np.int32)
+    if "completions" in changed:
+        changed["completions"] = tuple(np.array(y, np.int32) for y in changed["completions"])
+    if "rewards" in changed:
+        changed["rewards"] = (*changed["rewards"], None)[:2]
+    return asked._replace(**changed)

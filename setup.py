@@ -49,7 +49,7 @@ from runs.checkpoint import (
 from runs.cli import dump_yaml, script_arguments
 from runs.console import Wait, say
 from runs.devices import launch, leave_process_group, on_rank_0, resolve_devices
-from runs.errors import BadInput, Failed, user_error
+from runs.errors import BadInput, Failed, printable, user_error
 from runs.files import file_hash, find_path, publish_folder, verify_folder
 from runs.folder import (
     RunFolder,
@@ -278,7 +278,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the step that was just done, and remove old ones."""
-        self.state.objective = self.objective.state_dict()
+        self.state.objective = saved_state(self.objective)
         self.state.rows = self.logger.sync()
         checkpoints = self.folder.path / "checkpoints"
         new = checkpoint_folder(checkpoints, self.state.step)
@@ -305,6 +305,7 @@ class Run:
         self.logger.close()
         self.folder.close()
         self.stop.close()
+        torch.set_default_dtype(torch.float32)  # precision 64-true has changed it
         if not failed:
             self.policy = self.reference = self.optimizer = self.averages = self.evaluator = None
             leave_process_group(self.fabric)
@@ -325,10 +326,16 @@ def setup(
     """
     validation = validation or objective
     refuse_taken_folder(cfg)
-    refuse_unsavable_state(objective)
+    saved_state(objective)  # refused now, not at the first checkpoint
+    say_what_is_forgotten(objective)
     refuse_settings_of_tokens(cfg, objective)
     reference_moves = moves_reference(cfg, objective)
     needs_reference = objective.needs_reference or validation.needs_reference
+    for name in ("reference", "reference_cache"):
+        refuse_unless(
+            needs_reference or not getattr(cfg, name),
+            f"{name}: {type(objective).__name__} has no reference",
+        )
 
     # the model's folder and its tokenizer
     source = fetch_model(cfg.model, weights=not cfg.estimate)
@@ -373,7 +380,9 @@ def setup(
             cfg, fabric, source, tokenizer, examples, needs_reference, make_module
         )
     make = optimizer or make_optimizer
-    optimizer = fabric.setup_optimizers(make(policy.module, cfg))
+    optimizer = make(policy.module, cfg)
+    refuse_forgotten_weights(policy, optimizer)
+    optimizer = fabric.setup_optimizers(optimizer)
     # a weight that a fork has added is refused now, not at the export
     exported = plain_names(policy.unique_parameters(with_objective=False))
     weight_layout(litgpt.Config(**arguments), names, exported.like)
@@ -461,14 +470,43 @@ def refuse_ids_beyond(n: int, name: str, tokenizer: Tokenizer, examples: dict) -
                     )
 
 
-def refuse_unsavable_state(objective) -> None:
-    """Raise BadInput if an objective's state_dict cannot be saved: now, not at the first checkpoint.
-    Say so if it remembers something that no checkpoint saves."""
-    kind = type(objective)
-    with user_error("state_dict", kind.__name__, TypeError):
-        saved = json.dumps(objective.state_dict())
-    if saved == "{}" and objective.overrides("after_step"):
-        say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
+MISSING = object()
+
+
+def saved_state(objective) -> dict:
+    """An objective's state_dict, of which a resume gets every value as it is now. Raises BadInput for
+    one that it would not get: called before the run, after its first step and at each checkpoint."""
+    kind, state = type(objective).__name__, objective.state_dict()
+    own_loader = objective.overrides("load_state_dict")
+    for name, value in state.items():
+        try:
+            loaded = json.loads(json.dumps({name: value}))[name]
+        except (TypeError, ValueError) as e:
+            advice = "a number, a text or a list of these is saved, as by float(x) or x.tolist()"
+            raise BadInput(f"state_dict: {kind}: {name}: {e}: {advice}") from None
+        attribute = getattr(objective, name, MISSING)
+        if own_loader or _is_same(attribute, loaded):
+            continue
+        if attribute is MISSING:
+            reason = "no attribute of this name"
+        else:
+            reason = f"a resume would make {loaded!r} of it, and it is {attribute!r}"
+        advice = "change it, or give a load_state_dict, too"
+        raise BadInput(f"state_dict: {kind}: {name}: {printable(reason, 200)}: {advice}")
+    return state
+
+
+def _is_same(attribute, loaded) -> bool:
+    """Whether it is what json has loaded, nan too; a tensor of one number is not."""
+    is_equal = isinstance(attribute, type(loaded)) and attribute == loaded
+    return is_equal or repr(attribute) == repr(loaded)
+
+
+def say_what_is_forgotten(objective) -> None:
+    """Say so if an objective remembers something that no checkpoint saves."""
+    if not objective.state_dict() and objective.overrides("after_step"):
+        kind = type(objective).__name__
+        say(f"{kind}: after_step without a state_dict: a resume forgets what it kept")
 
 
 def refuse_settings_of_tokens(cfg: RunSettings, objective) -> None:
@@ -523,6 +561,18 @@ def make_objective_module(objective, width: int) -> nn.Module | None:
         f"make_module: {', '.join(unsaved)}: only parameters that are trained are saved and sharded",
     )
     return module
+
+
+def refuse_forgotten_weights(policy, optimizer) -> None:
+    """Raise BadInput if an optimizer has not all weights that require a gradient."""
+    in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    params = policy.unique_parameters().items()
+    forgotten = [name for name, p in params if p.requires_grad and id(p) not in in_groups]
+    if forgotten:
+        raise BadInput(
+            f"optimizer: {len(forgotten)} weights are in none of its groups and would never change, "
+            f'{forgotten[0]} first: a group with "lr_scale": 0 keeps weights as they are'
+        )
 
 
 def copy_trained(policy) -> dict[str, torch.Tensor]:

@@ -151,15 +151,17 @@ def main(
     trainer=Trainer,
     optimizer=None,
     rollout=None,
+    validation=None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
-    checker, trainer, optimizer. rollout: an engine that answers prompts (see rollout.py)."""
+    checker, trainer, optimizer, validation(cfg.spin, beta), in place of Likelihood. rollout: an engine
+    that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_spin.yaml")
     betas = cfg.spin.betas()
     run = setup(
         cfg,
         objective(cfg.spin, betas[0]),
-        validation=Likelihood(),
+        validation=validation(cfg.spin, betas[0]) if validation else Likelihood(),
         checker=checker,
         optimizer=optimizer,
         rollout=rollout,

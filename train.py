@@ -39,9 +39,9 @@ from runs.console import LONGEST_PAUSE, SILENT, Wait, advance, duration, say
 from runs.devices import all_reduce
 from runs.errors import Failed, Interrupted
 from runs.files import write_json
-from runs.metrics import mean
+from runs.metrics import join_columns, mean
 from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
-from setup import Run, export_models, load_best_weights
+from setup import Run, export_models, load_best_weights, saved_state
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
 OWN_ANSWERS = 64  # that own_kl scores, about: all would take as long as sampling them
@@ -81,19 +81,25 @@ class Objective:
     def loss(self, logps, ref_logps, batch: LossView, z):
         """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
         z: the step's baseline, or (B,) the examples' own. -> the loss (B,) of each example, not their
-        mean; and {column: (B,)}. These columns, with the loss among them, reach `metrics`.
-        Validation calls it too."""
+        mean; and {column: (B,)}. The loop multiplies the loss by the examples' weights. These columns,
+        with the loss among them, reach `metrics`. Validation calls it too.
+
+        A micro-batch is any part of the step, so a loss must not mix its examples: sums over the step
+        come from batch.step."""
         raise NotImplementedError
 
     def reduce(self, logps, ref_logps, lengths):
         """Only if by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end
-        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K)."""
+        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K).
+        So the programs' SFT term and their columns logps/* are of this, too, and average_logps divides
+        it by the whole length."""
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
-    def partners(self, examples: list[Example]) -> list[int]:
-        """With kl_pairs: the number of the example whose completion each example borrows, or -1. An
-        override is called as the step begins, so it may use the policy and what after_step has
-        changed. This one needs neither: it is called a step ahead, in a thread."""
+    def partners(self, examples: list[Example]) -> list[int | np.ndarray]:
+        """With kl_pairs: the number of the example whose completion each example borrows, or -1; or a
+        completion itself, an array of token ids. An override is called as the step begins, so it may
+        use the policy and what after_step has changed. This one needs neither: it is called a step
+        ahead, in a thread."""
         return mismatched(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
@@ -133,8 +139,10 @@ class Objective:
         return None
 
     def state_dict(self) -> dict:
-        """What the objective remembers, {attribute: number, text or list}; tensors by .item() or
-        .tolist(). Saved with every checkpoint. What is left out starts anew after a resume."""
+        """What the objective remembers, {attribute: number, text or list of these}. Saved with every
+        checkpoint. What is left out starts anew after a resume. Keep numbers (float(x)) in place of
+        tensors, or save them by .tolist() with a load_state_dict that makes tensors again; tuples, and
+        keys that are no texts, would change, too."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -209,6 +217,8 @@ class Trainer:
             lr = self.optimizer_step(plan)
             run.move_averages()
             run.objective.after_step(columns, kl)
+            if run.state.step == self.first_step:
+                saved_state(run.objective)  # what it cannot save is refused before hours are spent
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step = run.state.step
             is_last = step == plan.end
@@ -344,15 +354,15 @@ class Trainer:
         if self.row_is_due(step, plan):
             on_cpu, kl = columns_to_cpu(columns, kl)
             entropy_G = on_cpu.pop("entropy", None)
-            metrics = run.objective.metrics(on_cpu, kl) | row
+            metrics = run.objective.metrics(on_cpu, kl)
             if entropy_G is not None:
-                metrics["entropy"] = entropy_of_step(entropy_G, batch)
-            metrics["epoch"] = (step - plan.begin) / plan.per_epoch
-            metrics["samples"] = step * len(batch.examples)
+                row["entropy"] = entropy_of_step(entropy_G, batch)
+            row["epoch"] = (step - plan.begin) / plan.per_epoch
+            row["samples"] = step * len(batch.examples)
         # only now: on a GPU the row has waited for the step's end
         run.throughput.add(batch.examples, time.perf_counter() - began)
         if metrics is not None:
-            metrics |= run.throughput.read()
+            metrics = join_columns(metrics, row | run.throughput.read())
         run.logger.step(step, metrics)
         if step == run.cfg.examples_at:
             run.logger.examples(step, batch, columns)
@@ -394,10 +404,13 @@ class Trainer:
         view = batch.loss_view(packed, before.step)
         view = view._replace(vocabulary_kl=vocabulary_kl, outputs=outputs)
         loss_B, values = objective.loss(logps, ref_logps, view, z)
+        if loss_B.shape == (B,):  # of another shape it is refused below
+            loss_B = loss_B * before.step.weight[packed.index_B]
+        values = join_columns({"loss": loss_B}, values)
         entropy_BK = getattr(self.run.policy.module, "entropy_BK", None)
         if self.run.policy.training and entropy_BK is not None:
-            values = {**values, "entropy": entropy_BK.sum(1) / packed.length_BK.sum(1)}
-        for name, value_B in {"loss": loss_B, **values}.items():
+            values = join_columns(values, {"entropy": entropy_BK.sum(1) / packed.length_BK.sum(1)})
+        for name, value_B in values.items():
             if value_B.shape != (B,):  # a mean would silently scale the gradient
                 shape = tuple(value_B.shape)
                 raise Failed(f"loss: {name}: one number an example, shape ({B},), not {shape}")
@@ -421,27 +434,35 @@ class Trainer:
             return examples
         return examples[: steps_of(self.run.cfg.limit_val, len(examples))]
 
-    @torch.no_grad()
     def score(self, examples) -> dict:
-        """A step without a gradient over a whole split, in file order. One z for all of it, so the
-        row depends on neither batch size nor ranks. -> a row of val.csv"""
+        """-> a row of val.csv"""
         if not examples[0].completions:  # prompts alone: only a checker has something to say
             return {}
+        columns, kl = self.columns(examples, self.run.validation)
+        return self.run.validation.metrics(columns, kl)
+
+    @torch.no_grad()
+    def columns(self, examples, objective: Objective | None = None) -> tuple[dict, KL]:
+        """A step without a gradient over all these examples, in their order, with the policy as it is.
+        One z for all of them, so the numbers depend on neither batch size nor ranks. -> what a loss
+        gives of each, {column: (n,)}, and KL; of all ranks, on the CPU. A collective. objective:
+        default the run's own."""
         run, columns = self.run, {}
+        objective = objective or run.objective
         run.policy.eval()
-        batch = make_batch(run, examples, run.validation)
-        total = passed_examples(batch, run.validation, run.fabric.world_size)
-        with Wait("validation", total, shorter="a smaller limit_val"):
-            before = self.no_gradient_pass(batch, self.forward, run.validation)
+        batch = make_batch(run, examples, objective)
+        title = "validation" if objective is run.validation else "scoring"
+        total = passed_examples(batch, objective, run.fabric.world_size)
+        with Wait(title, total, shorter="a smaller limit_val"):
+            before = self.no_gradient_pass(batch, self.forward, objective)
             for micro in batch.micro_batches:
-                packed = self.pack_own(batch, micro.index, run.validation)
+                packed = self.pack_own(batch, micro.index, objective)
                 logps = self.forward(packed)
-                self.loss(run.validation, batch, micro, packed, logps, before, columns)
+                self.loss(objective, batch, micro, packed, logps, before, columns)
                 advance(len(micro.index))
                 run.stop.check(run.fabric.device)
         run.policy.train()
-        whole = self.sum_over_ranks(columns)
-        return run.validation.metrics(*columns_to_cpu(whole, before.kl))
+        return columns_to_cpu(self.sum_over_ranks(columns), before.kl)
 
     def checker_is_due(self, plan: Plan) -> bool:
         return self.run.evaluator.checker is not None and is_due(self.run.state.step, plan.check)
@@ -458,9 +479,8 @@ class Trainer:
             if run.evaluator.checker:
                 is_checked = step in (0, plan.end) or self.checker_is_due(plan)
                 share = run.evaluator.accuracy(step) if is_checked else None
-                row["checker_accuracy"] = share
-                answers = run.evaluator.checked_answers
-                row["kl/own"] = None if share is None else self.own_kl(answers)
+                own_kl = None if share is None else self.own_kl(run.evaluator.checked_answers)
+                row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
             samples = run.evaluator.samples()
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)

@@ -77,7 +77,7 @@ class VariantTrainer(Trainer):
         return super().loss(objective, batch, micro, packed, logps, before, columns)
 
     def log(self, batch, columns, kl, row, plan, began):
-        error_G = columns["z"] - kl.z
+        error_G = columns.pop("z") - kl.z  # the row has z/bias and z/rmse in its place
         row |= {"z/bias": error_G.mean().item(), "z/rmse": error_G.square().mean().sqrt().item()}
         super().log(batch, columns, kl, row, plan, began)
 

@@ -10,7 +10,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import kto
 from runs.errors import run_cli
-from runs.metrics import mean
 from runs.settings import setting
 
 
@@ -42,10 +41,6 @@ class RatingKTO(kto.KTO):
         rating_B = binary_cross_entropy_with_logits(logit_B, label_B, reduction="none")
         columns |= {"rating_loss": rating_B, "rating_accuracy": (logit_B > 0) == batch.label}
         return loss_B + self.args.rating_weight * rating_B, columns
-
-    def metrics(self, columns, kl):
-        of_head = {name: mean(columns[name]) for name in ("rating_loss", "rating_accuracy")}
-        return super().metrics(columns, kl) | of_head
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ What a run also needs, outside of its checkpoints:
 | --- | --- |
 | metrics.csv, val.csv | rows; a checkpoint knows how many there were, and their hash (RunState.rows) |
 | iterations/answers-N.jsonl | SPIN and online KTO: what iteration N learns from; line 1 has a hash of the others |
+| iterations/rated-N.jsonl | online KTO: what `rate` made of these answers |
 | iterations/N/ | the reference of iteration N, if it moves |
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |

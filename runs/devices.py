@@ -101,8 +101,9 @@ def launch(cfg: RunSettings) -> Fabric:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if cfg.precision == "64-true":  # else Fabric casts what a forward returns to float32
-        torch.set_default_dtype(torch.float64)
+    # 64-true: else Fabric casts what a forward returns to float32. Else the one before Run.close, if a
+    # run in this process has ended without it
+    torch.set_default_dtype(torch.float64 if cfg.precision == "64-true" else torch.float32)
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
     n_devices = cfg.devices * cfg.num_nodes
@@ -143,15 +144,24 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return x
 
 
+_rank_0_works = False  # whether rank 0 is in on_rank_0: there the other ranks take part in nothing
+
+
 def on_rank_0(fabric, work):
     """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or Interrupted is
-    raised on all ranks. A collective."""
+    raised on all ranks. A collective, but within another on_rank_0."""
+    global _rank_0_works
+    if _rank_0_works:
+        return work()
     answer = error = None
     if fabric.global_rank == 0:
+        _rank_0_works = True
         try:
             answer = work()
         except (BadInput, Failed, Interrupted) as e:
             error = e
+        finally:
+            _rank_0_works = False
     answer, error = fabric.broadcast((answer, error))
     if error:
         raise error

@@ -16,6 +16,7 @@ from pathlib import Path
 from runs.console import VALIDATION_CELLS, Progress, fit_80_columns, format_cells, say
 from runs.errors import BadInput, disk_error, parse_file, printable, rank, read_regular
 from runs.files import open_no_link, write_atomically, write_json
+from runs.metrics import join_columns
 from runs.optimizer import Plan
 from runs.settings import RunSettings
 
@@ -224,7 +225,7 @@ class Logger:
         if not self.main:
             return
         if row:
-            self.metrics.row({"step": step, **row})
+            self.metrics.row(join_columns({"step": step}, row))
             numbers = {name: value for name, value in row.items() if value is not None}
             self.tracker.scalars(numbers, step)
         self.progress.step(step, row)
@@ -233,7 +234,7 @@ class Logger:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
         if not self.main:
             return
-        self.val.row({"step": step, **row})
+        self.val.row(join_columns({"step": step}, row))
         cells = format_cells(row, VALIDATION_CELLS)
         if "accuracy" in row and row["accuracy"] is None:
             cells.append("no accuracy (r is 0)" if step == 0 else "no accuracy")

@@ -5,6 +5,8 @@ import resource
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
+from runs.errors import Failed
+
 # Part of a GPU's name -> its dense bf16 FLOP/s by the data sheet. The first name that fits is
 # taken, so "H100 PCIe" stands before "H100".
 BF16_PEAKS = {
@@ -19,6 +21,16 @@ BF16_PEAKS = {
 def mean(x: torch.Tensor) -> float | None:
     """The mean of a 1-D tensor. None, which is an empty cell, when the tensor is empty."""
     return x.mean().item() if len(x) else None
+
+
+def join_columns(own: dict, programs: dict) -> dict:
+    """The columns of a loss of one's own and those of the program. Raises Failed if both have a name:
+    one would silently replace the other."""
+    if shared := sorted(own.keys() & programs.keys()):
+        raise Failed(
+            f"loss: {', '.join(shared)}: the program has a column of this name: rename yours"
+        )
+    return own | programs
 
 
 def auc(high: torch.Tensor, low: torch.Tensor) -> float:

@@ -449,10 +449,10 @@ def test_fields_that_data_extra_names_reach_the_loss_as_a_tensor_or_as_texts(tmp
     assert read(jsonl, plain())[0].extra == {}, "what is not named is not kept"
 
 
-def test_a_weight_and_a_label_reach_the_loss(tmp_path):
+def test_a_weight_and_a_label_reach_the_step(tmp_path):
     source = write(tmp_path / "d.jsonl", rated(label=0, weight=0.25), rated(), rated(weight=0))
     view = micro_batch(read(source, plain()), [0, 1])
-    assert view.weight.tolist() == [0.25, 1.0] and view.label.tolist() == [False, True]
+    assert view.step.weight.tolist() == [0.25, 1.0, 0.0] and view.label.tolist() == [False, True]
     assert (view.step.size, view.step.desirable) == (3, 2), "of the step, not of the micro-batch"
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -43,10 +44,13 @@ import dpo
 import kto
 import model
 import online
+from generate import generate
+from hub.folders import fetch_model
 from records.examples import Example
 from runs.cli import parse
 from runs.errors import BadInput, Failed, Interrupted
 from runs.optimizer import make_optimizer
+from runs.settings import Sampling
 from setup import setup
 from train import Objective, Trainer
 
@@ -388,7 +392,7 @@ class Changed(kto.KTO):
         ),
         (
             {"state_dict": lambda o: {"z": torch.zeros(3)}},
-            "state_dict: Changed: Object of type Tensor is not JSON serializable",
+            "state_dict: Changed: z: Object of type Tensor is not JSON serializable",
         ),
     ],
 )
@@ -477,12 +481,14 @@ def test_another_objective_takes_over_what_the_last_one_remembers(tiny, ratings,
 
 def test_memory_that_no_checkpoint_saves_is_said_at_the_start(tiny, ratings, tmp_path, capsys):
     class Forgets(kto.KTO):
+        z = 0.0
+
         def after_step(self, columns, kl):
             self.z = kl.z.item()
 
     class Remembers(Forgets):
         def state_dict(self):
-            return {"z": 0.0}
+            return {"z": self.z}
 
     Forgets.after_step.__qualname__ = "Objective.after_step"  # as in a class Objective of a fork
     line = "Forgets: after_step without a state_dict: a resume forgets what it kept"
@@ -975,3 +981,302 @@ def test_our_own_partners_are_chosen_a_step_ahead_in_a_thread(tiny, ratings, tmp
     monkeypatch.setattr("train.mismatched", mismatched)
     train(tiny, ratings, tmp_path, "--batch_size=7", "--max_steps=3", "--eval.samples=0")
     assert threads == [True, False, False, False], "of the start check, and of the steps"
+
+
+# ---- what would be lost or replaced without a word ----------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["bco", "hinge", "tdpo", "simpo"])
+def test_an_example_of_weight_0_teaches_nothing_whatever_the_loss(program, tiny, tmp_path):
+    """The same as an example that no gradient comes from: all weights 0 leave the model as it is."""
+    kind = "paired" if HANDED[program][0] is dpo else "rated"
+    records = {
+        "paired": [{"prompt": p, "chosen": "a", "rejected": "bb", "weight": 0} for p in "klmnop"],
+        "rated": [{"prompt": p, "completion": "a", "label": True, "weight": 0} for p in "klmnop"],
+    }[kind]
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    run = train_example(program, tiny, file, tmp_path / "run", *COMMON, "--max_steps=2")
+    assert [(row["loss"], row["grad_norm"]) for row in run["rows"]] == [(0, 0)] * 2
+
+
+class Graded(kto.KTO):
+    """With a column of its own: how far the log-prob is from the reference's, squared."""
+
+    def loss(self, logps, ref_logps, batch, z):
+        loss_B, columns = super().loss(logps, ref_logps, batch, z)
+        return loss_B, columns | {"square": columns["logratio"] ** 2}
+
+
+@pytest.mark.parametrize("n, more", [(1, ()), (1, ("--micro_batch_size=4",)), (2, ())])
+def test_a_column_of_ones_own_reaches_metrics_and_val_as_a_mean(n, more, tiny, ratings, tmp_path):
+    argv = ("--batch_size=7", "--max_steps=3", "--optim.lr=1e-2", f"--data.val={ratings}",
+            "--eval.samples=0", "--precision=64-true", "--examples_at=3", *more)  # fmt: skip
+    if n > 1:
+        argv = (*argv, "--strategy=ddp")
+    run, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path, *argv, objective=Graded))
+    squares = [float(x["logratio"]) ** 2 for x in rows_of(tmp_path / "examples-3.csv")]
+    assert len(squares) == 7 and max(squares) > 0
+    assert run["rows"][-1]["square"] == pytest.approx(sum(squares) / 7, rel=1e-9)
+    assert float(rows_of(tmp_path / "val.csv")[-1]["square"]) > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "entropy", "grad_norm", "lr", "tokens/s", "kl", "auc", "step"]
+)
+def test_a_column_with_a_name_of_the_programs_is_refused(name, tiny, ratings, tmp_path):
+    def loss(objective, *given):
+        loss_B, columns = kto.KTO.loss(objective, *given)
+        return loss_B, columns | {name: loss_B}
+
+    def objective(args):
+        return Changed(args, loss=loss)
+
+    with pytest.raises(Failed, match=f"^loss: {name}: the program has a column of this name"):
+        train(tiny, ratings, tmp_path, *COMMON, objective=objective)
+
+
+def state_of(**fields):
+    """KTO that remembers, from its first step on, what `fields` has."""
+
+    class Stateful(kto.KTO):
+        def __init__(self, args):
+            super().__init__(args)
+            self.average = 0.0
+
+        def after_step(self, columns, kl):
+            self.average = fields["later"]
+
+        def state_dict(self):
+            as_saved = fields.get("as_saved", lambda x: x)
+            return {fields.get("name", "average"): as_saved(self.average)}
+
+    return Stateful
+
+
+@pytest.mark.parametrize(
+    "fields, fault",
+    [
+        ({"name": "mean", "later": 1.0}, "mean: no attribute of this name: .* load_state_dict"),
+        ({"later": {0: 1.0}}, r"average: a resume would make \{'0': 1.0\} of it, and it is \{0: 1.0\}"),
+        ({"later": (1.0, 2.0)}, r"average: a resume would make \[1.0, 2.0\] of it"),
+        ({"later": torch.ones(()), "as_saved": float}, r"average: a resume would make 1.0 of it, and it is tensor"),
+        ({"later": torch.ones(())}, r"average: Object of type Tensor .*: .* float\(x\) or x.tolist"),
+    ],
+)  # fmt: skip
+def test_a_state_that_a_resume_would_not_get_is_refused_by_the_first_step(
+    fields, fault, tiny, ratings, tmp_path
+):
+    with pytest.raises(BadInput, match=f"^state_dict: Stateful: {fault}"):
+        train(tiny, ratings, tmp_path, *COMMON, objective=state_of(**fields))
+    metrics = tmp_path / "metrics.csv"
+    assert not metrics.exists() or len(rows_of(metrics)) == 0, "before the second step"
+
+
+@pytest.mark.parametrize("later", [{"0": [1.0, None]}, float("nan"), "text", -0.0])
+def test_a_state_of_plain_values_is_saved(later, tiny, ratings, tmp_path):
+    train(tiny, ratings, tmp_path, *COMMON, "--max_steps=2", objective=state_of(later=later))
+    assert repr(state(tmp_path, 2)["average"]) == repr(later)
+
+
+def test_a_state_with_a_load_state_dict_of_ones_own_may_be_of_another_form(tiny, ratings, tmp_path):
+    class Table(kto.KTO):
+        def __init__(self, args):
+            super().__init__(args)
+            self.sums = torch.zeros(3)
+
+        def after_step(self, columns, kl):
+            self.sums = self.sums + columns["loss"].sum().float()
+
+        def baseline(self, kl_n, step):
+            return self.sums.mean().item() / 100
+
+        def state_dict(self):
+            return {"of_all_steps": self.sums.tolist()}
+
+        def load_state_dict(self, state):
+            self.sums = torch.tensor(state["of_all_steps"])
+
+    whole = train(tiny, ratings, tmp_path / "whole", *COMMON, objective=Table)
+    train(tiny, ratings, tmp_path / "run", *COMMON, "--stop_at=3", objective=Table)
+    again = train(tiny, ratings, tmp_path / "run", *COMMON, "--resume=auto", objective=Table)
+    assert_same(again, whole)
+
+
+@pytest.mark.parametrize("setting", ["--reference={tiny}", "--reference_cache=cache"])
+def test_a_reference_for_an_objective_without_one_is_refused(setting, tiny, pairs, tmp_path):
+    name = setting[2:].split("=")[0]
+    with pytest.raises(BadInput, match=f"^{name}: SimPO has no reference"):
+        train_example("simpo", tiny, pairs, tmp_path / "run", *COMMON, setting.format(tiny=tiny))
+
+
+def test_weights_that_an_optimizer_leaves_out_are_refused_unless_they_are_frozen(
+    tiny, ratings, tmp_path
+):
+    def blocks_only(policy, cfg):
+        return torch.optim.SGD(policy.transformer.h.parameters(), lr=cfg.optim.lr)
+
+    def others_at_rate_0(policy, cfg):
+        blocks = list(policy.transformer.h.parameters())
+        others = [p for p in policy.parameters() if all(p is not q for q in blocks)]
+        return torch.optim.SGD([{"params": blocks}, {"params": others, "lr_scale": 0}], lr=1)
+
+    fault = r"^optimizer: \d+ weights are in none .* would never change, \S*(wte|wpe|ln_f)\S* first"
+    with pytest.raises(BadInput, match=fault):
+        train(tiny, ratings, tmp_path / "a", *COMMON, optimizer=blocks_only)
+    train(tiny, ratings, tmp_path / "b", *COMMON, "--max_steps=1", optimizer=others_at_rate_0)
+    now, start = saved(tmp_path / "b", 1, "weights"), model.load_model(tiny).unique_parameters()
+    for name, x in now.items():
+        assert torch.equal(x, start[name].detach()) == (".h." not in name), name
+
+
+def test_a_run_in_float64_leaves_no_trace_in_its_process(tiny, ratings, tmp_path):
+    argv = (*COMMON, "--max_steps=2")
+    first = train(tiny, ratings, tmp_path / "a", *argv)
+    train(tiny, ratings, tmp_path / "b", *argv, "--precision=64-true")
+    assert torch.get_default_dtype() == torch.float32
+    torch.set_default_dtype(torch.float64)  # as a run leaves it that has ended by an error in setup
+    assert_same(train(tiny, ratings, tmp_path / "c", *argv), first)
+
+
+# ---- more that a fork may ask for ----------------------------------------------------------------
+
+
+class Spread(Objective):
+    """For val.csv alone."""
+
+    needs_reference = False
+
+    def loss(self, logps, ref_logps, batch, z):
+        return -logps[:, 0] / batch.length[:, 0], {}
+
+
+def test_a_validation_of_ones_own_makes_val_csv(tiny, ratings, tmp_path):
+    argv = (*COMMON, "--max_steps=2", f"--data.val={ratings}", "--eval.samples=0")
+    train(tiny, ratings, tmp_path, *argv, validation=lambda args: Spread())
+    assert list(rows_of(tmp_path / "val.csv")[0]) == ["step", "loss"]
+    assert "kl" in rows_of(tmp_path / "metrics.csv")[0]
+
+
+def test_the_columns_of_any_examples_are_those_that_validation_sees(tiny, ratings, tmp_path):
+    argv = ("--batch_size=6", "--max_steps=4", f"--data.val={ratings}", "--eval.samples=0",
+            "--optim.lr=1e-2", "--micro_batch_size=5", "--precision=64-true")  # fmt: skip
+
+    class Paced(Trainer):
+        """The examples of the largest log-prob a token first."""
+
+        def fit(self, examples=None, plan=None):
+            examples = self.run.examples["train"]
+            columns, kl = self.columns(examples)
+            assert len(columns["logp"]) == len(kl.logratio) == len(examples)
+            assert self.run.policy.training
+            order = columns["logp"].argsort(descending=True).tolist()
+            ended = super().fit([examples[i] for i in order], plan)
+            means.update({n: x.mean().item() for n, x in self.columns(examples)[0].items()})
+            return ended
+
+    def work(rank):
+        train(tiny, ratings, tmp_path / f"{n}", *argv, trainer=Paced)
+        return means
+
+    for n in (1, 2):
+        means = {}
+        argv = (*argv, "--strategy=ddp") if n == 2 else argv
+        found, *_ = ranks(n, work)
+        row = rows_of(tmp_path / f"{n}" / "val.csv")[-1]
+        assert found["loss"] == pytest.approx(float(row["loss"]), rel=1e-9)
+        assert found["logratio"] != 0
+
+
+class Fresh(kto.KTO):
+    """z of completions that no example has."""
+
+    def partners(self, examples):
+        return [np.array([7, 8, 9 + i][: 1 + i % 3], np.int32) for i in range(len(examples))]
+
+
+def test_partners_may_be_completions(tiny, ratings, tmp_path):
+    argv = ("--batch_size=7", "--max_steps=3", "--optim.lr=1e-2", "--precision=64-true")
+
+    class AsExamples(kto.KTO):
+        """The same by hand: the completions belong to examples behind the step's."""
+
+        def partners(self, examples):
+            return list(range(len(examples)))
+
+    class Lends(Trainer):
+        def no_gradient_pass(self, batch, score_pairs, objective):
+            lent = Fresh.partners(objective, batch.examples)
+            both = [e._replace(completions=(y,)) for e, y in zip(batch.examples, lent)]
+            own = super().no_gradient_pass(batch, score_pairs, objective)
+            lending = data.make_batch(self.run, both, objective)
+            return own._replace(kl=super().no_gradient_pass(lending, self.forward, objective).kl)
+
+    by_hand = train(tiny, ratings, tmp_path / "a", *argv, objective=AsExamples, trainer=Lends)
+    for more in ((), ("--micro_batch_size=3",)):
+        run = train(tiny, ratings, tmp_path / f"b{len(more)}", *argv, *more, objective=Fresh)
+        for a, b in zip(run["rows"], by_hand["rows"], strict=True):
+            assert a["kl/pairs"] == 7
+            for name in ("loss", "kl", "kl/stderr"):
+                assert a[name] == pytest.approx(b[name], rel=1e-9), name
+
+    class ByToken(Fresh):
+        by_token = True
+
+        def partners(self, examples):
+            return [np.arange(5, 5 + 40, dtype=np.int32) for _ in examples]
+
+    rows = train(tiny, ratings, tmp_path / "c", *argv, objective=ByToken)["rows"]
+    assert rows[-1]["kl/stderr"] > 0, "longer than any completion of the step"
+
+
+def test_a_second_model_beside_the_reference(tiny, ratings, tmp_path):
+    """As docs/forks.md has it; here it is the reference itself."""
+    seen = []
+
+    class WithTeacher(Trainer):
+        def __init__(self, run):
+            super().__init__(run)
+            teacher = model.load_model(fetch_model(str(tiny)), None, torch.get_default_dtype())
+            self.teacher = run.fabric.to_device(model.freeze(teacher, run.cfg.precision))
+
+        def loss(self, objective, batch, micro, packed, *rest):
+            with torch.no_grad(), self.run.fabric.autocast():
+                objective.teacher_logps = self.teacher(packed)
+            return super().loss(objective, batch, micro, packed, *rest)
+
+    class Taught(kto.KTO):
+        def loss(self, logps, ref_logps, batch, z):
+            seen.append((ref_logps - self.teacher_logps).abs().max().item())
+            return super().loss(logps, ref_logps, batch, z)
+
+    argv = (*COMMON, "--max_steps=3", "--precision=bf16-mixed")
+    train(tiny, ratings, tmp_path, *argv, objective=Taught, trainer=WithTeacher)
+    assert len(seen) >= 3 and seen == [0] * len(seen)
+
+
+class OwnAnswers(kto.KTO):
+    """z of answers that the policy gives to the step's prompts before it."""
+
+    run = None
+
+    def partners(self, examples):
+        run, prompts = self.run, [e.prompt for e in examples]
+        seed = run.cfg.seed * 1009 + run.state.step
+        ids = generate(run.fabric, run.policy, prompts, run.tokenizer, Sampling(), 5, seed)
+        return [np.array(x, np.int32) for x in ids]
+
+
+class HandsOver(Trainer):
+    def __init__(self, run):
+        super().__init__(run)
+        run.objective.run = run
+
+
+def test_z_of_fresh_answers_of_the_policy_resumes_to_the_bit(tiny, ratings, tmp_path):
+    handed = dict(objective=OwnAnswers, trainer=HandsOver)
+    whole = train(tiny, ratings, tmp_path / "whole", *COMMON, **handed)
+    assert all(row["kl/pairs"] == 6 for row in whole["rows"])
+    assert any(row["kl/stderr"] > 0 for row in whole["rows"])
+    train(tiny, ratings, tmp_path / "run", *COMMON, "--stop_at=3", **handed)
+    assert_same(train(tiny, ratings, tmp_path / "run", *COMMON, "--resume=auto", **handed), whole)

@@ -491,3 +491,98 @@ def test_a_checker_may_sort_or_empty_the_list_that_it_gets():
 
     assert evaluate.ask_checker(checker, answers) == [True, False]
     assert [a.completion for a in answers] == ["b", "a"]
+
+
+# ---- ratings of one's own: once, on rank 0, kept beside the answers ------------------------------
+
+
+def by_chance(run, asked, ids) -> list:
+    """A rater that never says the same twice, and notes on which rank it was asked."""
+    with open(Path(run.cfg.out_dir) / "asked", "a") as f:
+        f.write(f"{run.fabric.global_rank} {run.state.iteration}\n")
+    given = [evaluate.as_answer(run.tokenizer, e, x, []) for e, x in zip(asked, ids)]
+    verdicts = run.evaluator.judge(given)  # works on rank 0 alone, too
+    noise = np.random.default_rng(list(os.urandom(8)))
+    return [
+        e._replace(completions=(np.array(x, np.int32),), label=bool(noise.integers(2)),
+                   rewards=(noise.random(), None), weight=np.float64(1 + noise.random()),
+                   extra={"verdict": torch.tensor(float(v))})
+        for e, x, v in zip(asked, ids, verdicts)
+    ]  # fmt: skip
+
+
+def learned_from(out: Path, i: int) -> list[dict]:
+    file = out / "iterations" / f"rated-{i}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("n, strategy", [(1, "auto"), (2, "ddp")])
+def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
+    n, strategy, tiny, prompts, tmp_path, monkeypatch
+):
+    real = online.Trainer.fit
+
+    def fit(trainer, examples, plan):
+        rank, step = trainer.run.fabric.global_rank, trainer.run.state.step
+        rows = [[e.label, e.weight, e.rewards[0], e.extra["verdict"]] for e in examples]
+        (tmp_path / f"fit-{plan.begin}-{step}-{rank}").write_text(json.dumps(rows))
+        return real(trainer, examples, plan)
+
+    monkeypatch.setattr(online.Trainer, "fit", fit)
+    argv = ("--online.max_iterations=2", "--batch_size=3", f"--strategy={strategy}")
+    out = tmp_path / "run"
+    ranks(n, lambda rank: go(tiny, prompts, out, *argv, "--stop_at=4", rate=by_chance))
+    ranks(n, lambda rank: go(tiny, prompts, out, *argv, "--resume=auto", rate=by_chance))
+    assert (out / "asked").read_text() == "0 1\n0 2\n", "once an iteration, on rank 0"
+    for begin, step in ((0, 0), (3, 3), (3, 4)):
+        seen = [(tmp_path / f"fit-{begin}-{step}-{rank}").read_text() for rank in range(n)]
+        lines = learned_from(out, begin // 3 + 1)
+        rated = [
+            [x.get("label", True), x["weight"], x["rewards"][0], x["extra"]["verdict"]]
+            for x in lines
+        ]
+        assert len(rated) == 10 and {json.dumps(rated)} == set(seen)
+
+
+def test_in_mid_iteration_ratings_that_are_lost_or_changed_are_refused(tiny, prompts, tmp_path):
+    argv = ("--online.max_iterations=1", "--stop_at=1")
+    go(tiny, prompts, tmp_path, *argv, rate=by_chance)
+    file = tmp_path / "iterations" / "rated-1.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace('"verdict": 1.0', '"verdict": 0.0', 1))
+    for _ in range(2):
+        with pytest.raises(BadInput, match="rated-1.jsonl: not what this iteration learns from"):
+            go(tiny, prompts, tmp_path, *argv, "--resume=auto", "--stop_at=2", rate=by_chance)
+        file.unlink(missing_ok=True)
+    file.write_text(text)
+    go(tiny, prompts, tmp_path, *argv, "--resume=auto", "--stop_at=2", rate=by_chance)
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({"completions": ()}, "expected completions of token ids"),
+        ({"completions": (np.zeros(0, np.int32),)}, "expected completions of token ids"),
+        ({"label": 0.7}, "expected .* a label that is True or False"),
+        ({"weight": -1.0}, "expected .* weight of at least 0"),
+        ({"rewards": (float("nan"), None)}, "expected .* finite rewards"),
+        ({"extra": {"judge": object()}}, "'object' object has no attribute 'tolist'"),
+    ],
+)
+def test_an_example_of_a_rate_that_cannot_be_learned_from_is_said_by_its_number(
+    change, fault, tiny, prompts, tmp_path
+):
+    def rate(run, asked, ids):
+        examples = [e._replace(completions=(np.array(x, np.int32),)) for e, x in zip(asked, ids)]
+        return [*examples[:3], examples[3]._replace(**change), *examples[4:]]
+
+    with pytest.raises(BadInput, match=f"^rate: example 3: {fault}"):
+        go(tiny, prompts, tmp_path, rate=rate)
+
+
+def test_a_rate_that_asks_a_checker_that_is_not_there_is_told_what_to_set(tiny, prompts, tmp_path):
+    def work(rank):
+        with pytest.raises(BadInput, match="^eval.check: there is no checker to ask"):
+            go(tiny, prompts, tmp_path, "--strategy=ddp", checker=None, rate=by_chance)
+
+    ranks(2, work)
