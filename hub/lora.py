@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import litgpt
 import torch
 from litgpt.lora import LoRALayer, LoRALinear, LoRAQKVLinear, mark_only_lora_as_trainable
 from torch import nn
@@ -45,6 +46,12 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     """
     if lora is None or not lora.rank:
         return {}
+    alpha = lora.alpha  # litgpt divides alpha by the rank, rsLoRA wants its square root
+    if lora.rslora:
+        alpha = lora.alpha * math.sqrt(lora.rank)
+    arguments = {"lora_r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout}
+    if names == {}:  # transformers' own class: see transformers_models.add_adapter_layers
+        return arguments
     if names:
         parts = {part: names[part] for part in GROUPS if part in names}
     else:  # a litgpt folder: Hugging Face's names are not known
@@ -56,19 +63,27 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     groups = {GROUPS[part] for part in chosen}
     if names:
         _refuse_half_groups(parts, chosen, groups)
-    alpha = lora.alpha  # litgpt divides alpha by the rank, rsLoRA wants its square root
-    if lora.rslora:
-        alpha = lora.alpha * math.sqrt(lora.rank)
-    arguments = {"lora_r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout}
     for group in groups:
         arguments[f"lora_{group}"] = True
     return arguments
 
 
+def config_with_adapters(
+    arguments: dict, lora: Lora | None, names: dict[str, str] | None
+) -> litgpt.Config:
+    """litgpt's Config of a model: litgpt.lora's if there are to be adapters. Raises BadInput."""
+    adapters = adapter_arguments(lora, names)
+    if not adapters:
+        return litgpt.Config(**arguments)
+    config = litgpt.lora.Config(**arguments, **adapters)
+    config.lora_targets = lora.targets  # names, for transformers' own classes
+    return config
+
+
 def without_missing_targets(lora: Lora, names: dict[str, str]) -> Lora:
     """The default of lora.targets without the groups that the model lacks: a mixture of experts has
     no mlp that takes adapters. `names`: see families.py. Targets that the user chose stay."""
-    if not lora.rank or lora.targets != Lora.targets:
+    if not lora.rank or lora.targets != Lora.targets or not names:
         return lora
     groups = {GROUPS[part] for part in names if part in GROUPS}
     targets = ",".join(target for target in lora.targets.split(",") if target in groups)

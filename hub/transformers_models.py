@@ -1,0 +1,375 @@
+"""Models that litgpt does not know, by transformers' own classes: pip install '.[transformers]'.
+
+transformers gives the blocks of such a model. Attention, key/value cache, LM head, LoRA layers, and the
+reading and writing of weights are the same as for litgpt's models: model.TransformersGPT puts the two
+together, and compares what they compute with transformers' own forward before they are used.
+
+Weights have the names that transformers writes into files. config is litgpt's Config in which only the
+sizes count; its hf_config holds the content of config.json. Shape letters are those of model.py.
+
+Reading order: read_model_config, then make_causal_lm, attention, TransformersBlocks, adapters.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import litgpt
+import litgpt.lora
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from hub.families import TABLE, ModelConfig, Unsupported, check_sizes, must_equal, read_config
+from runs.errors import BadInput, printable
+from runs.files import read_object
+from runs.settings import Lora
+
+INSTALL = "pip install '.[transformers]' adds transformers' own classes"
+ATTENTION = "packed"  # the name under which transformers finds our attention
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+# Arguments of attention that change nothing here: what they say is in the packed batch, or it is switched off.
+NEUTRAL = {
+    "cache_position", "dropout", "is_causal", "output_attentions", "position_embeddings", "position_ids",
+    "sliding_window", "use_cache",
+}  # fmt: skip
+
+
+# ---- config.json ---------------------------------------------------------------------------------
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """What a Hugging Face folder says about its model, as the code that is to compute it reads it: litgpt's where
+    litgpt knows the model_type, else transformers', unless a file model_code (see fetch_model) names one of the two.
+    Raises BadInput."""
+    file = folder / "config.json"
+    chosen = folder / "model_code"
+    code = chosen.read_text() if chosen.exists() else "auto"
+    if code == "litgpt" or not file.exists():
+        return read_config(folder)
+    config = read_object(file, json.loads)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or (code == "auto" and kind in TABLE):
+        return read_config(folder)
+    if importlib.util.find_spec("transformers") is None:
+        raise BadInput(f"{file}: model_type: {printable(kind)!r} is not supported; {INSTALL}")
+    try:
+        return _read_transformers(config, file)
+    except Unsupported as e:
+        raise BadInput(f"{file}: {e}") from None
+
+
+def _read_transformers(config: dict, file: Path) -> ModelConfig:
+    """Raises Unsupported, BadInput."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    kind = config["model_type"]
+    if kind not in KNOWN:
+        raise Unsupported(f"model_type: {printable(kind)!r} is not supported")
+    must_equal(config, quantization_config=None, is_encoder_decoder=False)
+    if isinstance(config.get("text_config"), dict):
+        raise Unsupported("text_config: models of texts and images are not supported")
+    c = hf_config(config, ATTENTION)
+    arguments = {
+        "name": kind,
+        "block_size": _context(c),
+        "n_layer": _size(c, "num_hidden_layers"),
+        "n_embd": _size(c, "hidden_size"),
+        "n_head": _size(c, "num_attention_heads"),
+        "n_query_groups": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        "head_size": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "vocab_size": _size(c, "vocab_size"),
+        "padded_vocab_size": c.vocab_size,
+        "final_logit_softcapping": getattr(c, "final_logit_softcapping", None),
+        "hf_config": {"transformers": config},
+    }
+    check_sizes(arguments, file, {})
+    for layer_type in getattr(c, "layer_types", None) or []:
+        if layer_type not in LAYER_TYPES:
+            raise Unsupported(f"layer_types: {printable(layer_type)} is not supported")
+    config = config | {"tie_word_embeddings": bool(c.tie_word_embeddings)}
+    return ModelConfig(arguments, config, names={})
+
+
+def hf_config(config: dict, attention: str):
+    """transformers' config object of a config.json, without dropout. Raises Unsupported."""
+    from transformers import CONFIG_MAPPING
+
+    with _silent(), _their_errors():
+        # whatever else a file names, nothing of it is imported: the class comes from transformers' own table
+        c = CONFIG_MAPPING[config["model_type"]].from_dict(config, attn_implementation=attention)
+    for name, value in c.to_dict().items():
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(c, name, 0.0)  # litgpt's models have none: policy and reference must be equal
+    return c
+
+
+def _size(c, name: str) -> int:
+    value = getattr(c, name, None)
+    if type(value) is not int:
+        raise Unsupported(f"{name}: expected a number, got {printable(value)}")
+    return value
+
+
+def _context(c) -> int:
+    """Tokens of the longest text. Raises Unsupported where rotary positions depend on the text's length."""
+    rope = getattr(c, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {x.get("rope_type") for x in rope.values() if isinstance(x, dict)}
+    if "dynamic" in kinds:
+        raise Unsupported("rope_parameters: dynamic is not supported")
+    if "longrope" in kinds:  # a longer text would have other positions from its first token on
+        return _size(c, "original_max_position_embeddings")
+    return _size(c, "max_position_embeddings")
+
+
+@contextlib.contextmanager
+def _their_errors():
+    """Turn what transformers raises for a config.json that it cannot use into Unsupported."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except Exception as e:  # its configs and classes fail in a dozen ways
+        reason = " ".join(str(e).split())[:200]
+        raise Unsupported(f"transformers refuses it: {type(e).__name__}: {printable(reason)}") from None
+
+
+@contextlib.contextmanager
+def _silent():
+    """transformers logs advice for its own users."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# ---- transformers' class -------------------------------------------------------------------------
+
+
+class _MetaWeights(TorchFunctionMode):
+    """Weights, which modules make by torch.empty, go to the meta device. Tables of positions and other buffers are
+    computed as always: no file has them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
+
+
+def make_causal_lm(config: dict, attention: str) -> nn.Module:
+    """transformers' model of a config.json, its weights on the meta device. attention: ATTENTION or one of
+    transformers' own. Raises BadInput."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _silent(), _their_errors(), torch.device("cpu"), _MetaWeights():
+            hf = AutoModelForCausalLM.from_config(
+                hf_config(config, attention), attn_implementation=attention, dtype=torch.float32
+            )
+    except Unsupported as e:
+        raise BadInput(f"model: {config['model_type']}: {e}") from None
+    return hf
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """What PackedAttention and KVCache need to know of an attention layer."""
+
+    module: nn.Module
+    window: int | None
+    scale: float
+    cap: float | None
+
+
+class Slot:
+    """Holds the attention of the current forward for all layers of one model: not every class of transformers hands
+    arguments on to its layers."""
+
+    attention = None
+    checkpointing = False
+
+    def __init__(self):
+        self.called = set()  # modules that have asked for attention
+
+
+def _mask(mask_function=None, local_size: int | None = None, use_vmap=False, **_unused) -> int | None:
+    """In place of a mask: the window of the layers that it is for."""
+    if use_vmap:
+        raise Unsupported("attention: a mask of its own is not supported")
+    return local_size
+
+
+def _attend(
+    module, query, key, value, attention_mask=None, scaling=None, softcap=None, **others
+):
+    """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q, D) -> (R, Q, H, D).
+    Raises Unsupported."""
+    for name, x in others.items():
+        if x is not None and name not in NEUTRAL:
+            raise Unsupported(f"attention: {name} is not supported")
+    window = attention_mask  # see _mask
+    if window is not None and type(window) is not int:
+        raise Unsupported("attention: a mask of its own is not supported")
+    if not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
+        raise Unsupported("attention: only causal self-attention is supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    module.slot.called.add(module)
+    out = module.slot.attention.attend(Layer(module, window, scale, softcap), query, key, value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _register() -> None:
+    """Make our attention known to transformers, by the name ATTENTION."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+class TransformersBlocks(nn.Module):
+    """transformers' model up to the last hidden states, with our attention; and the head's layer.
+
+    Its modules are those of transformers' class under the names that they have there, and so are its weights. With
+    adapters every linear layer of the blocks is litgpt's LoRALinear, which keeps its matrix in .linear.
+    """
+
+    # True: the backward runs blocks again instead of saving their activations
+    activation_checkpointing = False
+
+    def __init__(self, config: litgpt.Config):
+        super().__init__()
+        self.config = config
+        self.max_seq_length = config.block_size
+        _register()
+        hf = make_causal_lm(config.hf_config["transformers"], ATTENTION)
+        kind = f"model: {config.name}:"
+        if getattr(hf, "lm_head", None) is not hf.get_output_embeddings():
+            raise BadInput(f"{kind} its head is not one layer named lm_head")
+        self.base_name = hf.base_model_prefix
+        for name, child in hf.named_children():
+            self.add_module(name, child)
+        c = hf.config
+        # they multiply or divide the logits: the head is linear, so here the hidden states
+        self.hidden_scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
+        if len(self.blocks) != config.n_layer:
+            raise BadInput(f"{kind} {len(self.blocks)} blocks, but num_hidden_layers {config.n_layer}")
+        self.slot = Slot()
+        for module in self.modules():
+            module.slot = self.slot
+        for block in self.blocks:
+            block.forward = functools.partial(_block_forward, self.slot, block)
+        if isinstance(config, litgpt.lora.Config):
+            add_adapter_layers(self)
+
+    @property
+    def base(self) -> nn.Module:
+        """Everything but the head."""
+        return getattr(self, self.base_name)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.base.get_input_embeddings()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        lists = [m for m in self.base.modules() if isinstance(m, nn.ModuleList)]
+        return max(lists, key=lambda m: len(m) == self.config.n_layer, default=nn.ModuleList())
+
+    def set_tables(self, dtype: torch.dtype) -> None:
+        """transformers makes its tables of positions itself, in float32."""
+
+    def hidden(self, token_RQ, position_RQ, attention):
+        """-> last hidden states (R, Q, C). Raises BadInput."""
+        self.slot.attention = attention
+        self.slot.checkpointing = self.activation_checkpointing and torch.is_grad_enabled()
+        try:
+            y = self.base(input_ids=token_RQ, position_ids=position_RQ, use_cache=False)
+        except Unsupported as e:
+            raise BadInput(f"model: {self.config.name}: {e}") from None
+        finally:
+            self.slot.attention = None
+        h_RQC = y.last_hidden_state
+        return h_RQC if self.hidden_scale == 1 else h_RQC * self.hidden_scale
+
+
+def _block_forward(slot: Slot, block: nn.Module, *inputs, **options):
+    """A block's forward. Under activation checkpointing the backward calls it again, after the forward has ended: so
+    it puts the attention back."""
+    attention = slot.attention
+
+    def run(*inputs):
+        before, slot.attention = slot.attention, attention
+        try:
+            return type(block).forward(block, *inputs, **options)
+        finally:
+            slot.attention = before
+
+    if slot.checkpointing:
+        return checkpoint(run, *inputs, use_reentrant=False)
+    return run(*inputs)
+
+
+def constants(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that files of weights have, by name. They are not trained."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: x for name, x in model.named_buffers() if name in saved}
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def add_adapter_layers(model: TransformersBlocks) -> None:
+    """Put litgpt's LoRA layers in place of all linear layers of blocks and head; those that config.lora_targets names
+    get adapters. Raises BadInput."""
+    config = model.config
+    if any(".linear." in f".{name}" for name, _ in model.named_parameters()):
+        raise BadInput(f"model: {config.name}: no adapters: a layer of it has the name linear")
+    linears = {m for m in model.blocks.modules() if type(m) is nn.Linear}
+    names = {name: m for name, m in model.named_modules() if m in linears}
+    chosen = _chosen(config.lora_targets, list(names))
+    names["lm_head"] = model.lm_head
+    for name, old in names.items():
+        parent, _, attribute = name.rpartition(".")
+        with torch.device("meta"):
+            new = litgpt.lora.LoRALinear(
+                old.in_features,
+                old.out_features,
+                r=config.lora_r if name in chosen else 0,
+                lora_alpha=config.lora_alpha,
+                lora_dropout=config.lora_dropout,
+                bias=old.bias is not None,
+            )
+        new.linear = old
+        setattr(model.get_submodule(parent), attribute, new)
+
+
+def _chosen(targets: str, names: list[str]) -> set[str]:
+    """The layers that lora.targets means: all of them by its default or all-linear, else by PEFT's rule those whose
+    names end so; head is lm_head. Raises BadInput."""
+    if targets == Lora.targets:
+        targets = "all-linear"
+    chosen = set()
+    for target in (word.strip() for word in targets.split(",")):
+        if target in ("head", "lm_head"):
+            found = {"lm_head"}
+        else:
+            found = {n for n in names if target == "all-linear" or f".{n}".endswith(f".{target}")}
+        if not found:
+            known = ", ".join(sorted({n.split(".")[-1] for n in names}))
+            raise BadInput(f"lora.targets: expected some of all-linear, head, {known}; got {target}")
+        chosen |= found
+    return chosen
