@@ -679,6 +679,8 @@ def compare_with_transformers(model: TransformersGPT) -> None:
     config = model.config
     plain = make_causal_lm(config.hf_config["transformers"], "eager").eval()
     weights = plain_names(dict(model.named_parameters(remove_duplicate=False)))
+    # detached: load_state_dict would make our own parameters require a gradient
+    weights = {name: x.detach() for name, x in weights.items()} | constants(model)
     r = np.random.default_rng(0)
     prompts = [r.integers(config.vocab_size, size=n) for n in (9, 1, 5)]
     sizes = (4, 7), (2, 1), (6, 3)
@@ -689,7 +691,7 @@ def compare_with_transformers(model: TransformersGPT) -> None:
     token_B = torch.tensor([first[0] for first, _ in completions])
     position_B = torch.tensor(list(map(len, prompts)))
     with weights_must_fit(f"model: {config.name}"):
-        plain.load_state_dict(dict(weights) | constants(model), assign=True)
+        plain.load_state_dict(weights, assign=True)
         theirs_BKL, theirs = torch.zeros_like(model(batch, prompt_cache)), []
         for b, prompt in enumerate(prompts):
             for k, completion in enumerate(completions[b]):

@@ -33,6 +33,7 @@ from runs.settings import Lora
 INSTALL = "pip install '.[transformers]' adds transformers' own classes"
 ATTENTION = "packed"  # the name under which transformers finds our attention
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
 # Arguments of attention that change nothing here: what they say is in the packed batch, or it is switched off.
 NEUTRAL = {
     "cache_position", "dropout", "is_causal", "output_attentions", "position_embeddings", "position_ids",
@@ -118,13 +119,18 @@ def _size(c, name: str) -> int:
 
 def _context(c) -> int:
     """Tokens of the longest text. Raises Unsupported where rotary positions depend on the text's length."""
-    rope = getattr(c, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {x.get("rope_type") for x in rope.values() if isinstance(x, dict)}
-    if "dynamic" in kinds:
-        raise Unsupported("rope_parameters: dynamic is not supported")
-    if "longrope" in kinds:  # a longer text would have other positions from its first token on
-        return _size(c, "original_max_position_embeddings")
-    return _size(c, "max_position_embeddings")
+    outer = getattr(c, "rope_parameters", None) or {}
+    context = _size(c, "max_position_embeddings")
+    for rope in (outer, *(x for x in outer.values() if isinstance(x, dict))):
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPES:
+            raise Unsupported(f"rope_parameters: {printable(kind)} is not supported")
+        if rope.get("llama_4_scaling_beta"):  # transformers takes it by the place in the batch, not by position
+            raise Unsupported("rope_parameters: llama_4_scaling_beta is not supported")
+        if kind == "longrope":  # a longer text would have other positions from its first token on
+            own = rope.get("original_max_position_embeddings")
+            context = min(context, own or _size(c, "original_max_position_embeddings"))
+    return context
 
 
 @contextlib.contextmanager
@@ -291,6 +297,12 @@ class TransformersBlocks(nn.Module):
 
     def set_tables(self, dtype: torch.dtype) -> None:
         """transformers makes its tables of positions itself, in float32."""
+
+    def load_state_dict(self, weights, **options):
+        """Weights by their plain names, as litgpt's models take them."""
+        own = {name.replace(".linear.", "."): name for name in self.state_dict()}
+        renamed = {own.get(name, name): x for name, x in weights.items()}
+        return super().load_state_dict(renamed, **options)
 
     def hidden(self, token_RQ, position_RQ, attention):
         """-> last hidden states (R, Q, C). Raises BadInput."""
