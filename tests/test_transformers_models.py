@@ -1,23 +1,25 @@
 """Models that litgpt does not know, by transformers' own classes: what they compute is transformers', and they train,
 resume, sample and go out like all others."""
 
-import contextlib
 import importlib.util
-import io
-import os
+import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import PARITY, assert_same, numbers, ranks, result, start, train
-from models import made, refused, same
+from conftest import PARITY, assert_same, numbers, ranks, train
+from models import logits, made, refused, same
 from safetensors.torch import load_file
 
+import export
 import generate
 import hub.transformers_models
 import model
+from data import pack
+from records.tokenizer import Tokenizer
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -25,14 +27,82 @@ BASE |= dict(intermediate_size=80)
 GQA = BASE | dict(num_key_value_heads=2)
 WIDE = GQA | dict(head_dim=16)
 NEAR = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_local_experts=3, num_experts_per_tok=2)
+YARN = dict(rope_type="yarn", factor=2.0, rope_theta=1e4, original_max_position_embeddings=32)
+GPT = dict(vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=64)
+MLA = dict(q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
+# name -> (fields of config.json, models of this kind)
+CASES = {
+    "afmoe": (
+        WIDE | NEAR | dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24), "Trinity"
+    ),
+    "apertus": (WIDE, "Apertus"),
+    "arcee": (WIDE, "AFM 4.5B"),
+    "bitnet": (GQA, "BitNet, not quantised"),
+    "code_llama": (WIDE, "Code Llama"),
+    "cohere": (WIDE | dict(logit_scale=0.3), "Command R, Aya 23"),
+    "cohere2": (WIDE | NEAR | dict(logit_scale=0.3), "Command R7B, Command A"),
+    "cwm": (WIDE | dict(sliding_window=5), "Code World Model"),
+    "ernie4_5": (WIDE, "ERNIE 4.5 0.3B"),
+    "exaone4": (WIDE | NEAR, "EXAONE 4"),
+    "glm": (WIDE, "GLM-4 9B, GLM-Edge"),
+    "glm4": (WIDE, "GLM-4-0414, GLM-Z1"),
+    "gpt_bigcode": (GPT, "StarCoder, SantaCoder"),
+    "granitemoe": (GQA | EXPERTS | dict(logits_scaling=3.0), "Granite 3 MoE"),
+    "granitemoehybrid": (
+        GQA | EXPERTS
+        | dict(shared_intermediate_size=24, layer_types=["attention"] * 2, mamba_n_heads=4)
+        | dict(mamba_d_head=24),
+        "Granite 4 with attention in all layers",
+    ),
+    "granitemoeshared": (GQA | EXPERTS | dict(shared_intermediate_size=24), "Granite MoE, shared"),
+    "helium": (GQA | dict(head_dim=8), "Helium 1"),
+    "hunyuan_v1_dense": (WIDE, "Hunyuan 0.5B to 7B"),
+    "jais2": (WIDE, "Jais 2"),
+    "jetmoe": (
+        dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_key_value_heads=2)
+        | dict(kv_channels=16, intermediate_size=32, max_position_embeddings=64) | EXPERTS,
+        "JetMoE",
+    ),
+    "ministral": (WIDE | dict(sliding_window=5), "Ministral 8B"),
+    "nanochat": (GQA, "nanochat"),
+    "olmo": (GQA, "OLMo 1"),
+    "olmo3": (GQA | NEAR, "OLMo 3"),
+    "opt": (
+        dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
+        | dict(ffn_dim=80, max_position_embeddings=64, word_embed_proj_dim=48),
+        "OPT",
+    ),
+    "persimmon": (BASE, "Persimmon"),
+    "seed_oss": (WIDE, "Seed-OSS"),
+    "starcoder2": (GQA | dict(sliding_window=5), "StarCoder 2"),
+    "vaultgemma": (
+        WIDE | NEAR
+        | dict(query_pre_attn_scalar=20, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        "VaultGemma",
+    ),
+    "youtu": (BASE | MLA | dict(num_key_value_heads=6), "Youtu-LLM: latent attention"),
+    "llama, yarn": (WIDE | dict(rope_parameters=YARN), "Llama with yarn"),
+    "qwen2, window": (
+        GQA | dict(sliding_window=5, use_sliding_window=True, max_window_layers=1),
+        "Qwen 2 with a window",
+    ),
+    "qwen3, yarn": (WIDE | dict(rope_parameters=YARN), "Qwen 3 with yarn"),
+}  # fmt: skip
+QUICK = ("apertus", "cohere2")  # the ordinary tests; olmo3 has tests of its own
 STEPS = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-2", "--val_interval=null")
 STEPS += ("--save_interval=null", "--data.max_prompt=24", "--data.max_completion=24")
 LORA = ("--lora.rank=2", "--lora.rslora")
+OURS = ("--model_code=transformers",)
+IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(1))
 
 
-def folder_of(kind: str, fields: dict, folder: Path):
-    """Save a model of this model_type and a tokenizer into the folder; -> transformers' model."""
-    hf = made(transformers.CONFIG_MAPPING[kind].from_dict(fields | {"model_type": kind}), folder)
+def folder_of(name: str, folder: Path, fields: dict | None = None):
+    """Save a model and a tokenizer into the folder; -> transformers' model."""
+    kind = name.split(",")[0]
+    config = transformers.CONFIG_MAPPING[kind].from_dict(CASES[name][0] if fields is None else fields)
+    torch.manual_seed(0)
+    hf = made(config, folder)
     shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
     return hf
 
@@ -41,11 +111,8 @@ def folder_of(kind: str, fields: dict, folder: Path):
 def olmo3(tmp_path_factory) -> Path:
     """OLMo 3, with a window in one of its two layers."""
     folder = tmp_path_factory.mktemp("olmo3")
-    folder_of("olmo3", GQA | NEAR, folder)
+    folder_of("olmo3", folder)
     return folder
-
-
-IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
@@ -59,47 +126,138 @@ def their_logits(folder: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def our_logits(folder: Path) -> torch.Tensor:
-    from models import logits
+    (folder / "model_code").write_text("transformers")  # as --model_code transformers
+    out = logits(model.load_model(folder), IDS.tolist())
+    (folder / "model_code").unlink()
+    return out
 
-    return logits(model.load_model(folder), IDS.tolist())
+
+# ---- each type -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
-def test_a_model_that_litgpt_does_not_know_trains_and_goes_out(lora, olmo3, ratings, tmp_path):
-    before = their_logits(olmo3)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_a_type_is_transformers_in_trained_sampled_and_out(name, ratings, tmp_path):
+    source = tmp_path / "source"
+    folder_of(name, source)
+    before = their_logits(source)
     assert before.std() > 0.1, "else equal logits say little"
-    run = train(olmo3, ratings, tmp_path / "run", *STEPS, *lora)
-    final = tmp_path / "run" / "final"
-    trained = their_logits(final)
-    assert not same(trained, before, 1e-3)
-    assert same(our_logits(final), trained, 1e-5)
-    assert run["weights"].keys() == load_file(olmo3 / "model.safetensors").keys()
-    if lora:
-        from peft import PeftModel
+    assert same(our_logits(source), before, 1e-5)
+    (source / "model_code").write_text("transformers")
+    gpt = model.load_model(source)
+    (source / "model_code").unlink()
+    packed_is_single(gpt)
+    samples_are_greedy(source, gpt)
+    for kind, options in {"full": (), "lora": LORA}.items():
+        run = train(source, ratings, tmp_path / kind, *STEPS, *OURS, *options)
+        final = tmp_path / kind / "final"
+        trained = their_logits(final)
+        assert not same(trained, before, 1e-3)
+        assert same(our_logits(final), trained, 1e-5)
+        stored = load_file(source / "model.safetensors")
+        assert {n: x.shape for n, x in stored.items()} == {
+            n: x.shape for n, x in run["weights"].items()
+        }
+        moved = {n for n, x in stored.items() if not torch.equal(x, run["weights"][n])}
+        if options:
+            assert all(stored[n].dim() == 2 for n in moved) and "lm_head.weight" not in moved
+            assert not any("embed" in n or "wte" in n for n in moved)
 
-        base = transformers.AutoModelForCausalLM.from_pretrained(olmo3)
-        adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "final_adapter").eval()
-        with torch.no_grad():
-            assert same(adapted(IDS[None]).logits[0], trained, 1e-5)
+
+@torch.no_grad()
+def packed_is_single(gpt) -> None:
+    """Log-probs of K completions that share a prompt are those of each sequence alone."""
+    gpt.eval()
+    r = np.random.default_rng(0)
+    for K in (1, 2, 3):
+        prompts = [r.integers(512, size=n) for n in (9, 1, 15)]
+        answers = [tuple(r.integers(512, size=n) for n in r.integers(1, 9, K)) for _ in prompts]
+        together = gpt(pack(prompts, answers))
+        alone = [[gpt(pack([p], [(c,)]))[0, 0] for c in row] for p, row in zip(prompts, answers)]
+        assert same(together, torch.tensor(alone), 1e-4)
+
+
+@torch.no_grad()
+def samples_are_greedy(folder: Path, gpt) -> None:
+    """20 tokens of each of three prompts, sampled together at temperature 0, are those of transformers' generate."""
+    from lightning.fabric import Fabric
+
+    from runs.settings import Sampling
+
+    tokenizer = Tokenizer(folder)
+    prompts = [IDS[:n].numpy() for n in (3, 11, 7)]
+    fabric = Fabric(accelerator="cpu", devices=1)
+    args = Sampling(temperature=0.0)
+    ours = generate.generate(fabric, gpt, prompts, tokenizer, args, 20, seed=1)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt, answer in zip(prompts, ours):
+        ids = torch.from_numpy(prompt)[None]
+        options = dict(do_sample=False, eos_token_id=tokenizer.stops, pad_token_id=0)
+        mask = torch.ones_like(ids)
+        theirs = hf.generate(ids, attention_mask=mask, max_new_tokens=20, **options)
+        assert answer == theirs[0, len(prompt) :].tolist()
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def test_final_adapter_is_peft_s(olmo3, ratings, tmp_path):
+    from peft import PeftModel
+
+    train(olmo3, ratings, tmp_path / "run", *STEPS, *LORA)
+    base = transformers.AutoModelForCausalLM.from_pretrained(olmo3)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "final_adapter").eval()
+    with torch.no_grad():
+        assert same(adapted(IDS[None]).logits[0], their_logits(tmp_path / "run" / "final"), 1e-5)
 
 
 @pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
 def test_a_stopped_run_goes_on_to_the_bit(lora, olmo3, ratings, tmp_path):
-    options = (*STEPS, *lora, "--activation_checkpointing=true")
+    """Also with activation checkpointing, which changes no number."""
     whole = train(olmo3, ratings, tmp_path / "whole", *STEPS, *lora)
+    options = (*STEPS, *lora, "--activation_checkpointing=true")
     train(olmo3, ratings, tmp_path / "run", *options, "--stop_at=1")
     resumed = train(olmo3, ratings, tmp_path / "run", *options, "--resume=auto")
     assert_same(whole, resumed)
 
 
-def test_its_samples_are_transformers_own(olmo3, capsys):
-    from records.tokenizer import Tokenizer
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_do_what_one_does(strategy, olmo3, ratings, tmp_path):
+    one = train(olmo3, ratings, tmp_path / "one", *STEPS, *LORA)
+    argv = (*STEPS, *LORA, f"--strategy={strategy}")
+    two = ranks(2, lambda _: train(olmo3, ratings, tmp_path / "two", *argv))[0]
+    for a, b in zip(numbers(one), numbers(two)):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    assert all(same(x, two["weights"][n], 1e-4) for n, x in one["weights"].items())
 
-    generate.main([f"--model={olmo3}", "--prompt=the cat", "--temperature=0", "--max_new_tokens=20"])
-    ours = capsys.readouterr().out.strip()
-    tokenizer = Tokenizer(olmo3)
-    (ids,) = tokenizer.encode(["the cat"])
-    hf = transformers.AutoModelForCausalLM.from_pretrained(olmo3).eval()
-    ids = torch.tensor([list(tokenizer.with_bos(ids))])
-    theirs = hf.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
-    assert ours == generate.completion_text(tokenizer, theirs).strip() and len(theirs) > 5
+
+def test_generate_asks_a_run_of_it(olmo3, ratings, tmp_path, capsys):
+    train(olmo3, ratings, tmp_path / "run", *STEPS, *LORA)
+    capsys.readouterr()
+    checkpoint = next((tmp_path / "run" / "checkpoints").iterdir())
+    said = []
+    for folder in (tmp_path / "run", checkpoint):
+        generate.main([f"--model={folder}", "--prompt=the cat", "--temperature=0"])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+
+
+# ---- both ways, and refusals ---------------------------------------------------------------------
+
+
+def test_both_codes_train_one_model_alike(ratings, tmp_path):
+    """Ten steps' losses, and a checkpoint that knows its code."""
+    source = tmp_path / "source"
+    folder_of("qwen3", source, WIDE)
+    # all weights, because the two draw other adapters
+    argv = (*STEPS, "--max_steps=10", "--epochs=2", "--optim.lr=1e-3")
+    a = train(source, ratings, tmp_path / "litgpt", *argv)
+    b = train(source, ratings, tmp_path / "transformers", *argv, *OURS)
+    losses = [[row["loss"] for row in run["rows"]] for run in (a, b)]
+    assert len(losses[0]) == 10 and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    checkpoint = next((tmp_path / "transformers" / "checkpoints").iterdir())
+    export.main([str(checkpoint), f"--out={tmp_path / 'exported'}"])
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(x, exported[n]) for n, x in b["weights"].items())
