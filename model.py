@@ -42,9 +42,9 @@ from data import NextTokens, PackedBatch, pack, to_device
 from head import Chunks, Head, entropy_of, logp_of
 from hub.families import rope_tables
 from hub.lora import config_with_adapters, create_adapters, plain_names
-from hub.transformers_models import TransformersBlocks, constants, make_causal_lm
+from hub.transformers_models import TransformersBlocks, constants, make_causal_lm, their_errors
 from hub.weights import fill_model, read_source, read_weights, weights_must_fit
-from runs.errors import BadInput
+from runs.errors import BadInput, printable
 from runs.settings import Lora
 from runs.tensors import LazyTensors, set_weights
 
@@ -690,7 +690,8 @@ def compare_with_transformers(model: TransformersGPT) -> None:
     kv_cache = KVCache(pack(prompts, [(first[:1],) for first, _ in completions]), longest + 1)
     token_B = torch.tensor([first[0] for first, _ in completions])
     position_B = torch.tensor(list(map(len, prompts)))
-    with weights_must_fit(f"model: {config.name}"):
+    where = f"model: {config.name}"
+    with their_errors(where):
         plain.load_state_dict(weights, assign=True)
         theirs_BKL, theirs = torch.zeros_like(model(batch, prompt_cache)), []
         for b, prompt in enumerate(prompts):
@@ -698,7 +699,9 @@ def compare_with_transformers(model: TransformersGPT) -> None:
                 ids = torch.tensor(np.concatenate([prompt, completion]))
                 logp_NV = plain(input_ids=ids[None]).logits[0].double().log_softmax(-1)
                 logp_TV = logp_NV[len(prompt) - 1 : -1]
-                theirs_BKL[b, k, : len(completion)] = logp_TV.gather(1, ids[len(prompt) :, None])[:, 0]
+                theirs_BKL[b, k, : len(completion)] = logp_TV.gather(1, ids[len(prompt) :, None])[
+                    :, 0
+                ]
                 if k == 0:
                     theirs.append(logp_NV[len(prompt) - 1 : len(prompt) + 1])
         ours = [model(kv_cache)]
@@ -709,16 +712,18 @@ def compare_with_transformers(model: TransformersGPT) -> None:
             "with cached prompts": model(batch, prompt_cache) - theirs_BKL,
             "token by token": torch.stack(ours, 1).double().log_softmax(-1) - torch.stack(theirs),
         }
-    kind = f"model: {config.name}: not supported:"
-    if len(model.slot.called) != config.n_layer:
-        parts = {type(m).__name__ for m in model.blocks[0].children()} 
-        raise BadInput(f"{kind} {len(model.slot.called)} of {config.n_layer} layers have attention as it is computed here")
+    if (n := len(model.slot.called)) != config.n_layer:
+        parts = {type(part).__name__ for block in model.blocks for part in block.children()}
+        raise BadInput(
+            f"{where}: {n} of {config.n_layer} layers have an attention that can be replaced; "
+            f"they are made of {printable(', '.join(sorted(parts)), 200)}"
+        )
+    most = TOLERANCE[model.embedding.weight.dtype]
     for name, difference in differences.items():
-        largest = difference.abs().max().item()
-        if not largest <= TOLERANCE[model.embedding.weight.dtype]:
+        if not (largest := difference.abs().max().item()) <= most:
             raise BadInput(
-                f"{kind} log-probs {name} differ by up to {largest:.2g} nats from transformers' own, "
-                f"expected at most {TOLERANCE[model.embedding.weight.dtype]:g}"
+                f"{where}: log-probs {name} are up to {largest:.2g} nats from transformers' own, "
+                f"expected at most {most:g}"
             )
 
 

@@ -59,14 +59,11 @@ def read_model_config(folder: Path) -> ModelConfig:
         return read_config(folder)
     if importlib.util.find_spec("transformers") is None:
         raise BadInput(f"{file}: model_type: {printable(kind)!r} is not supported; {INSTALL}")
-    try:
+    with their_errors(file):
         return _read_transformers(config, file)
-    except Unsupported as e:
-        raise BadInput(f"{file}: {e}") from None
 
 
 def _read_transformers(config: dict, file: Path) -> ModelConfig:
-    """Raises Unsupported, BadInput."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     kind = config["model_type"]
@@ -98,10 +95,10 @@ def _read_transformers(config: dict, file: Path) -> ModelConfig:
 
 
 def hf_config(config: dict, attention: str):
-    """transformers' config object of a config.json, without dropout. Raises Unsupported."""
+    """transformers' config object of a config.json, without dropout. Raises what transformers raises."""
     from transformers import CONFIG_MAPPING
 
-    with _silent(), _their_errors():
+    with _silent():
         # whatever else a file names, nothing of it is imported: the class comes from transformers' own table
         c = CONFIG_MAPPING[config["model_type"]].from_dict(config, attn_implementation=attention)
     for name, value in c.to_dict().items():
@@ -125,7 +122,9 @@ def _context(c) -> int:
         kind = rope.get("rope_type", "default")
         if kind not in ROPES:
             raise Unsupported(f"rope_parameters: {printable(kind)} is not supported")
-        if rope.get("llama_4_scaling_beta"):  # transformers takes it by the place in the batch, not by position
+        if rope.get(
+            "llama_4_scaling_beta"
+        ):  # transformers takes it by the place in the batch, not by position
             raise Unsupported("rope_parameters: llama_4_scaling_beta is not supported")
         if kind == "longrope":  # a longer text would have other positions from its first token on
             own = rope.get("original_max_position_embeddings")
@@ -134,15 +133,19 @@ def _context(c) -> int:
 
 
 @contextlib.contextmanager
-def _their_errors():
-    """Turn what transformers raises for a config.json that it cannot use into Unsupported."""
+def their_errors(where):
+    """Turn what transformers raises, and Unsupported, into BadInput."""
     try:
         yield
-    except Unsupported:
+    except BadInput:
         raise
+    except Unsupported as e:
+        raise BadInput(f"{where}: {e}") from None
     except Exception as e:  # its configs and classes fail in a dozen ways
-        reason = " ".join(str(e).split())[:200]
-        raise Unsupported(f"transformers refuses it: {type(e).__name__}: {printable(reason)}") from None
+        reason = f"{type(e).__name__}: {printable(' '.join(str(e).split()), 200)}"
+        if e.args == (ATTENTION,):
+            reason = "its class has an attention that cannot be replaced"
+        raise BadInput(f"{where}: transformers: {reason}") from None
 
 
 @contextlib.contextmanager
@@ -176,14 +179,12 @@ def make_causal_lm(config: dict, attention: str) -> nn.Module:
     transformers' own. Raises BadInput."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        with _silent(), _their_errors(), torch.device("cpu"), _MetaWeights():
-            hf = AutoModelForCausalLM.from_config(
-                hf_config(config, attention), attn_implementation=attention, dtype=torch.float32
-            )
-    except Unsupported as e:
-        raise BadInput(f"model: {config['model_type']}: {e}") from None
-    return hf
+    where = f"model: {config['model_type']}"
+    with _silent(), their_errors(where), torch.device("cpu"), _MetaWeights():
+        c = hf_config(config, attention)
+        return AutoModelForCausalLM.from_config(
+            c, attn_implementation=attention, dtype=torch.float32
+        )
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -209,16 +210,16 @@ class Slot:
         self.called = set()  # modules that have asked for attention
 
 
-def _mask(mask_function=None, local_size: int | None = None, use_vmap=False, **_unused) -> int | None:
+def _mask(
+    mask_function=None, local_size: int | None = None, use_vmap=False, **_unused
+) -> int | None:
     """In place of a mask: the window of the layers that it is for."""
     if use_vmap:
         raise Unsupported("attention: a mask of its own is not supported")
     return local_size
 
 
-def _attend(
-    module, query, key, value, attention_mask=None, scaling=None, softcap=None, **others
-):
+def _attend(module, query, key, value, attention_mask=None, scaling=None, softcap=None, **others):
     """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q, D) -> (R, Q, H, D).
     Raises Unsupported."""
     for name, x in others.items():
@@ -270,9 +271,13 @@ class TransformersBlocks(nn.Module):
             self.add_module(name, child)
         c = hf.config
         # they multiply or divide the logits: the head is linear, so here the hidden states
-        self.hidden_scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
+        self.hidden_scale = getattr(c, "logit_scale", None) or 1 / (
+            getattr(c, "logits_scaling", None) or 1
+        )
         if len(self.blocks) != config.n_layer:
-            raise BadInput(f"{kind} {len(self.blocks)} blocks, but num_hidden_layers {config.n_layer}")
+            raise BadInput(
+                f"{kind} {len(self.blocks)} blocks, but num_hidden_layers {config.n_layer}"
+            )
         self.slot = Slot()
         for module in self.modules():
             module.slot = self.slot
@@ -305,15 +310,11 @@ class TransformersBlocks(nn.Module):
         return super().load_state_dict(renamed, **options)
 
     def hidden(self, token_RQ, position_RQ, attention):
-        """-> last hidden states (R, Q, C). Raises BadInput."""
+        """-> last hidden states (R, Q, C)."""
         self.slot.attention = attention
         self.slot.checkpointing = self.activation_checkpointing and torch.is_grad_enabled()
-        try:
-            y = self.base(input_ids=token_RQ, position_ids=position_RQ, use_cache=False)
-        except Unsupported as e:
-            raise BadInput(f"model: {self.config.name}: {e}") from None
-        finally:
-            self.slot.attention = None
+        y = self.base(input_ids=token_RQ, position_ids=position_RQ, use_cache=False)
+        self.slot.attention = None
         h_RQC = y.last_hidden_state
         return h_RQC if self.hidden_scale == 1 else h_RQC * self.hidden_scale
 
@@ -382,6 +383,8 @@ def _chosen(targets: str, names: list[str]) -> set[str]:
             found = {n for n in names if target == "all-linear" or f".{n}".endswith(f".{target}")}
         if not found:
             known = ", ".join(sorted({n.split(".")[-1] for n in names}))
-            raise BadInput(f"lora.targets: expected some of all-linear, head, {known}; got {target}")
+            raise BadInput(
+                f"lora.targets: expected some of all-linear, head, {known}; got {target}"
+            )
         chosen |= found
     return chosen

@@ -180,8 +180,11 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 
 
 def _read_constants(model, folder: Path) -> dict[str, torch.Tensor]:
+    """A model's constants by name (see transformers_models); litgpt's models have none."""
     names = constants(model).keys()
-    return {t.name: t.slice[...] for t in stored_tensors(folder) if t.name in names} if names else {}
+    return (
+        {t.name: t.slice[...] for t in stored_tensors(folder) if t.name in names} if names else {}
+    )
 
 
 def _read_hugging_face(
@@ -288,7 +291,7 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
         lora = Lora(**read_settings(folder)["lora"])
     config = config_with_adapters(source.arguments, lora, source.names)
     with torch.device("meta"):  # only the sizes of its layers are needed
-        gpt = (litgpt.lora.GPT if source.names else TransformersBlocks)(config)
+        gpt = (TransformersBlocks if source.names == {} else litgpt.lora.GPT)(config)
     return merge_adapters(override_tensors(weights, trained), gpt)
 
 

@@ -81,7 +81,10 @@ CASES = {
         | dict(query_pre_attn_scalar=20, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
         "VaultGemma",
     ),
-    "youtu": (BASE | MLA | dict(num_key_value_heads=6), "Youtu-LLM: latent attention"),
+    # of a tied embedding transformers' from_pretrained sets this model's row of the padding token to 0
+    "youtu": (
+        BASE | MLA | dict(num_key_value_heads=6, pad_token_id=None), "Youtu-LLM: latent attention"
+    ),
     "llama, yarn": (WIDE | dict(rope_parameters=YARN), "Llama with yarn"),
     "qwen2, window": (
         GQA | dict(sliding_window=5, use_sliding_window=True, max_window_layers=1),
@@ -100,7 +103,9 @@ IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(1))
 def folder_of(name: str, folder: Path, fields: dict | None = None):
     """Save a model and a tokenizer into the folder; -> transformers' model."""
     kind = name.split(",")[0]
-    config = transformers.CONFIG_MAPPING[kind].from_dict(CASES[name][0] if fields is None else fields)
+    config = transformers.CONFIG_MAPPING[kind].from_dict(
+        CASES[name][0] if fields is None else fields
+    )
     torch.manual_seed(0)
     hf = made(config, folder)
     shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
@@ -261,3 +266,114 @@ def test_both_codes_train_one_model_alike(ratings, tmp_path):
     export.main([str(checkpoint), f"--out={tmp_path / 'exported'}"])
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert all(torch.equal(x, exported[n]) for n, x in b["weights"].items())
+
+
+SMALL = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2)
+MOE = WIDE | dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24)
+MOE |= dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1)
+MOE |= dict(first_k_dense_replace=1, moe_num_experts=4, moe_k=2, moe_topk=2)
+# name -> (fields of config.json, a part of the refusal)
+REFUSED = {
+    "biogpt": (BASE, "its head is not one layer named lm_head"),
+    "bloom": (dict(vocab_size=512, hidden_size=48, n_layer=2, n_head=6), "max_position_embeddings"),
+    "codegen": (GPT | dict(n_head=4, rotary_dim=4), "0 of 2 layers have an attention that can be"),
+    "ctrl": (GPT | dict(dff=80), "0 of 2 layers have an attention that can be replaced"),
+    "deepseek_v2": (MOE, "missing .*experts.*, unknown .*experts"),
+    "deepseek_v3": (MOE, "missing .*experts.*, unknown .*experts"),
+    "diffllama": (GQA, "its class has an attention that cannot be replaced"),
+    "doge": (WIDE, "attention: a mask of its own is not supported"),
+    "dots1": (MOE, "missing .*experts.*, unknown .*experts"),
+    "ernie4_5_moe": (MOE, "missing .*experts.*, unknown .*experts"),
+    "falcon_mamba": (SMALL, "max_position_embeddings: expected a number"),
+    "gpt_neo": (
+        dict(vocab_size=512, hidden_size=48, num_layers=2, num_heads=6)
+        | dict(attention_types=[[["global", "local"], 1]], max_position_embeddings=64),
+        "its class has an attention that cannot be replaced",
+    ),
+    "gpt_oss": (WIDE | EXPERTS, "attention: s_aux is not supported"),
+    "gptj": (GPT | dict(rotary_dim=4), "its class has an attention that cannot be replaced"),
+    "glm4_moe": (MOE, "missing .*experts.*, unknown .*experts"),
+    "hunyuan_v1_moe": (MOE, "missing .*experts.*, unknown .*experts"),
+    "lfm2": (GQA | dict(layer_types=["conv", "full_attention"]), "layer_types: conv"),
+    "llama4_text": (WIDE, "layer_types: chunked_attention is not supported"),
+    "ministral3": (WIDE, "rope_parameters: llama_4_scaling_beta is not supported"),
+    "mpt": (dict(vocab_size=512, d_model=48, n_heads=6, n_layers=2), "max_position_embeddings"),
+    "nemotron": (GQA, "its class has an attention that cannot be replaced"),
+    "olmo_hybrid": (GQA, "layer_types: linear_attention is not supported"),
+    "olmoe": (MOE, "missing .*experts.*, unknown .*experts"),
+    "phimoe": (GQA | EXPERTS, "missing .*experts.*, unknown .*experts"),
+    "qwen2_moe": (MOE, "missing .*experts.*, unknown .*experts"),
+    "qwen3_next": (MOE, "layer_types: linear_attention is not supported"),
+    "recurrent_gemma": (GQA, "0 of 2 layers have an attention that can be replaced"),
+    "xglm": (
+        dict(vocab_size=512, d_model=48, ffn_dim=80, num_layers=2, attention_heads=6),
+        "0 of 2 layers have an attention that can be replaced",
+    ),
+}
+FEW = ("gpt_oss", "lfm2", "codegen", "olmoe")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in REFUSED]
+)
+def test_what_cannot_be_exact_is_refused_by_name(name, tmp_path):
+    fields, match = REFUSED[name]
+    try:
+        folder_of(name, tmp_path, fields)
+    except Exception:  # a config alone is enough where it is refused before its weights are read
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": name}))
+    refused(match, model.load_model, tmp_path)
+
+
+def test_a_wrong_attention_is_seen_before_the_first_step(olmo3, monkeypatch):
+    """The window of one layer is left out: only sequences longer than it show that."""
+    window = hub.transformers_models._mask
+    monkeypatch.setattr(hub.transformers_models, "_mask", lambda **options: None)
+    refused(
+        r"olmo3: log-probs with shared prompts are up to \d\.\d nats from", model.load_model, olmo3
+    )
+    monkeypatch.setattr(hub.transformers_models, "_mask", window)
+    model.load_model(olmo3)
+
+
+def test_an_unknown_type_and_a_missing_extra_are_one_line(olmo3, ratings, tmp_path, monkeypatch):
+    argv = (olmo3, ratings, tmp_path / "run", *STEPS)
+    refused("model_type: 'olmo3' is not supported$", train, *argv, "--model_code=litgpt")
+    refused("^estimate: not for models of transformers' own", train, *argv, "--estimate=true")
+    refused("^lora.targets: .* q_proj, .*; got w1$", train, *argv, *LORA, "--lora.targets=w1")
+    real = importlib.util.find_spec
+    hidden = lambda name, *more: None if name == "transformers" else real(name, *more)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    refused(r"model_type: 'olmo3' is not supported; pip install '\.\[transformers\]'", train, *argv)
+
+
+def test_the_base_may_be_quantised(ratings, tmp_path):
+    """nf4 by the same layers: rounding moves the log-probs, and the export has the base as it was."""
+    source = tmp_path / "source"
+    folder_of(
+        "olmo3",
+        source,
+        GQA | NEAR | dict(hidden_size=64, intermediate_size=128, num_attention_heads=4),
+    )
+    argv = (source, ratings, tmp_path / "run", *STEPS, *LORA, "--lora.quantize=nf4", "--optim.lr=0")
+    run = train(*argv)
+    stored = load_file(source / "model.safetensors")
+    assert all(torch.equal(x, run["weights"][n]) for n, x in stored.items())
+
+
+# ---- docs/families.md ----------------------------------------------------------------------------
+
+
+def test_the_table_in_docs_has_a_line_for_each_type():
+    """Where the table differs, this rewrites it and fails."""
+    rows = ["| model_type | models |", "| --- | --- |"]
+    rows += [f"| {name} | {models} |" for name, (_, models) in CASES.items()]
+    rows += ["", "Refused:", "", "| model_type | because |", "| --- | --- |"]
+    rows += [f"| {name} | {match.replace('.*', '...')} |" for name, (_, match) in REFUSED.items()]
+    file = Path(__file__).parent.parent / "docs" / "families.md"
+    before, mark, after = file.read_text().partition("<!-- transformers -->\n")
+    old, _, rest = after.partition("\n\n## What can be loaded")
+    new = "\n".join(rows)
+    if old != new:
+        file.write_text(f"{before}{mark}{new}\n\n## What can be loaded{rest}")
+    assert old == new, "docs/families.md was another table, and is now this one"
