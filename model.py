@@ -1,6 +1,6 @@
 """A GPT on packed batches: attention that shares prompts, a key/value cache for sampling, loading.
 
-The blocks, the LoRA layers and the conversion of weights are litgpt's, or the blocks are transformers' (TransformersGPT).
+The blocks, the LoRA layers and the conversion of weights are litgpt's; in TransformersGPT the blocks are transformers'.
 Reading order: PackedAttention, _Packed, _PackedGPT; the LM head is in head.py.
 
 Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:

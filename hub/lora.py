@@ -50,7 +50,7 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     if lora.rslora:
         alpha = lora.alpha * math.sqrt(lora.rank)
     arguments = {"lora_r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout}
-    if names == {}:  # transformers' own class: see transformers_models.add_adapter_layers
+    if names == {}:  # transformers' own class: see add_adapter_layers
         return arguments
     if names:
         parts = {part: names[part] for part in GROUPS if part in names}
@@ -116,6 +116,51 @@ def _refuse_half_groups(parts: dict[str, str], chosen: set[str], groups: set[str
     if missing:
         missing = ", ".join(sorted(missing))
         raise BadInput(f"lora.targets: the mlp's layers get adapters together: add {missing}")
+
+
+def add_adapter_layers(model: nn.Module) -> None:
+    """For a model of transformers' own class: put litgpt's LoRA layers in place of all linear layers of blocks and
+    head; those that config.lora_targets names get adapters. Raises BadInput."""
+    config = model.config
+    if any(".linear." in f".{name}" for name, _ in model.named_parameters()):
+        raise BadInput(f"model: {config.name}: no adapters: a layer of it has the name linear")
+    linears = {m for m in model.blocks.modules() if type(m) is nn.Linear}
+    names = {name: m for name, m in model.named_modules() if m in linears}
+    chosen = _adapted_names(config.lora_targets, list(names))
+    names["lm_head"] = model.lm_head
+    for name, old in names.items():
+        parent, _, attribute = name.rpartition(".")
+        with torch.device("meta"):
+            new = LoRALinear(
+                old.in_features,
+                old.out_features,
+                r=config.lora_r if name in chosen else 0,
+                lora_alpha=config.lora_alpha,
+                lora_dropout=config.lora_dropout,
+                bias=old.bias is not None,
+            )
+        new.linear = old
+        setattr(model.get_submodule(parent), attribute, new)
+
+
+def _adapted_names(targets: str, names: list[str]) -> set[str]:
+    """The layers that lora.targets means: all of them by its default or all-linear, else by PEFT's rule those whose
+    names end so; head is lm_head. Raises BadInput."""
+    if targets == Lora.targets:
+        targets = "all-linear"
+    chosen = set()
+    for target in (word.strip() for word in targets.split(",")):
+        if target in ("head", "lm_head"):
+            found = {"lm_head"}
+        else:
+            found = {n for n in names if target == "all-linear" or f".{n}".endswith(f".{target}")}
+        if not found:
+            known = ", ".join(sorted({n.split(".")[-1] for n in names}))
+            raise BadInput(
+                f"lora.targets: expected some of all-linear, head, {known}; got {target}"
+            )
+        chosen |= found
+    return chosen
 
 
 # ---- create, disable, reset ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ together, and compares what they compute with transformers' own forward before t
 Weights have the names that transformers writes into files. config is litgpt's Config in which only the
 sizes count; its hf_config holds the content of config.json. Shape letters are those of model.py.
 
-Reading order: read_model_config, then make_causal_lm, attention, TransformersBlocks, adapters.
+Reading order: read_model_config, make_causal_lm, attention, TransformersBlocks.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hub.families import TABLE, ModelConfig, Unsupported, check_sizes, must_equal, read_config
+from hub.lora import add_adapter_layers
 from runs.errors import BadInput, printable
 from runs.files import read_object
-from runs.settings import Lora
 
 INSTALL = "pip install '.[transformers]' adds transformers' own classes"
 ATTENTION = "packed"  # the name under which transformers finds our attention
@@ -76,12 +76,12 @@ def _read_transformers(config: dict, file: Path) -> ModelConfig:
     arguments = {
         "name": kind,
         "block_size": _context(c),
-        "n_layer": _size(c, "num_hidden_layers"),
-        "n_embd": _size(c, "hidden_size"),
-        "n_head": _size(c, "num_attention_heads"),
+        "n_layer": _whole_number(c, "num_hidden_layers"),
+        "n_embd": _whole_number(c, "hidden_size"),
+        "n_head": _whole_number(c, "num_attention_heads"),
         "n_query_groups": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
         "head_size": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        "vocab_size": _size(c, "vocab_size"),
+        "vocab_size": _whole_number(c, "vocab_size"),
         "padded_vocab_size": c.vocab_size,
         "final_logit_softcapping": getattr(c, "final_logit_softcapping", None),
         "hf_config": {"transformers": config},
@@ -98,16 +98,15 @@ def hf_config(config: dict, attention: str):
     """transformers' config object of a config.json, without dropout. Raises what transformers raises."""
     from transformers import CONFIG_MAPPING
 
-    with _silent():
-        # whatever else a file names, nothing of it is imported: the class comes from transformers' own table
-        c = CONFIG_MAPPING[config["model_type"]].from_dict(config, attn_implementation=attention)
+    # whatever else a file names, nothing of it is imported: the class comes from transformers' own table
+    c = CONFIG_MAPPING[config["model_type"]].from_dict(config, attn_implementation=attention)
     for name, value in c.to_dict().items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(c, name, 0.0)  # litgpt's models have none: policy and reference must be equal
     return c
 
 
-def _size(c, name: str) -> int:
+def _whole_number(c, name: str) -> int:
     value = getattr(c, name, None)
     if type(value) is not int:
         raise Unsupported(f"{name}: expected a number, got {printable(value)}")
@@ -115,26 +114,28 @@ def _size(c, name: str) -> int:
 
 
 def _context(c) -> int:
-    """Tokens of the longest text. Raises Unsupported where rotary positions depend on the text's length."""
+    """Tokens of the longest text. Raises Unsupported where a token's numbers depend on the text's length or on its
+    place in the batch: the comparison at the start has short texts only."""
     outer = getattr(c, "rope_parameters", None) or {}
-    context = _size(c, "max_position_embeddings")
+    context = _whole_number(c, "max_position_embeddings")
+    must_equal(vars(c), attn_temperature_tuning=False)
     for rope in (outer, *(x for x in outer.values() if isinstance(x, dict))):
         kind = rope.get("rope_type", "default")
         if kind not in ROPES:
             raise Unsupported(f"rope_parameters: {printable(kind)} is not supported")
-        if rope.get(
-            "llama_4_scaling_beta"
-        ):  # transformers takes it by the place in the batch, not by position
-            raise Unsupported("rope_parameters: llama_4_scaling_beta is not supported")
+        must_equal(rope, llama_4_scaling_beta=None)
         if kind == "longrope":  # a longer text would have other positions from its first token on
             own = rope.get("original_max_position_embeddings")
-            context = min(context, own or _size(c, "original_max_position_embeddings"))
+            context = min(context, own or _whole_number(c, "original_max_position_embeddings"))
     return context
 
 
 @contextlib.contextmanager
 def their_errors(where):
-    """Turn what transformers raises, and Unsupported, into BadInput."""
+    """Turn what transformers raises, and Unsupported, into BadInput. Advice for its own users is not shown."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     except BadInput:
@@ -146,16 +147,6 @@ def their_errors(where):
         if e.args == (ATTENTION,):
             reason = "its class has an attention that cannot be replaced"
         raise BadInput(f"{where}: transformers: {reason}") from None
-
-
-@contextlib.contextmanager
-def _silent():
-    """transformers logs advice for its own users."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
         logger.setLevel(level)
 
@@ -179,12 +170,9 @@ def make_causal_lm(config: dict, attention: str) -> nn.Module:
     transformers' own. Raises BadInput."""
     from transformers import AutoModelForCausalLM
 
-    where = f"model: {config['model_type']}"
-    with _silent(), their_errors(where), torch.device("cpu"), _MetaWeights():
-        c = hf_config(config, attention)
-        return AutoModelForCausalLM.from_config(
-            c, attn_implementation=attention, dtype=torch.float32
-        )
+    options = dict(attn_implementation=attention, dtype=torch.float32)
+    with their_errors(f"model: {config['model_type']}"), torch.device("cpu"), _MetaWeights():
+        return AutoModelForCausalLM.from_config(hf_config(config, attention), **options)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -210,9 +198,7 @@ class Slot:
         self.called = set()  # modules that have asked for attention
 
 
-def _mask(
-    mask_function=None, local_size: int | None = None, use_vmap=False, **_unused
-) -> int | None:
+def _mask(local_size: int | None = None, use_vmap: bool = False, **_unused) -> int | None:
     """In place of a mask: the window of the layers that it is for."""
     if use_vmap:
         raise Unsupported("attention: a mask of its own is not supported")
@@ -269,15 +255,13 @@ class TransformersBlocks(nn.Module):
         self.base_name = hf.base_model_prefix
         for name, child in hf.named_children():
             self.add_module(name, child)
-        c = hf.config
-        # they multiply or divide the logits: the head is linear, so here the hidden states
-        self.hidden_scale = getattr(c, "logit_scale", None) or 1 / (
-            getattr(c, "logits_scaling", None) or 1
+        # factors of the logits: the head is linear, so they may multiply the hidden states
+        multiplier, divisor = (
+            getattr(hf.config, x, None) for x in ("logit_scale", "logits_scaling")
         )
+        self.hidden_scale = (multiplier or 1) / (divisor or 1)
         if len(self.blocks) != config.n_layer:
-            raise BadInput(
-                f"{kind} {len(self.blocks)} blocks, but num_hidden_layers {config.n_layer}"
-            )
+            raise BadInput(f"{kind} {len(self.blocks)} of {config.n_layer} blocks found")
         self.slot = Slot()
         for module in self.modules():
             module.slot = self.slot
@@ -340,51 +324,3 @@ def constants(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that files of weights have, by name. They are not trained."""
     saved = model.state_dict(keep_vars=True)
     return {name: x for name, x in model.named_buffers() if name in saved}
-
-
-# ---- adapters ------------------------------------------------------------------------------------
-
-
-def add_adapter_layers(model: TransformersBlocks) -> None:
-    """Put litgpt's LoRA layers in place of all linear layers of blocks and head; those that config.lora_targets names
-    get adapters. Raises BadInput."""
-    config = model.config
-    if any(".linear." in f".{name}" for name, _ in model.named_parameters()):
-        raise BadInput(f"model: {config.name}: no adapters: a layer of it has the name linear")
-    linears = {m for m in model.blocks.modules() if type(m) is nn.Linear}
-    names = {name: m for name, m in model.named_modules() if m in linears}
-    chosen = _chosen(config.lora_targets, list(names))
-    names["lm_head"] = model.lm_head
-    for name, old in names.items():
-        parent, _, attribute = name.rpartition(".")
-        with torch.device("meta"):
-            new = litgpt.lora.LoRALinear(
-                old.in_features,
-                old.out_features,
-                r=config.lora_r if name in chosen else 0,
-                lora_alpha=config.lora_alpha,
-                lora_dropout=config.lora_dropout,
-                bias=old.bias is not None,
-            )
-        new.linear = old
-        setattr(model.get_submodule(parent), attribute, new)
-
-
-def _chosen(targets: str, names: list[str]) -> set[str]:
-    """The layers that lora.targets means: all of them by its default or all-linear, else by PEFT's rule those whose
-    names end so; head is lm_head. Raises BadInput."""
-    if targets == Lora.targets:
-        targets = "all-linear"
-    chosen = set()
-    for target in (word.strip() for word in targets.split(",")):
-        if target in ("head", "lm_head"):
-            found = {"lm_head"}
-        else:
-            found = {n for n in names if target == "all-linear" or f".{n}".endswith(f".{target}")}
-        if not found:
-            known = ", ".join(sorted({n.split(".")[-1] for n in names}))
-            raise BadInput(
-                f"lora.targets: expected some of all-linear, head, {known}; got {target}"
-            )
-        chosen |= found
-    return chosen
