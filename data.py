@@ -34,7 +34,7 @@ from records.examples import Example, Examples
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.optimizer import Plan
-from runs.settings import DEFAULT_TOKENS, RunSettings
+from runs.settings import DEFAULT_TOKENS
 
 # ---- which examples a step has ------------------------------------------------------------------
 
@@ -81,9 +81,8 @@ def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
 def make_batch(run, examples, objective) -> "Batch":
     """These examples as the batch of a step of this objective, with mismatched pairs if it asks for them."""
     partners = objective.partners(examples) if objective.kl_pairs else None
-    cut = Cut.of(run.cfg, run.fabric)
     by_token = objective.by_token
-    return Batch(examples, partners, run.cfg.data.score_prompt, by_token, run.tokenizer, cut)
+    return Batch(examples, partners, run.cfg.data.score_prompt, by_token, run.tokenizer, run.cut)
 
 
 @functools.lru_cache(maxsize=2)
@@ -102,7 +101,7 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
 def epoch_order_by_prompt(examples: Examples, epoch: int, seed: int, shuffle: bool) -> list[int]:
     """epoch_order, but the examples of a prompt come together, where its first one would come."""
     order = np.array(epoch_order(len(examples), epoch, seed, shuffle))
-    prompt = examples.prompt_numbers()[order]
+    prompt = examples.number_ids(0)[order]
     _, first, which = np.unique(prompt, return_index=True, return_inverse=True)
     return order[np.argsort(first[which], kind="stable")].tolist()
 
@@ -131,13 +130,6 @@ class Cut(NamedTuple):
     ranks: int = 1
     max_examples: int | None = None  # of a micro-batch
     max_tokens: int | None = DEFAULT_TOKENS  # of a micro-batch
-
-    @classmethod
-    def of(cls, cfg: RunSettings, fabric) -> "Cut":
-        tokens = cfg.micro_batch_tokens
-        if tokens is None and cfg.micro_batch_size is None:
-            tokens = DEFAULT_TOKENS
-        return cls(fabric.global_rank, fabric.world_size, cfg.micro_batch_size, tokens)
 
 
 @dataclass(frozen=True)

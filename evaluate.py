@@ -121,34 +121,34 @@ class Evaluator:
         self.examples = list(distinct.values())
         self.folder = Path(cfg.out_dir) / "eval"
         self.last_check: dict | None = None
-        self.last_answers: list[Example] = []  # what `answer` sampled last, as token ids
+        self.checked_answers: list[Example] = []  # of the last check, as token ids
 
     def samples(self) -> list[dict]:
         """A few answers to look at, as {"prompt", "completion"}."""
-        answers = self.answer(self.examples[: self.cfg.eval.samples], "samples", "eval.samples")
+        _, answers = self.answer(self.examples[: self.cfg.eval.samples], "samples", "eval.samples")
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
     @property
     def max_new_tokens(self) -> int:
         return self.cfg.eval.max_new_tokens or self.cfg.data.max_completion
 
-    def answer(self, examples: list[Example], title: str, setting: str) -> list[Answer]:
-        """Answers sampled from the policy to the examples' prompts. While it waits: what they are for,
-        and the setting that says how many."""
+    def answer(
+        self, examples: list[Example], title: str, setting: str
+    ) -> tuple[list[list[int]], list[Answer]]:
+        """Answers sampled from the policy to the examples' prompts, as token ids and as a checker sees
+        them. While it waits: what they are for, and the setting that says how many."""
         if not examples:
-            return []
+            return [], []
         args, tokenizer, new = self.cfg.eval, self.tokenizer, self.max_new_tokens
-        ask = partial(self.stop.check, self.fabric.device)
+        check_stop = partial(self.stop.check, self.fabric.device)
         shorter = f"a smaller {setting} or eval.max_new_tokens"
         prompts = [e.prompt for e in examples]
         with Wait(title, len(prompts) * new, shorter=shorter):
             all_ids = generate(
-                self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, ask
+                self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, check_stop
             )
-        self.last_answers = [
-            e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, all_ids)
-        ]
-        return [as_answer(tokenizer, e, ids, args.stop) for e, ids in zip(examples, all_ids)]
+        answers = [as_answer(tokenizer, e, ids, args.stop) for e, ids in zip(examples, all_ids)]
+        return all_ids, answers
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:
         """The checker's verdicts; asked on rank 0 for all ranks. Raises BadInput."""
@@ -169,7 +169,11 @@ class Evaluator:
         if self.last_check is None or self.last_check["step"] != step:
             n, new = len(examples), self.max_new_tokens
             say(f"check at step {step}: {n:,} prompts, answers of at most {new:,} tokens")
-            answers = self.answer(examples, f"check at step {step}", "eval.prompts")
+            all_ids, answers = self.answer(examples, f"check at step {step}", "eval.prompts")
+            self.checked_answers = [
+                e._replace(completions=(np.array(ids, np.int32),))
+                for e, ids in zip(examples, all_ids)
+            ]
             verdicts = self.judge(answers)
             self.last_check = {
                 "step": step,

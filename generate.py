@@ -40,10 +40,6 @@ def choose_token(logits_BV, u_B, args: Sampling):
     above the row's uniform number u."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
-    return _sample(logits_BV, u_B, args)
-
-
-def _sample(logits_BV, u_B, args: Sampling):
     exact = logits_BV.is_cuda and torch.are_deterministic_algorithms_enabled()
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k:  # by index, not by a threshold: bfloat16 logits may tie with the k-th
@@ -96,15 +92,15 @@ def generate(
     args: Sampling,
     max_new: int,
     seed: int,
-    should_stop: Callable[[], bool] | None = None,
+    before_token: Callable[[], None] | None = None,
     on_token: Callable[[int, int], None] | None = None,
-) -> list[list[int]] | None:
+) -> list[list[int]]:
     """Answers to `prompts` (arrays of token ids), at most max_new tokens each, with the EOS if it came to one. Every
     rank returns the same list.
 
-    should_stop is asked before every decode step, equally often on every rank, so it may be a collective; it must
-    return the same on all ranks. When it returns True, sampling ends and generate returns None. on_token(place, token)
-    is called for each token as it is sampled, on the rank that samples it.
+    before_token is called before every decode step, equally often on every rank, so it may be a collective; what it
+    raises, on all ranks alike, ends the sampling. on_token(place, token) is called for each token as it is sampled, on
+    the rank that samples it.
 
     Each answer draws from a random generator of its own, so it depends on (seed, its place in `prompts`) and, but for
     rounding, on no other prompt. Ranks take prompts in turn and run equally many forwards: a sharded policy would hang
@@ -112,22 +108,21 @@ def generate(
     """
     was_training = policy.training
     policy.eval()
-    sampler = _Sampler(fabric, policy, tokenizer, args, seed, should_stop, on_token)
+    sampler = _Sampler(fabric, policy, tokenizer, args, seed, before_token, on_token)
     max_new = min(max_new, sampler.context)
     answer_AY = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: no token
     rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
     most = math.ceil(len(prompts) / fabric.world_size)  # prompts of a rank
     merged = merge_for_sampling(sampler.module, compute_dtype(fabric))
-    # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
-    with merged, fabric.autocast(), keep_gathered(policy, fabric.device):
-        rows = sampler.rows_at_once(prompts, max_new)  # in the memory that merged matrices leave
-        for start in range(0, most, rows):
-            sampler.answer(prompts, rank_prompts[start : start + rows], answer_AY)
-            if sampler.stopped:
-                break
-    policy.train(was_training)
-    if sampler.stopped:
-        return None
+    try:
+        # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
+        with merged, fabric.autocast(), keep_gathered(policy, fabric.device):
+            # in the memory that merged matrices leave
+            rows = sampler.rows_at_once(prompts, max_new)
+            for start in range(0, most, rows):
+                sampler.answer(prompts, rank_prompts[start : start + rows], answer_AY)
+    finally:
+        policy.train(was_training)
     # the one rank that sampled an answer has its tokens, the others have -1 + 1 = 0 there
     answer_AY = all_reduce(answer_AY + 1) - 1
     return [[token for token in answer if token >= 0] for answer in answer_AY.tolist()]
@@ -144,13 +139,19 @@ class _Sampler:
     """Samples this rank's answers, one batch of prompts after the other."""
 
     def __init__(
-        self, fabric, policy, tokenizer: Tokenizer, args: Sampling, seed: int, should_stop, on_token
+        self,
+        fabric,
+        policy,
+        tokenizer: Tokenizer,
+        args: Sampling,
+        seed: int,
+        before_token,
+        on_token,
     ):
         self.fabric, self.policy, self.tokenizer = fabric, policy, tokenizer
         self.module = getattr(policy, "module", policy)
-        self.args, self.seed, self.should_stop = args, seed, should_stop
+        self.args, self.seed, self.before_token = args, seed, before_token
         self.on_token = on_token
-        self.stopped = False  # whether should_stop has returned True
         self.eos_ids = torch.tensor(tokenizer.stops, device=fabric.device)
         self.context = self.module.max_seq_length
 
@@ -188,9 +189,8 @@ class _Sampler:
         answer_B = to_device(torch.tensor(index or [-1]), device)  # each row's number among the A
         seen_BV = None
         for y in range(max_new):
-            if self.should_stop is not None and self.should_stop():
-                self.stopped = True
-                return
+            if self.before_token is not None:
+                self.before_token()
             logits_BV = self.policy(cache)
             if args.repetition_penalty != 1:
                 if seen_BV is None:

@@ -15,6 +15,7 @@ import json
 import operator
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from generate import completion_text, generate
@@ -155,15 +156,11 @@ def _export_policy(run) -> Path:
 
 def _answer_batch(run, folder, prompts, args: Sampling, new: int, seed: int):
     """Answers by our sampler, or by the engine on rank 0 from the exported folder."""
-
-    def should_stop():
-        run.stop.check(run.fabric.device, time_limit=True)  # a resume goes on with the answers
-
+    # the time limit, too, since a resume goes on with the answers
+    check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
     if run.rollout is None:
-        return generate(
-            run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, should_stop
-        )
-    should_stop()
+        return generate(run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, check_stop)
+    check_stop()
 
     def ask_engine():
         with run.stop.interruptible(alone=True):

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import model
+from data import Cut
 from evaluate import Evaluator
 from head import Chunks
 from hub.estimate import Estimate
@@ -61,7 +62,7 @@ from runs.folder import (
 from runs.logger import TABLES, Logger, read_claimed_rows
 from runs.metrics import Throughput, least_passes
 from runs.optimizer import make_optimizer, make_plan
-from runs.settings import DEFAULT_TOKENS, RunSettings, refuse_unless, with_limits
+from runs.settings import RunSettings, most_tokens, refuse_unless, with_limits
 from runs.stop import Stop
 from runs.tensors import (
     LazyTensors,
@@ -85,6 +86,8 @@ class Run:
     """The settings, resolved and frozen."""
     fabric: object
     """Fabric, launched: this process's rank and device. Never changed."""
+    cut: Cut
+    """How a step is cut into micro-batches. Never changed."""
     source: Path
     """The Hugging Face folder of the model that the run starts from. Never changed."""
     tokenizer: Tokenizer
@@ -206,7 +209,8 @@ class Run:
         return weights
 
     def _source_weights(self, names: list[str], export: bool) -> LazyTensors:
-        """What a frozen base was made of: as the run holds it, or for an export not rounded."""
+        """Weights of a frozen base, read from its source again: in the type that the run holds them in,
+        for an export at least in float32. Raises Failed if the source has changed."""
         held = dtype_of(self.cfg.precision)
 
         def read(dtype):
@@ -245,7 +249,9 @@ class Run:
                 share = 1 - self.cfg.optim.ema
             else:
                 share = self.objective.reference_share(self.state.step)
-            for name, x in weights.items() if share else ():
+            if not share:
+                continue
+            for name, x in weights.items():
                 x.lerp_(params[name].detach().to(x.dtype), share)
 
     @contextlib.contextmanager
@@ -336,10 +342,8 @@ def setup(
     data = with_limits(cfg.data, arguments["block_size"])
     precision_given = cfg.precision is not None
     cfg = with_absolute_paths(replace(cfg, data=data, **resolve_devices(cfg)))
-    if cfg.accelerator == "cpu":
-        cfg = replace(cfg, micro_batch_tokens=tokens_on_a_cpu(cfg, arguments))
-        if not precision_given and bfloat16_pays(arguments):
-            say("this CPU multiplies bfloat16: --precision bf16-mixed is about 1.6 times as fast")
+    if cfg.accelerator == "cpu" and not precision_given and bfloat16_pays(arguments):
+        say("this CPU multiplies bfloat16: --precision bf16-mixed is about 1.6 times as fast")
 
     # the records
     with user_error("data", cfg.data.train):
@@ -387,12 +391,14 @@ def setup(
         state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
 
+    tokens = most_tokens(cfg, arguments["n_layer"], arguments["n_embd"])
     stop = Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at)
     runs_reference = objective.needs_reference and not cfg.reference_cache
     passes = least_passes(objective.kl_pairs, runs_reference, bool(cfg.lora.rank))
     return Run(
         cfg=cfg,
         fabric=fabric,
+        cut=Cut(fabric.global_rank, fabric.world_size, cfg.micro_batch_size, tokens),
         source=source,
         tokenizer=tokenizer,
         examples=examples,
@@ -428,20 +434,6 @@ def with_absolute_paths(settings):
     return replace(settings, **changed)
 
 
-CPU_ACTIVATIONS = 4e9  # bytes
-
-
-def tokens_on_a_cpu(cfg: RunSettings, arguments: dict) -> int | None:
-    """micro_batch_tokens as given. The default is smaller than a GPU's where the activations of so many
-    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
-    width."""
-    if cfg.micro_batch_tokens or cfg.micro_batch_size:
-        return cfg.micro_batch_tokens
-    of_a_token = 80 * arguments["n_layer"] * arguments["n_embd"]
-    tokens = max(256, int(CPU_ACTIVATIONS / of_a_token) // 256 * 256)
-    return tokens if tokens < DEFAULT_TOKENS else None
-
-
 def bfloat16_pays(arguments: dict) -> bool:
     """Whether this CPU multiplies bfloat16, and the model is large enough to gain from it: 1.6 to 1.7
     times at 135M weights (benchmarks/RESULTS.md)."""
@@ -472,7 +464,7 @@ def refuse_unsavable_state(objective) -> None:
     kind = type(objective)
     with user_error("state_dict", kind.__name__, TypeError):
         saved = json.dumps(objective.state_dict())
-    if saved == "{}" and kind.after_step.__qualname__ != "Objective.after_step":
+    if saved == "{}" and objective.overrides("after_step"):
         say(f"{kind.__name__}: after_step without a state_dict: a resume forgets what it kept")
 
 
@@ -492,19 +484,18 @@ def refuse_settings_of_tokens(cfg: RunSettings, objective) -> None:
 def moves_reference(cfg: RunSettings, objective) -> bool:
     """Whether an objective has a reference_share of its own. Raises BadInput if its reference cannot
     move: it must be a copy of the policy."""
-    kind = type(objective)
-    if kind.reference_share.__qualname__ == "Objective.reference_share":
+    if not objective.overrides("reference_share"):
         return False
-    fixed = {
+    obstacles = {
         "needs_reference": not objective.needs_reference,
         "lora.rank": cfg.lora.rank,
         "reference": cfg.reference,
         "reference_cache": cfg.reference_cache,
     }
-    for name, given in fixed.items():
-        refuse_unless(
-            not given, f"{name}: {kind.__name__} moves the reference, a copy of the policy"
-        )
+    for name, is_in_the_way in obstacles.items():
+        if is_in_the_way:
+            who = type(objective).__name__
+            raise BadInput(f"{name}: {who} moves the reference, a copy of the policy")
     return True
 
 
@@ -621,8 +612,8 @@ def model_hashes(name: str, gpt) -> dict[str, str]:
 def export_models(run: Run) -> None:
     """Write final; with LoRA final_adapter, in PEFT's format; and best, if keep_best kept one."""
     cfg, fabric, out = run.cfg, run.fabric, run.folder.path
-    weights = run.weights()
-    merged = merge_adapters(run.weights(export=True), run.policy.module)
+    weights = run.weights(export=True)
+    merged = merge_adapters(weights, run.policy.module)
 
     def write_final(new):
         notes = notes_of(dump_yaml(cfg), run.state, out)
@@ -630,13 +621,10 @@ def export_models(run: Run) -> None:
 
     run.publish(out / "final", write_final)
     if cfg.lora.rank:
-        base_names = [name for name in weights if "lora_" not in name]
-        # of the base alone, by its own names, as model_hashes did at the start
-        base_hash = weights_hash(rename_tensors(weights, {name: name for name in base_names}))
         # with a moving reference the adapters of each iteration are merged into the base
-        base_changed = run.state.iteration > 1 and base_hash != run.state.identity["model weights"]
+        base_changed = run.state.moving_reference and run.state.iteration > 1
         from_run = any((x / "state.json").exists() for x in folders_on_top(run.source))
-        if fabric.broadcast(bool(base_changed or from_run)):
+        if fabric.broadcast(base_changed or from_run):
             say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
         else:
             run.publish(out / "final_adapter", partial(write_adapter, run, weights))

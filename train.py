@@ -25,7 +25,6 @@ import torch
 import model
 from data import (
     Batch,
-    Cut,
     LossView,
     MicroBatch,
     StepView,
@@ -128,6 +127,11 @@ class Objective:
 
     def load_state_dict(self, state: dict) -> None:
         vars(self).update(state)
+
+    @classmethod
+    def overrides(cls, method: str) -> bool:
+        """Whether this algorithm has its own version of a method of Objective."""
+        return getattr(cls, method) is not getattr(Objective, method)
 
 
 class BeforeGradient(NamedTuple):
@@ -409,7 +413,8 @@ class Trainer:
         run, columns = self.run, {}
         run.policy.eval()
         batch = make_batch(run, examples, run.validation)
-        with Wait("validation", passed_examples(batch, run.validation, run.fabric.world_size)):
+        total = passed_examples(batch, run.validation, run.fabric.world_size)
+        with Wait("validation", total, shorter="a smaller limit_val"):
             before = self.no_gradient_pass(batch, self.forward, run.validation)
             for micro in batch.micro_batches:
                 packed = self.pack_own(batch, micro.index, run.validation)
@@ -437,7 +442,8 @@ class Trainer:
                 is_checked = step in (0, plan.end) or self.checker_is_due(plan)
                 share = run.evaluator.accuracy(step) if is_checked else None
                 row["checker_accuracy"] = share
-                row["kl/own"] = None if share is None else self.own_kl(run.evaluator.last_answers)
+                answers = run.evaluator.checked_answers
+                row["kl/own"] = None if share is None else self.own_kl(answers)
             samples = run.evaluator.samples()
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
@@ -454,7 +460,7 @@ class Trainer:
         answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
         run.policy.eval()
         total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
-        batch = Batch(answers, cut=Cut.of(run.cfg, run.fabric))
+        batch = Batch(answers, cut=run.cut)
         with Wait("kl/own", len(batch.micro_batches), "micro-batches"):
             for micro in batch.micro_batches:
                 packed = self.pack(batch, micro.index)

@@ -36,6 +36,7 @@ def arguments():
     parser.add_argument("--generations", type=int, default=4, help="answers to a prompt")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96, help="longest answer")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling")
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--beta", type=float, default=0.0, help="of the KL term; TRL's default")
     return parser.parse_args()
@@ -91,7 +92,7 @@ def main() -> None:
         max_steps=args.iterations * args.answers // args.batch,
         num_generations=args.generations,
         max_completion_length=args.tokens,
-        temperature=1.0,
+        temperature=args.temperature,
         top_k=0,
         gradient_checkpointing=False,  # TRL's default saves memory that a small model does not need
         logging_steps=1,

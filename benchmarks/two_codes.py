@@ -2,7 +2,7 @@
 
     python benchmarks/two_codes.py [--repeats 3]
 
-For each of three types kto.py trains a model with random weights (8 layers x 256) on texts of about 200 tokens, by
+For each of three types kto.py trains a model with random weights (4 layers x 192) on texts of about 200 tokens, by
 each code in turns. It prints the largest difference of a loss, and medians of the ratio transformers / litgpt: of the
 tokens per second after the first two steps, and of the peak memory.
 """
@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = dict(hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4)
-SHAPE |= dict(intermediate_size=704, max_position_embeddings=512, head_dim=32)
-WINDOW = dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 4)
+SHAPE = dict(hidden_size=192, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
+SHAPE |= dict(intermediate_size=512, max_position_embeddings=512, head_dim=32)
+WINDOW = dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2)
 TYPES = {"llama": {}, "qwen3": {}, "gemma3_text": WINDOW}
 CODES = ("litgpt", "transformers")
 

@@ -135,7 +135,7 @@ def hf_weights(tensors, config: dict) -> dict:
             # two halves, (0, n/2), (1, n/2 + 1), ...
             heads = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
             rows = x.reshape(config[heads], -1, 2, x.shape[1])
-            x = rows.swapaxes(1, 2).reshape(x.shape).copy()
+            x = rows.swapaxes(1, 2).reshape(x.shape)
         weights[f"model.layers.{layer}.{PARTS[part]}.{kind}"] = x
     return weights
 

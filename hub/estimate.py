@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from runs.settings import DEFAULT_TOKENS, Eval, RunSettings, Sampling, with_limits
+from runs.settings import Eval, RunSettings, Sampling, most_tokens, with_limits
 
 
 class ElementBytes(NamedTuple):
@@ -260,8 +260,8 @@ class Estimate:
         cfg = self.cfg
         devices = cfg.devices * cfg.num_nodes
         sharded = cfg.strategy == "fsdp"
-        tokens_set = cfg.micro_batch_tokens or (cfg.micro_batch_size or 0) * self.longest
-        tokens_set = tokens_set or DEFAULT_TOKENS
+        tokens_set = most_tokens(cfg, self.config.n_layer, self.config.n_embd)
+        tokens_set = tokens_set or cfg.micro_batch_size * self.longest
         lines = [
             f"an estimate: {devices} x {cfg.strategy}, {self.precision}, "
             f"{self.total:,} weights; GB a device"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import litgpt
 import torch
-import yaml
 
 from hub.families import IGNORED, VISION, Piece, canonical_name, is_transposed, weight_layout
 from hub.folders import TOKENIZER_FILES
@@ -21,6 +20,7 @@ from hub.weights import stored_tensors
 from runs.checkpoint import RunState
 from runs.errors import user_error
 from runs.settings import flatten
+from runs.small_files import parse_yaml
 from runs.tensors import DTYPES, LazyTensors, open_safetensors, shapes_of, write_safetensors
 
 MAX_SHARD = 5 * 10**9  # bytes of one weights file
@@ -146,7 +146,7 @@ def model_card(settings: str, state: RunState, run: Path) -> str:
 
     `settings` is the text of settings.yaml; `run` the run's folder, for its val.csv.
     """
-    cfg = yaml.safe_load(settings)
+    cfg = parse_yaml(settings)
     program = Path(state.program).stem
     validation = _last_validation(run / "val.csv", state.step)
     facts = [*validation.items(), *flatten(cfg).items()]

@@ -9,7 +9,6 @@ Reading order: read_config, the fields and their limits; the rules of single fam
 positions; names of weights; weight_layout.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection
@@ -20,7 +19,7 @@ import torch
 import yaml
 
 from runs.errors import BadInput, printable
-from runs.files import read_object
+from runs.small_files import read_object
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["families"]
 
@@ -85,7 +84,7 @@ def read_config(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     if not file.exists():
         raise BadInput(f"{file}: no such file, so this is not a model folder")
-    config = read_object(file, json.loads)
+    config = read_object(file)
     try:
         return _read_family(config, file)
     except Unsupported as e:
@@ -214,17 +213,17 @@ def must_equal(c: dict, **fields) -> None:
 # ---- the rules: fields of config.json -> arguments of litgpt's Config ----------------------------
 
 
-def _common(c: dict, kind: str, fixed: dict) -> dict:
-    """What every family has besides its sizes."""
+def _common(c: dict, kind: str, arguments: dict) -> dict:
+    """What every family has besides its sizes, which are in `arguments`."""
     supported = {"full_attention", "sliding_attention"} if "gemma" in kind else {"full_attention"}
-    for layer_type in _per_layer(c, "layer_types", fixed["n_layer"]):
+    for layer_type in _per_layer(c, "layer_types", arguments["n_layer"]):
         if layer_type not in supported:
             raise Unsupported(f"layer_types: {printable(layer_type)} is not supported for {kind}")
-    arguments = {"gelu_approximate": _gelu_approximate(c, fixed["mlp_class_name"])}
+    common = {"gelu_approximate": _gelu_approximate(c, arguments["mlp_class_name"])}
     if "rope_scaling" in c and "rope_local_base_freq" not in c:  # see _gemma3
         rope = _object(c, "rope_scaling") or _object(c, "rope_parameters")
-        arguments |= _rope(c, rope, fixed["rotary_percentage"])
-    return arguments
+        common |= _rope(c, rope, arguments["rotary_percentage"])
+    return common
 
 
 def _per_layer(c: dict, field: str, n_layer: int) -> list:
@@ -298,7 +297,7 @@ def _gemma3(c: dict) -> dict:
         **_rope(c, full),
         "rope_indices": windows["sliding_window_indices"],
         "rope_local_base_freq": _positive(
-            {"rope_theta": c["rope_local_base_freq"]} | local, "rope_theta"
+            "rope_theta", local.get("rope_theta", c["rope_local_base_freq"])
         ),
     }
 
@@ -339,19 +338,19 @@ def _rope(c: dict, rope: dict, fixed: float | None = 1.0) -> dict:
     theta = c["rotary_emb_base"] if "rotary_emb_base" in c else c["rope_theta"]
     rotary_percentage = _rotary_percentage(c, rope, kind, fixed)
     arguments = {
-        "rope_base": _positive({"rope_theta": theta} | rope, "rope_theta"),
+        "rope_base": _positive("rope_theta", rope.get("rope_theta", theta)),
         "rope_adjustments": None,
         "rotary_percentage": rotary_percentage,
     }
     if kind == "llama3":
         arguments["rope_adjustments"] = {
-            "factor": _positive(rope, "factor"),
-            "low_freq_factor": _positive(rope, "low_freq_factor"),
-            "high_freq_factor": _positive(rope, "high_freq_factor"),
+            "factor": _positive("factor", rope.get("factor")),
+            "low_freq_factor": _positive("low_freq_factor", rope.get("low_freq_factor")),
+            "high_freq_factor": _positive("high_freq_factor", rope.get("high_freq_factor")),
             "original_max_seq_len": _original_context(c, rope),
         }
     elif kind == "linear":
-        arguments["rope_adjustments"] = {"factor": _positive(rope, "factor")}
+        arguments["rope_adjustments"] = {"factor": _positive("factor", rope.get("factor"))}
     elif kind in ("longrope", "su"):
         arguments |= _longrope(c, rope, rotary_percentage)
     elif kind != "default":
@@ -359,9 +358,8 @@ def _rope(c: dict, rope: dict, fixed: float | None = 1.0) -> dict:
     return arguments
 
 
-def _positive(rope: dict, field: str) -> float:
+def _positive(field: str, x) -> float:
     """A number of rope_parameters or rope_scaling. Raises Unsupported."""
-    x = rope.get(field)
     if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < LARGEST_NUMBER:
         raise Unsupported(f"rope_scaling: {field}: expected a number above 0, got {printable(x)}")
     return x
@@ -371,8 +369,8 @@ def _original_context(c: dict, rope: dict) -> int:
     """Tokens. As in transformers the field of the file counts more than the one in `rope`."""
     field = "original_max_position_embeddings"
     if c[field] is not None:
-        return _positive(c, field)
-    return _positive({field: c["max_position_embeddings"]} | rope, field)
+        return _positive(field, c[field])
+    return _positive(field, rope.get(field, c["max_position_embeddings"]))
 
 
 def _rotary_percentage(c: dict, rope: dict, kind: str, fixed: float | None) -> float:
@@ -402,7 +400,7 @@ def _longrope(c: dict, rope: dict, rotary_percentage: float) -> dict:
     if not isinstance(factors, list) or len(factors) != n:
         raise Unsupported(f"rope_scaling: short_factor: expected a list of {n} numbers")
     for x in factors:
-        _positive({"short_factor": x}, "short_factor")
+        _positive("short_factor", x)
     factor = rope.get("factor")
     if factor is None:
         factor = c["max_position_embeddings"] / original

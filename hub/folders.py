@@ -14,7 +14,8 @@ from pathlib import Path
 
 from runs.checkpoint import read_settings, read_state, verify_checkpoint
 from runs.errors import BadInput, printable
-from runs.files import find_path, read_object, verify_folder
+from runs.files import find_path, verify_folder
+from runs.small_files import read_object
 
 # Files of a tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json,
 # added_tokens.json, vocab.txt, merges.txt, chat_template.jinja
@@ -151,11 +152,11 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
 
 def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple, code: str) -> Path:
     """Links to the base model of a PEFT adapter, and to the adapter."""
-    base = _name_of_base(folder / "adapter_config.json")
+    base = name_of_base(folder / "adapter_config.json")
     return _folder_on_top(fetch_model(base, what, weights, above, code), folder)
 
 
-def _name_of_base(file: Path) -> str:
+def name_of_base(file: Path) -> str:
     """The path or id of the model that the adapter of an adapter_config.json belongs to."""
     field = "base_model_name_or_path"
     base = read_object(file).get(field)

@@ -219,7 +219,7 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
         for layer, w in zip(layers, weights):
             if hasattr(layer, "lora_A"):
                 delta = layer.get_lora_AB()
-                w = (w.to(delta.dtype) + delta).to(dtype)
+                w = w.to(delta.dtype) + delta
                 layer.merged = True  # litgpt's layer then takes its matrix alone
             layer.linear.weight = nn.Parameter(w.to(dtype), requires_grad=False)
         yield

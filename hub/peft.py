@@ -23,16 +23,16 @@ from hub.families import (
     must_equal,
     weight_layout,
 )
-from hub.folders import folders_on_top
+from hub.folders import folders_on_top, name_of_base
 from hub.lora import OurAdapter, our_adapters, plain_names
 from hub.transformers_models import read_model_config
 from runs.errors import BadInput, printable
-from runs.files import read_object
 from runs.settings import Lora
+from runs.small_files import read_object
 
 # Fields of adapter_config.json that are read, with the values that PEFT takes for those that a file
 # leaves out.
-FIELDS = dict(lora_alpha=8.0, use_rslora=False, alpha_pattern=None, base_model_name_or_path=None)
+FIELDS = dict(lora_alpha=8.0, use_rslora=False, alpha_pattern=None)
 # Fields that turn LoRA into another method where they are set: use_dora, eva_config,
 # layer_replication, alora_invocation_tokens, modules_to_save, lora_bias.
 OTHER_METHODS = re.compile(
@@ -92,7 +92,7 @@ def read_adapter(folder: Path) -> list[PeftAdapter]:
 def _read_adapter_config(folder: Path) -> dict:
     """FIELDS of adapter_config.json. Raises BadInput, also for another method than plain LoRA."""
     file = folder / "adapter_config.json"
-    given = read_object(file, json.loads)
+    given = read_object(file)
     try:
         _refuse_other_methods(given)
         config = FIELDS | {n: field_value(n, given[n], FIELDS[n]) for n in FIELDS if n in given}
@@ -131,12 +131,11 @@ def base_and_adapters(folder: Path) -> tuple[str, list[PeftAdapter]]:
     """For a folder that fetch_model made of PEFT folders only: the name or path of the base model,
     and the adapters to add to it, in order, by the names of families.yaml. Raises BadInput."""
     folders = folders_on_top(folder)
-    config = _read_adapter_config(folders[0])
     adapters = []
     for top in folders:
         for adapter in read_adapter(top):
             adapters.append(adapter._replace(name=canonical_name(adapter.name)))
-    return config["base_model_name_or_path"], adapters
+    return name_of_base(folders[0] / "adapter_config.json"), adapters
 
 
 # ---- write ---------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ Reading order: read_model_config, make_causal_lm, attention, TransformersBlocks.
 import contextlib
 import functools
 import importlib.util
-import json
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from hub.families import TABLE, ModelConfig, Unsupported, check_sizes, must_equal, read_config
 from hub.lora import add_adapter_layers
 from runs.errors import BadInput, printable
-from runs.files import read_object
+from runs.small_files import read_object
 
 INSTALL = "pip install '.[transformers]' adds transformers' own classes"
 ATTENTION = "packed"  # the name under which transformers finds our attention
@@ -53,7 +52,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     code = chosen.read_text() if chosen.exists() else "auto"
     if code == "litgpt" or not file.exists():
         return read_config(folder)
-    config = read_object(file, json.loads)
+    config = read_object(file)
     kind = config.get("model_type")
     if not isinstance(kind, str) or (code == "auto" and kind in TABLE):
         return read_config(folder)

@@ -8,14 +8,12 @@ folders.
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import litgpt.lora
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from hub.families import (
@@ -35,8 +33,8 @@ from hub.transformers_models import TransformersBlocks, constants, read_model_co
 from runs.checkpoint import read_checkpoint_weights, read_settings, read_state
 from runs.console import Wait, advance
 from runs.errors import BadInput, user_error
-from runs.files import read_object
 from runs.settings import Lora
+from runs.small_files import parse_yaml, read_object
 from runs.tensors import FLOAT_DTYPES, LazyTensors, open_safetensors, override_tensors
 
 Layout = dict[str, list[Piece]]  # Hugging Face's name of a tensor: what it holds
@@ -47,10 +45,10 @@ def read_source(folder: Path) -> ModelConfig:
     file = folder / "model_config.yaml"
     if not (folder / "lit_model.pth").exists() or not file.exists():
         return read_model_config(folder)
-    arguments = read_object(file, yaml.safe_load)
+    arguments = read_object(file, parse_yaml)
     check_sizes(arguments, file, {})
     hf_file = folder / "config.json"
-    config = read_object(hf_file, json.loads) if hf_file.exists() else {}
+    config = read_object(hf_file) if hf_file.exists() else {}
     # litgpt's own file does not say whether the head is tied to the embedding
     tied = config.get("model_type") == "gpt2" or "gemma" in arguments["name"].lower()
     return ModelConfig(arguments, {"tie_word_embeddings": tied} | config, names=None)

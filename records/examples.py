@@ -1,10 +1,12 @@
 """From records to examples of token ids, and what a run does with them before it trains.
 
 Reading order: Example (what comes out) and Examples (many of them); load_examples, _load_file and
-_tokenise_file, which is the whole way of a record: read, understand, render, encode, cut; then the
-three parts of the data, the table that describes them, and their hash.
+_tokenise_file; the whole way of a record, which is _read_texts (read, understand, render) and
+_tokenise_texts (encode, cut, make columns); then the three parts of the data, the table that
+describes them, and their hash.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -147,9 +149,11 @@ class Examples(Sequence):
         for start, end in zip(starts.tolist(), ends.tolist()):
             yield content[start:end]
 
-    def prompt_numbers(self) -> np.ndarray:
-        """A number for each example: equal ones have equal prompts."""
-        return _number_distinct(self.ids_as_bytes(0))
+    def number_ids(self, k: int) -> np.ndarray:
+        """A number for each example, 0, 1, ... in the order of their first appearance: equal ones have
+        equal prompts (k = 0) or equal k-th completions."""
+        numbers: dict[bytes, int] = {}
+        return np.array([numbers.setdefault(ids, len(numbers)) for ids in self.ids_as_bytes(k)])
 
 
 class LoadedExamples(NamedTuple):
@@ -202,10 +206,7 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     """
     loaded, weights = [], []
     for files, weight in split_sources(source):
-        of_source = []
-        for file in files:
-            with Wait(f"reading {file}", count_lines(file), "records"):
-                of_source.append(_load_file(file, tokenizer, kind, data))
+        of_source = [_load_file(file, tokenizer, kind, data) for file in files]
         loaded.append(LoadedExamples.join(of_source))
         weights.append(weight)
     if weights[0] is not None:  # then all sources have one
@@ -214,7 +215,7 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
     all_sources = LoadedExamples.join(loaded)
     examples = all_sources.examples
     if kind == "prompts":
-        _, first = np.unique(examples.prompt_numbers(), return_index=True)
+        _, first = np.unique(examples.number_ids(0), return_index=True)
         examples = examples[first]
     _check_extra_types(examples)
     return all_sources._replace(examples=examples)
@@ -222,38 +223,48 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
 
 def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
     """The examples of one file (or Hub data set): from data.cache if they are there."""
-    file = cache_file(source, tokenizer, kind, data)
-    if file is None:
-        return _tokenise_file(source, tokenizer, kind, data)
-    arrays = read_cached(file)
+    with Wait(f"looking for {source} in data.cache"):
+        file = cache_file(source, tokenizer, kind, data)
+        arrays = read_cached(file) if file else None
     if arrays:
         return _from_arrays(arrays, source)
     loaded = _tokenise_file(source, tokenizer, kind, data)
-    write_cached(file, _to_arrays(loaded, source))
+    if file:
+        write_cached(file, _to_arrays(loaded, source))
     return loaded
 
 
-def _tokenise_file(
-    source: str, tokenizer: Tokenizer, kind: Kind, data: Data, by_template: bool = False
-) -> LoadedExamples:
-    """The examples of one file. Steps 1 to 3 of a record's way are in _read_texts below (read,
-    understand, render), steps 4 to 6 here (encode, cut, make columns).
-
-    All records of a file are rendered in one way: as plain text, or all by the chat template if any
-    record needs it (`by_template`).
-    """
-    parts = []
-    cuts, ignored, renamed, rendered, dropped = Counter(), {}, {}, Counter(), Counter()
-    records_with_texts = _read_texts(source, tokenizer, kind, data, by_template, dropped)
-    # In batches, since texts take more memory than their token ids.
-    while True:
-        try:
-            with bounded_memory():
-                batch = list(islice(records_with_texts, ENCODE_TEXTS))
-        except FoundMessages:
-            return _tokenise_file(source, tokenizer, kind, data, by_template=True)
-        if not batch:
+def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
+    """The examples of one file. All its records are rendered in one way: as plain text, or all by the
+    chat template if any record needs it."""
+    n = count_lines(source)
+    for by_template in (False, True):  # once more if FoundMessages
+        dropped = Counter()
+        with contextlib.suppress(FoundMessages), Wait(f"reading {source}", n, "records"):
+            texts = _read_texts(source, tokenizer, kind, data, by_template, dropped)
+            parts = list(_tokenise_texts(texts, tokenizer, kind, data))
             break
+    if not parts and dropped:
+        raise BadInput(f"{source}: data.labels names no label here: {_show_labels(dropped)}")
+    if not parts:
+        raise BadInput(f"{source}: no records")
+    return LoadedExamples.join(parts)._replace(dropped=dropped)
+
+
+def _tokenise_texts(
+    records_with_texts: Iterator[tuple[str, Record, Texts]],
+    tokenizer: Tokenizer,
+    kind: Kind,
+    data: Data,
+) -> Iterator[LoadedExamples]:
+    """Steps 4 to 6 of a record's way (encode, cut, make columns); steps 1 to 3 are in _read_texts
+    below. In batches, since texts take more memory than their token ids."""
+    while True:
+        with bounded_memory():
+            batch = list(islice(records_with_texts, ENCODE_TEXTS))
+        if not batch:
+            return
+        cuts, ignored, renamed, rendered = Counter(), {}, {}, Counter()
         # 4. encode: the texts become token ids, with BOS and EOS
         all_ids = tokenizer.encode_all([texts for _, _, texts in batch])
         examples = []
@@ -271,14 +282,9 @@ def _tokenise_file(
             renamed.update(dict.fromkeys(record.renamed))
             rendered["by the chat template" if texts.by_template else "plain"] += 1
         # 6. make columns
-        parts.append(Examples.of(examples))
+        columns = Examples.of(examples)
+        yield LoadedExamples(columns, cuts, tuple(ignored), tuple(renamed), rendered)
         advance(len(batch))
-    if not parts and dropped:
-        raise BadInput(f"{source}: data.labels names no label here: {_show_labels(dropped)}")
-    if not parts:
-        raise BadInput(f"{source}: no records")
-    examples = Examples.join(parts)
-    return LoadedExamples(examples, cuts, tuple(ignored), tuple(renamed), rendered, dropped)
 
 
 def _read_texts(
@@ -450,12 +456,6 @@ def _take_shares(parts: list[Examples], weights: list[float]) -> list[Examples]:
     return shares
 
 
-def _number_distinct(keys: Iterable[bytes]) -> np.ndarray:
-    """A number for each key: 0, 1, ... in the order of their first appearance."""
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
-
-
 def _count_distinct(numbers: np.ndarray) -> int:
     # On a million numbers np.unique takes 15 times as long (numpy 2.4, which hashes them).
     return 1 + np.count_nonzero(np.diff(np.sort(numbers)))
@@ -597,9 +597,7 @@ def describe_examples(name: str, loaded: LoadedExamples) -> str:
         lines = [f"{name}: {n:,} prompts, longest {length.max()} tokens"]
         return "\n".join(lines + _rendered_lines(loaded))
     # Equal prompts have equal numbers, and so have equal completions.
-    prompt, *completions = [
-        _number_distinct(examples.ids_as_bytes(k)) for k in range(examples.n_segments)
-    ]
+    prompt, *completions = [examples.number_ids(k) for k in range(examples.n_segments)]
     n_prompts = prompt.max() + 1
     n_desirable = int(label.sum())
     n_undesirable = n - n_desirable

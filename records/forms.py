@@ -131,12 +131,12 @@ def named_fields(record: object, columns: dict[str, str]) -> tuple[tuple[str, ..
     if not isinstance(record, dict):
         raise Fault(f"record: expected an object, got {short_json(record)}")
     renamed = tuple(name for name in columns if name in record)
-    items = [(columns.get(name, name), value) for name, value in record.items()]
-    fields = unique_keys(items)
-    if isinstance(fields.get("input"), dict):  # OpenAI's form: its `input` holds the other fields
-        inner = fields.pop("input")
-        fields = unique_keys([*fields.items(), *inner.items()])
-    return renamed, fields
+    if renamed:
+        record = unique_keys([(columns.get(name, name), x) for name, x in record.items()])
+    if isinstance(record.get("input"), dict):  # OpenAI's form: its `input` holds the other fields
+        others = [(name, x) for name, x in record.items() if name != "input"]
+        record = unique_keys([*others, *record["input"].items()])
+    return renamed, record
 
 
 def kind_of(fields: dict) -> Kind:

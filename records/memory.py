@@ -35,5 +35,5 @@ def bounded_memory():
 
 
 def over_memory() -> str:
-    """What a message says of it."""
+    """The bound in words, for a message."""
     return f"more than {MOST_MEMORY / 2**30:g} GB of memory"

@@ -38,7 +38,7 @@ from runs.settings import Data, check_fields, path_setting, with_limits
 BINS = 8  # of a histogram
 # Of a long text, so many tokens of its beginning and of its end are shown.
 FIRST_TOKENS, LAST_TOKENS = 200, 100
-# The kinds from the one that wins, if any record of the file has it, to the one that all must have.
+# A file is read as the first of these kinds that any of its records has.
 READ_AS = {
     "rated": "ratings, for kto.py",
     "paired": "pairs, for dpo.py or kto.py",
@@ -111,7 +111,8 @@ class Look:
     """What was counted in the records of one part of the data, before anything is refused."""
 
     kinds: Counter = field(default_factory=Counter)  # Kind -> records
-    entities: list[str] = field(default_factory=list)  # places of records with HTML entities
+    entities: int = 0  # records with HTML entities
+    first_entity: str = ""  # where the first of them is
     texts: Counter = field(default_factory=Counter)  # field, or role of a message -> texts
     quoted: Counter = field(default_factory=Counter)  # the same: those in quotation marks
 
@@ -143,7 +144,8 @@ def _look_at_texts(where: str, fields: dict, look: Look) -> None:
             look.quoted[what] += QUOTED.fullmatch(text) is not None
             has_entity = has_entity or HTML_ENTITY.search(text) is not None
     if has_entity:
-        look.entities.append(where)
+        look.entities += 1
+        look.first_entity = look.first_entity or where
 
 
 def _texts_of(value) -> Iterator[tuple[str, str]]:
@@ -166,8 +168,8 @@ def warnings_of_texts(name: str, look: Look) -> list[str]:
     lines = []
     if look.entities:
         lines.append(
-            f"{name}: {len(look.entities):,} records hold HTML entities such as &amp; "
-            f"(the first: {look.entities[0]})"
+            f"{name}: {look.entities:,} records hold HTML entities such as &amp; "
+            f"(the first: {look.first_entity})"
         )
     for what, count in look.quoted.items():
         if count >= LARGE_SHARE * look.texts[what]:

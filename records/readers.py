@@ -49,11 +49,8 @@ def split_sources(sources: str) -> list[tuple[list[str], float | None]]:
 
 def _split_weight(source: str) -> tuple[list[str], float | None]:
     """The files of one source, and its weight (None if it has none)."""
-    name, weight = source, None
-    if not _path_exists(source):
-        with_weight = re.fullmatch(r"(.+):(\d*\.?\d+)", source)
-        if with_weight:
-            name, weight = with_weight[1], float(with_weight[2])
+    name, weight = _name_and_weight(source)
+    weight = float(weight) if weight else None
     if weight == 0:
         raise BadInput(f"{source}: a weight of 0: leave this source out")
     if not glob.has_magic(name) or _path_exists(name):
@@ -64,6 +61,14 @@ def _split_weight(source: str) -> tuple[list[str], float | None]:
     return files, weight
 
 
+def _name_and_weight(source: str) -> tuple[str, str]:
+    """`a.jsonl:0.7` as ("a.jsonl", "0.7"); without a weight, or of a path that exists, (source, "")."""
+    match = re.fullmatch(r"(.+):(\d*\.?\d+)", source)
+    if not match or _path_exists(source):
+        return source, ""
+    return match[1], match[2]
+
+
 def absolute_sources(sources: str) -> str:
     """The same sources with absolute paths: of files, folders and patterns. Ids of the Hub stay as they
     are, and so does a list that would no longer be understood, in a folder whose name has a comma."""
@@ -71,14 +76,12 @@ def absolute_sources(sources: str) -> str:
         return os.path.abspath(find_path(sources))
     parts = []
     for part in sources.split(","):
-        name, *weight = re.fullmatch(r"(.*?)(:\d*\.?\d+)?", part.strip()).groups("")
-        if _path_exists(part.strip()):
-            name, weight = part.strip(), []
+        name, weight = _name_and_weight(part.strip())
         if _path_exists(name):
             name = os.path.abspath(find_path(name))
         elif glob.has_magic(name) and not os.path.isabs(find_path(name)):
             name = os.path.join(glob.escape(os.getcwd()), find_path(name))
-        parts.append("".join([name, *weight]))
+        parts.append(f"{name}:{weight}" if weight else name)
     absolute = ",".join(parts)
     return absolute if len(absolute.split(",")) == len(parts) else sources
 

@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from records.forms import Fault, Record, as_turns, short_json
 from records.memory import bounded_memory, over_memory
 from runs.errors import BadInput, parse_file, printable, user_error
-from runs.files import read_object
+from runs.small_files import read_object
 
 ENCODE_TEXTS = 4096  # texts in one call of the tokenizer
 # What a chat template may take for one record.
@@ -366,7 +366,7 @@ class Tokenizer:
 def model_file(folder: Path, name: str) -> dict:
     """What a JSON file of a model's folder holds; {} if there is no such file. Raises BadInput."""
     file = folder / name
-    return read_object(file, json.loads) if file.exists() else {}
+    return read_object(file) if file.exists() else {}
 
 
 def _refuse_growth(file: Path) -> None:

@@ -265,7 +265,7 @@ def _refuse_null(settings, cls) -> None:
     types = flatten(cls)
     for name, value in flatten(settings).items():
         if value is None and type(None) not in typing.get_args(types[name]):
-            raise BadInput(f"{name}: expected {_type_name(name, cls)}, got null")
+            raise BadInput(f"{name}: expected {type_name(types[name])}, got null")
 
 
 def parse_command(cls, doc: str, argv: list[str]):
@@ -333,10 +333,6 @@ def _add_sections(parser) -> None:
         group._group_actions += [a for a in options if a.dest.split(".")[0] in names]
 
 
-def _type_name(name: str, cls) -> str:
-    return type_name(flatten(cls)[name])
-
-
 def _one_line(message: str, cls) -> str:
     """jsonargparse's message, as `name: reason`. The examples are of jsonargparse 4.41."""
     message = " ".join(message.split())
@@ -345,7 +341,8 @@ def _one_line(message: str, cls) -> str:
         return f"{m[1]}: required"
     # Parser key "epochs": Expected a <class 'int'>. Got value: x
     if m := re.search(r'key "([\w.]+)":.*(?:Got value|Given value): ?(.*)', message):
-        return f"{m[1]}: expected {_type_name(m[1], cls)}, got {printable(m[2] or 'nothing')}"
+        expected = type_name(flatten(cls)[m[1]])
+        return f"{m[1]}: expected {expected}, got {printable(m[2] or 'nothing')}"
     # argument --epochs: expected one argument
     if m := re.search(r'(?:key "|argument --)([\w.]+)"?:? (.*)', message):
         return f"{m[1]}: {printable(m[2], 200)}"

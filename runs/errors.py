@@ -143,22 +143,21 @@ def _print_error(text: str) -> None:
 
 
 def _print_error_once(torch, text: str) -> None:
-    """Most errors occur on every rank; only the first rank prints its error. The others wait until the
-    first has printed: rank 0 ends the processes that it launched, and could end the first before its
-    line is out.
-    The counter is in the store of rank 0: if it cannot be reached, rank 0 has ended and printed
-    before."""
+    """Most errors occur on every rank: only the rank that fails first prints its line. The ranks count
+    themselves in the store that rank 0 holds. The others wait until the first has printed: rank 0
+    ends the processes that it launched, and the first may be one of them. A rank that has waited in
+    vain prints its own line."""
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         is_first = store.add("failed", 1) == 1
-    except Exception:
+    except Exception:  # no store: rank 0 has ended, and has printed before
         return
     if not is_first:
         began = time.monotonic()
         with contextlib.suppress(Exception):
             store.wait(["printed"], timedelta(seconds=PRINTING_SECONDS))
         if time.monotonic() - began < PRINTING_SECONDS:
-            return  # it has printed, or the store has gone with rank 0, which prints before it ends
+            return  # the first has printed, or rank 0 has ended, and has printed before
     try:
         _print_error(text)
     finally:  # stderr may be a file on the full disk

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from runs.errors import BadInput, printable
 
 DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
+CPU_ACTIVATIONS = 4e9  # bytes
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 EXPORT_DTYPES = ("source", "float32")
 MAX_INT, MAX_FLOAT = 10**12, 1e30  # of any number; float32 ends at 3e38
@@ -28,9 +29,7 @@ def setting(default, *, at_least=None, above=None, at_most=None, below=None, cho
     return field(default=default, metadata=limits)
 
 
-SOURCE = {
-    "path": "source"
-}  # of a field: a path, several data files, or the id of something on the Hub
+SOURCE = {"path": "source"}  # of a field: a path, several data files, or an id on the Hub
 FOLDER = {"path": "folder"}  # a folder that the run may make
 RUN = {"path": "run"}  # a run's folder, or a checkpoint in it
 
@@ -435,6 +434,18 @@ class RunSettings:
         refuse_unless(m, f"max_time: expected HH:MM:SS or D-HH:MM:SS, got {got}")
         days, hours, minutes, seconds = (int(x or 0) for x in m.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int | None:
+    """Tokens of a micro-batch, at most; None where micro_batch_size counts its examples. On a CPU the
+    default is smaller where the activations of so many tokens would take more than 4 GB, at 20 numbers
+    of 4 bytes for a token, a layer and a unit of its width."""
+    if cfg.micro_batch_tokens or cfg.micro_batch_size:
+        return cfg.micro_batch_tokens
+    if cfg.accelerator != "cpu":
+        return DEFAULT_TOKENS
+    tokens = int(CPU_ACTIVATIONS / (80 * n_layer * n_embd)) // 256 * 256
+    return min(DEFAULT_TOKENS, max(256, tokens))
 
 
 # ---- what a resume may change, and --help's sections ---------------------------------------------

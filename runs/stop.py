@@ -28,8 +28,8 @@ class Stop:
         self.deadline = time.monotonic() + seconds if seconds else math.inf
         self.at_step, self.signal, self.reason = at_step, 0, ""
         self._agreed = 0.0
-        self._may_end = False  # within interruptible(): whether `check` ends the work
-        self._may_raise = False  # and whether a signal ends it by itself
+        self._interruptible = False  # whether `check` ends the work that is going on
+        self._ends_on_signal = False  # whether a signal ends it at once, without `check`
         self._answered = threading.Event()
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         self._handlers = {n: signal.signal(n, self._on_signal) for n in ending_signals()}
@@ -70,7 +70,7 @@ class Stop:
                     end_process(128 + number)
 
     def _answer_line(self, number: int) -> str:
-        doing = "ending" if self._may_end else "waiting for the end of"
+        doing = "ending" if self._interruptible else "waiting for the end of"
         again = "a second one ends the run at once"
         return f"{signal.Signals(number).name}: {doing} {current_work()}; {again}"
 
@@ -82,7 +82,7 @@ class Stop:
 
     def _on_signal(self, number, _frame):
         self.signal = number
-        if self._may_raise:
+        if self._ends_on_signal:
             self._answered.wait(1)  # the line names the work that is interrupted here
             raise Interrupted(number)
 
@@ -123,20 +123,20 @@ class Stop:
         """Work that may end at any moment, by Interrupted. Where several processes work together only
         `check` ends it, on all of them. alone: one process does it, and the others wait for it in
         devices.on_rank_0: then a signal ends it at once, as in a run of one process."""
-        before = self._may_end, self._may_raise
-        self._may_end = True
-        self._may_raise = alone or not torch.distributed.is_initialized()
+        before = self._interruptible, self._ends_on_signal
+        self._interruptible = True
+        self._ends_on_signal = alone or not torch.distributed.is_initialized()
         try:
-            if self._may_raise and self.signal:  # it arrived before
+            if self._ends_on_signal and self.signal:  # it arrived before
                 raise Interrupted(self.signal)
             yield
         finally:
-            self._may_end, self._may_raise = before
+            self._interruptible, self._ends_on_signal = before
 
     def check(self, device, time_limit: bool = False) -> None:
         """Within interruptible(): raise Interrupted if a signal asks the run to end, or the time limit
         where that counts too. Elsewhere nothing. A collective."""
-        if not self._may_end or not self.requested_now(device):
+        if not self._interruptible or not self.requested_now(device):
             return
         if self._agreed >= 1 or time_limit:
             raise Interrupted(self._agreed)

@@ -25,6 +25,7 @@ from conftest import (
     last_of_each,
     numbers,
     ranks,
+    start,
     train,
     until,
 )  # fmt: skip
@@ -32,7 +33,7 @@ from models import gpt2_from_hf
 from safetensors.torch import load_file
 
 import kto
-from runs import checkpoint, files, tensors
+from runs import checkpoint, files, settings, tensors
 from runs.cli import parse
 from runs.errors import BadInput, Failed, run_cli
 from runs.files import file_hash, verify_folder
@@ -201,6 +202,20 @@ def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
     more = ("--micro_batch_size=5", "--save_interval=3", "--log_interval=2")
     train(tiny, ratings, out, *RUN, *more, "--resume=auto")
     assert "the same run up to rounding, since micro_batch_size changed" in capsys.readouterr().out
+
+
+def test_a_run_on_a_cpu_resumes_with_examples_in_place_of_its_default_of_tokens(
+    at_once, tiny, ratings, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(settings, "CPU_ACTIVATIONS", 1.0)  # the default is now 256 tokens
+    out, sizes, fit = tmp_path / "run", [], kto.Trainer.fit
+    monkeypatch.setattr(kto.Trainer, "fit", lambda self: sizes.append(self.run.cut) or fit(self))
+    argv = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--accelerator=cpu")
+    train(tiny, ratings, out, *argv, at_once)
+    own = f"--config={out / 'settings.yaml'}", "--resume=auto", "--micro_batch_size=5"
+    start("kto", own)
+    assert "the same run up to rounding, since micro_batch_size changed" in capsys.readouterr().out
+    assert [(x.max_tokens, x.max_examples) for x in sizes] == [(256, None), (None, 5)]
 
 
 @pytest.mark.survive("R3")

@@ -265,10 +265,13 @@ RENDERED = {
 @pytest.mark.parametrize("file", RENDERED)
 def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, monkeypatch, file):
     monkeypatch.setattr(examples, "ENCODE_TEXTS", 2)  # the dialogue may come after a whole batch
+    waits, enter = [], examples.Wait.__enter__
+    monkeypatch.setattr(examples.Wait, "__enter__", lambda self: waits.append(self) or enter(self))
     records, has_template, how = RENDERED[file]
     tokenizer = chat() if has_template else plain()
     loaded = load(write(tmp_path / "d.jsonl", *records), tokenizer)
     assert loaded.rendered == {how: len(records)} and len(loaded.examples) == len(records)
+    assert (waits[-1].done, waits[-1].total) == (len(records), len(records)), "each is counted once"
     assert f"  rendered: {len(records)} {how}" in describe_examples("train", loaded).splitlines()
     turn = ids_of(tokenizer, "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n")
     for e in loaded.examples:

@@ -17,6 +17,7 @@ from head import Chunks
 from hub.estimate import QUANTIZED, Estimate
 from hub.families import read_config
 from kto import Settings
+from runs import settings
 from runs.errors import BadInput
 from runs.settings import Data, Eval, Lora, Optim
 
@@ -61,6 +62,16 @@ def test_a_program_asked_for_an_estimate_prints_a_table_and_writes_nothing(
     assert "fit 2 GB; 16,384 fit 1 with fsdp" in said
     with pytest.raises(BadInput, match="estimate_gb: expected above 0"):
         start(program, [*argv, "--estimate_gb=0"])
+
+
+def test_an_estimate_for_a_cpu_counts_the_tokens_that_a_run_on_it_takes(tmp_path, monkeypatch):
+    HF["llama"].save_pretrained(tmp_path)
+    monkeypatch.setattr(settings, "CPU_ACTIVATIONS", 1.0)
+    tokens = {
+        name: estimate(tmp_path, accelerator=name).describe().split("; ")[-1].split(" fit ")[0]
+        for name in ("cpu", "gpu")
+    }
+    assert tokens == {"cpu": "256", "gpu": "16,384"}
 
 
 def test_what_is_said_to_fit_fits_and_more_does_not(tmp_path, monkeypatch):

@@ -59,13 +59,13 @@ def answers(
     seed=3,
     fabric=FABRIC,
     eos=EOS,
-    should_stop=None,
+    before_token=None,
     **settings,
 ):
     policy.max_seq_length = context
     args = Sampling(**settings)
     return generate.generate(
-        fabric, policy, prompts, letters(eos), args, max_new, seed, should_stop
+        fabric, policy, prompts, letters(eos), args, max_new, seed, before_token
     )
 
 
@@ -302,45 +302,51 @@ def test_the_training_mode_is_off_while_sampling_and_restored(training):
 # ---- stopped from outside ------------------------------------------------------------------------
 
 
+class Stopped(Exception):
+    pass
+
+
+def stop_at(n: int, calls: list, look=lambda: 0):
+    """A before_token that raises when it is called for the n-th time. `calls` gets what look() says."""
+
+    def before_token():
+        calls.append(look())
+        if len(calls) == n:
+            raise Stopped
+
+    return before_token
+
+
 @pytest.mark.parametrize("training", [True, False])
-def test_should_stop_is_asked_before_each_token_and_ends_sampling_with_none(training):
+def test_before_token_is_called_before_each_token_and_what_it_raises_ends_sampling(training):
     policy, calls = Alphabet().train(training), []
-
-    def should_stop():
-        calls.append(len(policy.rows))
-        return len(calls) == 4
-
-    prompts = prompts_of([2, 3, 4])
-    assert answers(policy, prompts, max_new=9, eos=-2, should_stop=should_stop) is None
-    assert calls == [0, 1, 2, 3], "asked before every forward"
+    before_token = stop_at(4, calls, lambda: len(policy.rows))
+    with pytest.raises(Stopped):
+        answers(policy, prompts_of([2, 3, 4]), max_new=9, eos=-2, before_token=before_token)
+    assert calls == [0, 1, 2, 3], "called before every forward"
     assert len(policy.rows) == 3, "no forward after it"
     assert policy.training == training
 
 
-def test_should_stop_ends_all_batches_of_rows():
-    policy, calls = Alphabet(), []
-
-    def should_stop():
-        calls.append(0)
-        return len(calls) == 8
-
-    given = dict(max_new=5, eos=-2, batch_size=1, temperature=0)
-    assert answers(policy, prompts_of([2, 3, 4]), should_stop=should_stop, **given) is None
+def test_what_before_token_raises_ends_all_batches_of_rows():
+    policy = Alphabet()
+    given = dict(max_new=5, eos=-2, batch_size=1, temperature=0, before_token=stop_at(8, []))
+    with pytest.raises(Stopped):
+        answers(policy, prompts_of([2, 3, 4]), **given)
     assert policy.rows == [1] * 7, (
         "5 tokens of the first prompt, 2 of the second, none of the third"
     )
 
 
-def test_should_stop_that_always_says_no_changes_nothing(tiny):
-    policy, prompts = policy_of("gpt2", tiny), prompts_of([4, 1, 9])
-    calls = []
-    asked = answers(policy, prompts, should_stop=lambda: calls.append(0) or False)
-    assert asked == answers(policy, prompts) == answers(policy, prompts, should_stop=None)
-    assert len(calls) == max(map(len, asked)), "once a token"
-    assert answers(policy, [], should_stop=lambda: True) == [], "nothing is sampled"
+def test_a_before_token_that_raises_nothing_changes_nothing(tiny):
+    policy, prompts, calls = policy_of("gpt2", tiny), prompts_of([4, 1, 9]), []
+    called = answers(policy, prompts, before_token=lambda: calls.append(0))
+    assert called == answers(policy, prompts) == answers(policy, prompts, before_token=None)
+    assert len(calls) == max(map(len, called)), "once a token"
+    assert answers(policy, [], before_token=stop_at(1, [])) == [], "nothing is sampled"
 
 
-def test_all_ranks_ask_should_stop_equally_often_so_it_may_be_a_collective():
+def test_all_ranks_call_before_token_equally_often_so_it_may_be_a_collective():
     prompts = [np.array(p, "int32") for p in ([3], [18], [4], [17], [5])]
 
     def work(rank):
@@ -348,17 +354,20 @@ def test_all_ranks_ask_should_stop_equally_often_so_it_may_be_a_collective():
         fabric.launch()
         policy, calls = Alphabet(), []
 
-        def should_stop():
-            """Rank 1 alone wants to stop, at its 12th question: in its last batch, where it has no prompt."""
+        def before_token():
+            """Rank 1 alone wants to stop, at its 12th call: in its last batch, where it has no prompt."""
             calls.append(0)
             votes = torch.tensor(float(rank == 1 and len(calls) == 12))
             torch.distributed.all_reduce(votes)
-            return bool(votes)
+            if votes:
+                raise Stopped
 
-        given = dict(context=32, eos=20, temperature=0, batch_size=2, should_stop=should_stop)
-        return answers(policy, prompts, max_new=9, fabric=fabric, **given), len(calls)
+        given = dict(context=32, eos=20, temperature=0, batch_size=2, before_token=before_token)
+        with pytest.raises(Stopped):
+            answers(policy, prompts, max_new=9, fabric=fabric, **given)
+        return len(calls)
 
-    assert ranks(2, work) == [(None, 12), (None, 12)]
+    assert ranks(2, work) == [12, 12]
 
 
 def test_a_conversation_is_printed_token_by_token_and_a_stop_text_never(capsys):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import evaluate
 import kto
 import model
-from data import Batch, make_batch, pack
+from data import Batch, Cut, make_batch, pack
 from records.examples import Example
 from reference import Reference
 from runs.checkpoint import RunState
@@ -56,7 +56,6 @@ def recorded_batch(batch, pairs: bool) -> Batch:
 def trainer_of(objective, policy=None, reference=None) -> Trainer:
     """As much of one as a step on one device needs."""
     fabric, data = Fabric(accelerator="cpu", devices=1), SimpleNamespace(score_prompt=False)
-    cut = dict(micro_batch_size=99, micro_batch_tokens=None, strategy="auto")
     run = SimpleNamespace(
         fabric=fabric,
         objective=objective,
@@ -65,7 +64,8 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         tokenizer=None,
         state=RunState(),
         stop=SimpleNamespace(check=lambda device: None),
-        cfg=SimpleNamespace(data=data, **cut),
+        cut=Cut(max_examples=99, max_tokens=None),
+        cfg=SimpleNamespace(data=data, strategy="auto"),
     )
     return Trainer(run)
 

@@ -650,6 +650,7 @@ def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch
     verdict = evaluator.check("before", 0)
     assert asked == [("s", "ab"), ("n", "ab"), ("m", "ab")]
     assert (verdict["right"], verdict["of"], verdict["step"]) == (1, 3, 0)
+    assert len(evaluator.samples()) == 4 and len(evaluator.checked_answers) == 3, "not the samples"
     assert json.loads((tmp_path / "eval" / "before.json").read_text()) == verdict
     assert evaluator.accuracy(7) == 1 / 3 and len(asked) == 6, "the policy has moved"
     assert evaluator.check("after", 7)["right"] == 1 and len(asked) == 6, "the same weights"

@@ -19,7 +19,6 @@ from records.readers import absolute_sources
 from runs import cli, errors, settings
 from runs.devices import resolve_devices
 from runs.errors import BadInput
-from setup import tokens_on_a_cpu
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "config" / "demo.yaml"
@@ -663,8 +662,11 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
 
 
 def test_a_large_models_micro_batches_are_smaller_on_a_cpu():
-    demo, small = dict(n_layer=3, n_embd=96), dict(n_layer=30, n_embd=576)
-    assert tokens_on_a_cpu(parse(), demo) is None, "the default of all devices"
-    assert 2000 < tokens_on_a_cpu(parse(), small) < 4096
-    assert tokens_on_a_cpu(parse("--micro_batch_tokens=9000"), small) == 9000
-    assert tokens_on_a_cpu(parse("--micro_batch_size=2"), small) is None
+    demo, small = (3, 96), (30, 576)  # layers, width
+    default = settings.DEFAULT_TOKENS
+    on_cpu = parse("--accelerator=cpu")
+    assert settings.most_tokens(on_cpu, *demo) == default, "as on all devices"
+    assert 2000 < settings.most_tokens(on_cpu, *small) < 4096 < default
+    assert settings.most_tokens(parse("--accelerator=gpu"), *small) == default
+    for argv, tokens in (("--micro_batch_tokens=9000", 9000), ("--micro_batch_size=2", None)):
+        assert settings.most_tokens(parse("--accelerator=cpu", argv), *small) == tokens
