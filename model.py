@@ -698,10 +698,9 @@ def compare_with_transformers(model: TransformersGPT) -> None:
             for k, completion in enumerate(completions[b]):
                 ids = torch.tensor(np.concatenate([prompt, completion]))
                 logp_NV = plain(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+                target_T = ids[len(prompt) :]
                 logp_TV = logp_NV[len(prompt) - 1 : -1]
-                theirs_BKL[b, k, : len(completion)] = logp_TV.gather(1, ids[len(prompt) :, None])[
-                    :, 0
-                ]
+                theirs_BKL[b, k, : len(target_T)] = logp_TV.gather(1, target_T[:, None])[:, 0]
                 if k == 0:
                     theirs.append(logp_NV[len(prompt) - 1 : len(prompt) + 1])
         ours = [model(kv_cache)]
@@ -745,10 +744,11 @@ def shard_over_ranks(fabric, whole: nn.Module | None, precision: str, learns: bo
 def _description(whole: nn.Module) -> tuple:
     """What _empty_like needs, sent to the ranks that do not hold the model."""
     params = whole.named_parameters(remove_duplicate=False)
-    return whole.config, whole.tied, {n: (p.dtype, p.requires_grad) for n, p in params}
+    params = {n: (p.dtype, p.requires_grad) for n, p in params}
+    return whole.config, whole.tied, params, constants(whole)
 
 
-def _empty_like(config, tied: bool, params: dict) -> nn.Module:
+def _empty_like(config, tied: bool, params: dict, constants: dict) -> nn.Module:
     """A model of this description on the meta device, without its weights."""
     with torch.device("meta"):
         gpt = _model_of(config)
@@ -759,4 +759,5 @@ def _empty_like(config, tied: bool, params: dict) -> nn.Module:
     if tied:
         gpt.tie()
     gpt.set_tables(gpt.embedding.weight.dtype)
+    gpt.load_state_dict(constants, strict=False)
     return gpt

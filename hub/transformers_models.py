@@ -261,6 +261,7 @@ class TransformersBlocks(nn.Module):
         self.hidden_scale = (multiplier or 1) / (divisor or 1)
         if len(self.blocks) != config.n_layer:
             raise BadInput(f"{kind} {len(self.blocks)} of {config.n_layer} blocks found")
+        self.embedding.padding_idx = None  # that token's row would have no gradient
         self.slot = Slot()
         for module in self.modules():
             module.slot = self.slot

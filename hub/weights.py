@@ -180,9 +180,9 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 def _read_constants(model, folder: Path) -> dict[str, torch.Tensor]:
     """A model's constants by name (see transformers_models); litgpt's models have none."""
     names = constants(model).keys()
-    return (
-        {t.name: t.slice[...] for t in stored_tensors(folder) if t.name in names} if names else {}
-    )
+    if not names:
+        return {}
+    return {x.name: x.slice[...] for x in stored_tensors(folder) if x.name in names}
 
 
 def _read_hugging_face(
