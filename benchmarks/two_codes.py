@@ -3,8 +3,8 @@
     python benchmarks/two_codes.py [--repeats 3]
 
 For each of three types kto.py trains a model with random weights (4 layers x 192) on texts of about 200 tokens, by
-each code in turns. It prints the largest difference of a loss, and medians of the ratio transformers / litgpt: of the
-tokens per second after the first two steps, and of the peak memory.
+each code in turns, on one thread. It prints the largest difference of a loss, and medians of the ratio
+transformers / litgpt: of the tokens per second after the first two steps, and of the peak memory.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def run(model: Path, data: Path, code: str, out: Path) -> tuple[list[float], flo
         "--epochs",
         "1",
     ]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     subprocess.run(list(map(str, argv)), cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
     with open(out / "metrics.csv") as f:
         rows = list(csv.DictReader(f))
