@@ -41,7 +41,7 @@ from runs.settings import DEFAULT_TOKENS
 
 def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
     """The batches of the steps to come, until plan.end. While a step runs, a thread makes and packs the batch of the
-    next one."""
+    next one, unless the objective chooses the partners itself."""
     steps = range(run.state.step + 1, plan.end + 1)
 
     def make(step):
@@ -49,7 +49,8 @@ def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
         batch.pack_ahead()
         return batch
 
-    if run.cfg.debug:  # a breakpoint wants the main thread
+    # A breakpoint wants the main thread. Partners of a fork's own may depend on what the step before has changed.
+    if run.cfg.debug or run.objective.overrides("partners"):
         yield from map(make, steps)
         return
     with ThreadPoolExecutor(1) as thread:
@@ -328,6 +329,8 @@ class LossView(NamedTuple):
     tokenizer: Tokenizer | None = None
     # (B, K, L) if the objective says vocabulary_kl: at each token KL(reference || policy) over the vocabulary, in nats
     vocabulary_kl: torch.Tensor | None = None
+    # (B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a completion's end
+    outputs: torch.Tensor | None = None
 
     def extra(self, name: str):
         """A field that data.extra names: a (B,) tensor of numbers, or a list of B texts. Raises BadInput."""
@@ -533,6 +536,8 @@ class PackedBatch(NamedTuple):
     by_token: bool = False
     # With by_token: the reference at this batch. Then the model gives (B, K, L, 2), log-probs and the KL to it.
     next_tokens: "NextTokens | None" = None
+    # True: a loss is made of what the model gives, which then has the outputs of the objective's module, too
+    for_loss: bool = False
 
     def to(self, device) -> "PackedBatch":
         """This batch on a device. One copy moves all tensors, without waiting for the work queued on the device."""

@@ -57,7 +57,7 @@ def was_cut(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> bool:
 def ask_checker(checker: Checker, answers: list[Answer]) -> list[bool | float]:
     """The checker's verdicts, as Python's own bools and floats. Raises BadInput with the number of the
     first answer whose verdict is neither."""
-    given = checker(answers)
+    given = checker(list(answers))  # it may sort or empty its own list
     try:
         verdicts = [x.item() if hasattr(x, "item") else x for x in given]  # numpy's, torch's
     except (TypeError, ValueError, RuntimeError):

@@ -23,6 +23,7 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
     V  vocabulary
 """
 
+import copy
 import functools
 import inspect
 import itertools
@@ -44,7 +45,7 @@ from hub.families import rope_tables
 from hub.lora import config_with_adapters, create_adapters, plain_names
 from hub.transformers_models import TransformersBlocks, constants, make_causal_lm, their_errors
 from hub.weights import fill_model, read_source, read_weights, weights_must_fit
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, Failed, printable
 from runs.settings import Lora
 from runs.tensors import LazyTensors, set_weights
 
@@ -379,6 +380,8 @@ class _Packed:
 
     def __init__(self, config):
         super().__init__(config)
+        # of the objective's own (train.Objective.make_module): trained and saved with the model, never exported
+        self.objective_module: nn.Module | None = None
         # attached to lm_head, so that FSDP2 gathers the head's weight before the call
         self.lm_head.logp = functools.partial(_logp, self)
 
@@ -387,6 +390,9 @@ class _Packed:
         float32. With data.score_prompt each sum has the prompt's log-probs, too. If the batch says by_token: (B, K, L)
         log-probs of the completions' tokens, 0 beyond a completion's end. If it also has next_tokens of another model:
         (B, K, L, 2), the log-probs and KL(other || this) of the distributions from which the tokens are drawn.
+
+        If the objective has a module and the batch is for_loss: a pair of these log-probs and of the module's outputs,
+        (B, K, L, ...).
 
         KVCache -> (B, V) logits of the next tokens, in float32.
 
@@ -401,6 +407,12 @@ class _Packed:
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
         # the head runs only on hidden states that predict a target
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
+        logps = self._completion_logps(x, h_TC)
+        if self.objective_module is None or not x.for_loss:
+            return logps
+        return logps, x.tokens_of_completions(self._module_outputs(h_TC))
+
+    def _completion_logps(self, x: PackedBatch, h_TC):
         if x.next_tokens is not None:
             return x.tokens_of_completions(_logp_and_kl(self, h_TC, x.target_T, x.next_tokens))
         entropy = self.measures_entropy and torch.is_grad_enabled()
@@ -408,6 +420,15 @@ class _Packed:
         if torch.is_grad_enabled():
             self.entropy_BK = x.sums(entropy_T) if entropy else None
         return x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
+
+    def _module_outputs(self, h_TC):
+        """What the objective's module makes of the hidden states: (T, ...), at least in float32. Raises Failed."""
+        with torch.autocast(h_TC.device.type, enabled=False):
+            out_T = self.objective_module(h_TC.to(torch.promote_types(h_TC.dtype, torch.float32)))
+        if out_T.shape[:1] != h_TC.shape[:1]:
+            T, shape = len(h_TC), tuple(out_T.shape)
+            raise Failed(f"make_module: one output a token, shape ({T}, ...), not {shape}")
+        return out_T
 
     def next_tokens(self, x: PackedBatch) -> NextTokens:
         """This model's distributions at a batch's targets."""
@@ -444,8 +465,9 @@ class _Packed:
         numbers = 2 * c.n_layer * c.n_query_groups * c.head_size * slots
         return numbers * self.embedding.weight.element_size()
 
-    def unique_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by name. A tied head appears only as the embedding."""
+    def unique_parameters(self, with_objective: bool = True) -> dict[str, nn.Parameter]:
+        """Parameters by name. A tied head appears only as the embedding. with_objective: those of the objective's
+        module, too, as objective_module.*"""
         # after a forward without backward FSDP2 leaves gathered copies in place of the root's parameters
         if hasattr(self, "reshard"):
             self.reshard()
@@ -453,7 +475,9 @@ class _Packed:
         if self.tied:
             parameters.pop("lm_head.weight", None)
             parameters.pop("lm_head.linear.weight", None)
-        return parameters
+        if with_objective:
+            return parameters
+        return {n: p for n, p in parameters.items() if not n.startswith("objective_module.")}
 
 
 def _logp(model: _Packed, h_TC, target_T, entropy: bool = False):
@@ -729,11 +753,20 @@ def compare_with_transformers(model: TransformersGPT) -> None:
 # ---- sharding: rank 0 alone reads the weights ----------------------------------------------------
 
 
-def shard_over_ranks(fabric, whole: nn.Module | None, precision: str, learns: bool) -> nn.Module:
+def shard_over_ranks(
+    fabric,
+    whole: nn.Module | None,
+    precision: str,
+    learns: bool,
+    objective_module: nn.Module | None = None,
+) -> nn.Module:
     """A model that rank 0 holds (elsewhere None), sharded over all ranks: no other rank ever has the
-    whole of it. A collective."""
+    whole of it. The objective's module, if there is one, is sharded with it. A collective."""
     first = fabric.global_rank == 0
     shell = _empty_like(*fabric.broadcast(_description(whole) if first else None))
+    shell.objective_module = objective_module
+    if first:  # its values count, not those that the other ranks have drawn
+        whole.objective_module = copy.deepcopy(objective_module)
     if not learns:
         freeze(shell, precision)
     module = fabric.setup_module(shell)

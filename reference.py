@@ -91,8 +91,8 @@ class CachedReference:
         if self.released:
             if is_missing:
                 raise BadInput(
-                    "reference_cache: these examples are not those of the first fit, and the "
-                    "reference is no longer in memory: run without the cache"
+                    "reference_cache: these examples, or their mismatched pairs, are not those of the "
+                    "first fit, and the reference is no longer in memory: run without the cache"
                 )
         else:
             # all ranks compute if one rank must: a sharded reference is a collective

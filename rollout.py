@@ -22,7 +22,7 @@ from generate import completion_text, generate
 from hub.export import export_weights
 from runs.console import Wait, advance, say
 from runs.devices import on_rank_0
-from runs.errors import BadInput, printable, user_error
+from runs.errors import BadInput, printable, read_regular, user_error
 from runs.files import write_atomically
 from runs.optimizer import Plan
 from runs.settings import Sampling
@@ -67,7 +67,7 @@ def read_answers(run, i: int) -> list[list[int]]:
 def _read_lines(file: Path) -> tuple[dict, list[str]]:
     """-> what was asked, and a line for each answer. Raises BadInput if the file is damaged."""
     with user_error(None, file, Exception):
-        header, *lines = file.read_text().split("\n")[:-1] or [""]
+        header, *lines = read_regular(file).decode().split("\n")[:-1] or [""]
         asked = json.loads(header)
         if asked.pop("answers_hash", None) != _lines_hash(lines):
             raise BadInput(f"{file}: damaged: not the answers that were written")

@@ -165,7 +165,8 @@ class Run:
         module, uses_adapters = self.policy.module, self.reference.frozen is None
         weights = self.merged_weights()
         if uses_adapters:
-            base = (name for name in module.unique_parameters() if "lora_" not in name)
+            params = module.unique_parameters(with_objective=False)
+            base = (name for name in params if "lora_" not in name)
             # back from plain names to the policy's own: a LoRA layer holds its matrix as .linear
             weights = rename_tensors(weights, {n: n.replace(".linear.", ".") for n in base})
         folder = self.folder.path / "iterations" / f"{i}"
@@ -193,10 +194,12 @@ class Run:
     # ---- weights
 
     def weights(self, export: bool = False) -> LazyTensors:
-        """The policy's weights by their plain names, adapters apart, each gathered when it is asked
-        for: of a sharded policy that is a collective. A quantised base is read from its source
-        again, so that rounded numbers never leave; for an export a base in bfloat16, too."""
-        params, quantized = self.policy.unique_parameters(), self.cfg.lora.quantize
+        """The policy's weights by their plain names, adapters apart and without the objective's
+        module, each gathered when it is asked for: of a sharded policy that is a collective. A
+        quantised base is read from its source again, so that rounded numbers never leave; for an
+        export a base in bfloat16, too."""
+        params = self.policy.unique_parameters(with_objective=False)
+        quantized = self.cfg.lora.quantize
         from_source = quantized or (export and self.cfg.precision == "bf16-true")
         if from_source:
             own = {name: p for name, p in params.items() if p.requires_grad}
@@ -366,14 +369,16 @@ def setup(
     state = RunState(str(program), file_hash(program))
     if cfg.data.chat_template:
         state.chat_template = tokenizer.template_text
+    make_module = partial(make_objective_module, objective, arguments["n_embd"])
     with Wait("loading the model"):
         policy, frozen, state.identity = load_models(
-            cfg, fabric, source, tokenizer, examples, needs_reference
+            cfg, fabric, source, tokenizer, examples, needs_reference, make_module
         )
     make = optimizer or make_optimizer
     optimizer = fabric.setup_optimizers(make(policy.module, cfg))
     # a weight that a fork has added is refused now, not at the export
-    weight_layout(litgpt.Config(**arguments), names, plain_names(policy.unique_parameters()).like)
+    exported = plain_names(policy.unique_parameters(with_objective=False))
+    weight_layout(litgpt.Config(**arguments), names, exported.like)
     averages = {}
     if cfg.optim.ema is not None:
         averages["ema"] = copy_trained(policy)
@@ -476,6 +481,11 @@ def refuse_settings_of_tokens(cfg: RunSettings, objective) -> None:
         "completion: the cache has only their sums, and a prompt's tokens are no part of it",
     )
     refuse_unless(
+        not (objective.overrides("make_module") and cfg.data.score_prompt),
+        "data.score_prompt: this objective's module gets the hidden states of a completion's tokens, "
+        "not of the prompt's",
+    )
+    refuse_unless(
         not objective.vocabulary_kl or cfg.strategy != "fsdp",
         "strategy: fsdp: this objective needs the reference's head whole: ddp or auto",
     )
@@ -497,6 +507,24 @@ def moves_reference(cfg: RunSettings, objective) -> bool:
             who = type(objective).__name__
             raise BadInput(f"{name}: {who} moves the reference, a copy of the policy")
     return True
+
+
+def make_objective_module(objective, width: int) -> nn.Module | None:
+    """The module of the objective's own, or None. Raises BadInput if it could not be saved or
+    sharded."""
+    module = objective.make_module(width)
+    if module is None:
+        return None
+    unsaved = [name for name, _ in module.named_buffers()]
+    for name, p in module.named_parameters():
+        refuse_unless(p.dim(), f"make_module: {name}: expected at least one dimension, as in (1,)")
+        if not p.requires_grad:
+            unsaved.append(name)
+    refuse_unless(
+        not unsaved,
+        f"make_module: {', '.join(unsaved)}: only parameters that are trained are saved and sharded",
+    )
+    return module
 
 
 def copy_trained(policy) -> dict[str, torch.Tensor]:
@@ -537,10 +565,19 @@ def dtype_of(precision: str) -> torch.dtype:
     return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
 
 
-def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, needs_reference: bool):
+def load_models(
+    cfg: RunSettings,
+    fabric,
+    source: Path,
+    tokenizer,
+    examples,
+    needs_reference: bool,
+    make_module: Callable[[], nn.Module | None],
+):
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
     adapters off), and the hashes by which a resume knows them again. Of a sharded run rank 0 alone
-    reads the weights."""
+    reads the weights. make_module: gives the objective's module, which becomes a part of the policy
+    after the reference was copied from it."""
     sharded, first = cfg.strategy == "fsdp", fabric.global_rank == 0
     has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
     policy = other = identity = frozen = None
@@ -559,11 +596,13 @@ def load_models(cfg: RunSettings, fabric, source: Path, tokenizer, examples, nee
         frozen = fabric.to_device(frozen)
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
         quantize_base(policy, cfg.lora.quantize, fabric.device)
+    objective_module = make_module()
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
     if sharded:
-        policy = model.shard_over_ranks(fabric, policy, cfg.precision, learns=True)
+        policy = model.shard_over_ranks(fabric, policy, cfg.precision, True, objective_module)
     else:
+        policy.objective_module = objective_module
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
     return policy, frozen, identity

@@ -57,7 +57,8 @@ class KL(NamedTuple):
 
 
 class Objective:
-    """An algorithm. Only `loss` must be given; all else has a default."""
+    """An algorithm. Only `loss` must be given; all else has a default. Its attributes below stay the same
+    during a fit: a thread that makes batches reads them a step ahead."""
 
     records = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
@@ -90,8 +91,9 @@ class Objective:
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
     def partners(self, examples: list[Example]) -> list[int]:
-        """With kl_pairs: the number of the example whose completion each example borrows, or -1. Called
-        a step ahead, in a thread: the policy is not yet that of the step."""
+        """With kl_pairs: the number of the example whose completion each example borrows, or -1. An
+        override is called as the step begins, so it may use the policy and what after_step has
+        changed. This one needs neither: it is called a step ahead, in a thread."""
         return mismatched(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
@@ -119,6 +121,16 @@ class Objective:
         """After this step the reference becomes share * policy + (1 - share) * reference. An
         override of this makes the run hold the reference as a copy of all weights, and save it."""
         return 0.0
+
+    def make_module(self, width: int) -> torch.nn.Module | None:
+        """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
+        token of the completions, and gives (T, ...). The loss finds this in batch.outputs. A token's
+        state is the one that predicts it: it has read the prompt and the tokens before.
+
+        The module becomes a part of the policy: trained by the same optimizer (its learning rate times
+        the module's `lr_scale`, if it has one), sharded, saved and resumed, but not exported. Between
+        forwards its parameters are sharded, so the loss should use its outputs only."""
+        return None
 
     def state_dict(self) -> dict:
         """What the objective remembers, {attribute: number, text or list}; tensors by .item() or
@@ -351,22 +363,26 @@ class Trainer:
         return batch.pack(index, borrowed).to(self.run.fabric.device)
 
     def pack_own(self, batch: Batch, index, objective: Objective):
-        """Own completions, with the reference's distributions if the objective asks for the KL to them."""
-        packed = self.pack(batch, index)
+        """Own completions, for the loss; with the reference's distributions if the objective asks for the
+        KL to them."""
+        packed = self.pack(batch, index)._replace(for_loss=True)
         if objective.vocabulary_kl:
             packed = packed._replace(next_tokens=self.run.reference.next_tokens(packed))
         return packed
 
     def forward(self, packed, prompt_cache=None):
         """The policy's log-probs of a packed batch, (B, K) or by token (B, K, L), with gradient in
-        training. prompt_cache: where to leave the prompts' keys and values, or from where to read
-        them."""
+        training; with an objective's module a pair of these and its outputs where the batch is for the
+        loss. prompt_cache: where to leave the prompts' keys and values, or from where to read them."""
         return self.run.policy(packed, prompt_cache)
 
     def loss(self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns):
         """-> the losses (B,) of a micro-batch. Its columns are written to their places among the
         step's G. A filler only makes the columns, so that all ranks have the same ones."""
-        ref_logps, z, B, vocabulary_kl = before.ref_logps, before.kl.z, len(logps), None
+        ref_logps, z, vocabulary_kl, outputs = before.ref_logps, before.kl.z, None, None
+        if isinstance(logps, tuple):
+            logps, outputs = logps
+        B = len(logps)
         if objective.vocabulary_kl:
             logps, vocabulary_kl = logps.unbind(-1)
         if ref_logps is not None:
@@ -375,7 +391,8 @@ class Trainer:
             logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         if z.dim():
             z = z[packed.index_B]
-        view = batch.loss_view(packed, before.step)._replace(vocabulary_kl=vocabulary_kl)
+        view = batch.loss_view(packed, before.step)
+        view = view._replace(vocabulary_kl=vocabulary_kl, outputs=outputs)
         loss_B, values = objective.loss(logps, ref_logps, view, z)
         entropy_BK = getattr(self.run.policy.module, "entropy_BK", None)
         if self.run.policy.training and entropy_BK is not None:

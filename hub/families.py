@@ -184,7 +184,8 @@ def check_sizes(arguments: dict, file: Path, field_of: dict[str, str]) -> None:
             refuse(name, f"{least} to {largest}")
     for name in NUMBERS:
         x = arguments.get(name)
-        if x is not None and not (isinstance(x, (int, float)) and 0 < x < LARGEST_NUMBER):
+        is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
+        if x is not None and not (is_number and 0 < x < LARGEST_NUMBER):
             refuse(name, "a number above 0")
     n_head, groups = arguments["n_head"], arguments.get("n_query_groups")
     width = arguments.get("head_size") or arguments["n_embd"] // n_head
@@ -439,8 +440,9 @@ VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 IGNORED = re.compile(
     r".*\.rotary_emb\.inv_freq"  # old files: model.layers.0.self_attn.rotary_emb.inv_freq
     r"|.*\.(attn|attention)\.(masked_)?bias"  # old files, causal masks: h.0.attn.bias
-    r"|(lm_head|embed_out)\.weight"  # where it is tied, it is a copy of the embedding
+    r"|(lm_head|embed_out)\.weight"  # where it is tied, it is a copy of the embedding: see HEAD
 )
+HEAD = re.compile(r"(lm_head|embed_out)\.weight")
 
 
 def canonical_name(name: str, known: Collection[str] = ()) -> str:

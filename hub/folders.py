@@ -13,13 +13,14 @@ import tempfile
 from pathlib import Path
 
 from runs.checkpoint import read_settings, read_state, verify_checkpoint
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, printable, user_error
 from runs.files import find_path, verify_folder
 from runs.small_files import read_object
 
 # Files of a tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json,
 # added_tokens.json, vocab.txt, merges.txt, chat_template.jinja
 TOKENIZER_FILES = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
+READ_SUFFIXES = (".json", ".jinja", ".safetensors", ".pth", ".yaml")
 
 
 def fetch_model(
@@ -39,17 +40,19 @@ def fetch_model(
     file model_code, which read_model_config reads. Raises BadInput.
     """
     folder = find_path(source)
-    if _is_run(folder):
-        if not (folder / "final").is_dir():
+    with user_error(what):  # too long a name
+        is_run = _is_run(folder)
+        if is_run and not (folder / "final").is_dir():
             raise BadInput(
                 f"{what}: {source}: a run without a `final` folder: resume it, or name one of its checkpoints"
             )
-        folder = folder / "final"
+    folder = folder / "final" if is_run else folder
     downloaded = not folder.is_dir()
     if downloaded:
         folder = _download(source, folder, what, weights)
     if folder.resolve() in above:
         raise BadInput(f"{what}: {source}: it is its own base")
+    _refuse_special_files(folder, what)
     above = (*above, folder.resolve())
     if (folder / "state.json").exists():
         return _checkpoint_on_base(folder, what, weights, above)
@@ -97,6 +100,15 @@ def _is_run(folder: Path) -> bool:
     if not (folder / "settings.yaml").exists():
         return False
     return not (folder / "config.json").exists() and not (folder / "state.json").exists()
+
+
+def _refuse_special_files(folder: Path, what: str) -> None:
+    """Raise BadInput for a pipe, whose reader would wait for ever, and for a link to nothing, which
+    would count as no file."""
+    with user_error(what, folder):
+        for file in folder.iterdir():
+            if file.suffix in READ_SUFFIXES and not file.is_file() and not file.is_dir():
+                raise BadInput(f"{what}: {file}: a pipe or a link to nothing, not a file")
 
 
 def _download(source: str, folder: Path, what: str, weights: bool) -> Path:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hub.families import (
+    HEAD,
     IGNORED,
     VISION,
     ModelConfig,
@@ -97,7 +98,9 @@ def read_weights(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -
         weights = _read_litgpt(folder, like)
     else:
         layout = weight_layout(model.config, source.names, like)
-        weights = _read_hugging_face(folder, layout, like, constants(model).keys())
+        names = {id(p): name for name, p in model.named_parameters()}
+        embedding = names[id(model.embedding.weight)]
+        weights = _read_hugging_face(folder, layout, like, constants(model).keys(), embedding)
     for top in folders_on_top(folder):
         if (top / "adapter_config.json").exists():
             weights = _with_adapter(weights, top, layout)
@@ -186,15 +189,16 @@ def _read_constants(model, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_hugging_face(
-    folder: Path, layout: Layout, like: dict, constants: Collection[str]
+    folder: Path, layout: Layout, like: dict, constants: Collection[str], embedding: str
 ) -> LazyTensors:
     """The weights of `like`, each put together from the tensors that hold its rows. `constants`: names that a
-    file must also have."""
+    file must also have. `embedding`: our name of that weight."""
     if not weight_files(folder):
         raise BadInput(
             f"{folder}: no model.safetensors here, nor lit_model.pth with model_config.yaml"
         )
     found = set()
+    heads = []  # of a tied model, which needs none
     origins = {name: {} for name in like}  # our name: {(file, name in the file): pieces}
     for stored in stored_tensors(folder):
         name = canonical_name(stored.name, layout)
@@ -202,6 +206,8 @@ def _read_hugging_face(
             raise BadInput(f"{stored.file}: {stored.name}: there under another name too")
         found.add(name)
         if name not in layout:
+            if HEAD.fullmatch(name):
+                heads.append(stored)
             continue
         dtype = stored.slice.get_dtype()
         if dtype not in FLOAT_DTYPES:
@@ -232,7 +238,22 @@ def _read_hugging_face(
                     out[piece.ours] = x[piece.theirs]
         return out
 
-    return LazyTensors(like, read)
+    weights = LazyTensors(like, read)
+    for stored in heads:
+        _refuse_own_head(stored, weights[embedding])
+    return weights
+
+
+def _refuse_own_head(stored: StoredTensor, embedding: torch.Tensor) -> None:
+    """Raises BadInput where config.json ties the head to the embedding, and a file has another head:
+    transformers 5 uses that one, older versions do not."""
+    with safe_open(stored.file, "pt") as f:
+        head = f.get_tensor(stored.name)
+    if not torch.equal(head.to(embedding.dtype), embedding):
+        raise BadInput(
+            f"{stored.file}: {stored.name}: not the embedding, which config.json makes the head "
+            "(tie_word_embeddings): set it to false, or remove this tensor"
+        )
 
 
 def _check_shape(shape: Sequence[int], pieces: list[Piece], like: dict) -> None:

@@ -358,8 +358,12 @@ class Tokenizer:
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             environment.globals[name] = self.special_text(name) or ""
         try:
-            return environment.from_string(self.template_text)
-        except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or it is not a string
+            # jinja computes a template's constants now: {{ "a" | center(3000000000) }}
+            with _time_limit(), bounded_memory():
+                return environment.from_string(self.template_text)
+        except MemoryError:
+            raise BadInput(f"{place}: chat template: {over_memory()}") from None
+        except Exception as e:  # jinja and Python's compiler raise many kinds
             raise BadInput(f"{place}: chat template: {e}") from None
 
 
@@ -372,7 +376,7 @@ def model_file(folder: Path, name: str) -> dict:
 def _refuse_growth(file: Path) -> None:
     """Raises BadInput for a tokenizer.json that can make a text very much longer."""
     content = json.loads(file.read_bytes())
-    for name in ("normalizer", "pre_tokenizer", "decoder"):
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         growth = _growth(content.get(name) or {})
         if growth > MOST_GROWTH:
             raise BadInput(
@@ -391,6 +395,11 @@ def _growth(step: dict | list) -> float:
         return max(1, len(step["content"]) / len(old)) if old else 1 + len(step["content"])
     if step.get("type") == "Prepend":
         return 1 + len(step["prepend"])
+    if step.get("type") == "TemplateProcessing":
+        special = step["special_tokens"].values()
+        return len(step["single"]) * max([len(token["ids"]) for token in special], default=1)
+    if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+        return 3  # one token on each side
     return math.prod(_growth(value) for value in step.values() if isinstance(value, list))
 
 
@@ -400,7 +409,7 @@ def _model_token_ids(folder: Path, name: str) -> list[int]:
         ids = model_file(folder, file).get(f"{name}_token_id")
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
-            if not all(type(i) is int and i >= 0 for i in ids):
+            if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
                 got = f"expected token ids, got {printable(ids)}"
                 raise BadInput(f"{folder / file}: {name}_token_id: {got}")
             return ids

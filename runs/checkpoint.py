@@ -33,12 +33,12 @@ import torch
 
 from runs.cli import dump_yaml
 from runs.devices import all_reduce
-from runs.errors import BadInput, printable
+from runs.errors import BadInput, printable, user_error
 from runs.files import publish_folder, verify_folder
 from runs.settings import MAX_INT, RunSettings, flatten
 from runs.shards import load_shards, open_shards, save_shards, sort_metadata
 from runs.small_files import parse_yaml, read_object, require_fields
-from runs.tensors import LazyTensors
+from runs.tensors import LazyTensors, rename_tensors
 
 
 @dataclass
@@ -168,8 +168,13 @@ def verify_checkpoint(folder: Path) -> str | None:
         content = _read_state_file(folder)
     except BadInput as e:
         return str(e)
-    missing = sorted(set(content["shards"]) - set(read_object(folder / "manifest.json")))
-    return f"manifest.json names no {missing[0]}" if missing else None
+    shards = set(content["shards"])
+    for name in sorted(shards - set(read_object(folder / "manifest.json"))):
+        return f"manifest.json names no {name}"
+    # torch reads every such file that lies there
+    for name in sorted({file.name for file in folder.glob("*.safetensors")} - shards):
+        return f"{printable(name)}: not a file of this checkpoint: remove it"
+    return None
 
 
 def _read_state_file(folder: Path) -> dict:
@@ -211,15 +216,27 @@ def read_settings(folder: Path) -> dict:
 
 def read_checkpoint_weights(folder: Path) -> LazyTensors:
     """The trained weights of a checkpoint, whole, each read when it is asked for; of a run with
-    optim.ema their average."""
-    return open_shards(folder, "ema") or open_shards(folder, "weights")
+    optim.ema their average. Without those of the objective's module."""
+    weights = open_shards(folder, "ema") or open_shards(folder, "weights")
+    names = [name for name in weights if not name.startswith("objective_module.")]
+    return rename_tensors(weights, {name: name for name in names})
 
 
 def load_weights(folder: Path, kind: str, weights: dict[str, torch.Tensor]) -> bool:
     """Put a checkpoint's tensors of a kind (weights, ema, reference) into `weights`, sharded or not. ->
     whether it has any"""
-    # the shards are read into these tensors themselves: detach() shares their memory
-    return bool(load_shards(folder, kind, lambda name, _like: weights[name].detach()))
+
+    def place(name, like):
+        if name not in weights or weights[name].shape != like.shape:
+            raise BadInput(f"{folder}: {printable(name)}: not of this model")
+        # it shares the weight's memory, so the shards are read into the weight itself
+        return weights[name].detach()
+
+    loaded = load_shards(folder, kind, place)
+    missing = [name for name, p in weights.items() if p.requires_grad and name not in loaded]
+    if loaded and missing:
+        raise BadInput(f"{folder}: holds no {missing[0]}: not of this model")
+    return bool(loaded)
 
 
 def load_checkpoint(fabric, folder: Path, policy, optimizer, averages: dict) -> None:
@@ -248,4 +265,5 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer, averages: dict) -> 
     random = load_shards(folder, "random", lambda _name, like: torch.empty_like(like, device="cpu"))
     state_R = random["state_R"]
     if len(state_R) == fabric.world_size:  # at another number of ranks they keep their own state
-        _generator(fabric).set_state(state_R[fabric.global_rank].clone())
+        with user_error(None, folder, RuntimeError):
+            _generator(fabric).set_state(state_R[fabric.global_rank].clone())

@@ -7,10 +7,11 @@ import re
 import signal
 import stat
 import sys
+import threading
 import time
 import traceback
 from datetime import timedelta
-from errno import EDQUOT, EFBIG, ENOSPC, EPIPE
+from errno import EDQUOT, EFBIG, EINVAL, ENOSPC, EPIPE
 
 # For the processes that this one launches, since torch reads it while it is imported: a rank whose
 # peer has died would print a C++ stack beside our line.
@@ -36,6 +37,7 @@ class Interrupted(BaseException):
 
 
 launched_fabrics = []  # every Fabric of this process: its child processes end with this one
+_ending = threading.Lock()  # taken by whoever answers a signal
 debug = False  # set by --debug: exceptions then reach pdb as they are
 
 
@@ -81,21 +83,27 @@ def user_error(setting: str | None, path=None, errors=(OSError, ValueError, Recu
         raise BadInput(f"{setting}: {line}" if setting else line) from None
 
 
-def parse_file(setting: str | None, path, parse=str, at_most: int = 2**26):
-    """parse(text of a UTF-8 file of at most so many bytes). Whatever the parser raises becomes
-    BadInput, and so does a pipe or a device: a read of them may never end."""
+def read_regular(path, at_most: int = 2**32) -> bytes:
+    """The bytes of a file. Raises OSError, also for a pipe or a device: a read of them may never end;
+    and ValueError for a file of more bytes than at_most."""
 
     def without_waiting(path, flags):  # for a writer at the other end of a pipe
         return os.open(path, flags | os.O_NONBLOCK)
 
-    with user_error(setting, path, Exception):
-        with open(path, "rb", opener=without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("not a regular file")
-            content = file.read(at_most + 1)
-        if len(content) > at_most:
+    with open(path, "rb", opener=without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(EINVAL, "not a regular file", str(path))
+        if status.st_size > at_most:
             raise ValueError(f"larger than {at_most:,} bytes")
-        return parse(content.decode("utf-8"))
+        return file.read()
+
+
+def parse_file(setting: str | None, path, parse=str, at_most: int = 2**26):
+    """parse(text of a UTF-8 file of at most so many bytes). Whatever the parser raises becomes
+    BadInput, and so does what is no regular file."""
+    with user_error(setting, path, Exception):
+        return parse(read_regular(path, at_most).decode("utf-8"))
 
 
 @contextlib.contextmanager
@@ -130,10 +138,30 @@ def end_process(code: int) -> None:
 def _end_on_signal(number, _frame=None) -> None:
     """For signals that arrive before the run handles them itself (stop.Stop): there is nothing
     to save yet."""
+    if not _ending.acquire(blocking=False):
+        return  # the other one of handler and thread ends the process
     if rank() == 0:
         with contextlib.suppress(OSError):
             os.write(2, f"error: stopped by {signal.Signals(number).name}\n".encode())
     end_process(128 + number)
+
+
+def _handle_signals() -> None:
+    """Answer signals by _end_on_signal, called by Python between two of its own instructions, or by a
+    thread where torch waits for another process for minutes. Raises ValueError in a thread."""
+    numbers, pipe = os.pipe()
+    os.set_blocking(pipe, False)
+    for number in ending_signals():
+        signal.signal(number, _end_on_signal)
+    signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+
+    def answer():
+        while True:
+            number = os.read(numbers, 1)[0]  # templates have a timer, which is a signal, too
+            if signal.getsignal(number) is _end_on_signal:
+                _end_on_signal(number)
+
+    threading.Thread(target=answer, daemon=True).start()
 
 
 def _print_error(text: str) -> None:
@@ -186,8 +214,7 @@ def run_cli(main):
     """Run main() as a program: a known error is one line on stderr, and an error on one rank ends
     all ranks."""
     with contextlib.suppress(ValueError):  # a thread cannot set signal handlers
-        for number in ending_signals():
-            signal.signal(number, _end_on_signal)
+        _handle_signals()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal may not know every character
             with contextlib.suppress(OSError):
@@ -205,7 +232,9 @@ def run_cli(main):
     with contextlib.suppress(OSError):  # seen again by the flush below
         if text and launched:
             _print_error_once(torch, text)
-        elif text and rank() == 0:
+        elif text:
+            # Most often rank 0 has the same error, and the launcher ends this rank while it waits.
+            time.sleep(PRINTING_SECONDS if rank() else 0)
             _print_error(text)
     lost_output = False
     for stream in filter(None, (sys.stderr, sys.stdout)):

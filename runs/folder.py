@@ -78,6 +78,8 @@ def take_lock(out: Path) -> int:
     except OSError as e:
         say(f"{out}: no locks on this file system ({e.strerror}): a second run is not kept out")
     since = time.strftime("%Y-%m-%d %H:%M:%S")
+    if os.fstat(fd).st_nlink > 1:  # of a copy by links (cp -al): the file is another run's, too
+        return fd
     os.ftruncate(fd, 0)
     os.write(fd, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
     return fd
@@ -226,8 +228,11 @@ class RunFolder:
             "versions": versions,
         }
         file = self.path / "starts.jsonl"
-        with disk_error(file), open(file, "a", encoding="utf-8", opener=open_no_link) as lines:
-            lines.write(json.dumps(start) + "\n")
+        before = b""
+        if file.is_file() and not file.is_symlink():
+            before = file.read_bytes()
+        # not appended to: in a copy by links (cp -al) the file is another run's, too
+        write_atomically(file, before + json.dumps(start).encode() + b"\n")
 
     def close(self) -> None:
         """Give the lock back."""

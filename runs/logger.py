@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from runs.console import VALIDATION_CELLS, Progress, fit_80_columns, format_cells, say
-from runs.errors import BadInput, disk_error, printable, rank
+from runs.errors import BadInput, disk_error, parse_file, printable, rank, read_regular
 from runs.files import open_no_link, write_atomically, write_json
 from runs.optimizer import Plan
 from runs.settings import RunSettings
@@ -86,7 +86,7 @@ def read_claimed_rows(path: Path, claim: list | None, checkpoint: Path) -> bytes
         return b""
     n_lines, claimed_hash = claim
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError:  # a file that cannot be read has none of the claimed rows
         content = b""
     claimed_rows = b"".join(content.splitlines(keepends=True)[:n_lines])
@@ -152,7 +152,7 @@ class Wandb(Tracker):
         id_file = out / "wandb_id"
         run_id = None
         if resumed and id_file.exists():
-            run_id = id_file.read_text()
+            run_id = parse_file(None, id_file)
         try:
             self.run = wandb.init(
                 project=cfg.project,

@@ -109,27 +109,28 @@ def lr_at(step: int, plan: Plan, o: Optim) -> float:
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:
     """AdamW, or bitsandbytes' 8-bit AdamW, of the parameters that require a gradient. Weight decay
-    skips biases and norms (both have one dimension) and embeddings.
+    skips biases and norms (both have one dimension) and embeddings. Parameters of the objective's
+    module have a learning rate of their own if the module has an `lr_scale`.
 
     A fork hands over another function of this form. Each step sets the learning rate of a group, times
     the group's "lr_scale" if it has one. The optimizer's `state` is saved and resumed."""
-    o, embeddings = cfg.optim, set()
+    o, embeddings, scale_of = cfg.optim, set(), {}
+    if module := getattr(policy, "objective_module", None):
+        scale_of = dict.fromkeys(map(id, module.parameters()), getattr(module, "lr_scale", 1.0))
     for submodule in policy.modules():
         if isinstance(submodule, torch.nn.Embedding):
             embeddings.add(id(submodule.weight))
-    with_decay, without_decay = [], []
+    by_options = {}  # (whether it decays, lr_scale): parameters
     for parameter in policy.parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim < 2 or id(parameter) in embeddings:
-            without_decay.append(parameter)
-        else:
-            with_decay.append(parameter)
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and id(parameter) not in embeddings
+            options = decays, scale_of.get(id(parameter), 1.0)
+            by_options.setdefault(options, []).append(parameter)
     groups = []
-    if with_decay:
-        groups.append({"params": with_decay, "weight_decay": o.weight_decay})
-    if without_decay:
-        groups.append({"params": without_decay, "weight_decay": 0.0})
+    for decays, scale in sorted(by_options, reverse=True):
+        decay = o.weight_decay if decays else 0.0
+        params = by_options[decays, scale]
+        groups.append({"params": params, "weight_decay": decay, "lr_scale": scale})
     options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
     if o.name == "adamw8bit":
         import bitsandbytes  # here, because it is slow to import

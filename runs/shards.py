@@ -11,11 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
 
-from runs.errors import Failed
+from runs.errors import Failed, user_error
 from runs.tensors import LazyTensors
+
+# What reading a damaged file raises: one whose manifest is as wrong as the file.
+DAMAGED = (SafetensorError, CheckpointException, OSError, KeyError, ValueError, RuntimeError)
 
 
 def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -66,7 +70,8 @@ class _Reader(hf_storage.HuggingFaceStorageReader):
 
     def read_metadata(self):
         if self.known_metadata is None:
-            self.known_metadata = super().read_metadata()
+            with user_error(None, self.path, DAMAGED):
+                self.known_metadata = super().read_metadata()
         return self.known_metadata
 
     def tensors_like(self, kind: str) -> dict[str, torch.Tensor]:
@@ -81,7 +86,7 @@ class _Reader(hf_storage.HuggingFaceStorageReader):
 
     def read_into(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
         wanted = {f"{kind}|{name}": x for name, x in tensors.items()}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), user_error(None, self.path, DAMAGED):
             warnings.simplefilter("ignore")  # it warns that no rank waits for another, as we want
             dcp.load(wanted, storage_reader=self, no_dist=True)
 

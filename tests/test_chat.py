@@ -361,6 +361,15 @@ def test_a_template_that_makes_a_text_too_large_for_the_memory_is_ended(
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
+@pytest.mark.survive("R16")
+def test_a_constant_that_jinja_computes_before_the_first_record_is_bounded_too(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(memory, "MOST_MEMORY", 2**27)
+    with pytest.raises(BadInput, match="chat template: more than 0.125 GB of memory"):
+        load([rated([user("p")], [bot("c")])], templated(tmp_path, "{{ '%300000000d' % 1 }}"))
+
+
 @pytest.mark.survive("R17")
 @pytest.mark.parametrize("name", ["qwen2.5", "llama-2"])
 def test_a_long_text_is_bounded_before_it_is_encoded_and_counted_as_cut(real, name, tmp_path):

@@ -1,28 +1,34 @@
 """A new idea is one short file: the examples train, resume to the bit after a kill, and give the same on two processes;
 and a copy of kto.py with another loss does all that by the commands that a user types."""
 
+import copy
 import csv
 import json
+import math
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
+import transformers
 from conftest import (
     ROOT,
     Started,
     assert_same,
     checkpoint_tensors,
     killed,
+    last_of_each,
     numbers,
     ranks,
     result,
@@ -30,7 +36,9 @@ from conftest import (
     until,
 )  # fmt: skip
 from safetensors.torch import load_file
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+import data
 import dpo
 import kto
 import model
@@ -40,10 +48,17 @@ from runs.cli import parse
 from runs.errors import BadInput, Failed, Interrupted
 from runs.optimizer import make_optimizer
 from setup import setup
-from train import Trainer
+from train import Objective, Trainer
 
 EXAMPLES = ROOT / "examples"
 sys.path += [str(EXAMPLES), str(ROOT / "benchmarks")]
+
+from rating_head import RatingKTO  # noqa: E402
+from rating_head import RatingSettings as RatingArguments  # noqa: E402
+from rating_head import Settings as RatingSettings  # noqa: E402
+from tdpo import TDPO  # noqa: E402
+from tdpo import Settings as TDPOSettings  # noqa: E402
+
 COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
           "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
 
@@ -55,6 +70,7 @@ HANDED = {
     "token_kto": (kto, {"objective": "TokenKTO"}, ()),
     "z_by_source": (kto, {"objective": "ZBySource"}, ()),
     "tr_kto": (kto, {"objective": "TRKTO", "settings": "Settings"}, ("--kto.interval=2",)),
+    "rating_head": (kto, {"objective": "RatingKTO", "settings": "Settings"}, ()),
     "muon": (kto, {"optimizer": "muon"}, ("--optim.ema=0.5",)),
     "simpo": (dpo, {"objective": "SimPO", "settings": "Settings"}, ()),
     "orpo": (dpo, {"objective": "ORPO", "settings": "Settings"}, ()),
@@ -314,7 +330,8 @@ def test_a_trainer_with_our_own_z_has_the_numbers_of_kto_py(tiny, ratings, tmp_p
 
 
 @pytest.mark.parametrize(
-    "program", ["bco", "ema_z", "simpo", "hinge", "orpo", "tr_kto", "muon", "grpo"]
+    "program",
+    ["bco", "ema_z", "simpo", "hinge", "orpo", "tr_kto", "rating_head", "muon", "grpo"],
 )
 def test_an_example_runs_where_it_lies_by_its_command_and_resumes_by_the_printed_one(
     program, clone, tmp_path
@@ -418,10 +435,15 @@ def test_an_override_of_forward_is_reached_on_every_path_whatever_the_cut(tiny, 
 
 
 @pytest.mark.parametrize(
-    "example, setting", [("token_kto", "--data.score_prompt=true"), ("token_kto", "--reference_cache=c"),
-                         ("tdpo", "--strategy=fsdp")]
-)  # fmt: skip
-def test_what_an_objective_by_token_cannot_have_is_refused_before_any_work(
+    "example, setting",
+    [
+        ("token_kto", "--data.score_prompt=true"),
+        ("token_kto", "--reference_cache=c"),
+        ("tdpo", "--strategy=fsdp"),
+        ("rating_head", "--data.score_prompt=true"),
+    ],
+)
+def test_what_an_objective_of_tokens_cannot_have_is_refused_before_any_work(
     example, setting, tiny, ratings, pairs, tmp_path
 ):
     data = pairs if HANDED[example][0] is dpo else ratings
@@ -657,3 +679,299 @@ def test_the_help_of_a_fork_begins_with_its_own_docstring(clone, tmp_path):
     code, said, stderr = run(clone, tmp_path / "a", "python examples/tr_kto.py --help").ended()
     assert code == 0 and "TR-KTO (arXiv 2404.09656)" in said, stderr
     assert "--kto.interval" in said and "from one such update to the next" in said
+
+
+# ---- a module of one's own ---------------------------------------------------------------------
+
+HEAD = ("--batch_size=7", "--max_steps=5", "--epochs=9", "--optim.lr=1e-2", "--kto.beta=0.5",
+        "--eval.samples=0", "--optim.clip=0.1", "--save_interval=null")  # fmt: skip
+
+
+def rated(tiny, ratings, out: Path, *argv: str) -> dict:
+    return train_example("rating_head", tiny, ratings, out, *HEAD, *argv)
+
+
+CUTS = {
+    "examples": ("--micro_batch_size=1",),
+    "tokens": ("--micro_batch_tokens=70",),
+    "ddp": ("--micro_batch_size=2", "--strategy=ddp"),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("lora", [(), ("--lora.rank=2",)])
+def test_a_modules_gradient_is_that_of_the_whole_step_in_every_cut(
+    cut, lora, tiny, ratings, tmp_path
+):
+    argv = ("--precision=64-true", *lora)
+    whole = rated(tiny, ratings, tmp_path / "whole", *argv)
+    given = (tiny, ratings, tmp_path / "cut", *argv, *CUTS[cut])
+    many, *_ = ranks(2 if cut == "ddp" else 1, lambda rank: rated(*given))
+    for a, b in zip(numbers(many), numbers(whole), strict=True):
+        for name in ("loss", "rating_loss", "grad_norm", "kl"):
+            assert a[name] == pytest.approx(b[name], rel=1e-12 if a["step"] == 1 else 1e-9), name
+    assert min(row["grad_norm"] for row in whole["rows"]) > 0.1, "clipping acts"
+    one, two = (saved(tmp_path / name, 5, "weights") for name in ("whole", "cut"))
+    for name in ("objective_module.weight", "objective_module.bias"):
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_module_is_saved_and_resumed_to_the_bit_and_never_exported(
+    strategy, tiny, ratings, tmp_path
+):
+    argv = ("--precision=32-true", f"--strategy={strategy}", "--optim.ema=0.5")
+
+    def run(name, *more):
+        given = (tiny, ratings, tmp_path / name, *argv, *more)
+        return ranks(2, lambda rank: rated(*given))[0]
+
+    whole = run("whole")
+    run("run", "--stop_at=3")
+    assert_same(run("run", "--resume=auto"), whole)
+    assert whole["weights"].keys() == load_file(tiny / "model.safetensors").keys()
+    for kind in ("weights", "ema", "optimizer"):
+        one, two = (saved(tmp_path / name, 5, kind) for name in ("run", "whole"))
+        assert one.keys() == two.keys() and any("objective_module.bias" in n for n in one)
+        assert all(torch.equal(x, two[n]) for n, x in one.items())
+    rated(tiny, ratings, tmp_path / "one", "--precision=32-true", "--micro_batch_size=2")
+    one, two = (saved(tmp_path / name, 5, "weights") for name in ("one", "whole"))
+    head = "objective_module.weight"
+    torch.testing.assert_close(one[head], two[head], rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_with_a_module_is_exported_and_started_from_without_it(
+    tiny, ratings, tmp_path
+):
+    for lora in (), ("--lora.rank=2",):
+        out = tmp_path / f"lora-{len(lora)}"
+        weights = rated(tiny, ratings, out, *lora)["weights"]
+        checkpoint = out / "checkpoints" / "step-00000005"
+        conftest.start("export", [str(checkpoint), f"--out={out / 'exported'}"])
+        exported = load_file(out / "exported" / "model.safetensors")
+        assert exported.keys() == weights.keys()
+        assert all(torch.equal(x, weights[n]) for n, x in exported.items())
+        train(checkpoint, ratings, out / "next", "--batch_size=6", "--max_steps=1")
+
+
+def test_a_module_gets_the_states_that_predict_the_tokens_and_its_gradient_reaches_the_model(
+    tiny, ratings, tmp_path
+):
+    """Against transformers, with the loss of the head alone."""
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tiny).transformer
+    losses, lengths = [], []
+
+    class Compares(RatingKTO):
+        def make_module(self, width):
+            head = super().make_module(width)
+            self.copy = copy.deepcopy(head)
+            return head
+
+        def loss(self, logps, ref_logps, batch, z):
+            for example, outputs in zip(batch.examples, batch.outputs[:, 0]):
+                x, (y,) = example.prompt, example.completions
+                with torch.enable_grad():
+                    states = hf(torch.tensor([[*x, *y]])).last_hidden_state[0]
+                    logits = self.copy(states[len(x) - 1 : -1])
+                    target = torch.full((1,), float(example.label))
+                    losses.append(binary_cross_entropy_with_logits(logits[-1], target))
+                torch.testing.assert_close(outputs[: len(y)], logits, atol=1e-4, rtol=0)
+                assert not outputs[len(y) :].any()
+                lengths.append(len(y))
+            _, columns = super().loss(logps, ref_logps, batch, z)
+            return columns["rating_loss"], columns
+
+    argv = (*HEAD, "--max_steps=1", "--save_interval=1", "--optim.clip=null", "--optim.warmup=0",
+            "--micro_batch_size=3", "--precision=32-true", "--optim.lr=1")  # fmt: skip
+    handed = dict(objective=Compares, settings=RatingSettings)
+    handed["optimizer"] = lambda policy, cfg: torch.optim.SGD(policy.parameters())
+    train(tiny, ratings, tmp_path, *last_of_each(argv), **handed)
+    assert len(lengths) == 7 and len(set(lengths)) > 2
+    torch.stack(losses).mean().backward()
+    start, after = model.load_model(tiny).unique_parameters(), saved(tmp_path, 1, "weights")
+    for name, p in {"wpe.weight": hf.wpe.weight, "ln_f.weight": hf.ln_f.weight}.items():
+        step = after[f"transformer.{name}"] - start[f"transformer.{name}"].detach()
+        torch.testing.assert_close(step, -p.grad, atol=1e-5, rtol=1e-3)
+        assert p.grad.abs().max() > 1e-3
+
+
+class Learned(kto.KTO):
+    """KTO whose beta is learned: a module that makes nothing of the hidden states."""
+
+    def make_module(self, width):
+        class Beta(torch.nn.Module):
+            lr_scale = 3.0
+
+            def __init__(self):
+                super().__init__()
+                self.log_beta = torch.nn.Parameter(torch.zeros(1))
+
+            def forward(self, h_TC):
+                return self.log_beta.exp().expand(len(h_TC))
+
+        return Beta()
+
+    def loss(self, logps, ref_logps, batch, z):
+        r = (logps - ref_logps)[:, 0]
+        sign = 2.0 * batch.label - 1
+        beta = batch.outputs[:, 0, 0]
+        return 1 - torch.sigmoid(beta * sign * (r - z)), {"beta": beta}
+
+    metrics = Objective.metrics
+
+
+@pytest.mark.parametrize("n, strategy", [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+def test_a_number_is_learned_with_a_learning_rate_of_its_own(n, strategy, tiny, ratings, tmp_path):
+    argv = ("--batch_size=6", "--max_steps=3", "--optim.lr=1e-2", "--optim.warmup=0", "--precision=32-true",
+            "--optim.schedule=constant", f"--strategy={strategy}")  # fmt: skip
+    run, *_ = ranks(n, lambda r: train(tiny, ratings, tmp_path, *argv, objective=Learned))
+    betas = [math.log(row["beta"]) for row in run["rows"]]
+    assert betas[0] == betas[1] == 0, "at r = 0 beta has no gradient"
+    # AdamW's step for the gradients 0 and g: the corrected means of g and of its square
+    mean, square = 0.1 / (1 - 0.9**2), 0.001 / (1 - 0.999**2)
+    assert abs(betas[2]) == pytest.approx(3 * 1e-2 * mean / square**0.5, rel=1e-2)
+
+
+def test_an_objective_by_token_and_one_with_a_cached_reference_have_a_module_too(
+    tiny, ratings, pairs, tmp_path
+):
+    class ByToken(RatingKTO):
+        by_token = True
+
+    cache = f"--reference_cache={tmp_path / 'cache'}"
+    whole = rated(tiny, ratings, tmp_path / "a", "--precision=32-true")
+    for name, kind, more in (("b", ByToken, ()), ("c", RatingKTO, (cache,))):
+        argv = (*HEAD, "--precision=32-true", *more)
+        out = tmp_path / name
+        run = train(tiny, ratings, out, *argv, objective=kind, settings=RatingSettings)
+        for a, b in zip(numbers(run), numbers(whole), strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+            assert a["rating_loss"] == pytest.approx(b["rating_loss"], abs=1e-5)
+
+    class WithKL(TDPO):
+        def make_module(self, width):
+            return torch.nn.Linear(width, 1)
+
+        def loss(self, logps, ref_logps, batch, z):
+            loss_B, columns = super().loss(logps, ref_logps, batch, z)
+            assert batch.outputs.shape[:3] == batch.vocabulary_kl.shape
+            return loss_B + batch.outputs.square().mean((1, 2, 3)), columns
+
+    handed = {"objective": WithKL, "settings": TDPOSettings, "program": "dpo"}
+    rows = train(tiny, pairs, tmp_path / "d", *COMMON, "--optim.lr=1e-3", **handed)["rows"]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora.rank=2",)])
+def test_a_module_goes_on_from_one_iteration_to_the_next(lora, tiny, ratings, tmp_path):
+    class OnlineRating(RatingKTO):
+        records = "prompts"
+
+    argv = (*COMMON, *HANDED["grpo"][2], "--batch_size=6", "--epochs=1", *lora)
+    handed = dict(program="online", objective=OnlineRating, settings=OnlineRatingSettings)
+    handed |= dict(checker=lambda answers: [len(a.completion) % 2 == 0 for a in answers])
+
+    def run(name, *more):
+        return train(tiny, ratings, tmp_path / name, *last_of_each([*argv, *more]), **handed)
+
+    whole = run("whole")
+    run("run", "--stop_at=4")
+    assert_same(run("run", "--resume=auto"), whole)
+
+
+@dataclass(frozen=True)
+class OnlineRatingSettings(online.Settings):
+    kto: RatingArguments = field(default_factory=RatingArguments)
+
+
+@pytest.mark.parametrize(
+    "module, fault",
+    [
+        (lambda: torch.nn.BatchNorm1d(32), "running_mean, running_var, num_batches_tracked: only"),
+        (lambda: torch.nn.Linear(32, 1).requires_grad_(False), "weight, bias: only parameters"),
+        (lambda: torch.nn.ParameterDict({"beta": torch.zeros(())}), "beta: expected at least one"),
+        (lambda: torch.nn.Flatten(0), r"one output a token, shape \((\d+), ...\), not \("),
+    ],
+)
+def test_a_module_that_could_not_be_saved_or_used_is_refused(
+    module, fault, tiny, ratings, tmp_path
+):
+    class Wrong(kto.KTO):
+        def make_module(self, width):
+            return module()
+
+    with pytest.raises((BadInput, Failed), match=f"make_module: {fault}"):
+        train(tiny, ratings, tmp_path, *COMMON, objective=Wrong)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_of_another_module_is_refused_by_its_name(tiny, ratings, tmp_path):
+    class Wider(RatingKTO):
+        def make_module(self, width):
+            return torch.nn.Linear(width, 2)
+
+    class Other(RatingKTO):
+        def make_module(self, width):
+            return torch.nn.ParameterDict({"x": torch.zeros(1)})
+
+    rated(tiny, ratings, tmp_path, "--stop_at=2")
+    for kind, fault in (
+        (Wider, "objective_module.bias: not of this model"),
+        (Other, "objective_module.bias: not of this model"),
+        (kto.KTO, "objective_module.bias: not of this model"),
+    ):
+        with pytest.raises(BadInput, match=f"step-00000002: {fault}"):
+            argv = (*HEAD, "--resume=auto")
+            train(tiny, ratings, tmp_path, *argv, objective=kind, settings=RatingSettings)
+    argv, settings = (*HEAD, "--stop_at=2"), RatingSettings
+    train(tiny, ratings, tmp_path / "kto", *argv, settings=settings)
+    with pytest.raises(BadInput, match="step-00000002: holds no objective_module.weight"):
+        rated(tiny, ratings, tmp_path / "kto", "--resume=auto")
+
+
+# ---- partners of one's own ---------------------------------------------------------------------
+
+
+class Follower(kto.KTO):
+    """Whose completion each example borrows depends on what the step before has left."""
+
+    shift = 0
+
+    def after_step(self, columns, kl):
+        self.shift = 1 + int(1e6 * columns["loss"].mean().item()) % 5
+
+    def state_dict(self):
+        return {"shift": self.shift}
+
+    def partners(self, examples):
+        seen.append((threading.current_thread() is threading.main_thread(), self.shift))
+        return [(i + self.shift) % len(examples) for i in range(len(examples))]
+
+
+seen: list[tuple[bool, int]] = []
+
+
+def test_partners_of_ones_own_are_chosen_by_what_the_step_before_has_left(tiny, ratings, tmp_path):
+    argv = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--keep_last=9",
+            "--save_interval=1", "--precision=32-true")  # fmt: skip
+    seen.clear()
+    whole = train(tiny, ratings, tmp_path / "whole", *argv, objective=Follower)
+    start_check, *steps = seen
+    left = [state(tmp_path / "whole", step)["shift"] for step in range(1, 6)]
+    assert [shift for _, shift in steps] == [0, *left]
+    assert len({shift for _, shift in steps}) > 2 and all(main for main, _ in seen)
+    train(tiny, ratings, tmp_path / "run", *argv, "--stop_at=3", objective=Follower)
+    again = train(tiny, ratings, tmp_path / "run", *argv, "--resume=auto", objective=Follower)
+    assert_same(again, whole)
+
+
+def test_our_own_partners_are_chosen_a_step_ahead_in_a_thread(tiny, ratings, tmp_path, monkeypatch):
+    threads = []
+
+    def mismatched(examples):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return data.mismatched(examples)
+
+    monkeypatch.setattr("train.mismatched", mismatched)
+    train(tiny, ratings, tmp_path, "--batch_size=7", "--max_steps=3", "--eval.samples=0")
+    assert threads == [True, False, False, False], "of the start check, and of the steps"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -472,3 +473,21 @@ def test_an_average_of_adapters_resumes_to_the_bit(reference, tiny, prompts, tmp
     newest = tmp_path / "whole" / "checkpoints" / "step-00000006"
     average, raw = (checkpoint_tensors(newest, kind) for kind in ("ema", "weights"))
     assert average.keys() == raw.keys() and not torch.equal(average[LORA_A], raw[LORA_A])
+
+
+def test_answers_that_are_a_pipe_are_damaged_answers(tmp_path):
+    os.mkfifo(tmp_path / "answers-1.jsonl")
+    with pytest.raises(BadInput, match="not a regular file"):
+        rollout._read_lines(tmp_path / "answers-1.jsonl")
+
+
+def test_a_checker_may_sort_or_empty_the_list_that_it_gets():
+    answers = [evaluate.Answer("p", text, {}, False) for text in "ba"]
+
+    def checker(given):
+        verdicts = [a.completion == "b" for a in given]
+        given.sort(key=lambda a: a.completion)
+        return verdicts
+
+    assert evaluate.ask_checker(checker, answers) == [True, False]
+    assert [a.completion for a in answers] == ["b", "a"]

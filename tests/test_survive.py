@@ -275,6 +275,35 @@ def test_a_checkpoint_whose_manifest_names_too_little_is_not_used(name, finished
     assert checkpoint.verify_checkpoint(folder) == f"manifest.json names no {name}"
 
 
+@row("R9")
+def test_a_file_of_weights_that_is_not_a_checkpoints_is_never_read(finished, tiny, tmp_path, capfd):
+    """torch's reader takes every safetensors file of a folder, and of equal names the last one."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    folder = run / "checkpoints" / "step-00000006"
+    theirs = folder / "a-copy.safetensors"
+    shutil.copy(folder / SHARDS[0], theirs)
+    why = "a-copy.safetensors: not a file of this checkpoint: remove it"
+    assert checkpoint.verify_checkpoint(folder) == why
+    assert newest_checkpoint(run).name == "step-00000004"
+    for program in ("generate", "export"):
+        argv = [f"--model={folder}"] if program == "generate" else [str(folder)]
+        assert refused(lambda: start(program, argv)) == 2  # noqa: B023
+        assert why in errors_of(capfd.readouterr().err)[0]
+
+
+@row("R9")
+def test_a_damaged_shard_whose_manifest_says_the_same_is_one_line(finished, tmp_path, capfd):
+    run = shutil.copytree(finished, tmp_path / "run")
+    folder = run / "checkpoints" / "step-00000006"
+    shard = folder / SHARDS[0]
+    shard.write_bytes(shard.read_bytes()[:50])
+    hashes = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(hashes | {shard.name: files.file_hash(shard)}))
+    assert refused(lambda: start("generate", [f"--model={folder}"])) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    assert line.startswith(f"error: {folder}: ")
+
+
 # ---- R10: a full disk ----------------------------------------------------------------------------
 
 
@@ -663,6 +692,8 @@ HOSTILE = {
     ),
     "model_config []": (LITGPT, "[]"),
     "weights": ("model.safetensors", b"\xff" * 100),
+    "an end that is no token": ("generation_config.json", {"eos_token_id": [0, 10**30]}),
+    "a template too deep": ("chat_template.jinja", "{{" + "(" * 5000 + ")" * 5000 + "}}"),
 }
 
 
@@ -684,6 +715,29 @@ def test_a_hostile_model_folder_is_one_line(case, tiny, ratings, tmp_path, capfd
     assert refused(lambda: train(folder, ratings, tmp_path / "run", *RUN)) == 2
     (line,) = errors_of(capfd.readouterr().err)
     assert str(folder) in line and len(line) < 700
+
+
+@row("R15")
+@pytest.mark.parametrize("how", ["a pipe", "a link to nothing"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_among_a_models_files_is_one_line(name, how, tiny, ratings, tmp_path, capfd):
+    """Its reader would wait for a writer for ever; and a link to nothing would count as no file."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name) if how == "a pipe" else (folder / name).symlink_to("nothing")
+    assert refused(lambda: train(folder, ratings, tmp_path / "run", *RUN)) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    assert line == f"error: model: {folder / name}: a pipe or a link to nothing, not a file"
+
+
+@row("R15")
+def test_metrics_that_are_a_pipe_are_refused_by_a_resume(finished, tiny, ratings, tmp_path, capfd):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "metrics.csv").unlink()
+    os.mkfifo(run / "metrics.csv")
+    assert refused(lambda: train(tiny, ratings, run, *RUN, "--resume=auto")) == 2
+    (line,) = errors_of(capfd.readouterr().err)
+    assert "not the 6 rows that step-00000006 was saved with" in line
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
@@ -1097,6 +1151,15 @@ def test_the_rank_that_fails_first_has_written_its_line_before_rank_0_ends_it(gr
     assert line == "rank 1: error: both fail" and ended[0][0] == 2
 
 
+@row("R19")
+def test_what_only_the_second_process_finds_wrong_is_written_by_it(begin, tmp_path):
+    """Before the processes know of each other. torchrun then ends the first one."""
+    env = dict(RANK="1", LOCAL_RANK="1", NODE_RANK="0", GROUP_RANK="0", WORLD_SIZE="2")
+    child = begin("--model=nowhere/at/all", TORCHELASTIC_RUN_ID="test", **env)
+    code, _, stderr = child.ended()
+    assert code == 2 and stderr.startswith("rank 1: error: model: nowhere/at/all: no such folder")
+
+
 # ---- R20: links ----------------------------------------------------------------------------------
 
 LINKED = ["metrics.csv", "val.csv", "settings.yaml", "eval/step-0.json", ".final.tmp", ".final.old",
@@ -1138,6 +1201,18 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_points_at_stays(
     assert refused(lambda: train(tiny, ratings, out, *RUN)) == 2
     (line,) = errors_of(capfd.readouterr().err)
     assert line == f"error: out_dir: {out}/.lock: a link: remove it" and mine.read_text() == "mine"
+
+
+@row("R20")
+def test_a_copy_of_a_run_by_hard_links_changes_nothing_in_the_run(tiny, ratings, tmp_path):
+    """cp -al: each file of the copy is the run's own file until it is written anew."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    train(tiny, ratings, run, *RUN, "--stop_at=4")
+    shutil.copytree(run, copy, copy_function=os.link)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    train(tiny, ratings, copy, *RUN, "--resume=auto")
+    assert lines(copy / "starts.jsonl") == 2 and lines(copy / "metrics.csv") == 7
+    assert all(p.read_bytes() == content for p, content in before.items())
 
 
 @row("R20")
@@ -1204,13 +1279,12 @@ def test_ctrl_c_while_ranks_wait_for_each_other_is_one_line_and_leaves_no_proces
 
 @row("R11")
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.2])
-def test_ctrl_c_at_any_moment_of_the_start_up_is_one_line_or_a_saved_run(seconds, tmp_path):
-    argv = [sys.executable, ROOT / "kto.py", "--out_dir", tmp_path / "run"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(argv, **pipes)
+@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.2, 0.4, 0.6, 0.9, 1.2])
+def test_ctrl_c_at_any_moment_after_the_imports_is_one_line_or_a_saved_run(seconds, begin):
+    """A forked process has imported everything. During the imports Ctrl-C is Python's own traceback."""
+    child = begin("--max_steps=4000", "--epochs=9999")
     time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    said, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in stderr
+    child.signal(signal.SIGINT)
+    code, said, stderr = child.ended()
+    assert code == 130 and "Traceback" not in stderr
     assert stderr == "error: stopped by SIGINT\n" or "stopped by SIGINT at step" in said

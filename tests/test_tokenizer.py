@@ -171,10 +171,18 @@ def doubling(n: int, pattern="a", content="aa") -> dict:
     return {"type": "Sequence", "normalizers": [replace] * n}
 
 
+END = {"id": "<|endoftext|>", "ids": [0] * 1000, "tokens": ["<|endoftext|>"] * 1000}
+FRAME = [{"SpecialToken": {"id": END["id"], "type_id": 0}}] * 10**5
+
+
 @pytest.mark.survive("R16")
 @pytest.mark.parametrize(
     "part, value",
     [
+        (
+            "post_processor",
+            dict(type="TemplateProcessing", single=FRAME, special_tokens={END["id"]: END}),
+        ),
         ("normalizer", doubling(40)),
         ("normalizer", {"type": "Replace", "pattern": {"Regex": "a"}, "content": "a" * 1001}),
         ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}),
