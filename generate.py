@@ -12,7 +12,6 @@ Shape letters:
     N  packed tokens of the B prompts
 """
 
-import contextlib
 import math
 import re
 import sys
@@ -24,7 +23,7 @@ import torch
 
 from data import pack, to_device
 from hub.lora import merge_for_sampling
-from model import KVCache, LoraGPT
+from model import KVCache
 from records.forms import Fault, Record
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
@@ -114,9 +113,7 @@ def generate(
     answer_AY = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: no token
     rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
     most = math.ceil(len(prompts) / fabric.world_size)  # prompts of a rank
-    merged = contextlib.nullcontext()
-    if isinstance(sampler.module, LoraGPT):
-        merged = merge_for_sampling(sampler.module, compute_dtype(fabric))
+    merged = merge_for_sampling(sampler.module, compute_dtype(fabric))
     try:
         # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
         with merged, fabric.autocast(), keep_gathered(policy, fabric.device):

@@ -1,7 +1,7 @@
 """A GPT on packed batches: attention that shares prompts, a key/value cache for sampling, loading.
 
-The blocks, the LoRA layers and the conversion of weights are litgpt's. Reading order: PackedAttention, _PackedGPT;
-the LM head is in head.py.
+The blocks, the LoRA layers and the conversion of weights are litgpt's; in TransformersGPT the blocks are transformers'.
+Reading order: PackedAttention, _Packed, _PackedGPT; the LM head is in head.py.
 
 Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
 
@@ -33,17 +33,19 @@ from typing import NamedTuple
 
 import litgpt.lora
 import litgpt.model
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from data import NextTokens, PackedBatch, to_device
+from data import NextTokens, PackedBatch, pack, to_device
 from head import Chunks, Head, entropy_of, logp_of
 from hub.families import rope_tables
-from hub.lora import adapter_arguments, create_adapters
+from hub.lora import config_with_adapters, create_adapters, plain_names
+from hub.transformers_models import TransformersBlocks, constants, make_causal_lm, their_errors
 from hub.weights import fill_model, read_source, read_weights, weights_must_fit
-from runs.errors import BadInput, Failed
+from runs.errors import BadInput, Failed, printable
 from runs.settings import Lora
 from runs.tensors import LazyTensors, set_weights
 
@@ -335,8 +337,8 @@ class KVCache:
     def attend(self, attn, q, k, v):
         """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Fills the slots of k and v."""
         if attn not in self.tensors:
-            shape = len(self.row_B), k.shape[1], self.slots, k.shape[3]
-            self.tensors[attn] = k.new_zeros(shape), v.new_zeros(shape)
+            shape = len(self.row_B), k.shape[1], self.slots
+            self.tensors[attn] = k.new_zeros(*shape, k.shape[3]), v.new_zeros(*shape, v.shape[3])
         new_k, new_v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
         slot = self.position_RQ.flatten()
         if self.copied_token is not None:
@@ -350,7 +352,8 @@ class KVCache:
         k, v = cached_k[:, :, : self.length], cached_v[:, :, : self.length]
         # The query heads that share a key head become queries of this head: keys need not be repeated.
         grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
-        return sdpa(attn, grouped, k, v, self.mask(attn.window)).reshape(q.shape)
+        out = sdpa(attn, grouped, k, v, self.mask(attn.window))
+        return out.reshape(*q.shape[:3], v.shape[3])
 
     def mask(self, window: int | None):
         """(B, 1, 1, length): which slots the current tokens see."""
@@ -364,8 +367,9 @@ class KVCache:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-class _PackedGPT:
-    """Makes litgpt's GPT (plain or LoRA) take a PackedBatch or a KVCache."""
+class _Packed:
+    """What every model does with a PackedBatch or a KVCache. A model has, besides: config, blocks, embedding, lm_head,
+    hidden and set_tables."""
 
     # True: the backward runs blocks again instead of saving their activations
     activation_checkpointing = False
@@ -378,35 +382,8 @@ class _PackedGPT:
         super().__init__(config)
         # of the objective's own (train.Objective.make_module): trained and saved with the model, never exported
         self.objective_module: nn.Module | None = None
-        if config.latent_attention:
-            raise BadInput(f"model: {config.name}: latent attention is not supported")
-        if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
-            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        width = config.attention_scores_scalar or config.head_size
-        for block in self.transformer.h:
-            attn = block.attn
-            attn.window = None
-            if attn.apply_sliding_window_attention:
-                attn.window = config.sliding_window_size
-            attn.scale = attn.mscale**2 / math.sqrt(width)
-            attn.cap = config.attention_logit_softcapping
-            attn.forward = functools.partial(_attention_forward, attn)
         # attached to lm_head, so that FSDP2 gathers the head's weight before the call
         self.lm_head.logp = functools.partial(_logp, self)
-        self._scale(**config.hf_config.get("scales", {}))
-
-    def _scale(self, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1) -> None:
-        """Granite's factors, for which litgpt's block has no place: they multiply the modules' outputs."""
-        factors = {
-            self.transformer.wte: embedding_multiplier,
-            self.transformer.ln_f: 1 / logits_scaling,
-        }
-        for block in self.transformer.h:
-            factors[block.post_attention_norm] = residual_multiplier
-            factors[block.post_mlp_norm] = residual_multiplier
-        for module, factor in factors.items():
-            if factor != 1:
-                module.register_forward_hook(lambda m, args, y, factor=factor: y * factor)
 
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
         """PackedBatch -> (B, K) summed log-probs of the completions, in nats: float64 for a float64 model, else
@@ -458,28 +435,6 @@ class _PackedGPT:
         h_QC = self.hidden(x.token_N[None], x.position_N[None], PackedAttention(x))[0]
         return NextTokens(h_QC[x.source_T], self.head)
 
-    def hidden(self, token_RQ, position_RQ, attention: PackedAttention | KVCache):
-        """-> last hidden states (R, Q, C)."""
-        config = self.config
-        x_RQC = self.transformer.wte(token_RQ)
-        if config.scale_embeddings:
-            x_RQC = x_RQC * torch.tensor(config.n_embd**0.5, dtype=x_RQC.dtype)
-        if "wpe" in self.transformer:
-            x_RQC = x_RQC + self.transformer.wpe(position_RQ)
-        cos, sin = self.cos[position_RQ], self.sin[position_RQ]
-        for i, block in enumerate(self.transformer.h):
-            block_cos, block_sin = cos, sin
-            if config.rope_indices is not None:  # Gemma 3: local layers have another base
-                block_cos = cos[..., config.rope_indices[i]]
-                block_sin = sin[..., config.rope_indices[i]]
-            # litgpt's block hands its fourth argument, there a mask, to its attention
-            inputs = x_RQC, block_cos, block_sin, attention
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_RQC = checkpoint(block, *inputs, use_reentrant=False)
-            else:
-                x_RQC = block(*inputs)
-        return self.transformer.ln_f(x_RQC)
-
     def head(self, h):
         """Hidden states (..., C) -> logits (..., V), softcapped where the model does that."""
         logits = self.lm_head(h)
@@ -498,17 +453,17 @@ class _PackedGPT:
     @property
     def tied(self) -> bool:
         """Whether the head's matrix is the embedding."""
-        return self._head_linear().weight is self.transformer.wte.weight
+        return self._head_linear().weight is self.embedding.weight
 
     def tie(self) -> None:
         """Make the embedding the head's matrix."""
-        self._head_linear().weight = self.transformer.wte.weight
+        self._head_linear().weight = self.embedding.weight
 
     def cache_bytes(self, slots: int) -> int:
         """Bytes of a KVCache for one sequence, in the dtype of the embedding."""
         c = self.config
         numbers = 2 * c.n_layer * c.n_query_groups * c.head_size * slots
-        return numbers * self.transformer.wte.weight.element_size()
+        return numbers * self.embedding.weight.element_size()
 
     def unique_parameters(self, with_objective: bool = True) -> dict[str, nn.Parameter]:
         """Parameters by name. A tied head appears only as the embedding. with_objective: those of the objective's
@@ -525,7 +480,7 @@ class _PackedGPT:
         return {n: p for n, p in parameters.items() if not n.startswith("objective_module.")}
 
 
-def _logp(model: _PackedGPT, h_TC, target_T, entropy: bool = False):
+def _logp(model: _Packed, h_TC, target_T, entropy: bool = False):
     """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together. And the entropy (T,), or
     None."""
     device, cap = h_TC.device.type, model.config.final_logit_softcapping
@@ -550,7 +505,7 @@ def _logp(model: _PackedGPT, h_TC, target_T, entropy: bool = False):
     return torch.cat(logps), torch.cat(entropies) if entropy else None
 
 
-def _logp_and_kl(model: _PackedGPT, h_TC, target_T, other: NextTokens):
+def _logp_and_kl(model: _Packed, h_TC, target_T, other: NextTokens):
     """(T, 2): log-probs of the targets, and KL(other || model) over the vocabulary, both in nats and with gradient. The
     logits of a chunk are computed again in the backward."""
     size = Chunks.of(h_TC.device.type, model.config.padded_vocab_size).size
@@ -564,6 +519,74 @@ def _logp_and_kl(model: _PackedGPT, h_TC, target_T, other: NextTokens):
 
     parts = zip(h_TC.split(size), target_T.split(size), other.h_TC.split(size))
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts])
+
+
+class _PackedGPT(_Packed):
+    """litgpt's GPT (plain or LoRA)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.latent_attention:
+            raise BadInput(f"model: {config.name}: latent attention is not supported")
+        if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
+            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        width = config.attention_scores_scalar or config.head_size
+        for block in self.blocks:
+            attn = block.attn
+            attn.window = None
+            if attn.apply_sliding_window_attention:
+                attn.window = config.sliding_window_size
+            attn.scale = attn.mscale**2 / math.sqrt(width)
+            attn.cap = config.attention_logit_softcapping
+            attn.forward = functools.partial(_attention_forward, attn)
+        self._scale(**config.hf_config.get("scales", {}))
+
+    def _scale(self, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1) -> None:
+        """Granite's factors, for which litgpt's block has no place: they multiply the modules' outputs."""
+        factors = {
+            self.transformer.wte: embedding_multiplier,
+            self.transformer.ln_f: 1 / logits_scaling,
+        }
+        for block in self.blocks:
+            factors[block.post_attention_norm] = residual_multiplier
+            factors[block.post_mlp_norm] = residual_multiplier
+        for module, factor in factors.items():
+            if factor != 1:
+                module.register_forward_hook(lambda m, args, y, factor=factor: y * factor)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.transformer.h
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.transformer.wte
+
+    def set_tables(self, dtype: torch.dtype) -> None:
+        """Make the tables of rotary positions."""
+        self.cos, self.sin = (x.to(dtype) for x in rope_tables(self))
+
+    def hidden(self, token_RQ, position_RQ, attention: PackedAttention | KVCache):
+        """-> last hidden states (R, Q, C)."""
+        config = self.config
+        x_RQC = self.transformer.wte(token_RQ)
+        if config.scale_embeddings:
+            x_RQC = x_RQC * torch.tensor(config.n_embd**0.5, dtype=x_RQC.dtype)
+        if "wpe" in self.transformer:
+            x_RQC = x_RQC + self.transformer.wpe(position_RQ)
+        cos, sin = self.cos[position_RQ], self.sin[position_RQ]
+        for i, block in enumerate(self.blocks):
+            block_cos, block_sin = cos, sin
+            if config.rope_indices is not None:  # Gemma 3: local layers have another base
+                block_cos = cos[..., config.rope_indices[i]]
+                block_sin = sin[..., config.rope_indices[i]]
+            # litgpt's block hands its fourth argument, there a mask, to its attention
+            inputs = x_RQC, block_cos, block_sin, attention
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x_RQC = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                x_RQC = block(*inputs)
+        return self.transformer.ln_f(x_RQC)
 
 
 def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, *_unused):
@@ -597,12 +620,22 @@ class GPT(_PackedGPT, litgpt.model.GPT): ...
 class LoraGPT(_PackedGPT, litgpt.lora.GPT): ...
 
 
+class TransformersGPT(_Packed, TransformersBlocks): ...
+
+
+def _model_of(config: litgpt.Config) -> nn.Module:
+    """A model of this config; adapters are a part of it. Raises BadInput."""
+    if "transformers" in config.hf_config:
+        return TransformersGPT(config)
+    return (LoraGPT if isinstance(config, litgpt.lora.Config) else GPT)(config)
+
+
 @torch.no_grad()
 def cast_linears_to_bfloat16(model: nn.Module) -> None:
     """Hold the linear layers in bfloat16, except a matrix that is the embedding, too. Under bfloat16 autocast, which
     would cast them at each use, log-probs stay the same bits in half the memory."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight is not model.transformer.wte.weight:
+        if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
             module.to(torch.bfloat16)
 
 
@@ -618,15 +651,12 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
 
 
 def make_model(arguments: dict, lora: Lora | None, names: dict | None) -> nn.Module:
-    """A model whose weights are still to be loaded, from arguments of litgpt's Config; a LoraGPT if `lora` has a rank.
+    """A model whose weights are still to be loaded, from arguments of litgpt's Config; with adapters if `lora` has a
+    rank.
 
-    names: Hugging Face's names of the weights (see hub/families.py), which lora.targets may use; None for a litgpt
-    folder. Raises BadInput.
+    names: as in hub.families.ModelConfig; lora.targets may use them. Raises BadInput.
     """
-    adapters = adapter_arguments(lora, names)
-    if adapters:
-        return LoraGPT(litgpt.lora.Config(**arguments, **adapters))
-    return GPT(litgpt.Config(**arguments))
+    return _model_of(config_with_adapters(arguments, lora, names))
 
 
 def read_folder_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:
@@ -652,12 +682,72 @@ def load_model(
         with torch.device("meta"):
             model = make_model(arguments, lora, names)
         fill_model(model, folder, source, dtype)
-    cos, sin = rope_tables(model)
-    model.cos, model.sin = cos.to(dtype), sin.to(dtype)
+    model.set_tables(dtype)
     model.requires_grad_(True)
-    if isinstance(model, LoraGPT):
+    if isinstance(model.config, litgpt.lora.Config):
         create_adapters(model, dtype)
+    if isinstance(model, TransformersGPT):
+        compare_with_transformers(model)
     return model
+
+
+# Largest difference of a log-prob, in nats, by the dtype of the weights.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.5}
+
+
+@torch.no_grad()
+def compare_with_transformers(model: TransformersGPT) -> None:
+    """Raise BadInput unless the model computes, on a few packed sequences, the log-probs that transformers' own forward
+    computes on each sequence alone: where completions share a prompt, where the prompts come from a PromptCache, and
+    token by token with a KVCache."""
+    config = model.config
+    plain = make_causal_lm(config.hf_config["transformers"], "eager").eval()
+    weights = plain_names(dict(model.named_parameters(remove_duplicate=False)))
+    # detached: load_state_dict would make our own parameters require a gradient
+    weights = {name: x.detach() for name, x in weights.items()} | constants(model)
+    r = np.random.default_rng(0)
+    prompts = [r.integers(config.vocab_size, size=n) for n in (9, 1, 5)]
+    sizes = (4, 7), (2, 1), (6, 3)
+    completions = [tuple(r.integers(config.vocab_size, size=n) for n in pair) for pair in sizes]
+    batch = pack(prompts, completions)._replace(by_token=True)
+    prompt_cache, longest = PromptCache(), max(map(len, prompts))
+    kv_cache = KVCache(pack(prompts, [(first[:1],) for first, _ in completions]), longest + 1)
+    token_B = torch.tensor([first[0] for first, _ in completions])
+    position_B = torch.tensor(list(map(len, prompts)))
+    where = f"model: {config.name}"
+    with their_errors(where):
+        plain.load_state_dict(weights, assign=True)
+        theirs_BKL, theirs = torch.zeros_like(model(batch, prompt_cache)), []
+        for b, prompt in enumerate(prompts):
+            for k, completion in enumerate(completions[b]):
+                ids = torch.tensor(np.concatenate([prompt, completion]))
+                logp_NV = plain(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+                target_T = ids[len(prompt) :]
+                logp_TV = logp_NV[len(prompt) - 1 : -1]
+                theirs_BKL[b, k, : len(target_T)] = logp_TV.gather(1, target_T[:, None])[:, 0]
+                if k == 0:
+                    theirs.append(logp_NV[len(prompt) - 1 : len(prompt) + 1])
+        ours = [model(kv_cache)]
+        kv_cache.at(token_B, position_B, longest)
+        ours.append(model(kv_cache))
+        differences = {
+            "with shared prompts": model(batch) - theirs_BKL,
+            "with cached prompts": model(batch, prompt_cache) - theirs_BKL,
+            "token by token": torch.stack(ours, 1).double().log_softmax(-1) - torch.stack(theirs),
+        }
+    if (n := len(model.slot.called)) != config.n_layer:
+        parts = {type(part).__name__ for block in model.blocks for part in block.children()}
+        raise BadInput(
+            f"{where}: {n} of {config.n_layer} layers have an attention that can be replaced; "
+            f"they are made of {printable(', '.join(sorted(parts)), 200)}"
+        )
+    most = TOLERANCE[model.embedding.weight.dtype]
+    for name, difference in differences.items():
+        if not (largest := difference.abs().max().item()) <= most:
+            raise BadInput(
+                f"{where}: log-probs {name} are up to {largest:.2g} nats from transformers' own, "
+                f"expected at most {most:g}"
+            )
 
 
 # ---- sharding: rank 0 alone reads the weights ----------------------------------------------------
@@ -687,19 +777,20 @@ def shard_over_ranks(
 def _description(whole: nn.Module) -> tuple:
     """What _empty_like needs, sent to the ranks that do not hold the model."""
     params = whole.named_parameters(remove_duplicate=False)
-    return whole.config, whole.tied, {n: (p.dtype, p.requires_grad) for n, p in params}
+    params = {n: (p.dtype, p.requires_grad) for n, p in params}
+    return whole.config, whole.tied, params, constants(whole)
 
 
-def _empty_like(config, tied: bool, params: dict) -> nn.Module:
+def _empty_like(config, tied: bool, params: dict, constants: dict) -> nn.Module:
     """A model of this description on the meta device, without its weights."""
     with torch.device("meta"):
-        gpt = (LoraGPT if isinstance(config, litgpt.lora.Config) else GPT)(config)
+        gpt = _model_of(config)
     for name, p in list(gpt.named_parameters()):
         owner, _, attribute = name.rpartition(".")
         dtype, learns = params[name]
-        setattr(gpt.get_submodule(owner), attribute, nn.Parameter(p.to(dtype), learns))
+        setattr(gpt.get_submodule(owner), attribute, nn.Parameter(p.to("meta", dtype), learns))
     if tied:
         gpt.tie()
-    dtype = gpt.transformer.wte.weight.dtype
-    gpt.cos, gpt.sin = (x.to(dtype) for x in rope_tables(gpt))
+    gpt.set_tables(gpt.embedding.weight.dtype)
+    gpt.load_state_dict(constants, strict=False)
     return gpt

@@ -27,11 +27,12 @@ from evaluate import Evaluator
 from head import Chunks
 from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
-from hub.families import read_config, weight_layout
+from hub.families import weight_layout
 from hub.folders import fetch_model, folders_on_top
 from hub.lora import merge_adapters, plain_names, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
+from hub.transformers_models import read_model_config
 from hub.weights import weights_hash
 from records.examples import Example, Examples, examples_hash, load_splits
 from records.readers import absolute_sources
@@ -338,10 +339,11 @@ def setup(
         )
 
     # the model's folder and its tokenizer
-    source = fetch_model(cfg.model, weights=not cfg.estimate)
-    arguments, config, names = read_config(source)  # refuses what could not be exported
+    source = fetch_model(cfg.model, weights=not cfg.estimate, code=cfg.model_code)
+    arguments, config, names = read_model_config(source)  # refuses what could not be exported
     cfg = replace(cfg, lora=without_missing_targets(cfg.lora, names))
     if cfg.estimate:
+        refuse_unless(names, "estimate: not for models of transformers' own classes")
         make = partial(model.make_model, arguments, names=names)
         tied = config["tie_word_embeddings"]
         say(Estimate(cfg, make, tied, needs_reference, Chunks.of).describe())
@@ -658,7 +660,7 @@ def load_models(
 
 def load_other_reference(cfg: RunSettings, policy, tokenizer: Tokenizer) -> nn.Module:
     """The model of --reference. Raises BadInput if its token ids mean something else."""
-    folder = fetch_model(cfg.reference, "reference")
+    folder = fetch_model(cfg.reference, "reference", code=cfg.model_code)
     reference = model.load_model(folder, None, dtype_of(cfg.precision))
     same_size = reference.config.padded_vocab_size == policy.config.padded_vocab_size
     if not same_size or not tokenizer.same(Tokenizer(folder)):
@@ -727,9 +729,8 @@ def write_adapter(run: Run, weights: LazyTensors, new: Path | None) -> None:
         base, adapters = base_and_adapters(source)
     else:
         base, adapters = cfg.model, []
-    folder = fetch_model(base) if adapters else source
     if find_path(base).exists():
-        base = str(folder.resolve())
+        base = str(fetch_model(base).resolve())
     export_adapter(weights, new, run.policy.module, source, base, cfg.lora, adapters)
 
 

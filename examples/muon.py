@@ -27,7 +27,7 @@ class Both(torch.optim.Optimizer):
 
 def muon(policy, cfg):
     """Muon (torch's own) for the matrices of the blocks, AdamW for all else."""
-    matrices = [p for p in policy.transformer.h.parameters() if p.ndim == 2 and p.requires_grad]
+    matrices = [p for p in policy.blocks.parameters() if p.ndim == 2 and p.requires_grad]
     adamw, of_muon = make_optimizer(policy, cfg), {id(p) for p in matrices}
     for group in adamw.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in of_muon]

@@ -110,11 +110,11 @@ class Estimate:
                 self.adapters += p.numel()
             else:
                 self.total += p.numel()
-        self.embedding = model.transformer.wte.weight.numel()
+        self.embedding = model.embedding.weight.numel()
         if self.tied:  # the model has a head of its own until weights are loaded
             self.total -= self.embedding
         self.trained = self.adapters if self.lora else self.total
-        linears = [m for m in model.transformer.h.modules() if isinstance(m, nn.Linear)]
+        linears = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
         self.matrices = sum(m.weight.numel() for m in linears)
         # weights of a reference that are held in bf16 under bf16-mixed: all linear layers
         self.linear_weights = self.matrices + (0 if self.tied else self.embedding)
@@ -124,7 +124,7 @@ class Estimate:
 
     def _block_saves(self, model, n: int) -> int:
         """Bytes that a block saves for its backward, of n tokens; its weights do not count."""
-        block = model.transformer.h[-1]
+        block = model.blocks[-1]
         x = torch.empty(1, n, model.config.n_embd, requires_grad=True)
         rope = torch.empty(2, 1, n, *model.cos.shape[1:2])
         saved = {}  # tensors may share a storage, which counts once

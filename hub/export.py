@@ -13,8 +13,9 @@ from pathlib import Path
 import litgpt
 import torch
 
-from hub.families import VISION, Piece, canonical_name, is_transposed, read_config, weight_layout
+from hub.families import IGNORED, VISION, Piece, canonical_name, is_transposed, weight_layout
 from hub.folders import TOKENIZER_FILES
+from hub.transformers_models import read_model_config
 from hub.weights import stored_tensors
 from runs.checkpoint import RunState
 from runs.errors import user_error
@@ -50,13 +51,13 @@ def export_weights(
     """
     config, like, pieces_of = _tensors_to_write(weights, source, dtype)
     kind = str(next(iter(like.values())).dtype).removeprefix("torch.")
-    vision = _vision_tensors(source)
-    like |= vision.like
+    unchanged = _unchanged_tensors(source, pieces_of)
+    like |= unchanged.like
     cache = {}  # weights of ours that the tensor before needed: q, k and v come from one
 
     def tensor(name):
-        if name in vision:
-            return vision[name]
+        if name in unchanged:
+            return unchanged[name]
         # in one order, not a set: all ranks must gather the same weight at the same time
         needed = list(dict.fromkeys(piece.name for piece in pieces_of[name]))
         for ours in cache.keys() - needed:
@@ -65,7 +66,7 @@ def export_weights(
             if ours not in cache:
                 cache[ours] = weights[ours]
         x = torch.cat([cache[piece.name][piece.ours] for piece in pieces_of[name]])
-        if is_transposed(name):
+        if is_transposed(name, pieces_of[name][0].name):
             x = x.T
         return x.to(like[name].dtype)
 
@@ -86,15 +87,16 @@ def _tensors_to_write(
 ) -> tuple[dict, dict, dict[str, list[Piece]]]:
     """(config.json, the tensors to write on the meta device, the pieces of each). Tensors have the
     names that they have in the source's files."""
-    arguments, config, names = read_config(source)
+    arguments, config, names = read_model_config(source)
+    ours = shapes_of(weights)
+    layout = weight_layout(litgpt.Config(**arguments), names, ours)
     in_source = {}  # canonical name: (name in the file, dtype)
     for stored in stored_tensors(source):
-        name = canonical_name(stored.name)
+        name = canonical_name(stored.name, layout)
         in_source[name] = stored.name, DTYPES.get(stored.slice.get_dtype())
-    ours = shapes_of(weights)
     like = {}
     pieces_of = {}
-    for theirs, pieces in weight_layout(litgpt.Config(**arguments), names, ours).items():
+    for theirs, pieces in layout.items():
         x = ours[pieces[0].name]
         name, kind = in_source.get(theirs, (theirs, x.dtype))
         if x.dtype == torch.float64:  # only a run with precision 64-true has these
@@ -102,19 +104,21 @@ def _tensors_to_write(
         elif dtype == "float32":
             kind = torch.float32
         shape = (pieces[-1].theirs.stop, *x.shape[1:])
-        if is_transposed(name):
+        if is_transposed(name, pieces[0].name):
             shape = shape[::-1]
         like[name] = torch.empty(shape, dtype=kind, device="meta")
         pieces_of[name] = pieces
     return config, like, pieces_of
 
 
-def _vision_tensors(source: Path) -> LazyTensors:
-    """The tensors of a vision tower, which go into an export as they are."""
+def _unchanged_tensors(source: Path, written: Mapping) -> LazyTensors:
+    """The tensors of a vision tower, and constants (see transformers_models): they go into an export as they are."""
+    is_ours = not read_model_config(source).names
     file_of = {
         stored.name: stored.file
         for stored in stored_tensors(source)
         if VISION.fullmatch(stored.name)
+        or (is_ours and stored.name not in written and not IGNORED.fullmatch(stored.name))
     }
     tensors_of = {file: open_safetensors(file) for file in set(file_of.values())}
     like = {name: tensors_of[file].like[name] for name, file in file_of.items()}

@@ -11,6 +11,7 @@ positions; names of weights; weight_layout.
 
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +70,8 @@ class ModelConfig(NamedTuple):
     config: dict
     """The content of config.json, with tie_word_embeddings filled in."""
     names: dict[str, str] | None
-    """litgpt's name of a part: Hugging Face's name (see families.yaml). None for a litgpt folder."""
+    """litgpt's name of a part: Hugging Face's name (see families.yaml). Empty for a model of transformers'
+    own class (transformers_models.py), which has Hugging Face's names itself. None for a litgpt folder."""
 
 
 class Unsupported(ValueError):
@@ -443,8 +445,10 @@ IGNORED = re.compile(
 HEAD = re.compile(r"(lm_head|embed_out)\.weight")
 
 
-def canonical_name(name: str) -> str:
-    """The name of a weight in a file, as families.yaml has it."""
+def canonical_name(name: str, known: Collection[str] = ()) -> str:
+    """The name of a weight in a file, as families.yaml has it; names that are `known` stay."""
+    if name in known:
+        return name
     # Gemma 3 with a vision tower: language_model.model.layers.0.mlp.up_proj.weight or
     # model.language_model.layers.0.mlp.up_proj.weight -> model.layers.0.mlp.up_proj.weight
     name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
@@ -452,9 +456,10 @@ def canonical_name(name: str) -> str:
     return re.sub(r"^(?=(h|wte|wpe|ln_f)\.)", "transformer.", name)
 
 
-def is_transposed(name: str) -> bool:
-    """Whether this weight is stored as (inputs, outputs). GPT-2's are: h.0.attn.c_attn.weight."""
-    return bool(re.search(r"\.c_\w+\.weight$", name))
+def is_transposed(name: str, ours: str) -> bool:
+    """Whether this weight is stored as (inputs, outputs). GPT-2's are: h.0.attn.c_attn.weight. `ours`: our
+    name of the weight; transformers' own class has the same one, and the tensor as it is stored."""
+    return ours not in (name, canonical_name(name)) and bool(re.search(r"\.c_\w+\.weight$", name))
 
 
 # ---- where a weight lies -------------------------------------------------------------------------
@@ -490,9 +495,12 @@ def weight_layout(config, names: dict[str, str], shapes: dict) -> dict[str, list
     `config` is litgpt's, `names` as in families.yaml; `shapes` are litgpt's weights by name, of
     which only the shapes are used. litgpt has one matrix for q, k and v. Most families have one
     tensor for each of these; Phi 3 and GPT-2 have one for all three; GPT-NeoX and Falcon too, but
-    there q, k and v of a group of heads come before those of the next group. Raises BadInput for a
-    weight that the family does not have.
+    there q, k and v of a group of heads come before those of the next group. Without names (see
+    ModelConfig) the tensors are the weights themselves. Raises BadInput for a weight that the family
+    does not have.
     """
+    if not names:
+        return {name: [Piece(name, 0, len(x), 0)] for name, x in shapes.items()}
     layout = {}
     by_group = names["attn.q"].endswith("query_key_value")
     qkv = _qkv_rows(config, by_group)

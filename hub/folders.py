@@ -24,7 +24,11 @@ READ_SUFFIXES = (".json", ".jinja", ".safetensors", ".pth", ".yaml")
 
 
 def fetch_model(
-    source: str, what: str = "model", weights: bool = True, above: tuple[Path, ...] = ()
+    source: str,
+    what: str = "model",
+    weights: bool = True,
+    above: tuple[Path, ...] = (),
+    code: str = "auto",
 ) -> Path:
     """The folder that holds a model's files.
 
@@ -32,7 +36,8 @@ def fetch_model(
     or a Hugging Face id, which is downloaded. For a checkpoint or a PEFT folder the answer is a
     temporary folder of links (see above), deleted when the process ends. `what` is the setting
     that an error names. With weights=False a download leaves the weights out. `above`: the folders
-    whose base this is. Raises BadInput.
+    whose base this is. `code`: RunSettings.model_code; if it is not auto, the answer is a folder of links with a
+    file model_code, which read_model_config reads. Raises BadInput.
     """
     folder = find_path(source)
     with user_error(what):  # too long a name
@@ -52,11 +57,14 @@ def fetch_model(
     if (folder / "state.json").exists():
         return _checkpoint_on_base(folder, what, weights, above)
     if (folder / "adapter_config.json").exists() and not weight_files(folder):
-        return _adapter_on_base(folder, what, weights, above)
+        return _adapter_on_base(folder, what, weights, above, code)
     if not downloaded:  # of a download some files are left out, which a manifest may name
         _verify_manifest(folder, what)
     if weights and (downloaded or list(folder.glob("pytorch_model*.bin"))):
         _refuse_pickles_alone(folder, source, what)
+    if code != "auto":
+        folder = _folder_of_links({file.name: file for file in folder.iterdir()})
+        (folder / "model_code").write_text(code)
     return folder
 
 
@@ -143,8 +151,9 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
     fault = verify_checkpoint(folder)
     if fault:
         raise BadInput(f"{what}: {folder}: {fault}")
-    base = read_settings(folder)["model"]
-    view = _folder_of_links(fetch_model(base, what, weights, above), folder)
+    settings = read_settings(folder)
+    base = fetch_model(settings["model"], what, weights, above, settings.get("model_code", "auto"))
+    view = _folder_on_top(base, folder)
     run, _ = read_state(folder)
     if run.chat_template:  # the template of data.chat_template, instead of the model's own
         template = view / "chat_template.jinja"
@@ -153,10 +162,10 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
     return view
 
 
-def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple) -> Path:
+def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple, code: str) -> Path:
     """Links to the base model of a PEFT adapter, and to the adapter."""
     base = name_of_base(folder / "adapter_config.json")
-    return _folder_of_links(fetch_model(base, what, weights, above), folder)
+    return _folder_on_top(fetch_model(base, what, weights, above, code), folder)
 
 
 def name_of_base(file: Path) -> str:
@@ -169,7 +178,7 @@ def name_of_base(file: Path) -> str:
     return base
 
 
-def _folder_of_links(base: Path, top: Path) -> Path:
+def _folder_on_top(base: Path, top: Path) -> Path:
     """A temporary folder: the base's files, with the tokenizer files of `top` in place of the base's
     own, and a link on-top-<number> to `top`."""
     links = {file.name: file for file in base.iterdir()}
@@ -177,6 +186,11 @@ def _folder_of_links(base: Path, top: Path) -> Path:
         if TOKENIZER_FILES.match(file.name):
             links[file.name] = file
     links[f"on-top-{len(folders_on_top(base))}"] = top
+    return _folder_of_links(links)
+
+
+def _folder_of_links(links: dict[str, Path]) -> Path:
+    """A temporary folder of links: name -> file. It is deleted when the process ends."""
     view = Path(tempfile.mkdtemp(prefix="model-"))
     atexit.register(shutil.rmtree, view, ignore_errors=True)
     for name, file in links.items():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import litgpt
 import torch
 from litgpt.lora import LoRALayer, LoRALinear, LoRAQKVLinear, mark_only_lora_as_trainable
 from torch import nn
@@ -45,6 +46,12 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     """
     if lora is None or not lora.rank:
         return {}
+    alpha = lora.alpha  # litgpt divides alpha by the rank, rsLoRA wants its square root
+    if lora.rslora:
+        alpha = lora.alpha * math.sqrt(lora.rank)
+    arguments = {"lora_r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout}
+    if names == {}:  # transformers' own class: see add_adapter_layers
+        return arguments
     if names:
         parts = {part: names[part] for part in GROUPS if part in names}
     else:  # a litgpt folder: Hugging Face's names are not known
@@ -56,19 +63,27 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     groups = {GROUPS[part] for part in chosen}
     if names:
         _refuse_half_groups(parts, chosen, groups)
-    alpha = lora.alpha  # litgpt divides alpha by the rank, rsLoRA wants its square root
-    if lora.rslora:
-        alpha = lora.alpha * math.sqrt(lora.rank)
-    arguments = {"lora_r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout}
     for group in groups:
         arguments[f"lora_{group}"] = True
     return arguments
 
 
+def config_with_adapters(
+    arguments: dict, lora: Lora | None, names: dict[str, str] | None
+) -> litgpt.Config:
+    """litgpt's Config of a model: litgpt.lora's if there are to be adapters. Raises BadInput."""
+    adapters = adapter_arguments(lora, names)
+    if not adapters:
+        return litgpt.Config(**arguments)
+    config = litgpt.lora.Config(**arguments, **adapters)
+    config.lora_targets = lora.targets  # names, for transformers' own classes
+    return config
+
+
 def without_missing_targets(lora: Lora, names: dict[str, str]) -> Lora:
     """The default of lora.targets without the groups that the model lacks: a mixture of experts has
     no mlp that takes adapters. `names`: see families.py. Targets that the user chose stay."""
-    if not lora.rank or lora.targets != Lora.targets:
+    if not lora.rank or lora.targets != Lora.targets or not names:
         return lora
     groups = {GROUPS[part] for part in names if part in GROUPS}
     targets = ",".join(target for target in lora.targets.split(",") if target in groups)
@@ -101,6 +116,51 @@ def _refuse_half_groups(parts: dict[str, str], chosen: set[str], groups: set[str
     if missing:
         missing = ", ".join(sorted(missing))
         raise BadInput(f"lora.targets: the mlp's layers get adapters together: add {missing}")
+
+
+def add_adapter_layers(model: nn.Module) -> None:
+    """For a model of transformers' own class: put litgpt's LoRA layers in place of all linear layers of blocks and
+    head; those that config.lora_targets names get adapters. Raises BadInput."""
+    config = model.config
+    if any(".linear." in f".{name}" for name, _ in model.named_parameters()):
+        raise BadInput(f"model: {config.name}: no adapters: a layer of it has the name linear")
+    linears = {m for m in model.blocks.modules() if type(m) is nn.Linear}
+    names = {name: m for name, m in model.named_modules() if m in linears}
+    chosen = _adapted_names(config.lora_targets, list(names))
+    names["lm_head"] = model.lm_head
+    for name, old in names.items():
+        parent, _, attribute = name.rpartition(".")
+        with torch.device("meta"):
+            new = LoRALinear(
+                old.in_features,
+                old.out_features,
+                r=config.lora_r if name in chosen else 0,
+                lora_alpha=config.lora_alpha,
+                lora_dropout=config.lora_dropout,
+                bias=old.bias is not None,
+            )
+        new.linear = old
+        setattr(model.get_submodule(parent), attribute, new)
+
+
+def _adapted_names(targets: str, names: list[str]) -> set[str]:
+    """The layers that lora.targets means: all of them by its default or all-linear, else by PEFT's rule those whose
+    names end so; head is lm_head. Raises BadInput."""
+    if targets == Lora.targets:
+        targets = "all-linear"
+    chosen = set()
+    for target in (word.strip() for word in targets.split(",")):
+        if target in ("head", "lm_head"):
+            found = {"lm_head"}
+        else:
+            found = {n for n in names if target == "all-linear" or f".{n}".endswith(f".{target}")}
+        if not found:
+            known = ", ".join(sorted({n.split(".")[-1] for n in names}))
+            raise BadInput(
+                f"lora.targets: expected some of all-linear, head, {known}; got {target}"
+            )
+        chosen |= found
+    return chosen
 
 
 # ---- create, disable, reset ----------------------------------------------------------------------

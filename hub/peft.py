@@ -21,11 +21,11 @@ from hub.families import (
     canonical_name,
     field_value,
     must_equal,
-    read_config,
     weight_layout,
 )
 from hub.folders import folders_on_top, name_of_base
 from hub.lora import OurAdapter, our_adapters, plain_names
+from hub.transformers_models import read_model_config
 from runs.errors import BadInput, printable
 from runs.settings import Lora
 from runs.small_files import read_object
@@ -157,7 +157,7 @@ def export_adapter(
     `base`: the base model that adapter_config.json names. `below`: adapters that the run started
     from (see base_and_adapters): the file then holds these and ours together.
     """
-    _, hf_config, names = read_config(source)
+    _, hf_config, names = read_model_config(source)
     adapters = our_adapters(weights, model)
     layout = weight_layout(model.config, names, plain_names(weights).like)
     factors = {}  # Hugging Face's name of a weight: (A, B)

@@ -19,7 +19,7 @@ def quantize_base(model: nn.Module, kind: str, device: torch.device | str) -> No
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.nn as bnb  # slow to import
 
-    layers = [m for m in model.transformer.h.modules() if isinstance(m, LoRALinear)]
+    layers = [m for m in model.blocks.modules() if isinstance(m, LoRALinear)]
     for layer in layers:
         old = layer.linear
         sizes = (old.in_features, old.out_features, old.bias is not None)

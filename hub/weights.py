@@ -8,7 +8,7 @@ folders.
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +25,12 @@ from hub.families import (
     canonical_name,
     check_sizes,
     is_transposed,
-    read_config,
     weight_layout,
 )
 from hub.folders import folders_on_top, weight_files
-from hub.lora import adapter_arguments, merge_adapters, plain_names
+from hub.lora import config_with_adapters, merge_adapters, plain_names
 from hub.peft import read_adapter
+from hub.transformers_models import TransformersBlocks, constants, read_model_config
 from runs.checkpoint import read_checkpoint_weights, read_settings, read_state
 from runs.console import Wait, advance
 from runs.errors import BadInput, user_error
@@ -45,7 +45,7 @@ def read_source(folder: Path) -> ModelConfig:
     """What a Hugging Face or a litgpt folder says about its model. Raises BadInput."""
     file = folder / "model_config.yaml"
     if not (folder / "lit_model.pth").exists() or not file.exists():
-        return read_config(folder)
+        return read_model_config(folder)
     arguments = read_object(file, parse_yaml)
     check_sizes(arguments, file, {})
     hf_file = folder / "config.json"
@@ -78,6 +78,7 @@ def fill_model(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -> 
     weights = read_weights(model, folder, source, dtype)
     with Wait("reading the weights", len(weights), "tensors"):
         model.load_state_dict(dict(_counted(weights)), strict=False, assign=True)
+        model.load_state_dict(_read_constants(model, folder), strict=False)
     if tied:
         model.tie()
 
@@ -91,13 +92,15 @@ def read_weights(model, folder: Path, source: ModelConfig, dtype: torch.dtype) -
     parameters = plain_names(dict(model.named_parameters()))
     like = {name: x.to(dtype) for name, x in parameters.items()}
     if source.config["tie_word_embeddings"]:
-        del like["lm_head.weight"]
+        like.pop("lm_head.weight", None)
     layout = {}
     if source.names is None:
         weights = _read_litgpt(folder, like)
     else:
         layout = weight_layout(model.config, source.names, like)
-        weights = _read_hugging_face(folder, layout, like)
+        names = {id(p): name for name, p in model.named_parameters()}
+        embedding = names[id(model.embedding.weight)]
+        weights = _read_hugging_face(folder, layout, like, constants(model).keys(), embedding)
     for top in folders_on_top(folder):
         if (top / "adapter_config.json").exists():
             weights = _with_adapter(weights, top, layout)
@@ -177,8 +180,19 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
             raise BadInput(f"{file}: {e}") from None
 
 
-def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
-    """The weights of `like`, each put together from the tensors that hold its rows."""
+def _read_constants(model, folder: Path) -> dict[str, torch.Tensor]:
+    """A model's constants by name (see transformers_models); litgpt's models have none."""
+    names = constants(model).keys()
+    if not names:
+        return {}
+    return {x.name: x.slice[...] for x in stored_tensors(folder) if x.name in names}
+
+
+def _read_hugging_face(
+    folder: Path, layout: Layout, like: dict, constants: Collection[str], embedding: str
+) -> LazyTensors:
+    """The weights of `like`, each put together from the tensors that hold its rows. `constants`: names that a
+    file must also have. `embedding`: our name of that weight."""
     if not weight_files(folder):
         raise BadInput(
             f"{folder}: no model.safetensors here, nor lit_model.pth with model_config.yaml"
@@ -187,7 +201,7 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
     heads = []  # of a tied model, which needs none
     origins = {name: {} for name in like}  # our name: {(file, name in the file): pieces}
     for stored in stored_tensors(folder):
-        name = canonical_name(stored.name)
+        name = canonical_name(stored.name, layout)
         if name in found and name in layout:
             raise BadInput(f"{stored.file}: {stored.name}: there under another name too")
         found.add(name)
@@ -199,16 +213,16 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
         if dtype not in FLOAT_DTYPES:
             raise KeyError(f"{stored.name}: of type {dtype}")
         shape = stored.slice.get_shape()
-        if is_transposed(stored.name):
+        if is_transposed(stored.name, layout[name][0].name):
             shape = shape[::-1]
         _check_shape(shape, layout[name], like)
         for ours, pieces in _by_weight(layout[name]).items():
             origins[ours][stored.file, stored.name] = pieces
     _refuse_names(
-        missing=layout.keys() - found,
+        missing=(layout.keys() | constants) - found,
         unknown={
             name
-            for name in found - layout.keys()
+            for name in found - layout.keys() - constants
             if not IGNORED.fullmatch(name) and not VISION.fullmatch(name)
         },
     )
@@ -218,7 +232,7 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
         for (file, name), pieces in origins[ours].items():
             with safe_open(file, "pt") as f:
                 x = f.get_slice(name)
-                if is_transposed(name):
+                if is_transposed(name, ours):
                     x = x[:].T
                 for piece in pieces:
                     out[piece.ours] = x[piece.theirs]
@@ -226,7 +240,7 @@ def _read_hugging_face(folder: Path, layout: Layout, like: dict) -> LazyTensors:
 
     weights = LazyTensors(like, read)
     for stored in heads:
-        _refuse_own_head(stored, weights["transformer.wte.weight"])
+        _refuse_own_head(stored, weights[embedding])
     return weights
 
 
@@ -265,7 +279,7 @@ def _with_adapter(weights: LazyTensors, folder: Path, layout: Layout) -> LazyTen
     """The weights with the adapters of a PEFT folder merged into them."""
     changes = {}  # our name: [(adapter, pieces of its tensor that lie in this weight)]
     for adapter in read_adapter(folder):
-        name = canonical_name(adapter.name)
+        name = canonical_name(adapter.name, layout)
         _refuse_names(missing=set(), unknown={name} - layout.keys())
         shape = (len(adapter.b), adapter.a.shape[1])
         _check_shape(shape, layout[name], weights.like)
@@ -294,9 +308,9 @@ def _with_checkpoint(weights: LazyTensors, folder: Path, source: ModelConfig) ->
         weights = LazyTensors(like, lambda name: base[name].to(like[name].dtype))
     with user_error(None, folder / "settings.yaml", TypeError):  # a field of another version
         lora = Lora(**read_settings(folder)["lora"])
-    arguments = adapter_arguments(lora, source.names)
+    config = config_with_adapters(source.arguments, lora, source.names)
     with torch.device("meta"):  # only the sizes of its layers are needed
-        gpt = litgpt.lora.GPT(litgpt.lora.Config(**source.arguments, **arguments))
+        gpt = (TransformersBlocks if source.names == {} else litgpt.lora.GPT)(config)
     return merge_adapters(override_tensors(weights, trained), gpt)
 
 

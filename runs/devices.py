@@ -63,21 +63,24 @@ def shard_module(module, mesh, bf16: bool):
     mesh = mesh["data_parallel"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     of_linears = {"mp_policy": policy} if bf16 else {}
-    for block in module.transformer.h:
+    for block in module.blocks:
         if bf16:
             linears = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
             fully_shard(linears, mesh=mesh, **of_linears)
         fully_shard(block, mesh=mesh)
     if not module.tied and module.plain_head:
-        fully_shard(module.transformer.wte, mesh=mesh)
+        fully_shard(module.embedding, mesh=mesh)
         fully_shard(module.lm_head, mesh=mesh, **of_linears)
         register_fsdp_forward_method(module.lm_head, "logp")
     # By default a root stays gathered for its backward; a frozen model has no backward.
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
-    cos, sin, tied = module.cos, module.sin, module.tied
+    tied = module.tied
+    buffers = {name: x.to(mesh.device_type) for name, x in module.named_buffers()}  # cos and sin
     module.to_empty(device=mesh.device_type)
-    module.cos, module.sin = cos.to(mesh.device_type), sin.to(mesh.device_type)
+    for name, x in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, x)
     if tied:
         module.tie()
     return module

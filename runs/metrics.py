@@ -82,7 +82,7 @@ class Throughput:
         self.prompt_passes, self.completion_passes = passes
         self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
         self.n_block_weights = 0
-        for name, parameter in policy.transformer.h.named_parameters():
+        for name, parameter in policy.blocks.named_parameters():
             if "lora_" not in name:
                 # A 4-bit parameter is packed; its quant_state has the shape of the matrix.
                 shape = getattr(parameter, "quant_state", parameter).shape

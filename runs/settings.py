@@ -286,6 +286,9 @@ class RunSettings:
     """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
     ours or one of its checkpoints."""
     data: Data
+    model_code: str = setting("auto", choices=("auto", "litgpt", "transformers"))
+    """Whose code computes the model: litgpt's where it knows the model_type, else transformers' own class
+    (pip install '.[transformers]'); or always one of the two."""
     reference: str | None = path_setting()
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
     reference_cache: str | None = field(default=None, metadata=FOLDER)
@@ -472,7 +475,7 @@ CONTENT_SETTINGS = {
 # algorithm's own.
 SECTIONS = (
     ("model", "What is trained, and what it is compared with.",
-     "model reference reference_cache lora"),
+     "model model_code reference reference_cache lora"),
     ("data", "Which records, and how they become tokens.", "data"),
     ("step", "How long and how fast. Micro-batches are a matter of memory and speed: they never "
      "change the numbers.",
