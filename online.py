@@ -50,6 +50,9 @@ class OnlineSettings(Sampling):
     cut: str = setting("judge", choices=("judge", "wrong", "drop"))
     """What becomes of an answer that ended at the length limit. judge: the checker decides (it sees
     that the answer was cut). wrong: thumbs down. drop: weight 0, nothing is learned from it."""
+    balance: bool = False
+    """Weigh the examples of an iteration so that those rated up and those rated down count equally, as
+    the KTO paper advises. A policy that is mostly wrong else learns mostly what not to say."""
     rollout_batch_size: int = setting(512, at_least=1)
     """Prompts answered between two writes to the disk: a resume keeps the answers of whole
     batches."""
@@ -114,6 +117,18 @@ def offline_ratings(run: Run) -> list[Example]:
     return examples
 
 
+def balanced(examples: list[Example]) -> list[Example]:
+    """The same examples with weights such that thumbs up and thumbs down each have half of the sum. With one
+    of the two kinds alone nothing changes."""
+    weight_of = {
+        label: sum(e.weight for e in examples if e.label == label) for label in (True, False)
+    }
+    if not all(weight_of.values()):
+        return examples
+    half = sum(weight_of.values()) / 2
+    return [e._replace(weight=e.weight * half / weight_of[e.label]) for e in examples]
+
+
 def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     """Print the iteration's counts and a few of its answers."""
     right = sum(e.label for e in examples)
@@ -169,6 +184,8 @@ def main(
             show_ratings(run, i, examples)
             if offline:
                 examples += next_items(offline, i, n_offline, cfg.seed)
+            if args.balance:
+                examples = balanced(examples)
             if not loop.fit(examples, plan):
                 break
         else:

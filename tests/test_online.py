@@ -186,6 +186,24 @@ def test_what_becomes_of_an_answer_that_was_cut(rule, tiny, prompts, tmp_path, m
     assert of_cut == {expected[rule]} and of_others == {(True, 1.0)}
 
 
+def test_balanced_the_two_kinds_of_an_iteration_count_equally_and_one_kind_alone_as_it_is(
+    tiny, prompts, tmp_path, monkeypatch
+):
+    seen, real = [], online.Trainer.fit
+
+    def fit(trainer, examples, plan):
+        seen.append(examples)
+        return real(trainer, examples, plan)
+
+    monkeypatch.setattr(online.Trainer, "fit", fit)
+    argv = ("--online.max_iterations=2", "--online.balance=true")
+    shares = iter([[True] * 3 + [False] * 7, [False] * 10])  # of two iterations
+    go(tiny, prompts, tmp_path, *argv, checker=lambda given: next(shares)[: len(given)])
+    first, second = seen
+    assert [e.weight for e in first] == pytest.approx([5 / 3] * 3 + [5 / 7] * 7)
+    assert {e.weight for e in second} == {1.0}
+
+
 def test_a_forks_rate_takes_the_place_of_the_checkers_labels(tiny, prompts, tmp_path):
     """Numbers of the checker, as a field that a loss may read."""
     rated = []
