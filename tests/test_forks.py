@@ -912,6 +912,10 @@ def test_a_module_that_could_not_be_saved_or_used_is_refused(
 
 
 def test_a_checkpoint_of_another_module_is_refused_by_its_name(tiny, ratings, tmp_path):
+    class Same(RatingKTO): ...  # all of this file: another program is refused before
+
+    class Without(kto.KTO): ...
+
     class Wider(RatingKTO):
         def make_module(self, width):
             return torch.nn.Linear(width, 2)
@@ -920,19 +924,17 @@ def test_a_checkpoint_of_another_module_is_refused_by_its_name(tiny, ratings, tm
         def make_module(self, width):
             return torch.nn.ParameterDict({"x": torch.zeros(1)})
 
-    rated(tiny, ratings, tmp_path, "--stop_at=2")
-    for kind, fault in (
-        (Wider, "objective_module.bias: not of this model"),
-        (Other, "objective_module.bias: not of this model"),
-        (kto.KTO, "objective_module.bias: not of this model"),
-    ):
-        with pytest.raises(BadInput, match=f"step-00000002: {fault}"):
-            argv = (*HEAD, "--resume=auto")
-            train(tiny, ratings, tmp_path, *argv, objective=kind, settings=RatingSettings)
-    argv, settings = (*HEAD, "--stop_at=2"), RatingSettings
-    train(tiny, ratings, tmp_path / "kto", *argv, settings=settings)
+    def run(kind, out, *argv):
+        train(tiny, ratings, out, *HEAD, *argv, objective=kind, settings=RatingSettings)
+
+    run(Same, tmp_path / "a", "--stop_at=2")
+    for kind in (Wider, Other, Without):
+        fault = "step-00000002: objective_module.bias: not of this model"
+        with pytest.raises(BadInput, match=fault):
+            run(kind, tmp_path / "a", "--resume=auto")
+    run(Without, tmp_path / "b", "--stop_at=2")
     with pytest.raises(BadInput, match="step-00000002: holds no objective_module.weight"):
-        rated(tiny, ratings, tmp_path / "kto", "--resume=auto")
+        run(Same, tmp_path / "b", "--resume=auto")
 
 
 # ---- partners of one's own ---------------------------------------------------------------------

@@ -556,6 +556,7 @@ def test_a_terminal_that_is_closed_ends_a_run_saved(begin, tmp_path):
     master, slave = os.openpty()
 
     def first():  # as a shell starts a program in a terminal
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
         os.close(master)
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
