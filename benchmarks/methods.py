@@ -77,6 +77,7 @@ ONLINE = {
     "online.num_generations": ANSWERS,
     "online.max_new_tokens": TOKENS,
     "online.temperature": TEMPERATURE,
+    "online.balance": "true",
 }
 ONE_ANSWER = {
     "online.prompts_per_iteration": PROMPTS * ANSWERS // ITERATIONS,
