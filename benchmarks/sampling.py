@@ -76,12 +76,12 @@ def roofline(gpt, prompts: list[int], tokens: float, steps: int, dtype=torch.flo
     return tokens / (prompt_products / flops + max(products, reads))
 
 
-def compare(samplers: dict, title: str) -> float:
+def compare(samplers: dict, title: str, rounds: int = 3) -> float:
     """Time two samplers, functions of a seed that return the number of useful tokens. Prints their speeds. -> useful
     tokens of a call, the median"""
     ours, theirs = samplers
     speeds, useful = {name: [] for name in samplers}, []
-    turns = [ours, theirs, *[ours, theirs, theirs, ours] * 3]
+    turns = [ours, theirs, *[ours, theirs, theirs, ours] * rounds]
     for i, name in enumerate(turns):
         began = time.perf_counter()
         tokens = samplers[name](i)
@@ -167,7 +167,7 @@ def real(folder: str, precision: str) -> None:
         )  # fmt: skip
         return ids[:, max(lengths) :].numel()
 
-    useful = compare({"ours": sample_ours, "transformers": sample_transformers}, precision)
+    useful = compare({"ours": sample_ours, "transformers": sample_transformers}, precision, 2)
     bound = roofline(ours, [int(n) for n in lengths], useful, REAL_NEW - 1, dtype)
     print(f"bound        {bound:8,.0f} useful tokens/s")
 
