@@ -185,6 +185,7 @@ def _check_answers(run, prompts: list, answers, new: int) -> list[list[int]]:
     that the policy could not have given."""
     module = getattr(run.policy, "module", run.policy)
     size, context = module.config.padded_vocab_size, module.max_seq_length
+    stops = set(run.tokenizer.stops)
     try:
         answers = list(answers)
     except TypeError:
@@ -203,6 +204,10 @@ def _check_answers(run, prompts: list, answers, new: int) -> list[list[int]]:
             raise BadInput(
                 f"rollout: answer {i}: expected 1 to {most} token ids from 0 to {size - 1}, got "
                 f"{printable(repr(ids))}"
+            )
+        if not stops.isdisjoint(ids[:-1]):
+            raise BadInput(
+                f"rollout: answer {i}: token ids after the end of the answer, got {printable(repr(ids))}"
             )
         checked.append(ids)
     return checked

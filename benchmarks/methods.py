@@ -16,12 +16,13 @@ base is right half as often, and a method may gain by nothing but sharper distri
 
 - online KTO and GRPO sample 6 times 4 answers to 24 prompts from the policy as it is then ("576 prompts": one answer
   to each of 6 times 96);
-- offline KTO learns from 4 answers of the base to each prompt, sampled once a seed and rated by the checker. DPO
-  learns from all pairs of a right and a wrong one of them that answer one prompt, 8 pairs a step;
+- offline KTO learns from 4 answers of the base to each prompt, sampled once a seed and rated by the checker. Class
+  weights make right and wrong ones count alike, as online.balance does;
+- DPO learns from all pairs of a right and a wrong one of them that answer one prompt, 8 pairs a step;
 - SPIN's demonstrations are the first right ones of them, at most 96. The answers rated to find them and its own, one
   to each demonstration in 3 iterations, are at most 576 together.
 
-Learning rates are not tuned yet. Tune them on seed 0 (`--seeds 0`), which no table counts.
+`run kto --seeds 0 --lr 1e-4` is a run at another learning rate; seed 0 is for tuning, and no table counts it.
 
 Afterwards each final model answers the same held-out prompts: 108 of trained kinds of instructions, 48 of kinds that
 training never has, all of them about topics that training never has. kl is the mean of log pi - log base over these
@@ -169,6 +170,12 @@ def rated_file(seed: int, model: str) -> Path:
     return file
 
 
+def weight_of_right(rated: list[dict]) -> float:
+    """The class weight with which the right answers count as much as the wrong ones."""
+    right = sum(r["label"] for r in rated)
+    return (len(rated) - right) / right
+
+
 def pairs_file(seed: int, model: str) -> Path:
     """A right and a wrong answer to one prompt: all such pairs of a prompt's answers."""
     pairs, rated = [], read_records(rated_file(seed, model))
@@ -308,17 +315,17 @@ def last_check(folder: Path, model: str, seed: int, temperature: float = TEMPERA
 # ---- one run -----------------------------------------------------------------------------------
 
 
-def run(name: str, seed: int, model: str, trl: str | None) -> dict:
+def run(name: str, seed: int, model: str, trl: str | None, lr: float | None) -> dict:
     """Train and check by a method. -> its line of results"""
     program, source, settings = METHODS[name]
-    row = {"method": name, "seed": seed}
+    row = {"method": name, "seed": seed, "lr": lr}
     if program is None:
         folder = OUT / "base" / "final"  # no such folder: only what the check writes lies beside it
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
             folder.symlink_to(Path(model).resolve())
         return row | last_check(folder, model, seed, **settings) | versions()
-    out = OUT / f"{name.replace(' ', '-')}-{seed}"
+    out = OUT / f"{name.replace(' ', '-')}-{seed}{f'-lr={lr}' if lr else ''}"
     files = {
         "prompts": lambda: prompts_file(seed),
         "rated": lambda: rated_file(seed, model),
@@ -327,6 +334,10 @@ def run(name: str, seed: int, model: str, trl: str | None) -> dict:
         "many prompts": lambda: task_file("train"),
     }
     data = files[source]()
+    if lr:
+        settings = settings | {"lr" if program == "grpo_trl" else "optim.lr": lr}
+    if source == "rated":
+        settings = settings | {"kto.desirable_weight": weight_of_right(read_records(data))}
     n_answers = PROMPTS * ANSWERS
     if source == "demonstrations":
         n_answers = read_records(data)[-1]["answers"]
@@ -415,6 +426,11 @@ def finished() -> list[dict]:
     return read_records(RESULTS) if RESULTS.exists() else []
 
 
+def counted(name: str) -> list[dict]:
+    """The lines of a method that tables count."""
+    return [r for r in finished() if r["method"] == name and r["seed"] > 0 and not r.get("lr")]
+
+
 def print_tables() -> None:
     """Shares over all seeds with their intervals; medians of the rest."""
     from runs.console import wilson_interval
@@ -425,7 +441,7 @@ def print_tables() -> None:
     )
     print("| minutes | CPU minutes |\n" + "| --- " * 10 + "|")
     for name in METHODS:
-        rows = [r for r in finished() if r["method"] == name and r["seed"] > 0]
+        rows = counted(name)
         if not rows:
             continue
         cells = [name, f"{len(rows)}"]
@@ -460,7 +476,7 @@ def draw(file: Path) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (part, title) in zip(panels, PARTS.items()):
         for i, name in enumerate(METHODS):
-            rows = [r for r in finished() if r["method"] == name and r["seed"] > 0]
+            rows = counted(name)
             shares = [100 * r[part][0] / r[part][1] for r in rows]
             if rows:
                 marker = "osv^"[i // 10]
@@ -482,15 +498,17 @@ def main() -> None:
     parser.add_argument(
         "--trl", help="Python of an environment with TRL; without it grpo is left out"
     )
+    parser.add_argument("--lr", type=float, help="another learning rate than the method's")
     args = parser.parse_args()
     if args.what == "run":
         for seed in map(int, args.seeds.split(",")):
             for name in args.methods or METHODS:
-                known = any((r["method"], r["seed"]) == (name, seed) for r in finished())
+                asked = (name, seed, args.lr)
+                known = any((r["method"], r["seed"], r.get("lr")) == asked for r in finished())
                 if known or (name == "grpo" and not args.trl):
                     continue
                 print(f"{name}, seed {seed} ...", flush=True)
-                line = json.dumps(run(name, seed, args.model, args.trl))
+                line = json.dumps(run(name, seed, args.model, args.trl, args.lr))
                 with RESULTS.open("a") as f:
                     f.write(line + "\n")
                 print(line, flush=True)

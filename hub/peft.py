@@ -38,6 +38,8 @@ FIELDS = dict(lora_alpha=8.0, use_rslora=False, alpha_pattern=None)
 OTHER_METHODS = re.compile(
     "use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias"
 )
+# A pattern in alpha_pattern without the first, and with few of the second, takes a short time to match.
+REPEATED_GROUP, REPEAT = re.compile(r"\)[*+{]"), re.compile(r"[*+{]|(?<!\()\?")
 # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight:
 # A of the layer model.layers.0.self_attn.q_proj
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
@@ -102,6 +104,11 @@ def _read_adapter_config(folder: Path) -> dict:
         for pattern, alpha in patterns.items():
             field_value(f"alpha_pattern: {pattern}", alpha, 8.0)
             re.compile(pattern)
+            if REPEATED_GROUP.search(pattern) or len(REPEAT.findall(pattern)) > 3:
+                raise Unsupported(
+                    f"alpha_pattern: {printable(pattern)}: a group that is repeated, or more than three "
+                    "repetitions: matching it may never end"
+                )
     except (Unsupported, re.error) as e:
         raise BadInput(f"{file}: {e}") from None
     return config | {"alpha_pattern": patterns}

@@ -296,6 +296,10 @@ NOT_OURS = {
     r"alpha_pattern: expected an object, got \[3\]": dict(alpha_pattern=[3]),
     "alpha_pattern: q_proj: expected": dict(alpha_pattern={"q_proj": "3"}),
     "adapter_config.json: missing \\)": dict(alpha_pattern={"(q_proj": 3}),
+    r"alpha_pattern: \(a\+\)\+b: a group that is repeated": dict(alpha_pattern={"(a+)+b": 3}),
+    r"alpha_pattern: (a\?)+.*: a group that is repeated, or": dict(
+        alpha_pattern={"a?" * 30 + "b": 3}
+    ),
 }
 
 

@@ -408,6 +408,7 @@ GIVEN = {  # what an engine gives for four prompts -> what is said
     "answer 0: .* got 'hello'": ["hello", [5], [5], [5]],
     "answer 1: .* got None": [[5], None, [5], [5]],
     "answer 0: expected 1 to 5 token ids": [[5] * 6, [5], [5], [5]],
+    "answer 2: token ids after the end of the answer, got .5, 0, 5.": [[5], [5], [5, 0, 5], [5]],
 }
 
 
