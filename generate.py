@@ -28,7 +28,7 @@ from records.forms import Fault, Record
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
 from runs.console import advance
-from runs.devices import all_reduce, free_memory, keep_gathered
+from runs.devices import all_reduce, free_memory, keep_freed_memory, keep_gathered
 from runs.errors import BadInput, run_cli
 from runs.settings import Sampling, check_fields, setting
 
@@ -353,6 +353,7 @@ class Chat:
 
         self.args = args
         folder = fetch_model(args.model)
+        keep_freed_memory()
         self.fabric = Fabric(devices=1)
         dtype = torch.bfloat16 if self.fabric.device.type == "cuda" else torch.float32
         self.tokenizer = Tokenizer(folder)

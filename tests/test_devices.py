@@ -1,7 +1,13 @@
-"""Blocks of a sharded policy that stay gathered while it samples: on all ranks or on none, and no longer."""
+"""Blocks of a sharded policy that stay gathered while it samples, and freed memory that is used again."""
+
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 
 from runs import devices
@@ -41,3 +47,30 @@ def test_blocks_are_given_back_after_an_error(policy):
     with pytest.raises(KeyError), devices.keep_gathered(policy, torch.device("cpu")):
         raise KeyError
     assert [block.told for block in policy] == [[False, True, "reshard"]] * 2
+
+
+FAULTS = """
+import resource, torch
+from runs.devices import keep_freed_memory
+keep_freed_memory()
+def use():
+    tensors = [torch.ones(n, 2**18) for n in (4, 16, 8)]  # of 4, 16 and 8 MB
+for _ in range(3):
+    use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+@pytest.mark.parametrize("users", [{}, {"MALLOC_TRIM_THRESHOLD_": "0"}])
+def test_memory_of_freed_tensors_is_not_asked_of_the_kernel_again(users):
+    """The number of pages that the kernel has cleared, of 4 KB each. The user's own settings stay."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | users
+    told = subprocess.run(
+        [sys.executable, "-c", FAULTS], cwd=ROOT, env=environ, capture_output=True, text=True
+    )
+    faults = int(told.stdout)
+    assert faults > 10_000 if users else faults < 1_000
