@@ -34,6 +34,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "out" / "vs_trl"
 SIZES = {  # GPT-2's shape: layers, width, heads, vocabulary
+    "5.5M": (4, 256, 4, 8192),
     "8M": (4, 256, 4, 16384),
     "30M": (6, 384, 6, 50257),
     "124M": (12, 768, 12, 50257),
@@ -45,8 +46,8 @@ PROFILES = {  # median tokens of prompt and completion; sorted: a user may sort 
     "200/120-sorted": (200, 120),
 }
 BATCH = 8
-STEPS = {"8M": 5, "30M": 3, "124M": 1}  # timed steps; one warm-up step comes first
-PAIRS = {"8M": 5, "30M": 5, "124M": 3}  # runs of each side
+STEPS = {"5.5M": 5, "8M": 5, "30M": 3, "124M": 1}  # timed steps; one warm-up step comes first
+PAIRS = {"5.5M": 5, "8M": 5, "30M": 5, "124M": 3}  # runs of each side
 MODES = {  # mode -> (our settings, {name: settings of TRL})
     "full": ({}, {"best": {}, "completion-only head": {"compact": True}}),
     "defaults": ({}, {"defaults": {"gradient_checkpointing": True}}),
@@ -58,6 +59,7 @@ MODES = {  # mode -> (our settings, {name: settings of TRL})
 }
 REQUIRED = [
     *product(["kto"], ["8M"], ["200/120", "400/60"], ["fp32", "bf16"], ["full"]),
+    ("kto", "5.5M", "200/120", "bf16", "full"),
     ("dpo", "8M", "400/60", "fp32", "full"),
     ("kto", "8M", "200/120-sorted", "fp32", "full"),
     ("kto", "8M", "200/120", "fp32", "precomputed"),
@@ -174,16 +176,22 @@ def model_folder(name: str, shape: tuple[int, int, int, int], positions: int = 1
 # ---- the two sides: each runs in a process of its own, prints one line of results, and does without the other -------
 
 
-def report(spec: dict, losses: list[float], ends: list[float], **more) -> None:
-    """Print the results of this process: losses, seconds, peak_gib, and `more`. ends: time.perf_counter() at the end
+def now() -> tuple[float, float]:
+    """Seconds of the wall and of all threads' CPU time."""
+    return time.perf_counter(), time.process_time()
+
+
+def report(spec: dict, losses: list[float], ends: list[tuple], **more) -> None:
+    """Print the results of this process: losses, seconds, cpu_seconds, peak_gib, and `more`. ends: now() at the end
     of each step; the first spec["warmup"] steps (1 by default) are not timed."""
     import torch
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30
-    seconds = ends[-1] - ends[spec.get("warmup", 1) - 1]
-    results = {"losses": losses, "seconds": seconds, "peak_gib": peak} | more
+    seconds, cpu_seconds = (b - a for a, b in zip(ends[spec.get("warmup", 1) - 1], ends[-1]))
+    results = {"losses": losses, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_gib": peak}
+    results |= more
     print("RESULT " + json.dumps(results), flush=True)
 
 
@@ -226,7 +234,7 @@ def ours(spec: dict) -> None:
             first_end = time.time()
         real_step(self, step, row)
         if profiler is None:
-            ends.append(time.perf_counter())
+            ends.append(now())
         if step == self.progress.total:
             raise StopIteration  # leave the program: no checkpoint, no export
         if step == self.progress.total - spec.get("profile", 0):
@@ -318,7 +326,7 @@ def trl(spec: dict) -> None:
 
     class Timer(transformers.TrainerCallback):
         def on_step_end(self, *_, **__):
-            ends.append(time.perf_counter())
+            ends.append(now())
 
         def on_log(self, _args, _state, _control, logs=None, **__):
             if "loss" in logs:
@@ -405,6 +413,7 @@ def cell(python: str, kind: str, size: str, profile: str, precision: str, mode: 
         out.append({
             "cell": [kind, size, profile, precision, mode], "trl": name, "ratio": statistics.median(ratios),
             "range": [ratios[0], ratios[-1]], "tokens_s": [useful / s for s in seconds], "peak_gib": peaks,
+            "cores": [statistics.median(r["cpu_seconds"] / r["seconds"] for r in side) for side in sides],
             "loss_off": loss_off, "lengths": length_octiles(rows),
         })  # fmt: skip
     return out
@@ -425,6 +434,7 @@ def print_row(row: dict) -> None:
         f"{our_peak:.2f}",
         f"{trl_peak:.2f}",
         f"{our_peak / trl_peak:.2f}",
+        " and ".join(f"{x:.2f}" for x in row.get("cores", [])),
         f"{row['loss_off']:.0e}",
     ]
     print(f"| {' | '.join(cells)} |", flush=True)
@@ -453,9 +463,10 @@ def main() -> None:
         cells += [c for c in every if c not in REQUIRED]
     print_versions(python)
     print(
-        "| cell | TRL | speed | range | our useful tokens/s | TRL's | our peak GiB | TRL's | memory | loss off by |"
+        "| cell | TRL | speed | range | our useful tokens/s | TRL's | our peak GiB | TRL's | memory | cores busy | "
+        "loss off by |"
     )
-    print("| --- " * 10 + "|")
+    print("| --- " * 11 + "|")
     for spec in cells:
         if not all(word in spec for word in args.words):
             continue
