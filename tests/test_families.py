@@ -12,7 +12,7 @@ import torch
 import transformers
 import yaml
 from conftest import PARITY, train
-from models import logits, made, refused, same, shaken
+from models import check_docs_table, logits, made, refused, same, shaken
 from safetensors.torch import load_file, save_file
 
 import model
@@ -462,7 +462,6 @@ def test_a_head_beside_a_tied_embedding_is_that_embedding_or_refused(tmp_path):
 
 
 def test_the_table_in_docs_has_a_line_for_each_of_these_cases():
-    """Where the table differs, this rewrites it and fails."""
     kinds = {}
     for name, (config, models) in CASES.items():
         kinds.setdefault(config.model_type, []).append((name, models))
@@ -475,10 +474,4 @@ def test_the_table_in_docs_has_a_line_for_each_of_these_cases():
         variants = [n.split(", ")[1] for n, _ in cases if ", " in n]
         more = f" (also: {', '.join(variants)})" if variants else ""
         rows.append(f"| {kind}{more} | {models} | yes | yes | yes | {lora} |")
-    file = Path(__file__).parent.parent / "docs" / "families.md"
-    before, mark, after = file.read_text().partition("<!-- table -->\n")
-    old, _, rest = after.partition("\n\nEvery field")
-    new = "\n".join(rows)
-    if old != new:
-        file.write_text(f"{before}{mark}{new}\n\nEvery field{rest}")
-    assert old == new, "docs/families.md was another table, and is now this one"
+    check_docs_table("table", rows, end="Every field")
