@@ -434,26 +434,33 @@ class Trainer:
             return examples
         return examples[: steps_of(self.run.cfg.limit_val, len(examples))]
 
-    def score(self, examples) -> dict:
+    def score(
+        self, examples, title: str = "validation", shorter: str = "a smaller limit_val"
+    ) -> dict:
         """-> a row of val.csv"""
         if not examples[0].completions:  # prompts alone: only a checker has something to say
             return {}
-        columns, kl = self.columns(examples, self.run.validation)
+        columns, kl = self.columns(examples, self.run.validation, title, shorter)
         return self.run.validation.metrics(columns, kl)
 
     @torch.no_grad()
-    def columns(self, examples, objective: Objective | None = None) -> tuple[dict, KL]:
+    def columns(
+        self,
+        examples,
+        objective: Objective | None = None,
+        title: str = "scoring",
+        shorter: str = "",
+    ) -> tuple[dict, KL]:
         """A step without a gradient over all these examples, in their order, with the policy as it is.
         One z for all of them, so the numbers depend on neither batch size nor ranks. -> what a loss
         gives of each, {column: (n,)}, and KL; of all ranks, on the CPU. A collective. objective:
-        default the run's own."""
+        default the run's own. title, shorter: of its Wait."""
         run, columns = self.run, {}
         objective = objective or run.objective
         run.policy.eval()
         batch = make_batch(run, examples, objective)
-        title = "validation" if objective is run.validation else "scoring"
         total = passed_examples(batch, objective, run.fabric.world_size)
-        with Wait(title, total, shorter="a smaller limit_val"):
+        with Wait(title, total, shorter=shorter):
             before = self.no_gradient_pass(batch, self.forward, objective)
             for micro in batch.micro_batches:
                 packed = self.pack_own(batch, micro.index, objective)
@@ -604,9 +611,9 @@ class Trainer:
         if not test or not test[0].completions:
             return
         with run.stop.interruptible():
-            scores = {"final": self.score(test)}
+            scores = {"final": self.score(test, "the test split", "")}
             if load_best_weights(run):
-                scores["best"] = self.score(test)
+                scores["best"] = self.score(test, "the test split", "")
         for name, row in scores.items():
             cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
             say(f"test, {name} weights: {', '.join(cells)}")
