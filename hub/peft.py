@@ -38,7 +38,7 @@ FIELDS = dict(lora_alpha=8.0, use_rslora=False, alpha_pattern=None)
 OTHER_METHODS = re.compile(
     "use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias"
 )
-# A pattern in alpha_pattern without the first, and with few of the second, takes a short time to match.
+# A pattern in alpha_pattern that repeats a group, or has many repetitions, may take forever to match.
 REPEATED_GROUP, REPEAT = re.compile(r"\)[*+{]"), re.compile(r"[*+{]|(?<!\()\?")
 # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight:
 # A of the layer model.layers.0.self_attn.q_proj
