@@ -34,7 +34,14 @@ from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
 from hub.transformers_models import read_model_config
 from hub.weights import weights_hash
-from records.examples import Example, Examples, examples_hash, load_splits
+from records.examples import (
+    Example,
+    Examples,
+    count_labels,
+    examples_hash,
+    load_splits,
+    suggest_class_weights,
+)
 from records.readers import absolute_sources
 from records.tokenizer import Tokenizer
 from reference import CachedReference, Reference
@@ -359,6 +366,10 @@ def setup(
     with user_error("data", cfg.data.train):
         kinds = objective.records, validation.records
         examples = load_splits(cfg.data, tokenizer, *kinds, say)
+    n_desirable, n_undesirable = count_labels(examples["train"])
+    # with equal weights such a run mostly unlearns, first of all to end an answer
+    if n_undesirable > n_desirable > 0:
+        say(suggest_class_weights(examples["train"]))
     refuse_ids_beyond(arguments["padded_vocab_size"], cfg.model, tokenizer, examples)
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")

@@ -642,13 +642,20 @@ def _rendered_lines(loaded: LoadedExamples) -> list[str]:
     return [f"  rendered: {', '.join(counts)}"] if counts else []
 
 
+def count_labels(examples: Sequence[Example]) -> tuple[int, int]:
+    """How many ratings are desirable and undesirable. (0, 0) of anything but ratings."""
+    examples = Examples.of(examples)
+    if examples.n_segments != 2:
+        return 0, 0
+    n_desirable = int(examples.rows["label"].sum())
+    return n_desirable, len(examples) - n_desirable
+
+
 def suggest_class_weights(examples: Sequence[Example]) -> str | None:
     """A line with the class weights that arXiv 2402.01306 suggests: w_D n_D / (w_U n_U) is to lie in
     [1, 4/3]. The smaller of the two weights is 1. None where there are not two classes."""
-    examples = Examples.of(examples)
-    n_desirable = int(examples.rows["label"].sum())
-    n_undesirable = len(examples) - n_desirable
-    if examples.n_segments != 2 or not n_desirable or not n_undesirable:
+    n_desirable, n_undesirable = count_labels(examples)
+    if not n_desirable or not n_undesirable:
         return None
     ratio = n_undesirable / n_desirable
     desirable, undesirable = "1", "1"

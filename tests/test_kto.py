@@ -260,6 +260,20 @@ def test_weights_of_records_by_class_train_and_validate_as_the_class_weights(
     assert len(val) == 1
 
 
+@pytest.mark.parametrize("n_up, is_said", [(2, True), (4, False), (6, False), (0, False)])
+def test_a_run_on_more_thumbs_down_than_up_says_which_weights_the_paper_suggests(
+    n_up, is_said, tiny, tmp_path, capfd
+):
+    file = tmp_path / "ratings.jsonl"
+    lines = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i < n_up} for i in range(8)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in lines))
+    train(tiny, file, tmp_path / "run", "--max_steps=1", "--batch_size=8")
+    said = capfd.readouterr().out
+    advice = "for this balance: kto.desirable_weight 3.00 to 4.00, kto.undesirable_weight 1\n"
+    assert (advice in said) == ("KTO paper suggests" in said) == is_said
+    assert "None" not in said
+
+
 def test_the_sft_term_is_zero_when_nothing_is_desirable():
     torch.set_default_dtype(torch.float64)
     objective, batch = tables([False] * 4, sft_loss_weight=1.0)
