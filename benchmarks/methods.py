@@ -1,7 +1,7 @@
 """The result on a real model: SmolLM2-135M learns instructions that a program can check, by each method.
 
     python examples/smollm2.py                  # the model, once
-    python benchmarks/methods.py run            # what is missing, one run after the other: a day
+    python benchmarks/methods.py run            # what is missing, one run after the other: half a day
     python benchmarks/methods.py run online-first kto --seeds 1,2
     python benchmarks/methods.py run grpo --trl <a Python that has TRL 1.16>
     python benchmarks/methods.py table          # the tables for RESULTS.md
@@ -10,21 +10,21 @@
 A finished run is a line in benchmarks/methods.jsonl and is not run again; a run that was stopped goes on where it
 was saved. Each run has a folder under out/methods/.
 
-Every method learns from 576 sampled answers of at most 96 tokens to the same 144 prompts, in 36 steps of 16
-completions, with LoRA of rank 16. All answers, also those of the last check, are sampled at temperature 0.7: at 1 the
-base is right half as often, and a method may gain by nothing but sharper distributions ("base at temperature 1").
+Every method learns from 576 sampled answers of at most 96 tokens, in 36 steps of 16 completions, with LoRA of rank 16.
+All answers, also those of the last check, are sampled at temperature 0.7: at 1 the base is right half as often, and a
+method may gain by nothing but sharper distributions ("base at temperature 1").
 
-- online KTO and GRPO sample 6 times 4 answers to 24 prompts from the policy as it is then ("576 prompts": one answer
-  to each of 6 times 96);
-- offline KTO learns from 4 answers of the base to each prompt, sampled once a seed and rated by the checker. Class
-  weights make right and wrong ones count alike, as online.balance does;
+- online KTO answers each of 6 times 96 prompts once, by the policy as it is then. KTO needs no groups of answers;
+- GRPO needs them: it samples 6 times 4 answers to 24 prompts, and so does "online-first 4 answers";
+- offline KTO learns from 4 answers of the base to each of 144 prompts, sampled once a seed and rated by the checker.
+  Class weights make right and wrong ones count alike, as online.balance does;
 - DPO learns from all pairs of a right and a wrong one of them that answer one prompt, 8 pairs a step;
 - SPIN's demonstrations are the first right ones of them, at most 96. The answers rated to find them and its own, one
   to each demonstration in 3 iterations, are at most 576 together.
 
 `run kto --seeds 0 --lr 1e-4` is a run at another learning rate; seed 0 is for tuning, and no table counts it.
 
-Afterwards each final model answers the same held-out prompts: 108 of trained kinds of instructions, 48 of kinds that
+Afterwards each final model answers the same held-out prompts: 360 of trained kinds of instructions, 96 of kinds that
 training never has, all of them about topics that training never has. kl is the mean of log pi - log base over these
 answers, both at this temperature, in nats an answer: an estimate of KL(policy || base) of what is sampled, for each
 method by the same function. Seconds are of all processes of a run, sampling and rating included, but not of this last
@@ -41,6 +41,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -54,7 +55,7 @@ TEMPERATURE = 0.7
 ITERATIONS, BATCH = 6, 16
 STEPS = PROMPTS * ANSWERS // BATCH
 PARTS = {"val": "held-out topics", "new_kinds": "held-out kinds and topics"}
-HELD_OUT = {"val": 108, "new_kinds": 48}  # prompts of the last check, of the task's files
+HELD_OUT = {"val": 30, "new_kinds": 32}  # prompts of the last check, of each kind of instruction
 DEMONSTRATIONS = 96
 SEEDS = [1, 2, 3]
 
@@ -74,16 +75,17 @@ COMMON = {
 }
 ONLINE = {
     "online.max_iterations": ITERATIONS,
-    "online.prompts_per_iteration": PROMPTS // ITERATIONS,
-    "online.num_generations": ANSWERS,
+    "online.prompts_per_iteration": PROMPTS * ANSWERS // ITERATIONS,
+    "online.num_generations": 1,
     "online.max_new_tokens": TOKENS,
     "online.temperature": TEMPERATURE,
     "online.balance": "true",
 }
-ONE_ANSWER = {
-    "online.prompts_per_iteration": PROMPTS * ANSWERS // ITERATIONS,
-    "online.num_generations": 1,
+GROUPS = {
+    "online.prompts_per_iteration": PROMPTS // ITERATIONS,
+    "online.num_generations": ANSWERS,
 }
+BETA = {"kto.beta": 0.5}
 FIRST, LAST = {"online.reference": "first"}, {"online.reference": "last"}
 PAIRS = {"batch_size": BATCH // 2, "epochs": STEPS, "max_steps": STEPS}
 SPIN = {"batch_size": BATCH // 2, "spin.max_iterations": 3, "spin.max_new_tokens": TOKENS}
@@ -94,19 +96,23 @@ SPIN |= {"spin.temperature": TEMPERATURE}
 METHODS = {
     "base": (None, None, {}),
     "base at temperature 1": (None, None, {"temperature": 1.0}),
-    "online-first": ("online", "prompts", ONLINE | FIRST),
-    "online-last": ("online", "prompts", ONLINE | LAST),
-    "online-first 576 prompts": ("online", "many prompts", ONLINE | FIRST | ONE_ANSWER),
-    "kto": ("kto", "rated", {"optim.lr": 1e-4}),
-    "apo_zero_unpaired": ("kto", "rated", {"kto.loss": "apo_zero_unpaired", "optim.lr": 1e-4}),
+    "online-first": ("online", "many prompts", ONLINE | FIRST | BETA),
+    "online-last": ("online", "many prompts", ONLINE | LAST | BETA),
+    "online-first 4 answers": ("online", "prompts", ONLINE | FIRST | BETA | GROUPS),
+    "kto": ("kto", "rated", BETA),
+    "apo_zero_unpaired": ("kto", "rated", BETA | {"kto.loss": "apo_zero_unpaired"}),
     "dpo": ("dpo", "pairs", PAIRS | {"optim.lr": 1e-4}),
     "spin": ("spin", "demonstrations", SPIN | {"optim.lr": 1e-4}),
     "grpo": ("grpo_trl", "prompts", {"lr": 4e-4, "temperature": TEMPERATURE}),
     # z of the best method as others have it
-    "online-first z=0": ("online", "prompts", ONLINE | FIRST | {"kto.loss": "apo_zero_unpaired"}),
-    "online-first z=trl4": ("online trl4", "prompts", ONLINE | FIRST),
-    "online-first z=nemo4": ("online nemo4", "prompts", ONLINE | FIRST),
-    "online-first z=pairs": ("online pairs", "prompts", ONLINE | FIRST),
+    "online-first z=0": (
+        "online",
+        "many prompts",
+        ONLINE | FIRST | BETA | {"kto.loss": "apo_zero_unpaired"},
+    ),
+    "online-first z=trl4": ("online trl4", "many prompts", ONLINE | FIRST | BETA),
+    "online-first z=nemo4": ("online nemo4", "many prompts", ONLINE | FIRST | BETA),
+    "online-first z=pairs": ("online pairs", "many prompts", ONLINE | FIRST | BETA),
 }
 
 
@@ -130,7 +136,7 @@ def task_file(name: str) -> Path:
     from examples.instructions import write_data
 
     if not (OUT / "task" / f"{name}.jsonl").exists():
-        write_data(OUT / "task")
+        write_data(OUT / "task", *HELD_OUT.values())
     return OUT / "task" / f"{name}.jsonl"
 
 
@@ -236,10 +242,11 @@ class Sampler:
         from records.examples import load_examples
         from runs.settings import Data
 
-        file = str(write_records(OUT / "asked.jsonl", records))
         limits = {"max_prompt": COMMON["data.max_prompt"], "max_completion": TOKENS}
-        data = Data(train=file, extra=extra_fields(records), **limits)
-        return list(load_examples(file, self.tokenizer, "prompts", data).examples)
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(write_records(Path(folder) / "asked.jsonl", records))
+            data = Data(train=file, extra=extra_fields(records), **limits)
+            return list(load_examples(file, self.tokenizer, "prompts", data).examples)
 
     def answer(self, records: list[dict], seed: int) -> tuple[list[dict], list]:
         """-> for each record {"completion", "tokens", "cut", "right"}; and its (prompt, answer), token ids."""
@@ -282,7 +289,7 @@ class Sampler:
 
 def last_check(folder: Path, model: str, seed: int, temperature: float = TEMPERATURE) -> dict:
     """What a final model answers to the held-out prompts."""
-    parts = {name: read_records(task_file(name))[:n] for name, n in HELD_OUT.items()}
+    parts = {name: read_records(task_file(name)) for name in HELD_OUT}
     records = [r | {"part": name} for name, part in parts.items() for r in part]
     policy = Sampler(folder, temperature)
     answers, pairs = policy.answer(records, seed)
@@ -296,8 +303,8 @@ def last_check(folder: Path, model: str, seed: int, temperature: float = TEMPERA
         counts[0] += a["right"]
         counts[1] += 1
     result = {
-        name: [sum(a["right"] for r, a in zip(records, answers) if r["part"] == name), n]
-        for name, n in HELD_OUT.items()
+        name: [sum(a["right"] for r, a in zip(records, answers) if r["part"] == name), len(part)]
+        for name, part in parts.items()
     }
     result |= {
         "by_kind": by_kind,

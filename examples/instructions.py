@@ -14,7 +14,8 @@ only learns what not to say. Left out for that reason: JSON, quotation marks, ca
 a last sentence (0 of 36 right).
 
 An answer that follows its instruction is still wrong if it is a cheap way out: with fewer than fifteen different
-words, or where it repeats four words in a row of the instruction.
+words, or where it repeats four words in a row of the instruction. It is also wrong if it was cut at the longest length:
+otherwise answers that never end would do.
 
 In another program: from instructions import check, write_data; kto.main(argv, checker=check).
 """
@@ -111,7 +112,7 @@ KINDS = {
     "at least": Kind(
         "Use at least {n} words.",
         lambda text, n, words: len(words_of(text)) >= n,
-        n=(60, 65, 70),
+        n=(40, 45, 50),
     ),
     "opening": Kind(
         'Begin your answer with the word "{a}".',
@@ -178,7 +179,7 @@ def is_right(completion: str, fields: dict) -> bool:
 
 def check(answers) -> list[bool]:
     """The checker: answers are a list of evaluate.Answer."""
-    return [is_right(answer.completion, answer.fields) for answer in answers]
+    return [not a.cut and is_right(a.completion, a.fields) for a in answers]
 
 
 # ---- the data ------------------------------------------------------------------------------------
@@ -233,15 +234,18 @@ def make_records(kinds: list[str], topics: list[str], n: int, seed: int) -> Iter
         yield make_record(kinds[k], orders[kinds[k]][round_ % len(topics)], rng)
 
 
-def write_data(folder: str | Path = FOLDER) -> None:
-    """Write train.jsonl, val.jsonl and new_kinds.jsonl; always the same ones."""
+def write_data(
+    folder: str | Path = FOLDER, val_per_kind: int = VAL_PER_KIND, new_per_kind: int = NEW_PER_KIND
+) -> None:
+    """Write train.jsonl, val.jsonl and new_kinds.jsonl; always the same ones. With more prompts of each kind, at most
+    as many as there are topics, val and new_kinds are other files."""
     trained = [name for name, kind in KINDS.items() if not kind.new]
     new = [name for name, kind in KINDS.items() if kind.new]
     train_topics, val_topics = topics_of(TRAIN_TOPICS), topics_of(VAL_TOPICS)
     parts = {
         "train": make_records(trained, train_topics, TRAIN_RECORDS, 1),
-        "val": make_records(trained, val_topics, VAL_PER_KIND * len(trained), 2),
-        "new_kinds": make_records(new, val_topics, NEW_PER_KIND * len(new), 3),
+        "val": make_records(trained, val_topics, val_per_kind * len(trained), 2),
+        "new_kinds": make_records(new, val_topics, new_per_kind * len(new), 3),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, records in parts.items():

@@ -3,6 +3,7 @@ and kinds that are held out stay out; and the program itself runs on a small ran
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,9 +115,24 @@ def test_the_data_are_always_the_same_and_what_is_held_out_stays_out(tmp_path):
 def test_the_checker_judges_a_list_by_the_records_own_fields():
     answers = [
         Answer("p", SEA, fields_of("no comma"), cut=False),
-        Answer("p", SEA, fields_of("question"), cut=True),
+        Answer("p", SEA, fields_of("question"), cut=False),
+        Answer("p", SEA, fields_of("no comma"), cut=True),
     ]
-    assert task.check(answers) == [True, False]
+    assert task.check(answers) == [True, False, False], "a cut answer is wrong"
+
+
+def test_more_prompts_of_each_kind_can_be_held_out(tmp_path):
+    task.write_data(tmp_path, val_per_kind=40, new_per_kind=20)
+    for name, n_kinds, per_kind in (("val", 12, 40), ("new_kinds", 3, 20)):
+        records = [json.loads(x) for x in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        topics = task.topics_of(task.VAL_TOPICS)
+        pairs = {
+            (r["kind"], topic)
+            for r in records
+            for topic in topics
+            if re.search(rf" {topic}(\.| in a )", r["prompt"][0]["content"])
+        }
+        assert len(pairs) == len(records) == n_kinds * per_kind, "no topic twice in a kind"
 
 
 @pytest.fixture

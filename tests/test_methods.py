@@ -22,7 +22,7 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
         ("PROMPTS", 4),
         ("ANSWERS", 2),
         ("TOKENS", 6),
-        ("HELD_OUT", {"val": 4, "new_kinds": 2}),
+        ("HELD_OUT", {"val": 1, "new_kinds": 2}),
     ):
         monkeypatch.setattr(methods, name, value)
     monkeypatch.setattr(task, "check", lambda answers: [i % 2 == 0 for i in range(len(answers))])
@@ -33,7 +33,7 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
     base, kto = map(json.loads, (tmp_path / "methods.jsonl").read_text().splitlines())
     assert (base["method"], kto["method"]) == ("base", "kto")
     assert base["kl"] == 0 and kto["kl"] != 0
-    assert base["val"] == kto["val"] == [2, 4] and kto["new_kinds"] == [1, 2]
+    assert base["val"] == kto["val"] == [6, 12] and kto["new_kinds"] == [3, 6]
     assert kto["answers"] == 8 and kto["cpu_seconds"] > kto["base's answers"]["cpu_seconds"] > 0
     rated = [json.loads(x) for x in (tmp_path / "data-1" / "rated.jsonl").read_text().splitlines()]
     assert [r["label"] for r in rated] == [True, False] * 4
