@@ -150,7 +150,9 @@ def test_the_program_makes_its_data_and_trains_on_them(chatty, tmp_path):
     """As a user types it, with a small random model in place of SmolLM2."""
     argv = f"--model {chatty} --batch_size 4 --online.prompts_per_iteration 2 --online.max_iterations 2"
     argv += " --online.max_new_tokens 6 --eval.max_new_tokens 6 --eval.samples 2 --out_dir out/run"
-    argv += " --precision 32-true --val_interval 2 --eval.check_interval 2"
+    argv += (
+        " --online.num_generations 4 --precision 32-true --val_interval 2 --eval.check_interval 2"
+    )
     argv += " --data.max_prompt 100 --data.max_completion 20"
     command = [sys.executable, str(ROOT / "examples" / "instructions.py"), *argv.split()]
     process = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
