@@ -73,7 +73,9 @@ COMMON = {
     "eval.samples": 0,
     "progress": "false",
 }
-ONLINE = {
+BETA = {"kto.beta": 0.5}
+ONLINE = BETA | {
+    "online.reference": "first",
     "online.max_iterations": ITERATIONS,
     "online.prompts_per_iteration": PROMPTS * ANSWERS // ITERATIONS,
     "online.num_generations": 1,
@@ -85,8 +87,6 @@ GROUPS = {
     "online.prompts_per_iteration": PROMPTS // ITERATIONS,
     "online.num_generations": ANSWERS,
 }
-BETA = {"kto.beta": 0.5}
-FIRST, LAST = {"online.reference": "first"}, {"online.reference": "last"}
 PAIRS = {"batch_size": BATCH // 2, "epochs": STEPS, "max_steps": STEPS}
 SPIN = {"batch_size": BATCH // 2, "spin.max_iterations": 3, "spin.max_new_tokens": TOKENS}
 SPIN |= {"spin.temperature": TEMPERATURE}
@@ -96,23 +96,19 @@ SPIN |= {"spin.temperature": TEMPERATURE}
 METHODS = {
     "base": (None, None, {}),
     "base at temperature 1": (None, None, {"temperature": 1.0}),
-    "online-first": ("online", "many prompts", ONLINE | FIRST | BETA),
-    "online-last": ("online", "many prompts", ONLINE | LAST | BETA),
-    "online-first 4 answers": ("online", "prompts", ONLINE | FIRST | BETA | GROUPS),
+    "online-first": ("online", "many prompts", ONLINE),
+    "online-last": ("online", "many prompts", ONLINE | {"online.reference": "last"}),
+    "online-first 4 answers": ("online", "prompts", ONLINE | GROUPS),
     "kto": ("kto", "rated", BETA),
     "apo_zero_unpaired": ("kto", "rated", BETA | {"kto.loss": "apo_zero_unpaired"}),
     "dpo": ("dpo", "pairs", PAIRS | {"optim.lr": 1e-4}),
     "spin": ("spin", "demonstrations", SPIN | {"optim.lr": 1e-4}),
     "grpo": ("grpo_trl", "prompts", {"lr": 4e-4, "temperature": TEMPERATURE}),
     # z of the best method as others have it
-    "online-first z=0": (
-        "online",
-        "many prompts",
-        ONLINE | FIRST | BETA | {"kto.loss": "apo_zero_unpaired"},
-    ),
-    "online-first z=trl4": ("online trl4", "many prompts", ONLINE | FIRST | BETA),
-    "online-first z=nemo4": ("online nemo4", "many prompts", ONLINE | FIRST | BETA),
-    "online-first z=pairs": ("online pairs", "many prompts", ONLINE | FIRST | BETA),
+    "online-first z=0": ("online", "many prompts", ONLINE | {"kto.loss": "apo_zero_unpaired"}),
+    "online-first z=trl4": ("online trl4", "many prompts", ONLINE),
+    "online-first z=nemo4": ("online nemo4", "many prompts", ONLINE),
+    "online-first z=pairs": ("online pairs", "many prompts", ONLINE),
 }
 
 

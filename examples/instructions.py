@@ -237,8 +237,8 @@ def make_records(kinds: list[str], topics: list[str], n: int, seed: int) -> Iter
 def write_data(
     folder: str | Path = FOLDER, val_per_kind: int = VAL_PER_KIND, new_per_kind: int = NEW_PER_KIND
 ) -> None:
-    """Write train.jsonl, val.jsonl and new_kinds.jsonl; always the same ones. With more prompts of each kind, at most
-    as many as there are topics, val and new_kinds are other files."""
+    """Write train.jsonl, val.jsonl and new_kinds.jsonl; always the same ones. val_per_kind, new_per_kind: how many
+    prompts each kind of instruction has in val and in new_kinds, at most one for each topic."""
     trained = [name for name, kind in KINDS.items() if not kind.new]
     new = [name for name, kind in KINDS.items() if kind.new]
     train_topics, val_topics = topics_of(TRAIN_TOPICS), topics_of(VAL_TOPICS)

@@ -599,13 +599,12 @@ def describe_examples(name: str, loaded: LoadedExamples) -> str:
     # Equal prompts have equal numbers, and so have equal completions.
     prompt, *completions = [examples.number_ids(k) for k in range(examples.n_segments)]
     n_prompts = prompt.max() + 1
-    n_desirable = int(label.sum())
-    n_undesirable = n - n_desirable
 
     lines = [
         f"{name}: {n:,} {'pairs' if n_completions == 2 else 'examples'} of {n_prompts:,} prompts"
     ]
     if n_completions == 1:
+        n_desirable, n_undesirable = count_labels(examples)
         lines[0] += f", {n_desirable:,} desirable, {n_undesirable:,} undesirable"
     for what, lengths in (("prompt", length[:, 0]), ("completion", length[:, 1:])):
         median, high, longest = np.percentile(lengths, [50, 95, 100]).astype(int)
