@@ -651,7 +651,7 @@ def count_labels(examples: Sequence[Example]) -> tuple[int, int]:
 
 
 def suggest_class_weights(examples: Sequence[Example]) -> str | None:
-    """A line with the class weights that arXiv 2402.01306 suggests: w_D n_D / (w_U n_U) is to lie in
+    """A line with the class weights that arXiv 2402.01306 suggests for train: w_D n_D / (w_U n_U) is to lie in
     [1, 4/3]. The smaller of the two weights is 1. None where there are not two classes."""
     n_desirable, n_undesirable = count_labels(examples)
     if not n_desirable or not n_undesirable:
@@ -663,7 +663,7 @@ def suggest_class_weights(examples: Sequence[Example]) -> str | None:
     else:
         desirable = f"{max(1, ratio):.2f} to {4 / 3 * ratio:.2f}"
     return (
-        "  class weights that the KTO paper suggests for this balance: "
+        "train: class weights that the KTO paper suggests for this balance: "
         f"kto.desirable_weight {desirable}, kto.undesirable_weight {undesirable}"
     )
 
