@@ -40,7 +40,7 @@ from runs.devices import all_reduce
 from runs.errors import Failed, Interrupted
 from runs.files import write_json
 from runs.metrics import join_columns, mean
-from runs.optimizer import Plan, clip_gradient, is_due, lr_at, make_plan, steps_of
+from runs.optimizer import Plan, clip_gradient, ends_with, is_due, lr_at, make_plan, steps_of
 from setup import Run, export_models, load_best_weights, saved_state
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
@@ -223,7 +223,7 @@ class Trainer:
             step = run.state.step
             is_last = step == plan.end
             is_best = False
-            if is_last or is_due(step, plan.val) or self.checker_is_due(plan):
+            if self.validation_is_due(plan) or self.check_is_due(plan):
                 is_best = self.evaluate(plan)
             if is_last or is_best or is_due(step, plan.save):
                 run.save()
@@ -359,11 +359,13 @@ class Trainer:
                 row["entropy"] = entropy_of_step(entropy_G, batch)
             row["epoch"] = (step - plan.begin) / plan.per_epoch
             row["samples"] = step * len(batch.examples)
-        # only now: on a GPU the row has waited for the step's end
-        run.throughput.add(batch.examples, time.perf_counter() - began)
+        seconds = (
+            time.perf_counter() - began
+        )  # only now: on a GPU the row has waited for the step's end
+        run.throughput.add(batch.examples, seconds)
         if metrics is not None:
             metrics = join_columns(metrics, row | run.throughput.read())
-        run.logger.step(step, metrics)
+        run.logger.step(step, metrics, seconds)
         if step == run.cfg.examples_at:
             run.logger.examples(step, batch, columns)
 
@@ -471,8 +473,16 @@ class Trainer:
         run.policy.train()
         return columns_to_cpu(self.sum_over_ranks(columns), before.kl)
 
-    def checker_is_due(self, plan: Plan) -> bool:
-        return self.run.evaluator.checker is not None and is_due(self.run.state.step, plan.check)
+    def validation_is_due(self, plan: Plan) -> bool:
+        step = self.run.state.step
+        return is_due(step, plan.val) or ends_with(plan, step, self.run.cfg.val_interval)
+
+    def check_is_due(self, plan: Plan) -> bool:
+        """Whether the checker is asked after this step, or at step 0."""
+        step, interval = self.run.state.step, self.run.cfg.eval.check_interval
+        if not self.run.evaluator.checker:
+            return False
+        return step == 0 or is_due(step, plan.check) or ends_with(plan, step, interval)
 
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
@@ -484,8 +494,7 @@ class Trainer:
         with run.averaged_policy(), run.stop.interruptible():
             row = self.score(val)
             if run.evaluator.checker:
-                is_checked = step in (0, plan.end) or self.checker_is_due(plan)
-                share = run.evaluator.accuracy(step) if is_checked else None
+                share = run.evaluator.accuracy(step) if self.check_is_due(plan) else None
                 own_kl = None if share is None else self.own_kl(run.evaluator.checked_answers)
                 row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
             samples = run.evaluator.samples()

@@ -192,7 +192,10 @@ class Progress:
         self.total = total
         self.start = start
         self.on = on
-        self.began = self.printed = time.monotonic()
+        self.began: float | None = (
+            None  # when the first step began; what comes before it is no part of the ETA
+        )
+        self.printed = time.monotonic()
         self.every = max(1, round(total / 20))  # steps between two lines
         # The next line is printed at this step or at the first step after it that has a row:
         # log_interval need not divide `every`.
@@ -207,9 +210,14 @@ class Progress:
                 leave=False,  # a bar that stays would be drawn below the last message
             )
 
-    def step(self, step: int, row: dict | None) -> None:
-        """Show an optimizer step. row: its row of metrics.csv; None when this step has no row."""
+    def step(self, step: int, row: dict | None, seconds: float) -> None:
+        """Show an optimizer step, which took so many seconds. row: its row of metrics.csv; None when this step has no
+        row."""
         row = row or {}
+        if self.began is None:
+            self.began = time.monotonic() - seconds
+            if self.bar is not None:
+                self.bar.start_t = self.bar.last_print_t = time.time() - seconds
         formats = dict(STEP_CELLS)
         if row.get("kl/clamped"):
             formats["kl"] = KL_CLAMPED

@@ -220,15 +220,16 @@ class Logger:
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
         self.progress = Progress(plan.total, start, self.cfg.progress and not self.cfg.debug)
 
-    def step(self, step: int, row: dict | None) -> None:
-        """After an optimizer step. row: its row of metrics.csv, or None where no row is due."""
+    def step(self, step: int, row: dict | None, seconds: float) -> None:
+        """After an optimizer step, which took so many seconds. row: its row of metrics.csv, or None where no row is
+        due."""
         if not self.main:
             return
         if row:
             self.metrics.row(join_columns({"step": step}, row))
             numbers = {name: value for name, value in row.items() if value is not None}
             self.tracker.scalars(numbers, step)
-        self.progress.step(step, row)
+        self.progress.step(step, row, seconds)
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""

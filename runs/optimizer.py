@@ -44,6 +44,13 @@ def is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
+def ends_with(plan: Plan, step: int, setting: int | float | None) -> bool:
+    """Whether what a setting places in the run (val_interval, eval.check_interval) also happens after this step because
+    something ends there: the run, or an iteration, the last epoch of its examples. A setting in steps counts on over
+    the iterations."""
+    return step == plan.total or (step == plan.end and not isinstance(setting, int))
+
+
 def make_plan(cfg: RunSettings, n: int) -> Plan:
     """The plan of cfg.epochs passes over n examples. An epoch leaves out the remainder that does not
     fill a batch. Raises BadInput when n is smaller than batch_size."""

@@ -242,7 +242,8 @@ class Eval(Sampling):
     """A checker that decides which answers are right: demo's. Your own is given in code,
     main(checker=...). null: no checker."""
     check_interval: int | float | None = setting(None, above=0)
-    """Steps (a float: epochs) between checks of the answers; also at step 0 and at the end."""
+    """Steps (a float: epochs) between checks of the answers; also at step 0 and at the end. With a float or null each
+    iteration of SPIN and online KTO ends with one."""
     prompts: int = setting(100, at_least=0)
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
@@ -345,7 +346,8 @@ class RunSettings:
     log_interval: int = setting(1, at_least=1)
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
     val_interval: int | float | None = setting(1.0, above=0)
-    """Steps (a float: epochs) between validations; also at step 0 and at the end."""
+    """Steps (a float: epochs) between validations; also at step 0 and at the end. With a float or null each iteration
+    of SPIN and online KTO ends with one."""
     save_interval: int | float | None = setting(1.0, above=0)
     """Steps (a float: epochs) between checkpoints; also at the end, or when stopped."""
     keep_last: int = setting(2, at_least=1)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import tqdm.std
 from conftest import Started
 from tokens import EOS, ids_of, plain
 
@@ -205,7 +206,7 @@ def progress(capsys, total, start=0, log_interval=1, on=True, **row) -> list[str
     row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5, "auc": 0.5} | row
     for step in range(start + 1, total + 1):
         has_row = step % log_interval == 0 or step == total
-        display.step(step, row if has_row else None)
+        display.step(step, row if has_row else None, 0.0)
     return capsys.readouterr().out.splitlines()
 
 
@@ -252,8 +253,8 @@ def test_progress_off_says_nothing(capsys):
 def test_on_a_terminal_progress_is_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     progress = Progress(10, 4, True)
-    progress.step(5, {"loss": 0.25, "kl": 0.125})
-    progress.step(6, None)
+    progress.step(5, {"loss": 0.25, "kl": 0.125}, 0.0)
+    progress.step(6, None, 0.0)
     bar = progress.bar
     assert (bar.n, bar.total, bar.desc) == (6, 10, "loss 0.2500 kl 0.1250 ")
     progress.close()
@@ -308,6 +309,23 @@ def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, demos, 
     assert not any("ETA" in line for line in lines), "nor anywhere above"
 
 
+def test_the_first_eta_leaves_out_what_came_before_the_first_step(capsys, monkeypatch):
+    clock = {"now": 1000.0}
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    for module in (time, tqdm.std):
+        monkeypatch.setattr(module, "time", lambda: clock["now"])
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda on=terminal: on, raising=False)
+        progress = Progress(10, 0, True)
+        clock["now"] += 500  # a check at step 0
+        progress.step(1, {"loss": 0.25}, 10.0)
+        if terminal:
+            assert progress.bar.format_dict["elapsed"] == 10
+            progress.close()
+        else:
+            assert capsys.readouterr().out.endswith("ETA 01:30\n"), "9 more steps of 10 seconds"
+
+
 def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
     for rank, printed, files in (("0", "hi\n", {"metrics.csv", "val.csv"}), ("1", "", set())):
         monkeypatch.setenv("RANK", rank)
@@ -316,7 +334,7 @@ def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
         (tmp_path / rank).mkdir()
         logger = Logger(run_settings(tmp_path / rank), None)
         if rank == "1":
-            logger.step(1, {"loss": 1.0})
+            logger.step(1, {"loss": 1.0}, 0.0)
             logger.validation(1, {"loss": 1.0}, [])
             logger.sync()
         logger.close()

@@ -369,6 +369,26 @@ def test_held_out_prompts_are_answered_and_checked(tiny, prompts, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("intervals", "validated", "checked"),
+    [
+        ("--val_interval=4 --eval.check_interval=4", "0 4 6", "0 4 6"),  # steps
+        ("--val_interval=4", "0 2 4 6", "0 2 4 6"),  # null: each iteration's end
+        ("--val_interval=1.0 --eval.check_interval=5", "0 2 4 5 6", "0 5 6"),  # an epoch
+        ("--val_interval=null --eval.check_interval=0.5", "0 1 2 3 4 5 6", "0 1 2 3 4 5 6"),
+    ],
+)
+def test_intervals_in_steps_count_on_over_the_iterations_and_others_end_with_each(
+    intervals, validated, checked, tiny, prompts, tmp_path
+):
+    """An iteration has two steps."""
+    go(tiny, prompts, tmp_path, f"--data.val={prompts}", *intervals.split())
+    with open(tmp_path / "val.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert " ".join(r["step"] for r in rows) == validated
+    assert " ".join(r["step"] for r in rows if r["checker_accuracy"]) == checked
+
+
 def test_an_engine_answers_from_an_exported_folder(tiny, prompts, tmp_path):
     """As vLLM would: here transformers' generate on the Hugging Face folder of the policy as it is."""
     import transformers
