@@ -123,10 +123,17 @@ class Evaluator:
         self.last_check: dict | None = None
         self.checked_answers: list[Example] = []  # of the last check, as token ids
 
-    def samples(self) -> list[dict]:
-        """A few answers to look at, as {"prompt", "completion"}."""
-        _, answers = self.answer(self.examples[: self.cfg.eval.samples], "samples", "eval.samples")
-        return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
+    def samples(self, step: int) -> list[dict]:
+        """A few answers to look at, as {"prompt", "completion"}: the first ones of this step's check, or fresh ones if
+        there was none or it has fewer."""
+        examples = self.examples[: self.cfg.eval.samples]
+        answers = []
+        if self.last_check and self.last_check["step"] == step:
+            answers = self.last_check["answers"][: len(examples)]
+        if len(answers) < len(examples):
+            _, fresh = self.answer(examples, "samples", "eval.samples")
+            answers = [a._asdict() for a in fresh]
+        return [{"prompt": a["prompt"], "completion": a["completion"]} for a in answers]
 
     @property
     def max_new_tokens(self) -> int:

@@ -497,7 +497,7 @@ class Trainer:
                 share = run.evaluator.accuracy(step) if self.check_is_due(plan) else None
                 own_kl = None if share is None else self.own_kl(run.evaluator.checked_answers)
                 row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
-            samples = run.evaluator.samples()
+            samples = run.evaluator.samples(step)
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
         run.logger.validation(step, row, samples)

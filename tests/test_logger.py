@@ -668,12 +668,28 @@ def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch
     verdict = evaluator.check("before", 0)
     assert asked == [("s", "ab"), ("n", "ab"), ("m", "ab")]
     assert (verdict["right"], verdict["of"], verdict["step"]) == (1, 3, 0)
-    assert len(evaluator.samples()) == 4 and len(evaluator.checked_answers) == 3, "not the samples"
+    assert len(evaluator.samples(0)) == 4, "more than were checked"
+    assert len(evaluator.checked_answers) == 3, "not the samples"
     assert json.loads((tmp_path / "eval" / "before.json").read_text()) == verdict
     assert evaluator.accuracy(7) == 1 / 3 and len(asked) == 6, "the policy has moved"
     assert evaluator.check("after", 7)["right"] == 1 and len(asked) == 6, "the same weights"
     files = {"before.json", "answers-7.json", "after.json"}
     assert {p.name for p in (tmp_path / "eval").iterdir()} == files
+
+
+def test_samples_are_the_first_answers_of_the_steps_check_if_there_was_one(tmp_path, monkeypatch):
+    evaluator = held_out(tmp_path, monkeypatch, "snm", lambda a: [True] * len(a), samples=2)
+    evaluator.check("before", 0)
+    sampled = []
+
+    def sampled_anew(*given):
+        sampled.append(given)
+        return [[66, EOS]] * 2
+
+    monkeypatch.setattr(evaluate, "generate", sampled_anew)
+    answers = [{"prompt": "s", "completion": "ab"}, {"prompt": "n", "completion": "ab"}]
+    assert evaluator.samples(0) == answers and not sampled
+    assert [a["completion"] for a in evaluator.samples(1)] == ["a", "a"], "the policy has moved"
 
 
 def test_nothing_is_checked_without_prompts_or_a_checker(tmp_path, monkeypatch):
