@@ -663,7 +663,7 @@ def suggest_class_weights(examples: Sequence[Example]) -> str | None:
     else:
         desirable = f"{max(1, ratio):.2f} to {4 / 3 * ratio:.2f}"
     return (
-        "train: class weights that the KTO paper suggests for this balance: "
+        "train: class weights that the KTO paper suggests for this balance:\n  "
         f"kto.desirable_weight {desirable}, kto.undesirable_weight {undesirable}"
     )
 

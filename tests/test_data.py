@@ -762,7 +762,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("n_d, n_u", WEIGHTS)
 def test_the_data_check_advises_the_weights_of_the_paper(n_d, n_u):
     found = [example([i], [i], label=i < n_d) for i in range(n_d + n_u)]
-    advice = suggest_class_weights(found).split("balance: ")[1]
+    advice = suggest_class_weights(found).split("balance:\n  ")[1]
     assert advice == WEIGHTS[n_d, n_u]
     sides = [[float(x) for x in re.findall(r"\d[\d.]*", side)] for side in advice.split(",")]
     assert min(*sides[0], *sides[1]) == 1, "the smaller weight is 1"

@@ -269,7 +269,7 @@ def test_a_run_on_more_thumbs_down_than_up_says_which_weights_the_paper_suggests
     file.write_text("".join(json.dumps(r) + "\n" for r in lines))
     train(tiny, file, tmp_path / "run", "--max_steps=1", "--batch_size=8")
     said = capfd.readouterr().out
-    advice = "for this balance: kto.desirable_weight 3.00 to 4.00, kto.undesirable_weight 1\n"
+    advice = "for this balance:\n  kto.desirable_weight 3.00 to 4.00, kto.undesirable_weight 1\n"
     assert (advice in said) == ("KTO paper suggests" in said) == is_said
     assert "None" not in said
 
