@@ -40,7 +40,7 @@ from runs.devices import all_reduce
 from runs.errors import Failed, Interrupted
 from runs.files import write_json
 from runs.metrics import join_columns, mean
-from runs.optimizer import Plan, clip_gradient, ends_with, is_due, lr_at, make_plan, steps_of
+from runs.optimizer import Plan, clip_gradient, is_due, is_end, lr_at, make_plan, steps_of
 from setup import Run, export_models, load_best_weights, saved_state
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
@@ -475,14 +475,14 @@ class Trainer:
 
     def validation_is_due(self, plan: Plan) -> bool:
         step = self.run.state.step
-        return is_due(step, plan.val) or ends_with(plan, step, self.run.cfg.val_interval)
+        return is_due(step, plan.val) or is_end(step, plan, self.run.cfg.val_interval)
 
     def check_is_due(self, plan: Plan) -> bool:
         """Whether the checker is asked after this step, or at step 0."""
         step, interval = self.run.state.step, self.run.cfg.eval.check_interval
         if not self.run.evaluator.checker:
             return False
-        return step == 0 or is_due(step, plan.check) or ends_with(plan, step, interval)
+        return step == 0 or is_due(step, plan.check) or is_end(step, plan, interval)
 
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best

@@ -44,11 +44,10 @@ def is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
-def ends_with(plan: Plan, step: int, setting: int | float | None) -> bool:
-    """Whether what a setting places in the run (val_interval, eval.check_interval) also happens after this step because
-    something ends there: the run, or an iteration, the last epoch of its examples. A setting in steps counts on over
-    the iterations."""
-    return step == plan.total or (step == plan.end and not isinstance(setting, int))
+def is_end(step: int, plan: Plan, interval: int | float | None) -> bool:
+    """Whether this step is an end after which the policy is validated or checked whatever the interval: the run's end;
+    and an iteration's, but for an interval in steps (an int), which counts on over the iterations."""
+    return step == plan.total or (step == plan.end and not isinstance(interval, int))
 
 
 def make_plan(cfg: RunSettings, n: int) -> Plan:

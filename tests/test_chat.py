@@ -419,7 +419,7 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, monkey
     ]
     assert "1 duplicates, 0 contradictions, 1 completions cut" in shown
     assert "this balance:\n  kto.desirable_weight 1.00 to 1.33" in shown
-    assert max(len(x) for x in lines if source not in x and "weights" not in x) <= 80
+    assert max(len(x) for x in lines if source not in x) <= 80
     assert [x for x in lines if x.startswith("      5 to      5 |####")]
     assert lines[-1] == "  > C|ould|</s>|▁|<0x0A>", "the scored tokens"
     assert "|</s>|▁|<0x0A>|<|||ass|ist|ant|||>|<0x0A>" in shown.replace("\n    ", "")
