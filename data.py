@@ -16,6 +16,7 @@ Shape letters; model.py uses the same ones:
     T  targets: tokens that are predicted and scored
     L  tokens of the longest completion
     I  gathered keys of attention
+    J  the B * K sequences, each a prompt with one completion, in the order of packing
     S  = B * K + 1, where attention's B * K sequences begin, and where the last one ends
 """
 
@@ -249,7 +250,7 @@ class Batch:
         for number, group in enumerate(self.groups):
             for i in group:
                 group_G[i] = number
-        paired = [i for i, x in enumerate(self.partners or ()) if np.ndim(x) or x >= 0]
+        kl_index = [i for i, x in enumerate(self.partners or ()) if np.ndim(x) or x >= 0]
         return StepView(
             self.examples,
             size=len(self.examples),
@@ -258,7 +259,7 @@ class Batch:
             weight=to_device(torch.tensor([e.weight for e in self.examples]), device),
             reward=to_device(torch.tensor([reward_of(e) for e in self.examples]), device),
             group=to_device(torch.tensor(group_G), device),
-            paired=to_device(torch.tensor(paired, dtype=torch.long), device),
+            kl_index=to_device(torch.tensor(kl_index, dtype=torch.long), device),
         )
 
     def loss_view(self, packed: "PackedBatch", step: "StepView") -> "LossView":
@@ -314,7 +315,7 @@ class StepView(NamedTuple):
     weight: torch.Tensor
     reward: torch.Tensor  # (G,) graded rewards (see reward_of)
     group: torch.Tensor  # (G,) examples with one prompt have one number, from 0 on
-    paired: torch.Tensor  # (n,) which of the G have a mismatched pair
+    kl_index: torch.Tensor  # (n,) which of the G have a mismatched pair
 
     def extra(self, name: str):
         """A field that data.extra names: a (G,) tensor of numbers, or a list of G texts. Raises BadInput."""
@@ -486,9 +487,8 @@ class NextTokens(NamedTuple):
     """A model's distributions of the next token at a batch's targets, before they are computed."""
 
     h_TC: torch.Tensor  # its last hidden states
-    logits: Callable[
-        [torch.Tensor], torch.Tensor
-    ]  # its head: some rows of h_TC -> logits, without gradient
+    # its head: some rows of h_TC -> logits, without gradient
+    logits: Callable[[torch.Tensor], torch.Tensor]
 
 
 class PackedBatch(NamedTuple):
@@ -507,14 +507,12 @@ class PackedBatch(NamedTuple):
     token_N: torch.Tensor
     position_N: torch.Tensor
     prompt_N: torch.Tensor  # which of the U prompts the token belongs to, or its completion
-    branch_N: (
-        torch.Tensor
-    )  # 0: the token belongs to the prompt itself; k: to its completion number k, from 1 on
+    # 0: the token belongs to the prompt itself; k: to its completion number k, from 1 on
+    branch_N: torch.Tensor
     source_T: torch.Tensor  # the input token whose hidden state predicts the target
     target_T: torch.Tensor  # the token id to predict
-    sequence_T: (
-        torch.Tensor
-    )  # the sequence whose completion has the target; B * K + u in scored prompt number u
+    # the sequence whose completion has the target; B * K + u in scored prompt number u
+    sequence_T: torch.Tensor
     length_BK: torch.Tensor  # scored tokens of a completion, plus those of a scored prompt
     sequence_BK: torch.Tensor  # the number of the sequence
     first_target_BK: torch.Tensor  # which of the T targets is the completion's first token
@@ -646,26 +644,26 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     prompts = [prompts[group[0]] for group in groups]
     completions = [y for b in order for y in completions[b]]
     prompt_U = np.array(list(map(len, prompts)))
-    completion_C = np.array(list(map(len, completions)))  # C = B * K: the sequences
+    completion_J = np.array(list(map(len, completions)))
     count_U = np.array(list(map(len, groups))) * K  # completions of each prompt
-    u_C = np.repeat(np.arange(U), count_U)
-    number_C = (
-        np.arange(B * K) - (np.cumsum(count_U) - count_U)[u_C]
+    u_J = np.repeat(np.arange(U), count_U)
+    number_J = (
+        np.arange(B * K) - (np.cumsum(count_U) - count_U)[u_J]
     )  # 0 in a prompt's first completion
 
     # Segments: each prompt, followed by its completions without their last tokens.
     place_U = np.cumsum(count_U + 1) - (count_U + 1)  # a prompt's place among the U + C segments
-    place_C = place_U[u_C] + 1 + number_C
+    place_J = place_U[u_J] + 1 + number_J
     size = np.empty(U + B * K, int)
-    size[place_U], size[place_C] = prompt_U, completion_C - 1
+    size[place_U], size[place_J] = prompt_U, completion_J - 1
     start = np.cumsum(size) - size
     inputs = [None] * len(size)
     prompt_of_segment, branch_of_segment = np.empty_like(size), np.zeros_like(size)
-    prompt_of_segment[place_U], prompt_of_segment[place_C] = np.arange(U), u_C
-    branch_of_segment[place_C] = number_C + 1
+    prompt_of_segment[place_U], prompt_of_segment[place_J] = np.arange(U), u_J
+    branch_of_segment[place_J] = number_J + 1
     for place, prompt in zip(place_U, prompts):
         inputs[place] = prompt
-    for place, y in zip(place_C, completions):
+    for place, y in zip(place_J, completions):
         inputs[place] = y[:-1]
     segment_N, offset_N = _spans(size)
     prompt_N, branch_N = prompt_of_segment[segment_N], branch_of_segment[segment_N]
@@ -676,28 +674,28 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     scored_U = prompt_U - 1 if score_prompt else np.zeros_like(prompt_U)
     if score_prompt:
         targets += [prompt[1:] for prompt in prompts]
-    sequence_T, offset_T = _spans(np.concatenate([completion_C, scored_U]))
+    sequence_T, offset_T = _spans(np.concatenate([completion_J, scored_U]))
     # The source of a target is the token before it. Before a completion's first token this is the prompt's last one.
-    segment_start = np.concatenate([start[place_C] - 1, start[place_U]])
-    prompt_end = (start[place_U] + prompt_U - 1)[np.concatenate([u_C, np.arange(U)])]
+    segment_start = np.concatenate([start[place_J] - 1, start[place_U]])
+    prompt_end = (start[place_U] + prompt_U - 1)[np.concatenate([u_J, np.arange(U)])]
     is_first_T = (offset_T == 0) & (sequence_T < B * K)
     source_T = np.where(is_first_T, prompt_end[sequence_T], segment_start[sequence_T] + offset_T)
-    first_target_C = np.cumsum(completion_C) - completion_C
+    first_target_J = np.cumsum(completion_J) - completion_J
 
     # Attention's sequences: their queries and keys (see PackedBatch).
     completion_M = np.flatnonzero(branch_N)
-    completion_queries_C = completion_C - 1
+    completion_queries_J = completion_J - 1
     if not len(completion_M):
         completion_M = np.zeros(1, int)
-        completion_queries_C[0] = 1
-    queries_C = completion_C - 1 + np.where(number_C == 0, prompt_U[u_C], 0)
-    keys_C = completion_C - 1 + prompt_U[u_C]
+        completion_queries_J[0] = 1
+    queries_J = completion_J - 1 + np.where(number_J == 0, prompt_U[u_J], 0)
+    keys_J = completion_J - 1 + prompt_U[u_J]
     key_I = np.zeros(0, int)
     if U < B * K:
-        sequence_I, offset_I = _spans(keys_C)
-        in_prompt_I = start[place_U[u_C]][sequence_I] + offset_I
-        in_completion_I = (start[place_C] - prompt_U[u_C])[sequence_I] + offset_I
-        key_I = np.where(offset_I < prompt_U[u_C][sequence_I], in_prompt_I, in_completion_I)
+        sequence_I, offset_I = _spans(keys_J)
+        in_prompt_I = start[place_U[u_J]][sequence_I] + offset_I
+        in_completion_I = (start[place_J] - prompt_U[u_J])[sequence_I] + offset_I
+        key_I = np.where(offset_I < prompt_U[u_J][sequence_I], in_prompt_I, in_completion_I)
 
     arrays = {
         "token_N": np.concatenate(inputs),
@@ -707,17 +705,17 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         "source_T": source_T,
         "target_T": np.concatenate(targets),
         "sequence_T": sequence_T,
-        "length_BK": completion_C[sequence_BK] + scored_U[prompt_B][:, None],
+        "length_BK": completion_J[sequence_BK] + scored_U[prompt_B][:, None],
         "sequence_BK": sequence_BK,
-        "first_target_BK": first_target_C[sequence_BK],
+        "first_target_BK": first_target_J[sequence_BK],
         "prompt_B": prompt_B,
         "index_B": np.array(index),
         "prompt_P": np.flatnonzero(branch_N == 0),
         "completion_M": completion_M,
         "key_I": key_I,
-        "query_start_S": np.append(0, np.cumsum(queries_C)),
-        "completion_query_start_S": np.append(0, np.cumsum(completion_queries_C)),
-        "key_start_S": np.append(0, np.cumsum(keys_C)),
+        "query_start_S": np.append(0, np.cumsum(queries_J)),
+        "completion_query_start_S": np.append(0, np.cumsum(completion_queries_J)),
+        "key_start_S": np.append(0, np.cumsum(keys_J)),
     }
     # Numpy does all the work here. This function runs in a thread of its own, where a torch operation would start a
     # second set of OpenMP threads; between operations they wait in a loop, on the cores that the training step needs.
@@ -733,10 +731,10 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
         segment_sizes=tuple(tuple(part.tolist()) for part in np.split(size, place_U[1:])),
         index=tuple(index),
-        max_queries=int(queries_C.max()),
-        max_completion_queries=int(completion_queries_C.max()),
-        max_keys=int(keys_C.max()),
-        longest=int(completion_C.max()),
+        max_queries=int(queries_J.max()),
+        max_completion_queries=int(completion_queries_J.max()),
+        max_keys=int(keys_J.max()),
+        longest=int(completion_J.max()),
         buffer=buffer,
     )
 

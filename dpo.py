@@ -149,8 +149,8 @@ def main(
     """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, checker,
     trainer, optimizer, validation(cfg.dpo)."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_dpo.yaml")
-    own = validation and validation(cfg.dpo)
-    run = setup(cfg, objective(cfg.dpo), own, checker=checker, optimizer=optimizer)
+    own_validation = validation and validation(cfg.dpo)
+    run = setup(cfg, objective(cfg.dpo), own_validation, checker=checker, optimizer=optimizer)
     with trainer(run) as loop:
         if loop.fit():
             loop.finish()

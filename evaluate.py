@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 # One verdict for each answer: whether it is right, or for an objective that wants it a number from 0 to 1
 Checker = Callable[[list[Answer]], list[bool | float]]
-MOST_VALUES = 30  # of a field by which right answers are counted
+MOST_VALUES = 30  # right answers are not counted by a field that has more values
 
 
 def as_answer(tokenizer: Tokenizer, example: Example, ids: list[int], stop: list[str]) -> Answer:
@@ -81,7 +81,7 @@ def ask_checker(checker: Checker, answers: list[Answer]) -> list[bool | float]:
 
 
 def count_by_field(answers: list[Answer], verdicts: list[bool | float]) -> dict:
-    """{field: {value: [right, of]}} of the records' texts that repeat, such as a kind of task."""
+    """{field: {value: [right, of]}}: counts by each text field that has few values, such as the kind of a task."""
     counts = {}
     for name in answers[0].fields:
         values = [a.fields[name] for a in answers]

@@ -16,7 +16,7 @@ HEAD_SAVED = 2**26
 HEAD_SOFTMAX = 2**22
 # Targets that a GPU's chunk has at least: fewer do not reach its full speed. Its softmax takes a chunk in one piece.
 GPU_ROWS = 1024
-# The same as HEAD_SAVED, for a GPU, which has room for more.
+# The same as HEAD_SAVED, for a GPU, which has room for more: 1 GiB in bfloat16.
 GPU_SAVED = 2**29
 
 

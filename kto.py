@@ -80,7 +80,7 @@ class KTO(Objective):
         share = batch.step.size / max(1, batch.step.desirable)
         sft_B = -logp_B / (length_B if args.sft_average else 1) * batch.label * share
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
-        return loss_B, {
+        return loss_B, {  # metrics needs logratio, logp and desirable
             "preference_loss": preference_B,
             "sft_loss": sft_B,
             "logratio": logratio_B,
@@ -98,7 +98,7 @@ class KTO(Objective):
         z, n = kl.z.mean().item(), len(kl.logratio)
         # before the first update r is 0 everywhere: no side to be on, and a mean below 0 is rounding
         has_moved = bool(r_G.any())
-        inputs = ("logratio", "logp", "desirable")  # no columns of the row
+        inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
         row = {
             "kl": z if self.kl_pairs else None,
@@ -133,10 +133,10 @@ def main(
     """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
     group kto; checker, which judges a list of held-out answers (evaluate.Checker); trainer, a
     subclass of Trainer; optimizer(policy, cfg), as runs.optimizer.make_optimizer; validation(cfg.kto),
-    an Objective for val.csv, where it is another one."""
+    an Objective for val.csv, if it needs a different one."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo.yaml")
-    own = validation and validation(cfg.kto)
-    run = setup(cfg, objective(cfg.kto), own, checker=checker, optimizer=optimizer)
+    own_validation = validation and validation(cfg.kto)
+    run = setup(cfg, objective(cfg.kto), own_validation, checker=checker, optimizer=optimizer)
     with trainer(run) as loop:
         if loop.fit():
             loop.finish()

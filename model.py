@@ -174,8 +174,9 @@ class PackedAttention:
         Short prompts form a bin with one tile under one mask. A long one is a bin of its own with a tile for each
         segment, so that few scores are computed only to be masked.
 
-        A completion's tile is the same whether its prompt is computed or comes from a cache, so the numbers are, too:
-        before the first update a log-ratio is exactly 0, although policy and reference may do this differently.
+        The tile of a long prompt's completion is the same whether the prompt is computed or comes from a cache, so the
+        numbers are, too: before the first update a log-ratio is exactly 0, although policy and reference may do this
+        differently. Short prompts share a tile, and may differ by rounding.
         """
         batch = self.batch
         sizes = batch.sizes

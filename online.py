@@ -42,20 +42,21 @@ class OnlineSettings(Sampling):
     """Answers to each prompt of an iteration."""
     reference: str = setting("last", choices=("first", "last"))
     """last: the policy as it is when an iteration begins. first: the model that the run started
-    from."""
+    from, or --reference."""
     ratings: str | None = path_setting()
     """Offline rated records to mix in, in the forms that kto.py takes."""
     ratings_per_iteration: int | None = setting(None, at_least=1)
     """Number of them that join each iteration, the next ones of a seeded order. Default: all."""
     cut: str = setting("judge", choices=("judge", "wrong", "drop"))
     """What becomes of an answer that ended at the length limit. judge: the checker decides (it sees
-    that the answer was cut). wrong: thumbs down. drop: weight 0, nothing is learned from it."""
+    that the answer was cut). wrong: thumbs down. drop: weight 0. Its own loss is 0; it still
+    counts in z, in the plain means of metrics.csv, and in batch_size, by which a step's loss is divided."""
     balance: bool = False
     """Weigh the examples of an iteration so that those rated up and those rated down count equally, as
-    the KTO paper advises. A policy that is mostly wrong else learns mostly what not to say."""
+    the KTO paper advises. Otherwise a policy that is mostly wrong mainly learns what not to say."""
     rollout_batch_size: int = setting(512, at_least=1)
-    """Prompts answered between two writes to the disk: a resume keeps the answers of whole
-    batches."""
+    """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
+    numbers depend on it, so another value gives other answers. To save memory set batch_size or cache_gb."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,12 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
     does what it likes. It is called once an iteration, on rank 0 alone: nothing that all ranks compute
     together may be in it, such as a sharded policy. Raises BadInput."""
     rule, stop = run.cfg.online.cut, run.cfg.online.stop
-    asked = [as_answer(run.tokenizer, e, ids, stop) for e, ids in zip(prompts, answers)]
+    to_judge = [as_answer(run.tokenizer, e, ids, stop) for e, ids in zip(prompts, answers)]
     examples = []
-    for i, verdict in enumerate(run.evaluator.judge(asked)):
+    for i, verdict in enumerate(run.evaluator.judge(to_judge)):
         if type(verdict) is not bool:
             raise BadInput(f"checker: answer {i}: KTO learns from True or False, got {verdict:g}")
-        cut = asked[i].cut
+        cut = to_judge[i].cut
         e = prompts[i]._replace(
             completions=(np.array(answers[i], np.int32),),
             label=verdict and not (cut and rule == "wrong"),
@@ -163,9 +164,14 @@ def main(
     args = cfg.online
     if not (checker or cfg.eval.check or rate is not rate_answers or cfg.estimate):
         raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
+    learner = objective(cfg.kto)
+    refuse_unless(
+        learner.records == "prompts",
+        'objective: online.py needs records = "prompts": derive it from OnlineKTO',
+    )
     run = setup(
         cfg,
-        objective(cfg.kto),
+        learner,
         validation and validation(cfg.kto),
         checker=checker,
         optimizer=optimizer,
@@ -178,9 +184,9 @@ def main(
         plans = iteration_plans(cfg, [n_answers + n_offline] * args.max_iterations)
         for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
             picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
-            asked = [e for e in picked for _ in range(args.num_generations)]
-            answers = policy_answers(run, i, plan, [e.prompt for e in asked], args)
-            examples = rated_examples(run, i, plan, rate, asked, answers)
+            repeated = [e for e in picked for _ in range(args.num_generations)]
+            answers = policy_answers(run, i, plan, [e.prompt for e in repeated], args)
+            examples = rated_examples(run, i, plan, rate, repeated, answers)
             show_ratings(run, i, examples)
             if offline:
                 examples += next_items(offline, i, n_offline, cfg.seed)

@@ -56,7 +56,7 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
 
 
 def answers_file(run, i: int) -> Path:
-    """A header line (what was asked, of which policy, and the hash of the other lines), then one line
+    """A header line (the request, and the hash of the other lines), then one line
     for each answer."""
     return run.folder.path / "iterations" / f"answers-{i}.jsonl"
 
@@ -69,17 +69,17 @@ def read_answers(run, i: int) -> list[list[int]]:
 
 
 def _read_lines(file: Path) -> tuple[dict, list[str]]:
-    """-> what was asked, and a line for each answer. Raises BadInput if the file is damaged."""
+    """-> the request, and a line for each answer. Raises BadInput if the file is damaged."""
     with user_error(None, file, Exception):
         header, *lines = read_regular(file).decode().split("\n")[:-1] or [""]
-        asked = json.loads(header)
-        if asked.pop("answers_hash", None) != _lines_hash(lines):
+        request = json.loads(header)
+        if request.pop("answers_hash", None) != _lines_hash(lines):
             raise BadInput(f"{file}: damaged: not the answers that were written")
-    return asked, lines
+    return request, lines
 
 
-def _write_lines(file: Path, asked: dict, lines: list[str]) -> None:
-    header = json.dumps(asked | {"answers_hash": _lines_hash(lines)})
+def _write_lines(file: Path, request: dict, lines: list[str]) -> None:
+    header = json.dumps(request | {"answers_hash": _lines_hash(lines)})
     write_atomically(file, "\n".join([header, *lines, ""]))
 
 
@@ -96,8 +96,8 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
     """
     file, size = answers_file(run, i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    asked = _what_is_asked(run, prompts, args, new)
-    lines = on_rank_0(run.fabric, lambda: _lines_on_disk(file, asked))
+    request = _request_of(run, prompts, args, new)
+    lines = on_rank_0(run.fabric, lambda: _lines_on_disk(file, request))
     answers = [json.loads(line)["ids"] for line in lines]
     if len(answers) == len(prompts):
         return answers
@@ -114,7 +114,7 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
             answers += fresh
             if run.fabric.global_rank == 0:
                 lines += [_answer_line(run, ids, args.stop) for ids in fresh]
-                _write_lines(file, asked, lines)
+                _write_lines(file, request, lines)
     return answers
 
 
@@ -127,20 +127,20 @@ def _refuse_lost_file(run, file: Path, plan: Plan) -> None:
         raise BadInput(f"resume: {file}: not what this iteration learns from; {advice}")
 
 
-def _what_is_asked(run, prompts: list, args: Sampling, new: int) -> dict:
+def _request_of(run, prompts: list, args: Sampling, new: int) -> dict:
     """All that the answers of an iteration depend on."""
     h = hashlib.sha256()
     for prompt in prompts:
         h.update(len(prompt).to_bytes(8, "big") + prompt.tobytes())
-    asked = {"policy": run.state.started_from, "seed": run.cfg.seed, "prompts": h.hexdigest()}
-    asked["engine"] = run.rollout is not None
+    request = {"policy": run.state.started_from, "seed": run.cfg.seed, "prompts": h.hexdigest()}
+    request["engine"] = run.rollout is not None
     names = [f.name for f in fields(Sampling)]
     sampling = {name: getattr(args, name) for name in (*names, "rollout_batch_size")}
-    return {**asked, **sampling, "max_new_tokens": new}
+    return {**request, **sampling, "max_new_tokens": new}
 
 
-def _lines_on_disk(file: Path, asked: dict) -> list[str]:
-    """The lines of whole rollout batches that were written for what is asked."""
+def _lines_on_disk(file: Path, request: dict) -> list[str]:
+    """The lines of whole rollout batches that were written for this request."""
     if not file.exists():
         return []
     try:
@@ -148,7 +148,7 @@ def _lines_on_disk(file: Path, asked: dict) -> list[str]:
     except BadInput as e:
         say(f"{e}; they cannot be used")
         return []
-    return lines if known == asked else []
+    return lines if known == request else []
 
 
 def _answer_line(run, ids: list[int], stop: list[str]) -> str:
@@ -216,8 +216,8 @@ def _check_answers(run, prompts: list, answers, new: int) -> list[list[int]]:
 # ---- what an iteration learns from the answers ---------------------------------------------------
 
 
-def rated_examples(run, i: int, plan: Plan, rate: Callable, asked: list, answers: list) -> list:
-    """The examples that rate(run, asked, answers) makes of the answers of iteration i, one for each.
+def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answers: list) -> list:
+    """The examples that rate(run, prompts, answers) makes of the answers of iteration i, one for each.
 
     Rank 0 asks it, once an iteration, and writes what it gives beside the answers. All ranks learn from
     that file, and so does a resume in the middle of the iteration: ratings need not be the same twice.
@@ -229,29 +229,29 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, asked: list, answers
     def work():
         if run.state.step > plan.begin:  # else rate or its checker may have changed
             lines = _lines_on_disk(file, header)
-            if len(lines) != len(asked):
+            if len(lines) != len(prompts):
                 _refuse_lost_file(run, file, plan)
             return lines
         with run.stop.interruptible(alone=True):
-            examples = rate(run, asked, answers)
-        if len(examples) != len(asked):
-            n = len(asked)
+            examples = rate(run, prompts, answers)
+        if len(examples) != len(prompts):
+            n = len(prompts)
             raise BadInput(f"rate: {n} answers need as many examples, got {len(examples)}")
-        lines = [_rated_line(j, e, asked[j]) for j, e in enumerate(examples)]
+        lines = [_rated_line(j, e, prompts[j]) for j, e in enumerate(examples)]
         _write_lines(file, header, lines)
         return lines
 
     lines = on_rank_0(run.fabric, work)
-    return [_rated_example(json.loads(line), e) for line, e in zip(lines, asked)]
+    return [_rated_example(json.loads(line), e) for line, e in zip(lines, prompts)]
 
 
-def _rated_line(j: int, example: Example, asked: Example) -> str:
+def _rated_line(j: int, example: Example, prompt: Example) -> str:
     """The fields that rate has changed, as JSON. Raises BadInput."""
-    pairs = zip(Example._fields, example, asked)
+    pairs = zip(Example._fields, example, prompt)
     changed = {name: new for name, new, old in pairs if new is not old}
     try:
         line = json.dumps(changed, default=lambda x: x.tolist(), ensure_ascii=False)
-        example = _rated_example(json.loads(line), asked)
+        example = _rated_example(json.loads(line), prompt)
         ids = [example.prompt, *example.completions]
         is_valid = len(ids) > 1 and all(x.ndim == 1 and len(x) for x in ids)
         is_valid &= example.label in (False, True) and 0 <= example.weight < math.inf
@@ -266,12 +266,12 @@ def _rated_line(j: int, example: Example, asked: Example) -> str:
     return line
 
 
-def _rated_example(changed: dict, asked: Example) -> Example:
-    """asked with the fields of a line of rated-N.jsonl."""
+def _rated_example(changed: dict, prompt: Example) -> Example:
+    """The prompt with the fields of a line of rated-N.jsonl."""
     if "prompt" in changed:
         changed["prompt"] = np.array(changed["prompt"], np.int32)
     if "completions" in changed:
         changed["completions"] = tuple(np.array(y, np.int32) for y in changed["completions"])
     if "rewards" in changed:
         changed["rewards"] = (*changed["rewards"], None)[:2]
-    return asked._replace(**changed)
+    return prompt._replace(**changed)

@@ -138,7 +138,7 @@ class Run:
     saved_step: int = 0
     """The step of the last checkpoint. Changed by save."""
     reference_step: int = 0
-    """After which step policy and reference were equal last, in this process. Changed by
+    """The last step after which policy and reference were equal, in this process. Changed by
     new_reference."""
 
     # ---- what an outer loop may change
@@ -159,18 +159,18 @@ class Run:
         )
         state.iteration, state.moving_reference = i, moving_reference
         if moving_reference:
-            state.started_from = self.new_reference(i)
+            state.started_from = self.new_reference()
         else:
             state.started_from = weights_hash(self.merged_weights())
         if state.started_from == before and self.cfg.optim.lr:
             say(f"iteration {i}: the last iteration has not changed the policy")
 
-    def new_reference(self, i: int) -> str:
-        """The policy becomes the reference, which is written to iterations/i for a resume. LoRA's
+    def new_reference(self) -> str:
+        """The policy becomes the iteration's reference, written to iterations/i for a resume. LoRA's
         adapters are merged into the base, which is their reference; then they begin anew, and with
         them the optimizer's state. -> the hash of the new reference"""
         module, uses_adapters = self.policy.module, self.reference.frozen is None
-        weights = self.merged_weights()
+        i, weights = self.state.iteration, self.merged_weights()
         if uses_adapters:
             params = module.unique_parameters(with_objective=False)
             base = (name for name in params if "lora_" not in name)
@@ -327,7 +327,7 @@ def setup(
 ) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
-    validation: the objective of val.csv, if it is another one. checker: judges answers
+    validation: the objective of val.csv, if it is a different one. checker: judges answers
     (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout: an engine that
     answers prompts (see rollout.py). With cfg.estimate the program ends here. Raises BadInput,
     Failed.

@@ -40,12 +40,12 @@ class SPINSettings(Sampling):
     """Add this fraction of the last iteration's answers to an iteration's own; 1.0, the paper's
     practice, adds all."""
     rollout_batch_size: int = setting(512, at_least=1)
-    """Prompts answered between two writes to the disk: a resume keeps the answers of whole
-    batches."""
+    """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
+    numbers depend on it, so another value gives other answers. To save memory set batch_size or cache_gb."""
     sft_loss_weight: float = setting(0.0, at_least=0)
     """Weight of the negative log-likelihood of the demonstrations."""
     average_logps: bool = False
-    """Divide log-probabilities by the number of scored tokens."""
+    """Divide log-ratios by the number of scored tokens."""
 
     def betas(self) -> list[float]:
         """One for each iteration."""
@@ -158,9 +158,13 @@ def main(
     that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_spin.yaml")
     betas = cfg.spin.betas()
+    first = objective(cfg.spin, betas[0])
+    refuse_unless(
+        first.records == "demonstrations", 'objective: spin.py needs records = "demonstrations"'
+    )
     run = setup(
         cfg,
-        objective(cfg.spin, betas[0]),
+        first,
         validation=validation(cfg.spin, betas[0]) if validation else Likelihood(),
         checker=checker,
         optimizer=optimizer,

@@ -44,7 +44,7 @@ from runs.optimizer import Plan, clip_gradient, is_due, is_end, lr_at, make_plan
 from setup import Run, export_models, load_best_weights, saved_state
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
-OWN_ANSWERS = 64  # that own_kl scores, about: all would take as long as sampling them
+OWN_ANSWERS = 64  # that own_kl scores at least: all would take as long as sampling them
 
 
 class KL(NamedTuple):
@@ -69,8 +69,8 @@ class Objective:
     by_token = False
     """True: `reduce` gets the log-probs of each token."""
     vocabulary_kl = False
-    """True, with by_token: batch.vocabulary_kl has the KL to the reference at each token. Costs one more
-    forward of the reference; not with fsdp."""
+    """True, with by_token: batch.vocabulary_kl is KL(reference || policy) of the next-token distributions, at
+    each token. Costs one more forward of the reference; not with fsdp."""
     average_logps = False
     """Whether a log-ratio is divided by the number of scored tokens."""
 
@@ -89,17 +89,20 @@ class Objective:
         raise NotImplementedError
 
     def reduce(self, logps, ref_logps, lengths):
-        """Only if by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end
-        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K).
-        So the programs' SFT term and their columns logps/* are of this, too, and average_logps divides
-        it by the whole length."""
+        """Only with by_token. Log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end
+        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K). The SFT
+        term and the columns logps/* of KTO and DPO come from this result; average_logps still divides by
+        the full lengths."""
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
     def partners(self, examples: list[Example]) -> list[int | np.ndarray]:
         """With kl_pairs: the number of the example whose completion each example borrows, or -1; or a
-        completion itself, an array of token ids. An override is called as the step begins, so it may
-        use the policy and what after_step has changed. This one needs neither: it is called a step
-        ahead, in a thread."""
+        completion itself, an array of token ids.
+
+        An override is called as each step begins, so it may use the policy and what after_step has
+        changed. It is also called in each validation with all of val, and in the start check. With
+        reference_cache it is called for all steps before the first one, and must then give the same again. This
+        one needs no policy: it is called a step ahead, in a thread."""
         return mismatched(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
@@ -112,12 +115,12 @@ class Objective:
         r = logps if ref_logps is None else logps - ref_logps
         return r / lengths if self.average_logps else r
 
-    def baseline(self, kl_n, step: StepView):
+    def baseline(self, logratio_n, step: StepView):
         """z of a step from the log-ratios (n,) of its mismatched pairs: first the mean, then the clamp.
-        -> a number, or (G,): one for each example. Pair i is that of example step.paired[i]; n may
+        -> a number, or (G,): one for each example. Pair i is that of example step.kl_index[i]; n may
         be 0. Validation and precomputing call it too: it must not update what the objective
         remembers."""
-        return (kl_n.sum() / max(1, len(kl_n))).clamp(min=0)
+        return (logratio_n.sum() / max(1, len(logratio_n))).clamp(min=0)
 
     def after_step(self, columns: dict, kl: KL) -> None:
         """Called once a training step with the columns of all G examples, on the device, equal on
@@ -139,10 +142,9 @@ class Objective:
         return None
 
     def state_dict(self) -> dict:
-        """What the objective remembers, {attribute: number, text or list of these}. Saved with every
-        checkpoint. What is left out starts anew after a resume. Keep numbers (float(x)) in place of
-        tensors, or save them by .tolist() with a load_state_dict that makes tensors again; tuples, and
-        keys that are no texts, would change, too."""
+        """What each checkpoint saves, {attribute: value}: numbers, texts, or lists of these (float(x),
+        x.tolist()). For tensors, tuples or other types give a load_state_dict, too. Attributes that are
+        not listed start anew after a resume."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -166,7 +168,7 @@ class BeforeGradient(NamedTuple):
 
 class Trainer:
     """The loop over a Run. A fork may override `forward` (the policy's log-probs: for the loss, for z,
-    in validation and in the start check), `loss` or `optimizer_step`."""
+    in validation and in the start check), `micro_batch_loss` or `optimizer_step`."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -233,7 +235,7 @@ class Trainer:
         return True
 
     def wait_for_step(self, batch: Batch) -> Wait:
-        """Says how far a long step is: the first one soon, later ones, which have rows, after a while."""
+        """The progress of a long step: from five seconds on in the first step, from a minute on in later ones."""
         run = self.run
         step = run.state.step + 1
         total = passed_examples(batch, run.objective, run.fabric.world_size)
@@ -254,7 +256,8 @@ class Trainer:
             score_pairs = partial(self.forward, prompt_cache=cache)
         before = self.no_gradient_pass(batch, score_pairs, run.objective)
         for i, micro in enumerate(micros):
-            # FSDP2 always: without synchronisation it would keep the whole gradients of all micro-batches
+            # FSDP2 always synchronises: otherwise each rank would hold the whole, unsharded gradient until the last
+            # micro-batch
             synchronises = i == len(micros) - 1 or run.cfg.strategy == "fsdp"
             with run.fabric.no_backward_sync(run.policy, enabled=not synchronises):
                 if first_forward:
@@ -262,7 +265,9 @@ class Trainer:
                 else:
                     packed = self.pack_own(batch, micro.index, run.objective)
                     logps = self.forward(packed)
-                loss_B = self.loss(run.objective, batch, micro, packed, logps, before, columns)
+                loss_B = self.micro_batch_loss(
+                    run.objective, batch, micro, packed, logps, before, columns
+                )
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
@@ -275,11 +280,12 @@ class Trainer:
         mismatched pairs of the step, on all ranks. score_pairs(packed): the policy's log-probs.
 
         The reference runs the micro-batches of the policy, first the own completions, then the
-        borrowed ones. So both models round alike: a log-ratio is exactly 0 before the first update,
-        and later the rounding of the two mostly cancels."""
+        borrowed ones. So both models round alike. Before the first update the log-ratio of an own
+        completion is exactly 0; of a borrowed one, too, if the step is one micro-batch or the examples are
+        long (else it may differ by rounding). Later the rounding of the two mostly cancels."""
         run, device = self.run, self.run.fabric.device
         G, has_pairs, ref_logps = len(batch.examples), batch.partners is not None, None
-        kl_G = torch.zeros(G, device=device, dtype=torch.float64)
+        logratio_G = torch.zeros(G, device=device, dtype=torch.float64)
         for micro in batch.micro_batches if objective.needs_no_gradient_pass else []:
             prompt_cache = model.PromptCache() if has_pairs else None
             if objective.needs_reference:
@@ -296,22 +302,22 @@ class Trainer:
                     ref_pairs = run.reference(packed, prompt_cache)
                 if objective.by_token:
                     logps, ref_pairs = objective.reduce(logps, ref_pairs, packed.length_BK)
-                kl_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
+                logratio_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
-                    kl_G[packed.index_B] = kl_B.double()
+                    logratio_G[packed.index_B] = logratio_B.double()
             advance(len(micro.index))
             run.stop.check(device)
         step = batch.step_view(device)
         # an example without a partner is left out of the mean
-        kl_n = all_reduce(kl_G)[step.paired] if has_pairs else kl_G[:0]
-        z = objective.baseline(kl_n, step)
+        logratio_n = all_reduce(logratio_G)[step.kl_index] if has_pairs else logratio_G[:0]
+        z = objective.baseline(logratio_n, step)
         if not isinstance(z, torch.Tensor):
             z = torch.full((), z, device=device)
         if z.shape not in ((), (G,)):
             raise Failed(
                 f"baseline: one number or ({G},), one for each example, not {tuple(z.shape)}"
             )
-        return BeforeGradient(ref_logps, KL(kl_n, z.to(torch.get_default_dtype())), step)
+        return BeforeGradient(ref_logps, KL(logratio_n, z.to(torch.get_default_dtype())), step)
 
     def check_finite(self, batch: Batch, columns: dict, kl: KL, grad_norm) -> float:
         """Raise Failed if the norm or z is not finite: both are of all ranks, and a loss that is not
@@ -329,8 +335,8 @@ class Trainer:
         bad = (~columns["loss"].isfinite()).nonzero()[:, 0].tolist()
         names = ", ".join(batch.examples[i].where for i in bad[:8])
         raise Failed(
-            f"step {step}: not finite (gradient norm {grad_norm}): "
-            f"{names or 'no single loss, only the gradient'}; the weights are untouched"
+            f"step {step}: not finite (gradient norm {grad_norm}, sum of z {z}): "
+            f"{names or 'no loss of a single example'}; the weights are unchanged"
         )
 
     def optimizer_step(self, plan: Plan) -> float:
@@ -388,9 +394,12 @@ class Trainer:
         loss. prompt_cache: where to leave the prompts' keys and values, or from where to read them."""
         return self.run.policy(packed, prompt_cache)
 
-    def loss(self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns):
-        """-> the losses (B,) of a micro-batch. Its columns are written to their places among the
-        step's G. A filler only makes the columns, so that all ranks have the same ones."""
+    def micro_batch_loss(
+        self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns
+    ):
+        """-> the losses (B,) of a micro-batch. before: what no_gradient_pass found. The columns are written to
+        their places among the step's G. A filler only makes the columns, so that all ranks have the same
+        ones."""
         ref_logps, z, vocabulary_kl, outputs = before.ref_logps, before.kl.z, None, None
         if isinstance(logps, tuple):
             logps, outputs = logps
@@ -442,11 +451,11 @@ class Trainer:
         """-> a row of val.csv"""
         if not examples[0].completions:  # prompts alone: only a checker has something to say
             return {}
-        columns, kl = self.columns(examples, self.run.validation, title, shorter)
+        columns, kl = self.score_examples(examples, self.run.validation, title, shorter)
         return self.run.validation.metrics(columns, kl)
 
     @torch.no_grad()
-    def columns(
+    def score_examples(
         self,
         examples,
         objective: Objective | None = None,
@@ -467,7 +476,7 @@ class Trainer:
             for micro in batch.micro_batches:
                 packed = self.pack_own(batch, micro.index, objective)
                 logps = self.forward(packed)
-                self.loss(objective, batch, micro, packed, logps, before, columns)
+                self.micro_batch_loss(objective, batch, micro, packed, logps, before, columns)
                 advance(len(micro.index))
                 run.stop.check(run.fabric.device)
         run.policy.train()
@@ -505,8 +514,9 @@ class Trainer:
 
     @torch.no_grad()
     def own_kl(self, answers: list) -> float | None:
-        """The mean of r over answers that the policy has just sampled, in nats an answer: an estimate
-        of KL(policy || reference), from about 64 of them. None without a reference in memory."""
+        """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer).
+        It estimates KL(policy || reference) if they are sampled from the policy as it is, at temperature 1
+        without top_k, top_p or a penalty; else it may be negative. None without a reference in memory."""
         run, reference = self.run, self.run.reference
         if reference is None or getattr(reference, "released", False):
             return None

@@ -101,8 +101,8 @@ METHODS = {
     "online-first 4 answers": ("online", "prompts", ONLINE | GROUPS),
     "kto": ("kto", "rated", BETA),
     "apo_zero_unpaired": ("kto", "rated", BETA | {"kto.loss": "apo_zero_unpaired"}),
-    "dpo": ("dpo", "pairs", PAIRS | {"optim.lr": 1e-4}),
-    "spin": ("spin", "demonstrations", SPIN | {"optim.lr": 1e-4}),
+    "dpo": ("dpo", "pairs", PAIRS),
+    "spin": ("spin", "demonstrations", SPIN),
     "grpo": ("grpo_trl", "prompts", {"lr": 4e-4, "temperature": TEMPERATURE}),
     # z of the best method as others have it
     "online-first z=0": ("online", "many prompts", ONLINE | {"kto.loss": "apo_zero_unpaired"}),

@@ -11,7 +11,7 @@ from runs.errors import run_cli
 class EMA(KTO):
     average = 0.0
 
-    def baseline(self, kl_n, step):
+    def baseline(self, logratio_n, step):
         return max(0.0, self.average)
 
     def after_step(self, columns, kl):

@@ -29,8 +29,8 @@ class Settings(online.Settings):
 def rate(run, prompts, answers):
     """Advantages by the checker's verdicts on all answers of a prompt, of which a step may have a part."""
     args = run.cfg.online
-    asked = [as_answer(run.tokenizer, e, ids, args.stop) for e, ids in zip(prompts, answers)]
-    verdicts = run.evaluator.judge(asked)  # booleans, or numbers from 0 to 1
+    to_judge = [as_answer(run.tokenizer, e, ids, args.stop) for e, ids in zip(prompts, answers)]
+    verdicts = run.evaluator.judge(to_judge)  # booleans, or numbers from 0 to 1
     groups = torch.tensor(verdicts, dtype=torch.float64).view(-1, args.num_generations)
     std, mean = torch.std_mean(groups, dim=1, correction=0, keepdim=True)
     advantages = ((groups - mean) / (std + 1e-4)).flatten().tolist()

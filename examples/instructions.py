@@ -5,9 +5,9 @@
     python examples/instructions.py --data_only    # the data alone, in out/instructions
 
 Options are those of online.py. The topics of val.jsonl and new_kinds.jsonl are not in train.jsonl, and the three kinds
-of instruction in new_kinds.jsonl are trained nowhere. A record has the kind of its instruction, `kind`, and the
-instruction's number and words, `n` and `words`; data.extra hands them to the checker, and the accuracy is counted by
-kind and by `group`, trained kinds and new ones.
+of instruction in new_kinds.jsonl are trained nowhere. A record has `kind`, `n` and `words`, the
+instruction's kind, number and words, which data.extra hands to the checker. The accuracy is counted by `kind` and by
+`group` (trained kinds or new ones).
 
 The kinds are chosen so that the model already follows most of them now and then: from answers that are all wrong KTO
 only learns what not to say. Left out for that reason: JSON, quotation marks, capital letters, small letters, a heading,

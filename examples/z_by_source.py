@@ -11,17 +11,17 @@ from runs.errors import run_cli
 
 
 class ZBySource(KTO):
-    def baseline(self, kl_n, step):
+    def baseline(self, logratio_n, step):
         """(G,): for each example the mean of r over its source's mismatched pairs, then the clamp."""
         # without data.extra all examples have one source
         sources = [tuple(example.extra.values()) for example in step.examples]
-        z_G = torch.zeros(step.size, dtype=kl_n.dtype, device=kl_n.device)
-        paired = step.paired.tolist()
+        z_G = torch.zeros(step.size, dtype=logratio_n.dtype, device=logratio_n.device)
+        paired = step.kl_index.tolist()
         for source in set(sources):
             own = torch.tensor([other == source for other in sources])
-            pairs = own[paired].to(kl_n.device)
+            pairs = own[paired].to(logratio_n.device)
             if pairs.any():
-                z_G[own.to(kl_n.device)] = kl_n[pairs].mean().clamp(min=0)
+                z_G[own.to(logratio_n.device)] = logratio_n[pairs].mean().clamp(min=0)
         return z_G
 
 

@@ -86,7 +86,7 @@ class RunState:
         is_nan = value != value
         if value is None or is_nan or self.step == 0:
             return False
-        if column.split("/")[0] in ("loss", "preference_loss", "sft_loss", "kl"):
+        if column.endswith("loss") or column.split("/")[0] == "kl":
             value = -value  # of these the lowest is best
         if self.best_value is not None and value <= self.best_value:
             return False

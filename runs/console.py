@@ -68,8 +68,8 @@ def duration(seconds: float) -> str:
 
 SILENT = 5  # seconds in which a wait prints nothing
 LONGEST_PAUSE = 60  # seconds between two lines of a wait, where the output is not a terminal
-FIRST_SHARE = 0.02  # done, before a wait says how long it will take,
-LATEST_ESTIMATE = 30  # or after so many seconds
+FIRST_SHARE = 0.02  # an estimate of the time left is shown after this share of the work
+LATEST_ESTIMATE = 30  # or after this many seconds
 LONG_WAIT = 300  # seconds; what makes a longer wait shorter is said
 
 _waits = []  # those that are going on, the innermost last
@@ -84,7 +84,7 @@ class Wait:
 
     title: what is done. total: how many `unit` there are; None: nobody knows. Without a unit their
     share is shown, in percent. shorter: the settings that make a wait of more than five minutes
-    shorter, as text. silent: seconds, where it is not the first five in which nothing is printed.
+    shorter, as text. silent: seconds before the first line (default 5).
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Wait:
 
 def advance(n: int = 1, tokens: int = 0) -> None:
     """Count n units of the innermost wait, if there is one, and tokens for its speed."""
-    for wait in _waits[-1:]:
-        wait.done += n
-        wait.tokens += tokens
+    if _waits:
+        _waits[-1].done += n
+        _waits[-1].tokens += tokens
 
 
 def current_work() -> str:

@@ -45,8 +45,8 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 def is_end(step: int, plan: Plan, interval: int | float | None) -> bool:
-    """Whether this step is an end after which the policy is validated or checked whatever the interval: the run's end;
-    and an iteration's, but for an interval in steps (an int), which counts on over the iterations."""
+    """Whether to validate or check after this step although the interval is not over: at the end of the run, and at the
+    end of an iteration unless the interval is in steps (an int), which are counted over all iterations."""
     return step == plan.total or (step == plan.end and not isinstance(interval, int))
 
 

@@ -1,5 +1,5 @@
-"""Settings that every program shares. The sentence under a field is its --help, and what a field may
-be stands with the field (`setting`). "Off" is always null."""
+"""Settings that every program shares. The string under a field is its --help; `setting(...)` says what it may be. null
+always means off."""
 
 import dataclasses
 import math
@@ -129,7 +129,8 @@ class Data:
     cache: str | None = "~/.cache/kto"
     """Folder that keeps the token ids of files of 16 MB and more. null: no cache."""
     extra: str | None = None
-    """More fields that every record must have, which a loss reads by batch.extra: source,score."""
+    """More fields that every record must have, which a loss reads by batch.extra, and a checker by answer.fields:
+    source,score."""
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
@@ -187,9 +188,10 @@ class Optim:
     schedule: str = setting("cosine", choices=("cosine", "linear", "constant"))
     """How the learning rate falls after the warmup; constant: it does not."""
     warmup: int | float = setting(0, at_least=0)
-    """Steps of linear warmup from 0; a float is a fraction of an epoch (SPIN: of the first one)."""
+    """Steps of linear warmup from 0; a float is a fraction of an epoch (SPIN, online KTO: of the first
+    iteration's)."""
     constant: int | float = setting(0, at_least=0)
-    """Steps at the peak between warmup and decay; a float is a fraction of an epoch."""
+    """Steps at the peak between warmup and decay; a float as for warmup."""
     weight_decay: float = setting(0.0, at_least=0)
     """Decoupled weight decay."""
     beta1: float = setting(0.9, at_least=0, below=1)
@@ -242,8 +244,8 @@ class Eval(Sampling):
     """A checker that decides which answers are right: demo's. Your own is given in code,
     main(checker=...). null: no checker."""
     check_interval: int | float | None = setting(None, above=0)
-    """Steps (a float: epochs) between checks of the answers; also at step 0 and at the end. With a float or null each
-    iteration of SPIN and online KTO ends with one."""
+    """Steps (a float: epochs) between checks of the answers; always at step 0 and at the end of the run, with a float
+    or null also at the end of each iteration of SPIN and online KTO."""
     prompts: int = setting(100, at_least=0)
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
@@ -258,7 +260,7 @@ class PreferenceSettings:
     beta: float = setting(0.1, above=0)
     """Strength of the pull back to the reference; a larger one keeps the policy closer."""
     average_logps: bool = False
-    """Divide log-probabilities by the number of scored tokens, in z too."""
+    """Divide log-ratios by the number of scored tokens, in z too."""
     preference_loss_weight: float = setting(1.0, at_least=0)
     """Weight of the preference loss."""
     sft_loss_weight: float = setting(0.0, at_least=0)
@@ -330,7 +332,7 @@ class RunSettings:
     limit_val: int | float | None = setting(None, above=0)
     """Validate on the first examples only, this many; a float is a fraction of them."""
     batch_size: int = setting(64, at_least=1)
-    """Examples per optimizer step over all devices. The only batch size that the result depends on."""
+    """Examples per optimizer step over all devices. The only batch size that the gradient depends on."""
     micro_batch_size: int | None = setting(None, above=0)
     """Examples per forward on a device. It changes memory and speed only."""
     micro_batch_tokens: int | None = setting(None, above=0)
@@ -346,15 +348,15 @@ class RunSettings:
     log_interval: int = setting(1, at_least=1)
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
     val_interval: int | float | None = setting(1.0, above=0)
-    """Steps (a float: epochs) between validations; also at step 0 and at the end. With a float or null each iteration
-    of SPIN and online KTO ends with one."""
+    """Steps (a float: epochs) between validations; always at step 0 and at the end of the run, with a float or null
+    also at the end of each iteration of SPIN and online KTO."""
     save_interval: int | float | None = setting(1.0, above=0)
     """Steps (a float: epochs) between checkpoints; also at the end, or when stopped."""
     keep_last: int = setting(2, at_least=1)
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
-    """Also keep the best checkpoint by this column of val.csv: the lowest of the losses and of kl, the
-    highest of any other."""
+    """Also keep the best checkpoint by this column of val.csv: the lowest of kl and of columns whose name ends with
+    loss, the highest of any other."""
     export_dtype: str = setting("source", choices=EXPORT_DTYPES)
     """Type of the exported weights: source (as in the model that we start from), or float32."""
     examples_at: int | None = setting(None, at_least=1)
@@ -466,8 +468,8 @@ FREE_SETTINGS = CUT_SETTINGS | {
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
 }  # fmt: skip
 
-# Paths and ids. A resume compares what they hold, by its hash, and here only whether they are given:
-# the same files may lie elsewhere now.
+# Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the setting
+# itself it compares only whether it is given.
 CONTENT_SETTINGS = {
     "model", "reference", "data.train", "data.val", "data.test", "data.chat_template",
     "online.ratings",

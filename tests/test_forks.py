@@ -507,7 +507,7 @@ def test_a_step_that_is_not_finite_writes_its_examples(tiny, ratings, tmp_path):
 
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path}"]
     cfg = parse(kto.Settings, [*argv, "--batch_size=6", "--max_steps=2"], "", demo="demo.yaml")
-    with pytest.raises(Failed, match=r"step 1: not finite .*ratings.jsonl:\d+.*untouched"):
+    with pytest.raises(Failed, match=r"step 1: not finite .*ratings.jsonl:\d+.*unchanged"):
         with Trainer(setup(cfg, Changed(cfg.kto, loss=loss))) as trainer:
             trainer.fit()
     with open(tmp_path / "examples-1.csv") as f:
@@ -1090,7 +1090,7 @@ def test_a_state_with_a_load_state_dict_of_ones_own_may_be_of_another_form(tiny,
         def after_step(self, columns, kl):
             self.sums = self.sums + columns["loss"].sum().float()
 
-        def baseline(self, kl_n, step):
+        def baseline(self, logratio_n, step):
             return self.sums.mean().item() / 100
 
         def state_dict(self):
@@ -1169,12 +1169,12 @@ def test_the_columns_of_any_examples_are_those_that_validation_sees(tiny, rating
 
         def fit(self, examples=None, plan=None):
             examples = self.run.examples["train"]
-            columns, kl = self.columns(examples)
+            columns, kl = self.score_examples(examples)
             assert len(columns["logp"]) == len(kl.logratio) == len(examples)
             assert self.run.policy.training
             order = columns["logp"].argsort(descending=True).tolist()
             ended = super().fit([examples[i] for i in order], plan)
-            means.update({n: x.mean().item() for n, x in self.columns(examples)[0].items()})
+            means.update({n: x.mean().item() for n, x in self.score_examples(examples)[0].items()})
             return ended
 
     def work(rank):
@@ -1242,10 +1242,10 @@ def test_a_second_model_beside_the_reference(tiny, ratings, tmp_path):
             teacher = model.load_model(fetch_model(str(tiny)), None, torch.get_default_dtype())
             self.teacher = run.fabric.to_device(model.freeze(teacher, run.cfg.precision))
 
-        def loss(self, objective, batch, micro, packed, *rest):
+        def micro_batch_loss(self, objective, batch, micro, packed, *rest):
             with torch.no_grad(), self.run.fabric.autocast():
                 objective.teacher_logps = self.teacher(packed)
-            return super().loss(objective, batch, micro, packed, *rest)
+            return super().micro_batch_loss(objective, batch, micro, packed, *rest)
 
     class Taught(kto.KTO):
         def loss(self, logps, ref_logps, batch, z):
