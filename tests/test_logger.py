@@ -714,6 +714,7 @@ def best_of(keep_best, values) -> list[int]:
     for step, value in enumerate(values):
         state.step = step
         row = dict(loss=value, kl=value, accuracy=value, checker_accuracy=value, auc=None)
+        row |= {"kl/own": value, "rating_loss": value}
         if state.remember_if_best(row, keep_best):
             best_steps.append(step)
     assert state.best_step == (best_steps[-1] if best_steps else None)
@@ -722,7 +723,8 @@ def best_of(keep_best, values) -> list[int]:
 
 def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
     values = [0.5, 0.4, 0.6, 0.3, 0.7]
-    assert best_of("loss", values) == best_of("kl", values) == [1, 3]
+    for lowest in ("loss", "kl", "kl/own", "rating_loss"):
+        assert best_of(lowest, values) == [1, 3]
     assert best_of("accuracy", values) == [1, 2, 4]
     assert best_of("loss", [0.5, math.nan, 0.4, math.nan]) == [2], "NaN is no value"
     assert best_of("accuracy", [0.5, math.nan, 0.4]) == [2]
@@ -734,7 +736,7 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
 
 
 def test_a_column_that_is_not_there_is_refused_before_the_first_step():
-    have = "loss, kl, accuracy, checker_accuracy"
+    have = "loss, kl, accuracy, checker_accuracy, kl/own, rating_loss"
     for name in ("los", "auc"):
         with pytest.raises(
             BadInput, match=f"^keep_best: {name}: not in val.csv, which has {have}$"

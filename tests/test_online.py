@@ -23,6 +23,8 @@ from conftest import (
 import evaluate
 import online
 import rollout
+import spin
+from kto import KTO, KTOSettings
 from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.folder import checkpoints_by_step
@@ -106,6 +108,22 @@ def test_each_iteration_learns_from_fresh_answers_that_the_checker_rated(
 def test_without_a_checker_it_is_refused(tiny, prompts, tmp_path):
     with pytest.raises(BadInput, match="needs a checker"):
         go(tiny, prompts, tmp_path, checker=None)
+
+
+@pytest.mark.parametrize(
+    "program, records, advice",
+    [(online, "prompts", ": derive it from OnlineKTO"), (spin, "demonstrations", "")],
+)
+def test_an_objective_that_learns_from_other_records_is_refused(
+    program, records, advice, tiny, prompts, tmp_path
+):
+    """Its data would be read as ratings: each of a prompt's five ratings would be a prompt to answer."""
+    name = Path(program.__file__).name
+    argv = [f"--model={tiny}", f"--data.train={prompts}", f"--out_dir={tmp_path / 'run'}"]
+    match = f'^objective: {name} needs records = "{records}"{advice}$'
+    with pytest.raises(BadInput, match=match):
+        program.main(argv, objective=lambda *given: KTO(KTOSettings()), checker=even)
+    assert not (tmp_path / "run").exists()
 
 
 BAD = {  # what a checker gives for ten answers -> what is said
