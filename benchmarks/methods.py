@@ -471,20 +471,45 @@ def print_tables() -> None:
                 print(f"- {name}, {r['method']}, seed {r['seed']}: {speed:.0f}")
 
 
+LABELS = {  # of methods.svg, where they are not the names
+    "online-first": "online KTO, reference first",
+    "online-last": "online KTO, reference last",
+    "online-first 4 answers": "online KTO, 4 answers a prompt",
+    "kto": "offline KTO",
+    "apo_zero_unpaired": "offline KTO, z = 0",
+    "dpo": "DPO",
+    "spin": "SPIN",
+    "grpo": "GRPO (TRL)",
+}
+
+
 def draw(file: Path) -> None:
-    """Accuracy against KL: a point for each run."""
+    """Accuracy, with its 95% interval, against KL: a point for each run."""
     from matplotlib.figure import Figure
+
+    from runs.console import wilson_interval
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (part, title) in zip(panels, PARTS.items()):
         for i, name in enumerate(METHODS):
             rows = counted(name)
-            shares = [100 * r[part][0] / r[part][1] for r in rows]
-            if rows:
-                marker = "osv^"[i // 10]
-                axes.plot([r["kl"] for r in rows], shares, marker, color=f"C{i % 10}", label=name)
-        axes.set(title=title, xlabel="KL to the base, nats an answer", ylim=(0, 100))
+            if not rows:
+                continue
+            shares = [r[part][0] / r[part][1] for r in rows]
+            intervals = [wilson_interval(*r[part]) for r in rows]
+            below = [100 * (x - low) for x, (low, _) in zip(shares, intervals)]
+            above = [100 * (high - x) for x, (_, high) in zip(shares, intervals)]
+            axes.errorbar(
+                [r["kl"] for r in rows],
+                [100 * x for x in shares],
+                yerr=[below, above],
+                fmt="osv^"[i // 10],
+                color=f"C{i % 10}",
+                label=LABELS.get(name, name),
+                elinewidth=1,
+            )
+        axes.set(title=title, xlabel="KL to the base, nats an answer", ylim=(0, 60))
     panels[0].set_ylabel("right answers, %")
     panels[1].legend(fontsize=7)
     figure.savefig(file)
