@@ -26,7 +26,7 @@ from runs.errors import BadInput, run_cli, user_error
 from runs.folder import refuse_other_identity
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, path_setting, refuse_unless, setting
-from setup import Run, setup
+from setup import Run, refuse_ids_beyond, setup
 from train import Trainer
 
 
@@ -70,6 +70,13 @@ class Settings(RunSettings):
             not self.reference_cache,
             "reference_cache: the completions are not known before the run",
         )
+        if self.online.prompts_per_iteration and not self.online.ratings:
+            n = self.online.prompts_per_iteration * self.online.num_generations
+            refuse_unless(
+                n >= self.batch_size,
+                f"online.prompts_per_iteration: an iteration has {n} answers, fewer than "
+                f"batch_size={self.batch_size}; give more prompts or answers, or a smaller batch_size",
+            )
         if self.online.reference == "last":
             only = "goes with online.reference first only"
             refuse_unless(not self.reference, f"reference: {only}")
@@ -111,6 +118,8 @@ def offline_ratings(run: Run) -> list[Example]:
         return []
     with user_error("online.ratings", cfg.online.ratings):
         examples = load_examples(cfg.online.ratings, run.tokenizer, "rated", cfg.data).examples
+    n_embeddings = run.policy.module.config.padded_vocab_size
+    refuse_ids_beyond(n_embeddings, cfg.model, run.tokenizer, {"online.ratings": examples})
     identity = {"online.ratings": examples_hash({"": examples})}
     if state.step:
         refuse_other_identity(state.identity, identity)

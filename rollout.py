@@ -45,7 +45,8 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
     if moves and state.iteration:  # a resume: its weights belong on the iteration's reference
         run.restore_reference()
     for i, plan in enumerate(plans, 1):
-        if plan.end <= state.step and not state.unvalidated:
+        is_over = plan.end == state.step and not state.unvalidated
+        if plan.end < state.step or is_over:
             continue
         if i > state.iteration:
             run.begin_iteration(i, moves)

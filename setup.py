@@ -373,6 +373,8 @@ def setup(
     refuse_ids_beyond(arguments["padded_vocab_size"], cfg.model, tokenizer, examples)
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")
+    if cfg.keep_best in ("checker_accuracy", "kl/own") and not cfg.eval.prompts:
+        raise BadInput(f"keep_best: {cfg.keep_best}: with eval.prompts 0 nothing is checked")
     if objective.records != "prompts":  # too few examples are refused before any work
         make_plan(cfg, len(examples["train"]))
 

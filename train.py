@@ -227,7 +227,7 @@ class Trainer:
             is_best = False
             if self.validation_is_due(plan) or self.check_is_due(plan):
                 is_best = self.evaluate(plan)
-            if is_last or is_best or is_due(step, plan.save):
+            if is_last or is_best or is_due(step, run.cfg.save_interval, plan):
                 run.save()
             if run.stop.requested(step) and step < plan.total:
                 run.save_and_say_how_to_go_on()
@@ -351,7 +351,7 @@ class Trainer:
         return lr
 
     def row_is_due(self, step: int, plan: Plan) -> bool:
-        return step == plan.end or is_due(step, self.run.cfg.log_interval)
+        return step == plan.end or is_due(step, self.run.cfg.log_interval, plan)
 
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float) -> None:
         """Write a row of metrics.csv if one is due: of this step, but its speed since the last row."""
@@ -483,15 +483,15 @@ class Trainer:
         return columns_to_cpu(self.sum_over_ranks(columns), before.kl)
 
     def validation_is_due(self, plan: Plan) -> bool:
-        step = self.run.state.step
-        return is_due(step, plan.val) or is_end(step, plan, self.run.cfg.val_interval)
+        step, interval = self.run.state.step, self.run.cfg.val_interval
+        return is_due(step, interval, plan) or is_end(step, plan, interval)
 
     def check_is_due(self, plan: Plan) -> bool:
         """Whether the checker is asked after this step, or at step 0."""
         step, interval = self.run.state.step, self.run.cfg.eval.check_interval
         if not self.run.evaluator.checker:
             return False
-        return step == 0 or is_due(step, plan.check) or is_end(step, plan, interval)
+        return step == 0 or is_due(step, interval, plan) or is_end(step, plan, interval)
 
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best

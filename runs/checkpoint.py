@@ -75,12 +75,12 @@ class RunState:
 
     def remember_if_best(self, row: dict, column: str | None) -> bool:
         """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
-        at step 0, which has no checkpoint, nor where a checker has left its cell empty. Raises
-        BadInput if val.csv has no such column."""
+        at step 0, which has no checkpoint, nor where the cell is empty. Raises BadInput if val.csv has no
+        such column, or one that stays empty."""
         if column is None:
             return False
         value = row.get(column)
-        if value is None and not (column == "checker_accuracy" and column in row):
+        if column not in row or (value is None and column not in SOMETIMES_EMPTY):
             filled = ", ".join(name for name, x in row.items() if x is not None)
             raise BadInput(f"keep_best: {column}: not in val.csv, which has {filled}")
         is_nan = value != value
@@ -92,6 +92,10 @@ class RunState:
             return False
         self.best_step, self.best_value = self.step, value
         return True
+
+
+# columns of val.csv that are empty at step 0, where r is 0, or where the checker is not asked
+SOMETIMES_EMPTY = {"accuracy", "accuracy/about_z", "auc", "checker_accuracy", "kl/own"}
 
 
 def program_file(objective: type) -> Path:

@@ -239,7 +239,8 @@ class Logger:
         cells = format_cells(row, VALIDATION_CELLS)
         if "accuracy" in row and row["accuracy"] is None:
             cells.append("no accuracy (r is 0)" if step == 0 else "no accuracy")
-        self.progress.say(fit_80_columns(f"validation at step {step}", ", ".join(cells)))
+        shown = ", ".join(cells) or "samples only"
+        self.progress.say(fit_80_columns(f"validation at step {step}", shown))
         numbers = {f"val/{name}": value for name, value in row.items() if value is not None}
         self.tracker.scalars(numbers, step)
         if samples:

@@ -18,9 +18,6 @@ class Plan(NamedTuple):
     per_epoch: int
     # of the whole run, all iterations together: the length of the learning rate's schedule
     total: int
-    val: int | None  # between two validations; None: only at step 0 and at the end
-    save: int | None  # between two checkpoints; None: no checkpoints at regular steps
-    check: int | None = None  # between two checks of answers by the checker; None as for val
     begin: int = 0  # this iteration has the steps begin + 1, ..., end
     end: int = 0
     # steps of the epoch of which optim.warmup and optim.constant are fractions: the first
@@ -39,9 +36,14 @@ def steps_of(interval: int | float | None, per_epoch: int) -> int | None:
     return interval
 
 
-def is_due(step: int, interval: int | None) -> bool:
-    """Whether something that happens every `interval` steps happens after this step."""
-    return interval is not None and step % interval == 0
+def is_due(step: int, interval: int | float | None, plan: Plan) -> bool:
+    """Whether what happens every `interval` happens after this step. Steps (an int) are counted over the whole run,
+    epochs (a float) from the beginning of the iteration."""
+    if interval is None:
+        return False
+    if isinstance(interval, float):
+        return (step - plan.begin) % steps_of(interval, plan.per_epoch) == 0
+    return step % interval == 0
 
 
 def is_end(step: int, plan: Plan, interval: int | float | None) -> bool:
@@ -65,9 +67,6 @@ def make_plan(cfg: RunSettings, n: int) -> Plan:
     return Plan(
         per_epoch=per_epoch,
         total=total,
-        val=steps_of(cfg.val_interval, per_epoch),
-        save=steps_of(cfg.save_interval, per_epoch),
-        check=steps_of(cfg.eval.check_interval, per_epoch),
         begin=0,
         end=total,
     )

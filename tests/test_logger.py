@@ -714,7 +714,7 @@ def best_of(keep_best, values) -> list[int]:
     for step, value in enumerate(values):
         state.step = step
         row = dict(loss=value, kl=value, accuracy=value, checker_accuracy=value, auc=None)
-        row |= {"kl/own": value, "rating_loss": value}
+        row |= {"kl/own": value, "rating_loss": value, "kl/stderr": None}
         if state.remember_if_best(row, keep_best):
             best_steps.append(step)
     assert state.best_step == (best_steps[-1] if best_steps else None)
@@ -733,11 +733,13 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
     assert best_of(None, values) == []
     checked = [0.5, None, 0.6, None, 0.7]
     assert best_of("checker_accuracy", checked) == [2, 4], "not each validation is checked"
+    assert best_of("accuracy", [None, 0.4, 0.6]) == [1, 2], "at step 0 it is empty: r is 0"
+    assert best_of("kl/own", [0.0, None, 0.6, None, 0.3]) == [2, 4]
 
 
 def test_a_column_that_is_not_there_is_refused_before_the_first_step():
     have = "loss, kl, accuracy, checker_accuracy, kl/own, rating_loss"
-    for name in ("los", "auc"):
+    for name in ("los", "kl/stderr"):  # one that is not there, one that is empty
         with pytest.raises(
             BadInput, match=f"^keep_best: {name}: not in val.csv, which has {have}$"
         ):

@@ -44,7 +44,7 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
     table = [line for line in again.splitlines() if line.startswith("| kto | 1 | 50.0% ")]
     assert len(table) == 1 and table[0] in first
     methods.draw(tmp_path / "methods.svg")
-    assert "kto" in (tmp_path / "methods.svg").read_text()
+    assert "offline KTO" in (tmp_path / "methods.svg").read_text()
 
 
 def test_records_are_read_as_they_were_written(tmp_path):

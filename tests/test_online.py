@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -123,6 +124,46 @@ def test_an_objective_that_learns_from_other_records_is_refused(
     match = f'^objective: {name} needs records = "{records}"{advice}$'
     with pytest.raises(BadInput, match=match):
         program.main(argv, objective=lambda *given: KTO(KTOSettings()), checker=even)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("reference", ["first", "last"])
+def test_ctrl_c_in_the_check_after_the_second_iteration_saves_and_a_resume_checks_it(
+    reference, tiny, prompts, tmp_path
+):
+    """A resume goes on in the iteration that was stopped, not in the first one."""
+    calls = []
+
+    def stopped_once(answers):
+        calls.append(len(answers))
+        if len(calls) == 5:  # before, answers, check, answers, check
+            os.kill(os.getpid(), signal.SIGINT)
+        return even(answers)
+
+    argv = (f"--data.val={prompts}", f"--online.reference={reference}")
+    whole = go(tiny, prompts, tmp_path / "whole", *argv)
+    with pytest.raises(SystemExit):
+        go(tiny, prompts, tmp_path / "run", *argv, checker=stopped_once)
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 1 + 4
+    assert_same(go(tiny, prompts, tmp_path / "run", *argv, "--resume=auto"), whole)
+    assert (tmp_path / "run/val.csv").read_text() == (tmp_path / "whole/val.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (
+            "--online.prompts_per_iteration=1",
+            "online.prompts_per_iteration: an iteration has 2 ans",
+        ),
+        ("--keep_best=checker_accuracy --eval.prompts=0 --data.val={}", "keep_best: checker_acc"),
+    ],
+)
+def test_settings_that_do_nothing_or_make_no_step_are_refused(
+    argv, reason, tiny, prompts, tmp_path
+):
+    with pytest.raises(BadInput, match=f"^{reason}"):
+        go(tiny, prompts, tmp_path / "run", *argv.format(prompts).split())
     assert not (tmp_path / "run").exists()
 
 

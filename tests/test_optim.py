@@ -13,6 +13,7 @@ import model
 from runs.optimizer import (
     Plan,
     clip_gradient,
+    is_due,
     iteration_plans,
     lr_at,
     make_optimizer,
@@ -64,18 +65,26 @@ def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_o
     assert isinstance(plan.total, int), "range() takes it"
 
 
-def test_intervals_are_fractions_of_the_epoch_as_limited():
-    asked = dict(limit_train=6, val_interval=0.5, save_interval=5)
-    assert make_plan(run_settings(batch_size=8, **asked), n=87)[2:4] == (3, 5)
-    assert make_plan(run_settings(batch_size=8), n=87)[2:4] == (10, 10), "once an epoch by default"
-    assert make_plan(run_settings(val_interval=None, save_interval=None), n=87)[2:4] == (None, None)
+def test_intervals_in_epochs_count_from_the_iterations_begin_and_in_steps_over_the_run():
+    first, second = iteration_plans(run_settings(batch_size=8, limit_train=6), [87, 87])
+
+    def due(plan, interval):
+        return [step for step in range(1, 13) if is_due(step, interval, plan)]
+
+    assert due(first, 0.5) == due(second, 0.5) == [3, 6, 9, 12], "6 steps are an epoch"
+    assert due(first, 1.0) == [6, 12] and due(first, 5) == due(second, 5) == [5, 10]
+    assert due(first, None) == [] and due(first, 0.01) == list(range(1, 13))
+    third = second._replace(begin=8, per_epoch=4)  # a longer or shorter iteration
+    assert due(third, 1.0) == [4, 8, 12] and due(third, 0.5) == [2, 4, 6, 8, 10, 12]
+    assert due(third._replace(begin=7), 1.0) == [3, 7, 11]
+    assert due(third._replace(begin=7), 4) == [4, 8, 12]
 
 
 def test_iterations_lie_end_to_end_under_one_schedule():
     twice = run_settings(batch_size=8, epochs=2)
     plans = iteration_plans(twice, [87, 87, 40])
     assert [(p.begin, p.end) for p in plans] == [(0, 20), (20, 40), (40, 50)]
-    assert [p.per_epoch for p in plans] == [p.val for p in plans] == [10, 10, 5]
+    assert [p.per_epoch for p in plans] == [10, 10, 5]
     assert {(p.total, p.schedule_epoch) for p in plans} == {(50, 10)}
     assert iteration_plans(twice, [87]) == [make_plan(twice, 87)._replace(schedule_epoch=10)]
     plans = iteration_plans(run_settings(batch_size=8, max_steps=12), [87, 87, 87])
@@ -86,7 +95,7 @@ def test_iterations_lie_end_to_end_under_one_schedule():
 
 
 def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
-    plan, o = Plan(per_epoch, total, None, None), Optim(**optim)
+    plan, o = Plan(per_epoch, total), Optim(**optim)
     return [lr_at(step, plan, o) for step in range(1, total + 1)]
 
 
@@ -112,8 +121,8 @@ def test_cosine_goes_from_the_peak_to_min_lr():
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_min_lr_is_where_the_run_ends_so_no_step_is_wasted_on_it(schedule):
     o = Optim(lr=1.0, min_lr=0.25, warmup=3, schedule=schedule)
-    assert lr_at(21, Plan(10, 20, None, None), o) == pytest.approx(0.25)
-    assert lr_at(20, Plan(10, 20, None, None), o) > 0.25
+    assert lr_at(21, Plan(10, 20), o) == pytest.approx(0.25)
+    assert lr_at(20, Plan(10, 20), o) > 0.25
 
 
 def test_the_constant_schedule_stays_and_needs_no_min_lr():

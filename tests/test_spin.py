@@ -1,5 +1,6 @@
 """SPIN: iterations whose reference is the last policy; the same loop, the same guarantees."""
 
+import csv
 import dataclasses
 import json
 
@@ -50,6 +51,24 @@ def ids_of(out, i: int) -> list[list[int]]:
     """The answers of iteration i."""
     lines = (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
     return [json.loads(line)["ids"] for line in lines[1:]]
+
+
+def test_with_mixed_answers_each_iteration_is_validated_and_saved_once_at_its_end(
+    tiny, demos, tmp_path
+):
+    """From the second iteration on an epoch has more steps."""
+    argv = (f"--data.val={demos}", "--spin.mix=0.5", "--epochs=1", "--save_interval=1.0")
+    argv += ("--eval.samples=0",)
+    go(tiny, demos, tmp_path, *argv)
+    with open(tmp_path / "metrics.csv") as f:
+        rows = list(csv.DictReader(f))
+    pairs = zip(rows, [*rows[1:], None])
+    ends = [a["step"] for a, b in pairs if b is None or float(b["epoch"]) < float(a["epoch"])]
+    assert len(ends) == 3 and int(ends[1]) - int(ends[0]) > int(ends[0])
+    with open(tmp_path / "val.csv") as f:
+        assert [row["step"] for row in csv.DictReader(f)] == ["0", *ends]
+    saved = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == [int(x) for x in ends]
 
 
 def test_each_iterations_reference_is_the_policy_that_the_last_one_made(

@@ -497,11 +497,11 @@ def test_ctrl_c_in_a_validation_saves_the_step_and_a_resume_validates_it(
 
         real = evaluate.Evaluator.samples
 
-        def samples(self):
+        def samples(self, step):
             if newest_row(tmp_path / "run" / "metrics.csv") == hangs_at:
                 reached.touch()
                 time.sleep(60)
-            return real(self)
+            return real(self, step)
 
         evaluate.Evaluator.samples = samples
 
