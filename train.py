@@ -90,9 +90,9 @@ class Objective:
 
     def reduce(self, logps, ref_logps, lengths):
         """Only with by_token. Log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end
-        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K). The SFT
-        term and the columns logps/* of KTO and DPO come from this result; average_logps still divides by
-        the full lengths."""
+        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K). A program's
+        SFT term and its columns logps/* come from this result; average_logps still divides by the full
+        lengths."""
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
     def partners(self, examples: list[Example]) -> list[int | np.ndarray]:
