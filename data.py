@@ -647,12 +647,11 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     completion_J = np.array(list(map(len, completions)))
     count_U = np.array(list(map(len, groups))) * K  # completions of each prompt
     u_J = np.repeat(np.arange(U), count_U)
-    number_J = (
-        np.arange(B * K) - (np.cumsum(count_U) - count_U)[u_J]
-    )  # 0 in a prompt's first completion
+    # 0 in a prompt's first completion
+    number_J = np.arange(B * K) - (np.cumsum(count_U) - count_U)[u_J]
 
     # Segments: each prompt, followed by its completions without their last tokens.
-    place_U = np.cumsum(count_U + 1) - (count_U + 1)  # a prompt's place among the U + C segments
+    place_U = np.cumsum(count_U + 1) - (count_U + 1)  # a prompt's place among the U + J segments
     place_J = place_U[u_J] + 1 + number_J
     size = np.empty(U + B * K, int)
     size[place_U], size[place_J] = prompt_U, completion_J - 1

@@ -165,21 +165,25 @@ class Run:
         if state.started_from == before and self.cfg.optim.lr:
             say(f"iteration {i}: the last iteration has not changed the policy")
 
+    @property
+    def reference_folder(self) -> Path:
+        """Where a moving reference of the current iteration is written, for a resume."""
+        return self.folder.path / "iterations" / f"{self.state.iteration}"
+
     def new_reference(self) -> str:
-        """The policy becomes the iteration's reference, written to iterations/i for a resume. LoRA's
+        """The policy becomes the iteration's reference, and is written to its reference_folder. LoRA's
         adapters are merged into the base, which is their reference; then they begin anew, and with
         them the optimizer's state. -> the hash of the new reference"""
         module, uses_adapters = self.policy.module, self.reference.frozen is None
-        i, weights = self.state.iteration, self.merged_weights()
+        weights = self.merged_weights()
         if uses_adapters:
             params = module.unique_parameters(with_objective=False)
             base = (name for name in params if "lora_" not in name)
             # back from plain names to the policy's own: a LoRA layer holds its matrix as .linear
             weights = rename_tensors(weights, {n: n.replace(".linear.", ".") for n in base})
-        folder = self.folder.path / "iterations" / f"{i}"
-        self.publish(folder, lambda new: write_safetensors(new, weights, "weights"))
+        self.publish(self.reference_folder, lambda new: write_safetensors(new, weights, "weights"))
         if uses_adapters:
-            reset_adapters(module, self.cfg.seed + 7919 * i, place_like)
+            reset_adapters(module, self.cfg.seed + 7919 * self.state.iteration, place_like)
             self.optimizer.optimizer.state.clear()
             if "ema" in self.averages:
                 self.averages["ema"] = copy_trained(self.policy)
@@ -189,7 +193,7 @@ class Run:
     def restore_reference(self) -> str:
         """Read the reference of the current iteration from the disk. -> its hash. Raises
         BadInput."""
-        file = self.folder.path / "iterations" / f"{self.state.iteration}" / "weights.safetensors"
+        file = self.reference_folder / "weights.safetensors"
         if not file.exists():
             raise BadInput(f"resume: {file}: missing: give --out_dir, the run's own folder")
         if fault := verify_folder(file.parent, [file.name]):

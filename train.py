@@ -365,9 +365,8 @@ class Trainer:
                 row["entropy"] = entropy_of_step(entropy_G, batch)
             row["epoch"] = (step - plan.begin) / plan.per_epoch
             row["samples"] = step * len(batch.examples)
-        seconds = (
-            time.perf_counter() - began
-        )  # only now: on a GPU the row has waited for the step's end
+        # only now: on a GPU the row has waited for the step's end
+        seconds = time.perf_counter() - began
         run.throughput.add(batch.examples, seconds)
         if metrics is not None:
             metrics = join_columns(metrics, row | run.throughput.read())

@@ -41,6 +41,9 @@ from runs.shards import load_shards, open_shards, save_shards, sort_metadata
 from runs.small_files import parse_yaml, read_object, require_fields
 from runs.tensors import LazyTensors, rename_tensors
 
+# columns of val.csv that are empty at step 0, where r is 0, or where the checker is not asked
+SOMETIMES_EMPTY = {"accuracy", "accuracy/about_z", "auc", "checker_accuracy", "kl/own"}
+
 
 @dataclass
 class RunState:
@@ -92,10 +95,6 @@ class RunState:
             return False
         self.best_step, self.best_value = self.step, value
         return True
-
-
-# columns of val.csv that are empty at step 0, where r is 0, or where the checker is not asked
-SOMETIMES_EMPTY = {"accuracy", "accuracy/about_z", "auc", "checker_accuracy", "kl/own"}
 
 
 def program_file(objective: type) -> Path:

@@ -66,12 +66,14 @@ def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_o
 
 
 def test_intervals_in_epochs_count_from_the_iterations_begin_and_in_steps_over_the_run():
-    first, second = iteration_plans(run_settings(batch_size=8, limit_train=6), [87, 87])
+    cfg = run_settings(batch_size=8, limit_train=6)
+    first, second = iteration_plans(cfg, [87, 87])
 
     def due(plan, interval):
         return [step for step in range(1, 13) if is_due(step, interval, plan)]
 
     assert due(first, 0.5) == due(second, 0.5) == [3, 6, 9, 12], "6 steps are an epoch"
+    assert due(first, cfg.val_interval) == due(first, cfg.save_interval) == [6, 12], "by default"
     assert due(first, 1.0) == [6, 12] and due(first, 5) == due(second, 5) == [5, 10]
     assert due(first, None) == [] and due(first, 0.01) == list(range(1, 13))
     third = second._replace(begin=8, per_epoch=4)  # a longer or shorter iteration
