@@ -31,7 +31,7 @@ COMMAND_LINE = re.compile(r"^\$ .* --resume=auto$", re.MULTILINE)
 # The step in such a command:
 #   --stop_at=10
 STOP_AT = re.compile(r" --stop_at=(\d+) ")
-# What a run prints when stop_at or max_time ends it:
+# What a run prints when stop_at, max_time or a signal ends it:
 #   stopped by max_time at step 120 of 300, saved; go on with
 STOPPED_LINE = re.compile(r"^stopped by \w+", re.MULTILINE)
 # What a run prints when it fails:
@@ -114,8 +114,9 @@ def skip_finished(command_line: str, log: str, folder: Path) -> Outcome | None:
     """
     reason = None
     stop_at = STOP_AT.search(command_line)
-    if (folder / "final").exists():
-        reason = "finished"
+    last_output = COMMAND_LINE.split(log)[-1]
+    if (folder / "final").exists() and not STOPPED_LINE.search(last_output):
+        reason = "finished"  # a run that was stopped after its export has no score of the test split
     elif stop_at and (folder / "checkpoints" / f"step-{stop_at[1]:0>8}").exists():
         reason = "stopped by stop_at"
     if reason is None:

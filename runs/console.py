@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 SILENT = 5  # seconds in which a wait prints nothing
 LONGEST_PAUSE = 60  # seconds between two lines of a wait, where the output is not a terminal
 FIRST_SHARE = 0.02  # an estimate of the time left is shown after this share of the work
-LATEST_ESTIMATE = 30  # or after this many seconds
+LATEST_ESTIMATE = 30  # or this many seconds after the first unit of work
 LONG_WAIT = 300  # seconds; what makes a longer wait shorter is said
 
 _waits = []  # those that are going on, the innermost last
@@ -102,6 +102,7 @@ class Wait:
         self.shorter = shorter
         self.done = 0
         self.tokens = 0
+        self._first = None  # when the first unit of work was done
         self._ended = threading.Event()
         self._thread = None
 
@@ -121,11 +122,12 @@ class Wait:
 
     def _seconds_left(self, elapsed: float) -> float | None:
         """By the speed so far; None: nobody knows. The first tokens are slow, because the prompts are
-        read before them."""
+        read before them: a minute of reading and a second of answers would give an estimate of many hours."""
         if not self.total or not self.done:
             return None
-        if self.done < FIRST_SHARE * self.total and elapsed < LATEST_ESTIMATE:
-            return None
+        if self.done < FIRST_SHARE * self.total:
+            if time.monotonic() - self._first < LATEST_ESTIMATE:
+                return None
         return elapsed / self.done * max(0, self.total - self.done)
 
     def _line(self, elapsed: float) -> str:
@@ -168,8 +170,10 @@ class Wait:
 def advance(n: int = 1, tokens: int = 0) -> None:
     """Count n units of the innermost wait, if there is one, and tokens for its speed."""
     if _waits:
-        _waits[-1].done += n
-        _waits[-1].tokens += tokens
+        wait = _waits[-1]
+        wait._first = wait._first or time.monotonic()
+        wait.done += n
+        wait.tokens += tokens
 
 
 def current_work() -> str:

@@ -853,6 +853,19 @@ def test_what_makes_a_wait_of_more_than_five_minutes_shorter_is_said_once(monkey
         assert told == (n == 1)
 
 
+@pytest.mark.usefixtures("shown")
+def test_a_slow_start_gives_no_estimate_of_many_hours(monkeypatch, capfd):
+    """Prompts are read for a minute before the first token: that minute says nothing about the tokens."""
+    monkeypatch.setattr(console, "SILENT", 0.6)
+    monkeypatch.setattr(console, "LATEST_ESTIMATE", 0.4)
+    with Wait("answers", 1000):
+        time.sleep(0.5)
+        advance(1)
+        time.sleep(0.9)  # lines after 0.6 and 1.2 seconds
+    early, later = capfd.readouterr().out.splitlines()
+    assert early.endswith("so far") and later.endswith("left")
+
+
 def test_no_progress_means_no_lines_of_waits_either(monkeypatch, capfd):
     monkeypatch.setattr(console, "SILENT", 0.05)
     monkeypatch.setattr(console, "shows_progress", False)

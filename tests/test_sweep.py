@@ -213,6 +213,19 @@ def test_a_command_that_began_a_run_skips_it_when_a_later_command_has_finished_i
     assert lines(capsys.readouterr().out) == [f"1/1  run  {text}" for text in expected]
 
 
+def test_a_run_that_was_stopped_after_its_export_goes_on(place, capsys):
+    """Its test split may not be scored yet."""
+    sweep.main(["kto.py", "--seed", "1"])
+    log = Path("out/sweep-kto/run.log")
+    with open(log, "a") as file:
+        file.write("stopped by SIGINT at step 3 of 3, saved; go on with\n")
+    for said in ("finished", "skipped, finished"):
+        capsys.readouterr()
+        sweep.main(["kto.py", "--seed", "1"])
+        assert lines(capsys.readouterr().out) == [f"1/1  run  {said}"]
+    assert log.read_text().endswith("resumed at 3\n")
+
+
 def test_a_mistake_ends_the_sweep_at_once_in_its_own_words(place):
     Path("how").write_text("2 mistake\n")
     with pytest.raises(BadInput, match="^sede: no such setting\ntwo of them$"):
