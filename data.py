@@ -109,12 +109,11 @@ def epoch_order_by_prompt(examples: Examples, epoch: int, seed: int, shuffle: bo
     return order[np.argsort(first[which], kind="stable")].tolist()
 
 
-def next_items(items: list, i: int, n: int | None, seed: int) -> list:
-    """The n items (None: all) of iteration i, which counts from 1.
+def next_items(items: list, i: int, n: int, seed: int) -> list:
+    """The n items of iteration i, which counts from 1.
 
     Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
     """
-    n = n or len(items)
     picked = []
     for j in range((i - 1) * n, i * n):
         epoch, k = divmod(j, len(items))

@@ -36,8 +36,8 @@ class OnlineSettings(Sampling):
 
     max_iterations: int = setting(6, at_least=1)
     """Iterations; --epochs counts within each."""
-    prompts_per_iteration: int | None = setting(None, at_least=1)
-    """Prompts answered in an iteration, the next ones of a seeded order. Default: all."""
+    prompts_per_iteration: int | None = setting(256, at_least=1)
+    """Prompts answered in an iteration, the next ones of a seeded order; null, or more than there are: all."""
     num_generations: int = setting(1, at_least=1)
     """Answers to each prompt of an iteration."""
     reference: str = setting("last", choices=("first", "last"))
@@ -188,11 +188,12 @@ def main(
     )
     with trainer(run) as loop:
         prompts, offline = run.examples["train"], offline_ratings(run)
+        n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))
         n_offline = min(len(offline), args.ratings_per_iteration or len(offline))
-        n_answers = (args.prompts_per_iteration or len(prompts)) * args.num_generations
-        plans = iteration_plans(cfg, [n_answers + n_offline] * args.max_iterations)
+        n_examples = n_prompts * args.num_generations + n_offline
+        plans = iteration_plans(cfg, [n_examples] * args.max_iterations)
         for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
-            picked = next_items(prompts, i, args.prompts_per_iteration, cfg.seed)
+            picked = next_items(prompts, i, n_prompts, cfg.seed)
             repeated = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in repeated], args)
             examples = rated_examples(run, i, plan, rate, repeated, answers)

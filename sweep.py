@@ -116,7 +116,9 @@ def skip_finished(command_line: str, log: str, folder: Path) -> Outcome | None:
     stop_at = STOP_AT.search(command_line)
     last_output = COMMAND_LINE.split(log)[-1]
     if (folder / "final").exists() and not STOPPED_LINE.search(last_output):
-        reason = "finished"  # a run that was stopped after its export has no score of the test split
+        reason = (
+            "finished"  # a run that was stopped after its export has no score of the test split
+        )
     elif stop_at and (folder / "checkpoints" / f"step-{stop_at[1]:0>8}").exists():
         reason = "stopped by stop_at"
     if reason is None:

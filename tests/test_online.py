@@ -106,6 +106,17 @@ def test_each_iteration_learns_from_fresh_answers_that_the_checker_rated(
     assert answers(tmp_path, 1) != answers(tmp_path, 2) and len(run["rows"]) == 6
 
 
+def test_an_iteration_answers_no_prompt_twice_where_more_are_asked_for_than_there_are(
+    tiny, prompts, tmp_path
+):
+    asked = {}
+    for n in ("1000", "null"):
+        argv = (f"--online.prompts_per_iteration={n}", "--online.max_iterations=1")
+        go(tiny, prompts, tmp_path / n, *argv)
+        asked[n] = answers(tmp_path / n, 1)
+    assert len(asked["1000"]) == 14 and asked["1000"] == asked["null"]
+
+
 def test_without_a_checker_it_is_refused(tiny, prompts, tmp_path):
     with pytest.raises(BadInput, match="needs a checker"):
         go(tiny, prompts, tmp_path, checker=None)
