@@ -561,7 +561,13 @@ class PackedBatch(NamedTuple):
     def sums(self, x_T):
         """Sums (B, K) of the targets' numbers over each completion and its prompt, if that is scored."""
         B, K = self.length_BK.shape
-        sums = x_T.new_zeros(B * K + len(self.segment_sizes)).index_add(0, self.sequence_T, x_T)
+        sums = x_T.new_zeros(B * K + len(self.segment_sizes))
+        if x_T.is_cuda:
+            # There index_add adds in any order, so two passes over the same numbers would differ in their last
+            # bits. index_put sorts first. On a CPU it is the other way round.
+            sums = sums.index_put((self.sequence_T,), x_T, accumulate=True)
+        else:
+            sums = sums.index_add(0, self.sequence_T, x_T)
         # the prompt's sum is 0 unless data.score_prompt makes its tokens targets
         return sums[self.sequence_BK] + sums[B * K + self.prompt_B][:, None]
 

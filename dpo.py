@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import logsigmoid
 
+from data import to_device
 from runs.cli import docstring_of, parse
 from runs.errors import run_cli
 from runs.metrics import join_columns, mean
@@ -109,7 +110,7 @@ class DPO(Objective):
         args = self.args
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
-        d_B = self.true_margin(batch.examples).to(h_B)
+        d_B = to_device(self.true_margin(batch.examples), h_B.device).to(h_B.dtype)
         preference_B = LOSSES[args.loss](h_B, d_B, args)
         sft_B = -logps[:, 0] / (batch.length[:, 0] if args.sft_average else 1)
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B

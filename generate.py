@@ -28,7 +28,13 @@ from records.forms import Fault, Record
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
 from runs.console import advance
-from runs.devices import all_reduce, free_memory, keep_freed_memory, keep_gathered
+from runs.devices import (
+    all_reduce,
+    avoid_cudnn_attention,
+    free_memory,
+    keep_freed_memory,
+    keep_gathered,
+)
 from runs.errors import BadInput, run_cli
 from runs.settings import Sampling, check_fields, setting
 
@@ -70,7 +76,7 @@ def cumsum(x_BV, exact: bool):
     total = within[..., -1]  # (B, blocks)
     n = total.shape[1]
     before = total @ torch.ones(n, n, dtype=dtype, device=device).triu(1)
-    return (within + before[..., None]).view(B, -1)[:, :V]
+    return (within + before[..., None]).view(B, -1)[:, :V].contiguous()
 
 
 def penalise(logits_BV, seen_BV, penalty: float):
@@ -201,10 +207,10 @@ class _Sampler:
                     seen_BV = seen_UV[packed.prompt_B]
                 logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
             if y < args.min_new_tokens:
-                logits_BV[:, self.eos_ids] = -torch.inf
+                logits_BV.index_fill_(1, self.eos_ids, -torch.inf)
             new_B = choose_token(logits_BV, u_BY[:, y], args)
             if seen_BV is not None:
-                seen_BV[torch.arange(len(new_B), device=device), new_B] = True
+                seen_BV.scatter_(1, new_B[:, None], True)
             if not dummy:
                 answer_AY[answer_B, y] = torch.where(y < room_B, new_B, -1)
             if self.on_token is not None and not dummy:
@@ -354,6 +360,7 @@ class Chat:
         self.args = args
         folder = fetch_model(args.model)
         keep_freed_memory()
+        avoid_cudnn_attention()
         self.fabric = Fabric(devices=1)
         dtype = torch.bfloat16 if self.fabric.device.type == "cuda" else torch.float32
         self.tokenizer = Tokenizer(folder)

@@ -300,7 +300,9 @@ class KVCache:
         self.row_of_token, self.copied_token = batch.prompt_N, None
         if len(batch.key_I):  # prompts are shared: each of their tokens goes to several rows
             self.copied_token = batch.key_I
-            sequence_I = torch.repeat_interleave(batch.key_start_S.diff())
+            sequence_I = torch.repeat_interleave(
+                batch.key_start_S.diff(), output_size=len(batch.key_I)
+            )
             self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
 
     def at(self, token_B, position_B, longest: int) -> None:

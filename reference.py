@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from data import NextTokens, PackedBatch
+from data import NextTokens, PackedBatch, to_device
 from hub.lora import disable_adapters
 from runs.devices import all_reduce
 from runs.errors import BadInput, user_error
@@ -100,7 +100,7 @@ class CachedReference:
             if all_reduce(votes) > 0:
                 self._add(keys, self.compute(packed).tolist())
         logps = [[self.known[key] for key in row] for row in keys]
-        return torch.tensor(logps, dtype=self.dtype, device=device)
+        return to_device(torch.tensor(logps, dtype=self.dtype), device)
 
     def _add(self, keys: list[list[bytes]], logps: list[list[float]]) -> None:
         for row, values in zip(keys, logps):

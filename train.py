@@ -580,8 +580,8 @@ class Trainer:
 
     def say_how_long(self, seconds: float, plan: Plan) -> None:
         """Before the first step, if a step takes more than a minute: how long, and what makes it
-        shorter."""
-        if seconds < 60:
+        shorter. Not on a GPU: its first passes wait for kernels to be loaded, and say nothing about later ones."""
+        if seconds < 60 or self.run.fabric.device.type != "cpu":
             return
         n = plan.total - self.run.state.step
         say(

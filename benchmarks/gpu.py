@@ -42,6 +42,8 @@ LLAMA = {  # with LoRA: ((layers, width, heads, key heads, width of the MLP), ex
 }
 TINY_GPT2 = {"check": ((2, 64, 2, 512), 8)}
 TINY_LLAMA = {"check Llama": ((2, 64, 4, 2, 128), 8)}
+# where a step of one micro-batch would not fit into an H100's 80 GB, by --estimate
+MICRO_BATCH_TOKENS = {"Llama 3B": 8192, "Llama 8B": 4096}
 STEPS = 10  # the WARMUP steps and the timed ones
 WARMUP = 4
 PROFILED = 3  # steps after these, which show where time goes
@@ -125,7 +127,9 @@ def measure(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | Non
     timed = records[: batch * STEPS]  # TRL gets no steps to profile
     write_records(timed_file, timed)
     useful = sum(map(vs_trl.tokens, timed[batch * WARMUP :]))
-    settings = vs_trl.limits("200/120") | {"batch_size": batch, "micro_batch_tokens": 65536}
+    micro_batch_tokens = MICRO_BATCH_TOKENS.get(name, 65536)
+    settings = vs_trl.limits("200/120")
+    settings |= {"batch_size": batch, "micro_batch_tokens": micro_batch_tokens}
     if lora:
         settings |= {"lora.rank": 8, "precision": "bf16-true"}
     spec = {
@@ -137,6 +141,7 @@ def measure(name: str, shape, batch: int, lora: bool, vocab: int, trl: str | Non
         "bf16_weights": lora,
     }
     our_spec = spec | {"records": str(file), "ours": settings, "profile": PROFILED}
+    torch.cuda.empty_cache()  # what this process has cached, the measured one cannot have
     try:
         ours = vs_trl.once(sys.executable, "ours", our_spec)
     except SystemExit as e:  # out of memory, for example: the other rows are still of use

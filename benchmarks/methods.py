@@ -20,7 +20,7 @@ method may gain by nothing but sharper distributions ("base at temperature 1").
   Class weights make right and wrong ones count alike, as online.balance does;
 - DPO learns from all pairs of a right and a wrong one of them that answer one prompt, 8 pairs a step;
 - SPIN's demonstrations are the first right ones of them, at most 96. The answers rated to find them and its own, one
-  to each demonstration in 3 iterations, are at most 576 together.
+  to each demonstration in 3 iterations, are 576 together, or one or two more.
 
 `run kto --seeds 0 --lr 1e-4` is a run at another learning rate; seed 0 is for tuning, and no table counts it.
 

@@ -157,7 +157,7 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
     record_phase(torch.optim.AdamW, "step", "optimizer")
     real_step, state = Logger.step, {}
 
-    def step_and_profile(self, step, row):
+    def step_and_profile(self, step, row, seconds):
         """Start the profiler after the first step; after the last one stop it and leave the program."""
         if step == 1:
             state["profiler"] = profiler(activities=[ProfilerActivity.CPU])
@@ -167,7 +167,7 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
             state["wall"] = time.perf_counter() - state["began"]
             state["profiler"].__exit__(None, None, None)
             raise StopIteration
-        real_step(self, step, row)
+        real_step(self, step, row, seconds)
 
     Logger.step = step_and_profile
     spec = {

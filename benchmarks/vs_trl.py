@@ -228,11 +228,11 @@ def ours(spec: dict) -> None:
     real_step = Logger.step
     ends, first_end, profiler = [], None, None
 
-    def step_and_time(self, step, row):
+    def step_and_time(self, step, row, seconds):
         nonlocal first_end, profiler
         if first_end is None:
             first_end = time.time()
-        real_step(self, step, row)
+        real_step(self, step, row, seconds)
         if profiler is None:
             ends.append(now())
         if step == self.progress.total:

@@ -217,6 +217,12 @@ def _attend(module, query, key, value, attention_mask=None, scaling=None, softca
         raise Unsupported("attention: only causal self-attention is supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     module.slot.called.add(module)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        # transformers rotates queries and keys in float32 there. Attention would cast them anyway, but flash attention
+        # is chosen by what it gets, and a cache holds it.
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out = module.slot.attention.attend(Layer(module, window, scale, softcap), query, key, value)
     return out.transpose(1, 2).contiguous(), None
 

@@ -116,9 +116,19 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
+def avoid_cudnn_attention() -> None:
+    """Let torch's attention use its flash or memory-efficient kernels on a GPU, not cuDNN's.
+
+    cuDNN comes first on an H100 (torch 2.11), and builds a plan for each new shape, which takes tens of milliseconds or
+    more. Our shapes are new all the time: a token longer, or a row fewer.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def launch(cfg: RunSettings) -> Fabric:
     """A Fabric with all its processes running and seeded alike. Raises BadInput."""
     keep_freed_memory()
+    avoid_cudnn_attention()
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -19,10 +19,13 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
-# Only the tests of -m gpu use a GPU. All others fork, and a process that has used CUDA cannot fork.
+# Only the tests of -n 0 -m gpu use a GPU. All others fork, and a process that has used CUDA cannot fork.
 if "gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# --deterministic needs it. torch looks at it once in a process, at the first product on a GPU: a run in its own process
+# sets it in time, but not one that comes after other tests.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as programs set it before they import torch
 
 import docstring_parser  # noqa: E402
@@ -45,7 +48,7 @@ def pytest_itemcollected(item):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Print how many tests passed for each row of `python -m pytest -m survive` (R1, R2, ...: what a run survives), or
-    what the tests of `python -m pytest -m gpu` measured."""
+    what the tests of `python -m pytest -n 0 -m gpu` measured."""
     if config.option.markexpr == "gpu":
         for outcome in ("passed", "failed", "error"):
             for report in terminalreporter.getreports(outcome):

@@ -252,7 +252,9 @@ def test_a_cache_of_few_bytes_answers_the_same_prompts_in_waves(shape, tiny, mon
 
 def test_sums_by_products_are_those_of_cumsum():
     p_BV = torch.rand(3, 700, dtype=torch.float64)
-    assert (generate.cumsum(p_BV, True) - p_BV.cumsum(-1)).abs().max() < 1e-12
+    sums_BV = generate.cumsum(p_BV, True)
+    assert (sums_BV - p_BV.cumsum(-1)).abs().max() < 1e-12
+    assert sums_BV.is_contiguous(), "searchsorted warns otherwise"
 
 
 def test_a_token_waits_for_the_device_once(monkeypatch):

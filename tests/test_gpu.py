@@ -1,4 +1,4 @@
-"""What a CPU cannot prove: `python -m pytest -m gpu`, on a machine with a GPU. A table comes last.
+"""What a CPU cannot prove: `python -m pytest -n 0 -m gpu`, on a machine with a GPU. A table comes last.
 
 KTO_GPU_TESTS=cpu runs the same tests on a CPU, where most compare a thing with itself: it shows
 that the suite runs.
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import litgpt
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -106,6 +107,15 @@ def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch
         measured(**{name: off.item(), "tiles": allowed.item()})
 
 
+def test_the_sum_over_a_long_completion_is_the_same_each_time():
+    """A sum in any order would make policy and reference differ before the first step."""
+    prompts, completions = [np.zeros(3, np.int32)] * 4, [[np.zeros(5000, np.int32)]] * 4
+    packed = pack(prompts, completions).to(DEVICE)
+    x_T = torch.randn(len(packed.target_T), device=DEVICE)
+    first = packed.sums(x_T)
+    assert all(torch.equal(packed.sums(x_T), first) for _ in range(50))
+
+
 # ---- a run ---------------------------------------------------------------------------------------
 
 
@@ -137,7 +147,7 @@ def test_a_step_waits_for_the_device_only_where_it_says_so(tiny, ratings, tmp_pa
         real = getattr(Trainer, name)
 
         def method(self, *args):
-            if DEVICE == "cuda" and self.state.step > 1:
+            if DEVICE == "cuda" and self.run.state.step > 1:
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 return real(self, *args)

@@ -216,6 +216,26 @@ def test_every_row_of_the_embedding_has_a_gradient(olmo3):
 # ---- a run ---------------------------------------------------------------------------------------
 
 
+def test_in_mixed_precision_attention_gets_bfloat16(tmp_path, monkeypatch):
+    """transformers rotates queries and keys in float32; flash attention is chosen only where all three are bfloat16."""
+    seen, real = set(), model.PackedAttention.attend
+
+    def attend(self, attn, q, k, v):
+        seen.update((q.dtype, k.dtype, v.dtype))
+        return real(self, attn, q, k, v)
+
+    monkeypatch.setattr(model.PackedAttention, "attend", attend)
+    folder_of("arcee", tmp_path)
+    gpt = model.load_model(tmp_path)
+    batch = pack([np.array([0, 3])], [(np.array([0, 5]),)])
+    gpt(batch)
+    assert seen == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        gpt(batch)
+    assert seen == {torch.bfloat16}
+
+
 def test_final_adapter_is_peft_s(olmo3, ratings, tmp_path):
     from peft import PeftModel
 

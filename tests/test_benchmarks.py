@@ -1,8 +1,10 @@
-"""benchmarks/methods.py: a finished run is a line that the table is made of, and is not run again."""
+"""methods.py: a finished run is a line that the table is made of, and is not run again. vs_trl.py, on which gpu.py
+stands, still fits the loop that it measures."""
 
 import json
 import sys
 
+import pytest
 from conftest import ROOT
 from test_instructions import chatty  # noqa: F401
 
@@ -10,6 +12,7 @@ from examples import instructions as task
 
 sys.path.append(str(ROOT / "benchmarks"))
 import methods  # noqa: E402
+import vs_trl  # noqa: E402
 
 SMALL = {"batch_size": 4, "data.max_prompt": 100, "data.max_completion": 20, "lora.rank": 2}
 
@@ -50,3 +53,15 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
 def test_records_are_read_as_they_were_written(tmp_path):
     records = [{"completion": "a line\u2028and another\x85, Größe\n"}, {"completion": "b"}]
     assert methods.read_records(methods.write_records(tmp_path / "r.jsonl", records)) == records
+
+
+@pytest.mark.parametrize("kind", ["kto", "dpo"])
+def test_our_side_of_the_comparison_with_trl_reports_the_steps_that_it_ran(
+    kind, tiny, ratings, pairs
+):
+    settings = {"batch_size": 2, "epochs": 1, "data.max_completion": 40, "data.max_prompt": 40}
+    spec = {"kind": kind, "precision": "fp32", "model": str(tiny), "ours": settings}
+    spec["records"] = str(ratings if kind == "kto" else pairs)
+    result = vs_trl.once(sys.executable, "ours", spec | {"profile": 1})
+    assert len(result["losses"]) == (12 if kind == "kto" else 4)
+    assert result["seconds"] > 0 and result["peak_gib"] > 0
