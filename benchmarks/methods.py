@@ -108,7 +108,12 @@ METHODS = {
     "online-first z=0": ("online", "many prompts", ONLINE | {"kto.loss": "apo_zero_unpaired"}),
     "online-first z=trl4": ("online trl4", "many prompts", ONLINE),
     "online-first z=nemo4": ("online nemo4", "many prompts", ONLINE),
-    "online-first z=pairs": ("online pairs", "many prompts", ONLINE),
+    # a step must be one micro-batch, and there an example has two completions
+    "online-first z=pairs": (
+        "online pairs",
+        "many prompts",
+        ONLINE | {"micro_batch_tokens": 16384},
+    ),
 }
 
 
