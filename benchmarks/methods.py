@@ -22,8 +22,8 @@ method may gain by nothing but sharper distributions ("base at temperature 1").
 - SPIN's demonstrations are the first right ones of them, at most 96. The answers rated to find them and its own, one
   to each demonstration in 3 iterations, are 576 together, or one or two more.
 
-`run kto --seeds 0 --lr 1e-4` is a run at another learning rate; seed 0 is for tuning, and no table counts it. The rate is
-4e-4, but 1e-4 for SPIN, which ends below the base at 4e-4.
+`run kto --seeds 0 --lr 1e-4` is a run at another learning rate; seed 0 is for tuning, and no table counts it. The
+rate is 4e-4, but 1e-4 for SPIN, which ends below the base at 4e-4.
 
 Afterwards each final model answers the same held-out prompts: 360 of trained kinds of instructions, 96 of kinds that
 training never has, all of them about topics that training never has. kl is the mean of log pi - log base over these
