@@ -477,7 +477,8 @@ def print_tables() -> None:
                 print(f"- {name}, {r['method']}, seed {r['seed']}: {speed:.0f}")
 
 
-LABELS = {  # of methods.svg, where they are not the names
+LABELS = {  # of methods.svg, which leaves out the variants of z
+    "base": "base",
     "online-first": "online KTO, reference first",
     "online-last": "online KTO, reference last",
     "online-first 4 answers": "online KTO, 4 answers a prompt",
@@ -498,7 +499,7 @@ def draw(file: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (part, title) in zip(panels, PARTS.items()):
-        for i, name in enumerate(METHODS):
+        for i, name in enumerate(LABELS):
             rows = counted(name)
             if not rows:
                 continue
@@ -512,7 +513,7 @@ def draw(file: Path) -> None:
                 yerr=[below, above],
                 fmt="osv^"[i // 10],
                 color=f"C{i % 10}",
-                label=LABELS.get(name, name),
+                label=LABELS[name],
                 elinewidth=1,
             )
         axes.set(title=title, xlabel="KL to the base, nats an answer", ylim=(0, 60))
