@@ -563,8 +563,8 @@ class PackedBatch(NamedTuple):
         B, K = self.length_BK.shape
         sums = x_T.new_zeros(B * K + len(self.segment_sizes))
         if x_T.is_cuda:
-            # There index_add adds in any order, so two passes over the same numbers would differ in their last
-            # bits. index_put sorts first. On a CPU it is the other way round.
+            # On a GPU index_add adds in any order, so two passes over the same numbers would differ in their last
+            # bits. index_put sorts them first. On a CPU index_add has an order, and index_put has none.
             sums = sums.index_put((self.sequence_T,), x_T, accumulate=True)
         else:
             sums = sums.index_add(0, self.sequence_T, x_T)

@@ -114,11 +114,10 @@ def skip_finished(command_line: str, log: str, folder: Path) -> Outcome | None:
     """
     reason = None
     stop_at = STOP_AT.search(command_line)
-    last_output = COMMAND_LINE.split(log)[-1]
-    if (folder / "final").exists() and not STOPPED_LINE.search(last_output):
-        reason = (
-            "finished"  # a run that was stopped after its export has no score of the test split
-        )
+    # A run that was stopped after its export may have no score of the test split.
+    was_stopped = STOPPED_LINE.search(COMMAND_LINE.split(log)[-1])
+    if (folder / "final").exists() and not was_stopped:
+        reason = "finished"
     elif stop_at and (folder / "checkpoints" / f"step-{stop_at[1]:0>8}").exists():
         reason = "stopped by stop_at"
     if reason is None:

@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 SILENT = 5  # seconds in which a wait prints nothing
 LONGEST_PAUSE = 60  # seconds between two lines of a wait, where the output is not a terminal
 FIRST_SHARE = 0.02  # an estimate of the time left is shown after this share of the work
-LATEST_ESTIMATE = 30  # or this many seconds after the first unit of work
+LATEST_ESTIMATE = 30  # or this many seconds after the first units of work were done
 LONG_WAIT = 300  # seconds; what makes a longer wait shorter is said
 
 _waits = []  # those that are going on, the innermost last
@@ -102,7 +102,7 @@ class Wait:
         self.shorter = shorter
         self.done = 0
         self.tokens = 0
-        self._first = None  # when the first unit of work was done
+        self.first_done_at = None  # the time at which the first units of work were done
         self._ended = threading.Event()
         self._thread = None
 
@@ -121,13 +121,13 @@ class Wait:
             self._thread.join()  # its line is gone before anything else is printed
 
     def _seconds_left(self, elapsed: float) -> float | None:
-        """By the speed so far; None: nobody knows. The first tokens are slow, because the prompts are
-        read before them: a minute of reading and a second of answers would give an estimate of many hours."""
+        """By the speed so far; None: nobody knows. Prompts are read before the first token: after a minute of
+        reading and a second of answers the speed would promise many hours."""
         if not self.total or not self.done:
             return None
-        if self.done < FIRST_SHARE * self.total:
-            if time.monotonic() - self._first < LATEST_ESTIMATE:
-                return None
+        since_first = time.monotonic() - self.first_done_at
+        if self.done < FIRST_SHARE * self.total and since_first < LATEST_ESTIMATE:
+            return None
         return elapsed / self.done * max(0, self.total - self.done)
 
     def _line(self, elapsed: float) -> str:
@@ -171,7 +171,8 @@ def advance(n: int = 1, tokens: int = 0) -> None:
     """Count n units of the innermost wait, if there is one, and tokens for its speed."""
     if _waits:
         wait = _waits[-1]
-        wait._first = wait._first or time.monotonic()
+        if wait.first_done_at is None:
+            wait.first_done_at = time.monotonic()
         wait.done += n
         wait.tokens += tokens
 
