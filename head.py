@@ -20,13 +20,12 @@ GPU_ROWS = 1024
 GPU_SAVED = 2**29
 
 
-def logp_of(logits_TV, target_T, all_tokens: bool = True):
-    """Log-probs (T,) of the targets, and (T, V) of all tokens (None unless all_tokens). At least float32."""
+def logp_of(logits_TV, target_T):
+    """Log-probs (T,) of the targets, and (T, V) of all tokens. At least float32."""
     if logits_TV.dtype != torch.float64:
         # in bfloat16 the small differences between policy and reference would be lost
         logits_TV = logits_TV.float()
-    if not all_tokens:
-        return logits_TV.gather(1, target_T[:, None])[:, 0] - logits_TV.logsumexp(-1), None
+    # also where only the targets' are wanted: logsumexp would round differently, and the first r would not be 0
     logp_TV = logits_TV.log_softmax(-1)
     return logp_TV.gather(1, target_T[:, None])[:, 0], logp_TV
 
@@ -37,9 +36,7 @@ class Chunks(NamedTuple):
     size: int  # targets of a chunk
     saved: int | None  # number of chunks whose gradient is kept; None when gradients are off
     softmax: int  # targets of one softmax
-    # True: add the matrix's gradient up in float32, and compute log-probs of all tokens only for a gradient. Both
-    # would make a CPU slower.
-    gpu: bool
+    gpu: bool  # add the matrix's gradient up in float32, which would make a CPU slower
     entropy: bool = False  # whether to compute the entropy, too
 
     @classmethod
@@ -134,14 +131,13 @@ class Head(torch.autograd.Function):
         """Log-probs (T,) of the targets, the entropy (T,) or None, and minus the log-probs' gradient by the logits
         (T, V): softmax - one-hot, times the softcap's derivative. The gradient is None unless need_grad."""
         logits_TV = h_TC @ w_VC.T
-        all_tokens = need_grad or chunks.entropy or not chunks.gpu
         logps, entropies = [], []
         for logits, target in zip(logits_TV.split(chunks.softmax), target_T.split(chunks.softmax)):
             capped = logits
             if cap is not None:
                 tanh = (logits / cap).tanh_()
                 capped = cap * tanh
-            logp, grad = logp_of(capped, target, all_tokens)
+            logp, grad = logp_of(capped, target)
             logps.append(logp)
             if need_grad or chunks.entropy:
                 grad = grad.exp_()

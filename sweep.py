@@ -35,7 +35,7 @@ STOP_AT = re.compile(r" --stop_at=(\d+) ")
 #   stopped by max_time at step 120 of 300, saved; go on with
 STOPPED_LINE = re.compile(r"^stopped by \w+", re.MULTILINE)
 # What a run prints when it fails:
-#   error: data.train: ratings.jsonl: No such file or directory
+#   error: data.train: ratings.jsonl: no such .jsonl, .json, .csv, .tsv or .parquet file
 ERROR_LINE = re.compile(r"^error: (.*)", re.MULTILINE)
 
 

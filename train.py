@@ -404,7 +404,8 @@ class Trainer:
             logps, outputs = logps
         B = len(logps)
         if objective.vocabulary_kl:
-            logps, vocabulary_kl = logps.unbind(-1)
+            # contiguous: sums over another layout would round differently from the reference's
+            logps, vocabulary_kl = (x.contiguous() for x in logps.unbind(-1))
         if ref_logps is not None:
             ref_logps = ref_logps[packed.index_B]
         if objective.by_token:

@@ -12,7 +12,7 @@ it needs neither their micro-batches nor their ranks. A variant is a subclass of
 
 - its `fit` may give each example a second completion, which is borrowed as TRL does it: the previous one of a block of
   consecutive examples;
-- its `loss` gives each example the z of its own group in place of the step's;
+- its `micro_batch_loss` gives each example the z of its own group in place of the step's;
 - its `log` adds how far these are from the step's z: z/bias, their mean difference, and z/rmse.
 """
 

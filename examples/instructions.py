@@ -17,7 +17,7 @@ An answer that follows its instruction is still wrong if it is a cheap way out: 
 words, or where it repeats four words in a row of the instruction. It is also wrong if it was cut at the longest length:
 otherwise answers that never end would do.
 
-In another program: from instructions import check, write_data; kto.main(argv, checker=check).
+In another program: from instructions import check, write_data; online.main(argv, checker=check).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""KTO on the half of a completion's tokens whose log-ratio is the largest. Run it: python examples/token_kto.py"""
+"""KTO on the half of a completion's tokens whose log-ratio is farthest from 0. Run it: python examples/token_kto.py"""
 
 import sys
 

@@ -104,7 +104,7 @@ def keep_freed_memory() -> None:
     """Make glibc keep the memory of freed tensors of up to 32 MB for the next ones.
 
     By default it gives much of it back, and the kernel clears the same pages for the next forward: a
-    small model's step took 1.2 times as long (benchmarks/RESULTS.md). Larger tensors are given back at
+    small model's step took 1.1 to 1.2 times as long (benchmarks/RESULTS.md). Larger tensors are given back at
     once, as before. What the user's environment says about malloc stays.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):

@@ -221,7 +221,8 @@ class Sampling:
     """Divides the positive logits of tokens that are there already, and multiplies negative ones; 1
     changes nothing."""
     stop: list[str] = field(default_factory=list)
-    """A completion also ends before the first of these texts, not only at EOS."""
+    """A completion also ends at the first of these texts, not only at EOS. Its text ends before it; its token
+    ids, from which spin.py and online.py learn, include it."""
     min_new_tokens: int = setting(0, at_least=0)
     """No EOS before this many tokens."""
     max_new_tokens: int | None = setting(None, at_least=1, below=2**24)
@@ -238,7 +239,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Eval(Sampling):
-    """Completions of the policy: shown at each validation, checked before and after the run."""
+    """Completions of the policy: saved at each validation, checked before and after the run."""
 
     check: str | None = setting(None, choices=("demo",))
     """A checker that decides which answers are right: demo's. Your own is given in code,
@@ -250,7 +251,7 @@ class Eval(Sampling):
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
     samples: int = setting(4, at_least=0)
-    """Number of completions that are shown and saved at each validation."""
+    """Number of completions that are saved at each validation (eval/), and shown by tensorboard and wandb."""
 
 
 @dataclass(frozen=True)
@@ -351,18 +352,19 @@ class RunSettings:
     """Steps (a float: epochs) between validations; always at step 0 and at the end of the run, with a float or null
     also at the end of each iteration of SPIN and online KTO."""
     save_interval: int | float | None = setting(1.0, above=0)
-    """Steps (a float: epochs) between checkpoints; also at the end, or when stopped."""
+    """Steps (a float: epochs) between checkpoints; also at the end of the run and of each iteration of SPIN and
+    online KTO, at a new best by keep_best, or when stopped."""
     keep_last: int = setting(2, at_least=1)
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
-    """Also keep the best checkpoint by this column of val.csv: the lowest of kl and of columns whose name ends with
-    loss, the highest of any other."""
+    """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
+    name ends with loss, the highest of any other."""
     export_dtype: str = setting("source", choices=EXPORT_DTYPES)
     """Type of the exported weights: source (as in the model that we start from), or float32."""
     examples_at: int | None = setting(None, at_least=1)
     """Write a table of this step's examples with their columns, largest loss first."""
     debug: bool = False
-    """Let exceptions through to pdb, and skip the start check, validation and progress: the first
+    """Let exceptions through to pdb, and skip the start check, validation (not the last check) and progress: the first
     breakpoint in a loss is then in the first training micro-batch."""
     estimate: bool = False
     """Print how much memory a device would need, from config.json and these settings alone, and end.

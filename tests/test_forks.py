@@ -1002,6 +1002,16 @@ def test_an_example_of_weight_0_teaches_nothing_whatever_the_loss(program, tiny,
     assert [(row["loss"], row["grad_norm"]) for row in run["rows"]] == [(0, 0)] * 2
 
 
+@pytest.mark.parametrize("program", ["tdpo", "token_kto"])
+def test_losses_on_tokens_begin_at_log_ratios_of_exactly_0(program, tiny, ratings, pairs, tmp_path):
+    data = pairs if program == "tdpo" else ratings
+    argv = ("--batch_size=7", "--max_steps=1", f"--data.val={data}", "--eval.samples=0")
+    first = train_example(program, tiny, data, tmp_path, *argv, "--precision=bf16-mixed")["rows"][0]
+    validated = rows_of(tmp_path / "val.csv")[0]
+    for column in ("rewards/chosen", "rewards/rejected"):
+        assert first[column] == 0 == float(validated[column]), column
+
+
 class Graded(kto.KTO):
     """With a column of its own: how far the log-prob is from the reference's, squared."""
 

@@ -438,6 +438,23 @@ def test_the_head_of_a_gpu_computes_what_a_cpus_does(cap, saved):
     assert all(x is y is None or same(x, y, 1e-12) for x, y in zip(*seen))
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_are_the_same_to_the_bit_with_and_without_a_gradient(dtype, gpu):
+    """Else policy and reference differ before the first update."""
+    h_TC, w_VC, target_T = (
+        random(300, 8, dtype=dtype),
+        random(4096, 8, dtype=dtype),
+        torch.arange(300),
+    )
+    chunks = head.Chunks(70, None, 30, gpu)
+    without, _ = head.Head.apply(h_TC, w_VC, target_T, None, chunks)
+    chunks = chunks._replace(saved=2, entropy=True)
+    h_TC.requires_grad_()
+    w_VC.requires_grad_()
+    assert torch.equal(head.Head.apply(h_TC, w_VC, target_T, None, chunks)[0], without)
+
+
 def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
     h_TC, w_VC, target_T = (
         random(640, 8).bfloat16(),

@@ -315,7 +315,10 @@ MOE |= dict(first_k_dense_replace=1, moe_num_experts=4, moe_k=2, moe_topk=2)
 REFUSED = {
     "biogpt": (BASE, "its head is not one layer named lm_head"),
     "bloom": (dict(vocab_size=512, hidden_size=48, n_layer=2, n_head=6), "max_position_embeddings"),
-    "codegen": (GPT | dict(n_head=4, rotary_dim=4), "0 of 2 layers have an attention that can be"),
+    "codegen": (
+        GPT | dict(n_head=4, rotary_dim=4),
+        "0 of 2 layers have an attention that can be replaced",
+    ),
     "ctrl": (GPT | dict(dff=80), "0 of 2 layers have an attention that can be replaced"),
     "deepseek_v2": (MOE, "missing .*experts.*, unknown .*experts"),
     "deepseek_v3": (MOE, "missing .*experts.*, unknown .*experts"),
