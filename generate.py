@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date as Date
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from runs.devices import (
     keep_freed_memory,
     keep_gathered,
 )
-from runs.errors import BadInput, run_cli
+from runs.errors import BadInput, run_cli, user_error
 from runs.settings import Sampling, check_fields, setting
 
 # ---- one token ----------------------------------------------------------------------------------
@@ -301,6 +302,8 @@ class Ask(Sampling):
     """Longest answer in tokens. Default: 256, or what fits into the context."""
     plain: bool = False
     """Leave the chat template aside."""
+    date: str | None = None
+    """The day that chat templates print: 2026-01-31. Default: today."""
     seed: int = setting(1, at_least=0, below=2**32)
     """Prompt number i draws from (seed, i), turn number i of a conversation from (seed + i, 0)."""
 
@@ -319,6 +322,9 @@ def parse_ask(argv=None) -> Ask:
     args.validate("generate")
     if not args.model:
         raise BadInput("model: required: a run's folder, or any model that kto.py takes")
+    if args.date:
+        with user_error("date"):
+            Date.fromisoformat(args.date)
     return args
 
 
@@ -363,7 +369,7 @@ class Chat:
         avoid_cudnn_attention()
         self.fabric = Fabric(devices=1)
         dtype = torch.bfloat16 if self.fabric.device.type == "cuda" else torch.float32
-        self.tokenizer = Tokenizer(folder)
+        self.tokenizer = Tokenizer(folder, date=args.date or Date.today().isoformat())
         self.policy = self.fabric.to_device(model.load_model(folder, dtype=dtype))
         self.by_template = bool(self.tokenizer.template) and not args.plain
 

@@ -28,7 +28,7 @@ from head import Chunks
 from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import weight_layout
-from hub.folders import fetch_model, folders_on_top
+from hub.folders import fetch_model, folders_on_top, put_on_base
 from hub.lora import merge_adapters, plain_names, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
@@ -56,7 +56,7 @@ from runs.checkpoint import (
 )
 from runs.cli import dump_yaml, script_arguments
 from runs.console import Wait, say
-from runs.devices import launch, leave_process_group, on_rank_0, resolve_devices
+from runs.devices import all_reduce, launch, leave_process_group, on_rank_0, resolve_devices
 from runs.errors import BadInput, Failed, printable, user_error
 from runs.files import file_hash, find_path, publish_folder, verify_folder
 from runs.folder import (
@@ -69,7 +69,7 @@ from runs.folder import (
 from runs.logger import TABLES, Logger, read_claimed_rows
 from runs.metrics import Throughput, least_passes
 from runs.optimizer import make_optimizer, make_plan
-from runs.settings import RunSettings, most_tokens, refuse_unless, with_limits
+from runs.settings import Lora, RunSettings, most_tokens, refuse_unless, with_limits
 from runs.stop import Stop
 from runs.tensors import (
     LazyTensors,
@@ -226,15 +226,12 @@ class Run:
         """Weights of a frozen base, read from its source again: in the type that the run holds them in,
         for an export at least in float32. Raises Failed if the source has changed."""
         held = dtype_of(self.cfg.precision)
-
-        def read(dtype):
-            stored = model.read_folder_weights(self.source, dtype)
-            # a LoRA layer holds its matrix as .linear
-            return rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
-
-        if weights_hash(read(held)) != self.state.identity["model weights"]:
+        weights = read_base(self.source, names, held)
+        if weights_hash(weights) != self.state.identity["model weights"]:
             raise Failed(f"{self.source}: not the weights that this run began with: put them back")
-        return read(torch.promote_types(held, torch.float32) if export else held)
+        if not export:
+            return weights
+        return read_base(self.source, names, torch.promote_types(held, torch.float32))
 
     def merged_weights(self) -> LazyTensors:
         """The same with the adapters merged in."""
@@ -357,7 +354,7 @@ def setup(
         refuse_unless(names, "estimate: not for models of transformers' own classes")
         make = partial(model.make_model, arguments, names=names)
         tied = config["tie_word_embeddings"]
-        say(Estimate(cfg, make, tied, needs_reference, Chunks.of).describe())
+        say(Estimate(cfg, make, tied, needs_reference, reference_moves, Chunks.of).describe())
         sys.exit(0)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     data = with_limits(cfg.data, arguments["block_size"])
@@ -379,11 +376,17 @@ def setup(
         raise BadInput("keep_best: data.val: no examples")
     if cfg.keep_best in ("checker_accuracy", "kl/own") and not cfg.eval.prompts:
         raise BadInput(f"keep_best: {cfg.keep_best}: with eval.prompts 0 nothing is checked")
+    if cfg.keep_best == "kl/own" and cfg.reference_cache:
+        raise BadInput(
+            "keep_best: kl/own: empty with reference_cache, which releases the reference"
+        )
     if objective.records != "prompts":  # too few examples are refused before any work
         make_plan(cfg, len(examples["train"]))
 
     # the processes and the run's folder
     fabric = launch(cfg)
+    data_hash = examples_hash(examples)
+    refuse_other_examples(fabric, data_hash)
     program = program_file(type(objective))
     folder = RunFolder(fabric, cfg, program)
     # settings.yaml alone must find its run
@@ -396,7 +399,14 @@ def setup(
     make_module = partial(make_objective_module, objective, arguments["n_embd"])
     with Wait("loading the model"):
         policy, frozen, state.identity = load_models(
-            cfg, fabric, source, tokenizer, examples, needs_reference, make_module
+            cfg,
+            fabric,
+            source,
+            tokenizer,
+            data_hash,
+            needs_reference,
+            reference_moves,
+            make_module,
         )
     make = optimizer or make_optimizer
     optimizer = make(policy.module, cfg)
@@ -421,6 +431,8 @@ def setup(
             load_checkpoint(fabric, folder.checkpoint, policy, optimizer, averages)
         state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
+        if not folder.is_own:  # the other run's best checkpoint is not in this folder
+            state.best_step = state.best_value = None
 
     tokens = most_tokens(cfg, arguments["n_layer"], arguments["n_embd"])
     stop = Stop(cfg.seconds() if cfg.max_time else None, cfg.stop_at)
@@ -446,7 +458,7 @@ def setup(
         throughput=Throughput(fabric, cfg.precision, policy.module, passes),
         stop=stop,
         rollout=rollout,
-        saved_step=state.step,
+        saved_step=state.step if folder.is_own else 0,
     )
 
 
@@ -487,6 +499,16 @@ def refuse_ids_beyond(n: int, name: str, tokenizer: Tokenizer, examples: dict) -
                         f"{example.where}: {token}: id {largest}, but the embedding of {name} "
                         f"has {n} rows"
                     )
+
+
+def refuse_other_examples(fabric, data_hash: str) -> None:
+    """Raise BadInput, on all ranks, if one of them has read other examples than rank 0: a file was changed
+    in the meantime, or it is not the same on all nodes. A collective."""
+    is_same = torch.tensor(float(data_hash == fabric.broadcast(data_hash)), device=fabric.device)
+    refuse_unless(
+        all_reduce(is_same, "min"),
+        "data: the processes have read different records: all nodes need the same files",
+    )
 
 
 MISSING = object()
@@ -637,8 +659,9 @@ def load_models(
     fabric,
     source: Path,
     tokenizer,
-    examples,
+    data_hash: str,
     needs_reference: bool,
+    reference_moves: bool,
     make_module: Callable[[], nn.Module | None],
 ):
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
@@ -647,6 +670,8 @@ def load_models(
     after the reference was copied from it."""
     sharded, first = cfg.strategy == "fsdp", fabric.global_rank == 0
     has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
+    # what moves by small steps would lose them in bfloat16
+    held_in = "32-true" if reference_moves else cfg.precision
     policy = other = identity = frozen = None
     if first or not sharded:
         policy = model.load_model(source, cfg.lora, dtype_of(cfg.precision))
@@ -654,12 +679,12 @@ def load_models(
             other = load_other_reference(cfg, policy, tokenizer)
     if first:
         reference = (other or policy) if has_copy else None
-        identity = run_identity(cfg, source, examples, policy, reference)
+        identity = run_identity(cfg, source, tokenizer, data_hash, policy, reference)
     identity = fabric.broadcast(identity)
     if has_copy and sharded:
-        frozen = model.shard_over_ranks(fabric, other or policy, cfg.precision, learns=False)
+        frozen = model.shard_over_ranks(fabric, other or policy, held_in, learns=False)
     elif has_copy:  # not wrapped: DDP refuses a module that never trains
-        frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
+        frozen = model.freeze(other or copy.deepcopy(policy), held_in)
         frozen = fabric.to_device(frozen)
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
         quantize_base(policy, cfg.lora.quantize, fabric.device)
@@ -675,6 +700,13 @@ def load_models(
     return policy, frozen, identity
 
 
+def read_base(source: Path, names: list[str], dtype: torch.dtype) -> LazyTensors:
+    """A folder's weights by the names of a policy with adapters."""
+    stored = model.read_folder_weights(source, dtype)
+    # a LoRA layer holds its matrix as .linear
+    return rename_tensors(stored, {n: n.replace(".linear.", ".") for n in names})
+
+
 def load_other_reference(cfg: RunSettings, policy, tokenizer: Tokenizer) -> nn.Module:
     """The model of --reference. Raises BadInput if its token ids mean something else."""
     folder = fetch_model(cfg.reference, "reference", code=cfg.model_code)
@@ -687,9 +719,12 @@ def load_other_reference(cfg: RunSettings, policy, tokenizer: Tokenizer) -> nn.M
     return reference
 
 
-def run_identity(cfg: RunSettings, source: Path, examples, policy, reference) -> dict[str, str]:
+def run_identity(
+    cfg: RunSettings, source: Path, tokenizer: Tokenizer, data_hash: str, policy, reference
+) -> dict[str, str]:
     """Hashes of what a resume must find again, by the name that a refusal shows."""
-    hashes = {"data (token ids and labels)": examples_hash(examples)}
+    hashes = {"data (token ids and labels)": data_hash}
+    hashes["ids of tokens that end an answer"] = str(sorted(tokenizer.stops))
     hashes |= model_hashes("model", policy)
     if reference is policy:
         hashes |= {f"reference {x}": hashes[f"model {x}"] for x in ("weights", "config")}
@@ -736,7 +771,9 @@ def export_models(run: Run) -> None:
             run.publish(out / "final_adapter", partial(write_adapter, run, weights))
     best = checkpoint_folder(out / "checkpoints", run.state.best_step or 0)
     if fabric.broadcast(best.is_dir()):
-        write_best = partial(export_checkpoint, best, dtype=cfg.export_dtype)
+        # by the checkpoint's own settings it would be where it lay then
+        on_base = put_on_base(best, run.source)
+        write_best = partial(_export_on_base, best, on_base, dtype=cfg.export_dtype)
         publish_folder(fabric, write_best, out / "best")
 
 
@@ -757,6 +794,34 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
     folder = fetch_model(str(checkpoint), "export")
     if not folders_on_top(folder):
         raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
+    if (checkpoint / "state.json").exists():
+        refuse_other_base(checkpoint)
+    _export_on_base(checkpoint, folder, out, dtype)
+
+
+def refuse_other_base(checkpoint: Path) -> None:
+    """Raise BadInput if adapters of a checkpoint would be merged into other weights than those they were trained
+    on."""
+    settings, state = read_settings(checkpoint), read_state(checkpoint)[0]
+    merged_before = state.moving_reference and state.iteration > 1
+    if (
+        not settings["lora"]["rank"] or merged_before
+    ):  # no adapters, or their base is in the run's folder
+        return
+    base = fetch_model(settings["model"], "export", code=settings.get("model_code", "auto"))
+    arguments, config, names = read_model_config(base)
+    with torch.device("meta"):
+        policy = model.make_model(arguments, Lora(**settings["lora"]), names)
+    if config["tie_word_embeddings"]:
+        policy.tie()
+    own = [name for name in policy.unique_parameters() if "lora_" not in name]
+    weights = read_base(base, own, dtype_of(settings["precision"]))
+    if weights_hash(weights) != state.identity["model weights"]:
+        raise BadInput(f"export: {base}: not the weights that {checkpoint} was trained on")
+
+
+def _export_on_base(checkpoint: Path, folder: Path, out: Path, dtype: str) -> None:
+    """Write a folder from hub.folders that has the checkpoint on top of its base."""
     notes, read_as = [], torch.float32
     if (checkpoint / "state.json").exists():
         own = dtype_of(read_settings(checkpoint)["precision"])

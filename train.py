@@ -407,7 +407,8 @@ class Trainer:
             # contiguous: sums over another layout would round differently from the reference's
             logps, vocabulary_kl = (x.contiguous() for x in logps.unbind(-1))
         if ref_logps is not None:
-            ref_logps = ref_logps[packed.index_B]
+            # a filler is another rank's example: with log-ratios of 0 its loss, which counts for nothing, is finite
+            ref_logps = logps.detach() if micro.filler else ref_logps[packed.index_B]
         if objective.by_token:
             logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         if z.dim():

@@ -68,10 +68,11 @@ class Estimate:
     """The bytes that a run takes on one device.
 
     make(lora) -> the policy without weights. `tied`: the head is the embedding. `reference`: the
-    objective needs a reference. chunks(device, V) -> how the LM head cuts its work (head.Chunks.of).
+    objective needs a reference; `moves`: it changes that. chunks(device, V) -> how the LM head cuts its
+    work (head.Chunks.of).
     """
 
-    def __init__(self, cfg: RunSettings, make, tied: bool, reference: bool, chunks):
+    def __init__(self, cfg: RunSettings, make, tied: bool, reference: bool, moves: bool, chunks):
         self.cfg = cfg
         self.tied = tied
         self.chunks = chunks
@@ -83,6 +84,7 @@ class Estimate:
         # with a cache it is released before the first step.
         has_own_weights = cfg.reference or not self.lora
         self.reference = bool(reference and has_own_weights and not cfg.reference_cache)
+        self.reference_moves = moves
 
         held_in = "32-true" if self.precision == "bf16-mixed" else self.precision
         fabric = Fabric(accelerator="cpu", devices=1, precision=held_in)
@@ -148,7 +150,9 @@ class Estimate:
         outside = self.total - self.matrices
         matrix_bytes = QUANTIZED.get(self.cfg.lora.quantize, size.weight)
         weights = self.matrices * matrix_bytes + outside * size.weight
-        reference = self.total * size.weight - self.linear_weights * (size.weight - size.compute)
+        reference = self.total * size.weight
+        if not self.reference_moves:
+            reference -= self.linear_weights * (size.weight - size.compute)
         state = ADAMW8BIT if self.cfg.optim.name == "adamw8bit" else size.trained
         parts = {
             "weights": weights + self.adapters * size.trained,

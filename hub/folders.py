@@ -153,6 +153,11 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
         raise BadInput(f"{what}: {folder}: {fault}")
     settings = read_settings(folder)
     base = fetch_model(settings["model"], what, weights, above, settings.get("model_code", "auto"))
+    return put_on_base(folder, base)
+
+
+def put_on_base(folder: Path, base: Path) -> Path:
+    """Links to a base from fetch_model, and to a checkpoint that is applied to it."""
     view = _folder_on_top(base, folder)
     run, _ = read_state(folder)
     if run.chat_template:  # the template of data.chat_template, instead of the model's own

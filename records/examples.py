@@ -229,7 +229,8 @@ def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> Loa
     if arrays:
         return _from_arrays(arrays, source)
     loaded = _tokenise_file(source, tokenizer, kind, data)
-    if file:
+    # not if the file was changed while it was read: they would be kept for the text that it had before
+    if file and file == cache_file(source, tokenizer, kind, data):
         write_cached(file, _to_arrays(loaded, source))
     return loaded
 
@@ -403,10 +404,9 @@ def _make_examples(
     """The example of a record, or for rated ones the two of a pair, which share a prompt."""
     common = dict(where=where, weight=record.weight, extra=record.extra)
     if kind == "rated" and record.label is None:
-        chosen, rejected = completions
         return [
-            Example(prompt, (chosen,), True, **common),
-            Example(prompt, (rejected,), False, **common),
+            Example(prompt, (completion,), label, (reward, None), **common)
+            for completion, label, reward in zip(completions, (True, False), record.rewards)
         ]
     label = record.label is not False
     return [Example(prompt, tuple(completions), label, record.rewards, **common)]

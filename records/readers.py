@@ -77,8 +77,11 @@ def absolute_sources(sources: str) -> str:
     parts = []
     for part in sources.split(","):
         name, weight = _name_and_weight(part.strip())
+        folder, colon, split = name.partition(":")
         if _path_exists(name):
             name = os.path.abspath(find_path(name))
+        elif colon and os.path.isdir(find_path(folder)):  # a split of a saved data set
+            name = f"{os.path.abspath(find_path(folder))}:{split}"
         elif glob.has_magic(name) and not os.path.isabs(find_path(name)):
             name = os.path.join(glob.escape(os.getcwd()), find_path(name))
         parts.append(f"{name}:{weight}" if weight else name)

@@ -25,6 +25,7 @@ of the temporary directory and can leave half of it under its final name.
 
 import inspect
 import json
+import math
 import sys
 import typing
 from dataclasses import asdict, dataclass, field
@@ -78,7 +79,7 @@ class RunState:
 
     def remember_if_best(self, row: dict, column: str | None) -> bool:
         """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
-        at step 0, which has no checkpoint, nor where the cell is empty. Raises BadInput if val.csv has no
+        at step 0, which has no checkpoint, nor where the cell is empty or not finite. Raises BadInput if val.csv has no
         such column, or one that stays empty."""
         if column is None:
             return False
@@ -86,8 +87,7 @@ class RunState:
         if column not in row or (value is None and column not in SOMETIMES_EMPTY):
             filled = ", ".join(name for name, x in row.items() if x is not None)
             raise BadInput(f"keep_best: {column}: not in val.csv, which has {filled}")
-        is_nan = value != value
-        if value is None or is_nan or self.step == 0:
+        if value is None or not math.isfinite(value) or self.step == 0:
             return False
         if column.endswith("loss") or column.split("/")[0] == "kl":
             value = -value  # of these the lowest is best

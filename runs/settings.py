@@ -518,7 +518,14 @@ def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
     changed = []
     for name, value in new.items():
         both_given = name in CONTENT_SETTINGS and None not in (value, old.get(name))
-        if name not in old or old[name] != value and not both_given:
+        if name not in old or not both_given and _differ(name, old[name], value):
             changed.append(name)
     fixed = [name for name in changed if name not in FREE_SETTINGS]
     return fixed, [name for name in changed if name in CUT_SETTINGS]
+
+
+def _differ(name: str, old, new) -> bool:
+    kinds = typing.get_args(flatten(RunSettings).get(name))
+    if int in kinds and float in kinds:  # 1 is a step or an example, 1.0 an epoch or all of them
+        return (type(old), old) != (type(new), new)
+    return old != new

@@ -34,12 +34,14 @@ from safetensors.torch import load_file
 
 import kto
 from runs import checkpoint, files, settings, tensors
+from runs.checkpoint import read_state
 from runs.cli import parse
 from runs.errors import BadInput, Failed, run_cli
 from runs.files import file_hash, verify_folder
 from runs.folder import checkpoints_by_step
 from runs.settings import RunSettings
 from runs.stop import Stop
+from train import Trainer
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true")  # fmt: skip
@@ -280,6 +282,33 @@ def test_a_resume_refuses_a_model_whose_weights_have_changed(own):
         go()
 
 
+@pytest.mark.survive("R3")
+def test_a_resume_refuses_other_ends_of_an_answer(own):
+    folder, go = own
+    go()
+    (folder / "model" / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    with pytest.raises(BadInput, match="ids of tokens that end an answer: not what this run began"):
+        go()
+
+
+def test_processes_that_have_read_other_records_refuse_to_start(tiny, ratings, tmp_path, capfd):
+    lines = ratings.read_text().splitlines()
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    files[0].write_text("\n".join(lines))
+    files[1].write_text("\n".join(lines[::-1]))
+
+    def work(rank):
+        return refusal(lambda: train(tiny, files[rank], tmp_path / "run", *RUN, "--strategy=ddp"))
+
+    capfd.readouterr()
+    assert ranks(2, work) == [2, 2]
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.endswith(
+        "error: data: the processes have read different records: all nodes need the same files"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 DATA = "data (token ids and labels)"
 CHANGES = {
     "a label": (DATA, "data.jsonl", lambda text: text.replace("true", "false", 1)),
@@ -513,6 +542,42 @@ def test_a_run_is_written_over_neither_by_a_branch_nor_by_one_that_lost_its_chec
     assert (tmp_path / "b" / "metrics.csv").read_bytes() == rows and last.is_dir()
 
 
+class Stopped(Trainer):
+    """Ctrl-C before the first step of this start."""
+
+    def precompute(self, *given):
+        os.kill(os.getpid(), signal.SIGINT)
+        super().precompute(*given)
+
+
+@pytest.mark.survive("R3")
+def test_a_branch_that_is_stopped_before_its_first_step_goes_on_from_there(
+    tiny, ratings, tmp_path, capsys
+):
+    argv = (*RUN, "--keep_last=9")
+    whole = train(tiny, ratings, tmp_path / "run", *argv)
+    four = tmp_path / "run" / "checkpoints" / "step-00000004"
+    out = tmp_path / "branch"
+    argv = (*argv, f"--reference_cache={tmp_path / 'cache'}")
+    with pytest.raises(SystemExit):
+        train(tiny, ratings, out, *argv, f"--resume={four}", trainer=Stopped)
+    assert "stopped by SIGINT at step 4 of 9, saved" in capsys.readouterr().out
+    branch = train(tiny, ratings, out, *argv, "--resume=auto")
+    assert branch["rows"][-1]["loss"] == pytest.approx(whole["rows"][-1]["loss"], rel=1e-6)
+    assert f"resumed from {out / 'checkpoints' / 'step-00000004'}" in capsys.readouterr().out
+
+
+@pytest.mark.survive("R3")
+def test_a_branch_has_a_best_checkpoint_of_its_own(tiny, ratings, tmp_path):
+    argv = (*RUN, VAL, "--val_interval=1", "--keep_best=kl/pairs", "--keep_last=9")
+    train(tiny, ratings, tmp_path / "a", *argv)
+    four = tmp_path / "a" / "checkpoints" / "step-00000004"
+    train(tiny, ratings, tmp_path / "b", *argv, f"--resume={four}")
+    assert read_state(tmp_path / "a" / "checkpoints" / "step-00000009")[0].best_step == 1
+    assert read_state(tmp_path / "b" / "checkpoints" / "step-00000009")[0].best_step == 5
+    assert (tmp_path / "b" / "best" / "model.safetensors").exists()
+
+
 @pytest.mark.survive("R3")
 def test_rows_or_checkpoints_make_a_run_and_a_branch_without_any_begins_again(
     tiny, ratings, tmp_path
@@ -540,6 +605,9 @@ def test_a_refused_run_leaves_its_folder_to_the_corrected_one(tiny, ratings, tmp
     with pytest.raises(BadInput, match="keep_best: nope: not in val.csv"):
         train(tiny, ratings, tmp_path / "run", *argv, "--keep_best=nope")
     train(tiny, ratings, tmp_path / "run", *argv, "--keep_best=kl")
+    own_kl = (*argv, "--keep_best=kl/own", f"--reference_cache={tmp_path}")
+    with pytest.raises(BadInput, match="keep_best: kl/own: empty with reference_cache"):
+        train(tiny, ratings, tmp_path / "cached", *own_kl)
     nothing = (*RUN, "--data.split=100,0", "--keep_best=kl")
     with pytest.raises(BadInput, match="keep_best: data.val: no examples"):
         train(tiny, ratings, tmp_path / "split", *nothing)

@@ -70,7 +70,7 @@ def test_a_pair_stays_a_pair_for_dpo_and_becomes_two_rated_examples_for_kto(tmp_
     up, down = read(source, plain(), "rated", extra="source")
     assert (ids(up), ids(down)) == ([prompt, good + [EOS]], [prompt, bad + [EOS]])
     assert (up.label, down.label) == (True, False)
-    assert up.rewards == down.rewards == (None, None), "a rating has no second completion"
+    assert (up.rewards, down.rewards) == ((3.0, None), (2.0, None)), "it has no second completion"
     for e in (pair, up, down):
         assert (e.where, e.weight, e.extra) == (f"{source}:1", 2.0, {"source": "s"})
 
@@ -587,6 +587,23 @@ CACHED = {
 }
 
 
+def test_a_file_that_grows_while_it_is_read_is_not_cached_as_what_it_was(tmp_path, monkeypatch):
+    _, load = through_cache(monkeypatch, tmp_path)
+    file = tmp_path / "d.jsonl"
+    source = write(file, rated("a", "x"))
+    tokenise, before = examples._tokenise_file, file.read_text()
+
+    def grows(source, *args):
+        file.write_text(2 * before)
+        return tokenise(source, *args)
+
+    with monkeypatch.context() as m:
+        m.setattr(examples, "_tokenise_file", grows)
+        assert len(load(source, plain()).examples) == 2
+    file.write_text(before)
+    assert len(load(source, plain()).examples) == 1
+
+
 @pytest.mark.parametrize("kind", CACHED)
 def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, kind):
     tokenised, load = through_cache(monkeypatch, tmp_path)
@@ -886,6 +903,17 @@ def test_completions_are_compared_after_cutting(tmp_path):
     assert data.mismatched(cut) == [2, 2, 0], "a and b now say the same"
 
 
+def test_a_micro_batch_has_no_more_tokens_with_borrowed_completions_than_with_its_own():
+    lengths = [5] * 12 + [100] * 4
+    found = [example([1], [2, *range(100 + i, 99 + i + n)]) for i, n in enumerate(lengths)]
+    partners = [(i + 11) % len(found) for i in range(len(found))]  # short ones borrow long ones
+    batch = Batch(found, partners, cut=data.Cut(max_tokens=150))
+    for borrowed in (False, True):
+        packed = [batch.pack(micro.index, borrowed) for micro in batch.micro_batches]
+        assert max(len(x.token_N) for x in packed) <= 150
+        assert sum(len(x.index) for x in packed) == len(found)
+
+
 def test_a_batch_hands_out_own_and_borrowed_completions():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
     batch = Batch(found, data.mismatched(found))
@@ -893,7 +921,7 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
     own, lent = batch.pack([0, 2]), batch.pack([2], borrowed=True)
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
-    assert [batch.group_size(group) for group in batch.groups] == [4, 4, 3]
+    assert [batch.group_size(group) for group in batch.groups] == [5, 4, 4], "the longer of the two"
     assert Batch(found, score_prompt=True).pack([0]).length_BK.tolist() == [[3]]
     alone = Batch(found[:1], [-1]).pack([0], borrowed=True)
     assert alone.length_BK.tolist() == [[2]], "any will do, it is left out of the mean"
@@ -1162,7 +1190,7 @@ def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
 def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
     batch, later = (
-        Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=8)) for _ in range(2)
+        Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=9)) for _ in range(2)
     )
     batch.pack_ahead()
     assert batch.micro_batches == [MicroBatch([0, 1]), MicroBatch([2])]

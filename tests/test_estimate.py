@@ -28,7 +28,7 @@ def estimate(folder, reference=True, **settings) -> Estimate:
     cfg = Settings(model=str(folder), data=Data(train="t"), **{"accelerator": "cpu"} | settings)
     arguments, config, names = read_config(folder)
     make = partial(model.make_model, arguments, names=names)
-    return Estimate(cfg, make, config["tie_word_embeddings"], reference, Chunks.of)
+    return Estimate(cfg, make, config["tie_word_embeddings"], reference, False, Chunks.of)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen3", "gpt2", "gpt2, untied"])

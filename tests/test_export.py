@@ -19,6 +19,7 @@ from hub.export import export_weights
 from hub.families import canonical_name
 from hub.folders import fetch_model
 from runs import checkpoint, tensors
+from runs.checkpoint import read_state
 from runs.errors import Failed
 from runs.settings import Lora
 
@@ -121,6 +122,33 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, ca
     assert same(our_logits(full / "step-00000004"), our_logits(full), 0.0), "as final, to the bit"
     shutil.rmtree(full / "step-00000004")
     refused("^export: .*: neither a checkpoint", start, "export", [str(full / "final")])
+
+
+def test_the_best_of_a_run_is_exported_where_the_model_has_moved(tiny, ratings, tmp_path):
+    shutil.copytree(tiny, tmp_path / "first")
+    argv = (f"--data.val={ratings}", "--val_interval=1", "--keep_best=kl/pairs", "--batch_size=8")
+    out = tmp_path / "run"
+    train(tmp_path / "first", ratings, out, *argv, "--max_steps=3", "--stop_at=2")
+    (tmp_path / "first").rename(tmp_path / "second")
+    train(tmp_path / "second", ratings, out, *argv, "--max_steps=3", "--resume=auto")
+    best, final = (load_file(out / x / "model.safetensors") for x in ("best", "final"))
+    first = out / "checkpoints" / "step-00000001"
+    assert any(not torch.equal(best[n], final[n]) for n in best)
+    assert read_state(out / "checkpoints" / "step-00000003")[0].best_step == 1 and first.is_dir()
+
+
+def test_adapters_are_not_merged_into_other_weights(llama, ratings, tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(llama, base)
+    train(base, ratings, run, *STEPS, *LORA, "--stop_at=1")
+    first = str(run / "checkpoints" / "step-00000001")
+    start("export", [first, "--out", str(tmp_path / "same")])
+    weights = load_file(base / "model.safetensors")
+    name = next(n for n in weights if "o_proj" in n)
+    save_file(weights | {name: weights[name] * 0.5}, base / "model.safetensors", {"format": "pt"})
+    match = f"^export: {base}: not the weights that {first} was trained on"
+    refused(match, start, "export", [first, "--out", str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_export_is_whole_or_not_there(full, tmp_path, monkeypatch):

@@ -598,8 +598,9 @@ class Follows(kto.KTO):
         return 0.25 if step % 2 == 0 else 0.0
 
 
-def test_a_reference_that_moves_by_hand(tiny, ratings, tmp_path):
-    train(tiny, ratings, tmp_path, *SMOOTH, objective=Follows)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_reference_that_moves_by_hand(precision, tiny, ratings, tmp_path):
+    train(tiny, ratings, tmp_path, *SMOOTH, f"--precision={precision}", objective=Follows)
     reference = dict(model.load_model(tiny).unique_parameters())
     for step in (1, 2, 3, 4):
         now = saved(tmp_path, step, "weights")
@@ -1010,6 +1011,28 @@ def test_losses_on_tokens_begin_at_log_ratios_of_exactly_0(program, tiny, rating
     validated = rows_of(tmp_path / "val.csv")[0]
     for column in ("rewards/chosen", "rewards/rejected"):
         assert first[column] == 0 == float(validated[column]), column
+
+
+class BothRatios(kto.KTO):
+    """Refuses log-ratios that the first step cannot have."""
+
+    def loss(self, logps, ref_logps, batch, z):
+        if self.is_first:
+            assert (logps == ref_logps).all()
+        return super().loss(logps, ref_logps, batch, z)
+
+    is_first = True
+
+    def after_step(self, columns, kl):
+        self.is_first = False
+
+
+def test_a_rank_without_an_example_of_its_own_computes_a_loss_that_is_finite_too(
+    tiny, ratings, tmp_path
+):
+    argv = ("--batch_size=3", "--micro_batch_size=1", "--max_steps=2", "--strategy=ddp")
+    run, *_ = ranks(2, lambda rank: train(tiny, ratings, tmp_path, *argv, objective=BothRatios))
+    assert len(run["rows"]) == 2
 
 
 class Graded(kto.KTO):

@@ -1,6 +1,7 @@
 """Sampling: the cache against a plain forward, chances, independence of the batch and of the
 ranks, where it ends."""
 
+import datetime
 import json
 import shutil
 from types import SimpleNamespace
@@ -510,6 +511,21 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
     assert second.startswith(f"{first}[assistant] ") and second.endswith("[user] two ")
     assert third == "[system] Be brief. [user] three "
     assert "tokens fit this model, got" in capsys.readouterr().out, "a long turn ends nothing"
+
+
+def test_a_template_is_told_the_day(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[-1].content }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+
+    def prompt(*argv):
+        chat = generate.Chat(generate.parse_ask(["--model", str(tmp_path), *argv]))
+        return chat.tokenizer.decode(chat.ids([{"role": "user", "content": "hello"}]).tolist())
+
+    assert prompt("--date=2024-07-26") == "2024-07-26 hello"
+    assert prompt() == f"{datetime.date.today()} hello"
+    with pytest.raises(BadInput, match="^date: .*Invalid isoformat"):
+        prompt("--date=today")
 
 
 def test_every_end_that_the_model_names_ends_an_answer_as_in_transformers(

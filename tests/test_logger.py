@@ -728,6 +728,7 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
     assert best_of("accuracy", values) == [1, 2, 4]
     assert best_of("loss", [0.5, math.nan, 0.4, math.nan]) == [2], "NaN is no value"
     assert best_of("accuracy", [0.5, math.nan, 0.4]) == [2]
+    assert best_of("accuracy", [0.5, math.inf, 0.4]) == [2], "state.json could not be read again"
     tie = best_of("loss", [0.1, 0.5, 0.5])
     assert tie == [1], "step 0 has no checkpoint, and a tie changes nothing"
     assert best_of(None, values) == []

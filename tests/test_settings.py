@@ -576,6 +576,12 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
     assert settings.changed_settings(old, both) == (["optim.lr"], ["devices"])
 
 
+def test_a_resume_takes_a_step_for_no_epoch():
+    old = settings.flatten(parse("--optim.warmup=1", "--limit_train=1", "--optim.lr=1"))
+    new = settings.flatten(parse("--optim.warmup=1.0", "--limit_train=1.0", "--optim.lr=1.0"))
+    assert settings.changed_settings(old, new) == (["limit_train", "optim.warmup"], [])
+
+
 def test_a_resume_knows_only_real_settings():
     assert settings.FREE_SETTINGS <= set(KINDS) and settings.CUT_SETTINGS <= settings.FREE_SETTINGS
     new = settings.flatten(parse())
@@ -652,6 +658,8 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
         "a.jsonl:0.7, ./own/../a.jsonl:.3": "{}/a.jsonl:0.7,{}/a.jsonl:.3",
         "*.jsonl": "{}/*.jsonl",
         "own": "{}/own",
+        "own:train": "{}/own:train",
+        "own:train:0.5,a.jsonl:0.5": "{}/own:train:0.5,{}/a.jsonl:0.5",
         "org/name": "org/name",
         "org/name:config:train": "org/name:config:train",
         "org/name:0.5,a.jsonl:0.5": "org/name:0.5,{}/a.jsonl:0.5",
