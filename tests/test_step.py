@@ -285,9 +285,10 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={other}",
             "--save_interval=null")  # fmt: skip
     for cut in ("--micro_batch_size=7", "--micro_batch_tokens=BUDGET", "--micro_batch_size=4"):
-        # the budget of the gradient pass; the other one's, with a completion more, is twice that
-        own = sum(len(e.prompt) + len(e.completions[0]) for e in drawn[0]) if drawn else 0
-        cut = cut.replace("BUDGET", str(own))
+        # so many tokens that the own completions fit into one micro-batch, and the borrowed ones, too
+        if drawn:
+            batch = data.Batch(drawn[0], data.mismatched(drawn[0]))
+            cut = cut.replace("BUDGET", str(sum(map(batch.group_size, batch.groups))))
         train(tiny, ratings, tmp_path / str(len(tokens)), *argv, cut)
         tokens.append(sum(lengths))
         lengths.clear()
