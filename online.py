@@ -100,7 +100,10 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
     examples = []
     for i, verdict in enumerate(run.evaluator.judge(to_judge)):
         if type(verdict) is not bool:
-            raise BadInput(f"checker: answer {i}: KTO learns from True or False, got {verdict:g}")
+            raise BadInput(
+                f"checker: answer {i}: KTO learns from True or False, got {verdict:g}; main(rate=...) makes "
+                "examples of numbers"
+            )
         cut = to_judge[i].cut
         e = prompts[i]._replace(
             completions=(np.array(answers[i], np.int32),),

@@ -235,10 +235,12 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
             return lines
         with run.stop.interruptible(alone=True):
             examples = rate(run, prompts, answers)
-        if len(examples) != len(prompts):
-            n = len(prompts)
+        n, got = len(prompts), type(examples).__name__
+        if not isinstance(examples, list | tuple):
+            raise BadInput(f"rate: {n} answers need a list of as many examples, got {got}")
+        if len(examples) != n:
             raise BadInput(f"rate: {n} answers need as many examples, got {len(examples)}")
-        lines = [_rated_line(j, e, prompts[j]) for j, e in enumerate(examples)]
+        lines = [_rated_line(run, j, e, prompts[j]) for j, e in enumerate(examples)]
         _write_lines(file, header, lines)
         return lines
 
@@ -246,8 +248,10 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
     return [_rated_example(json.loads(line), e) for line, e in zip(lines, prompts)]
 
 
-def _rated_line(j: int, example: Example, prompt: Example) -> str:
+def _rated_line(run, j: int, example: Example, prompt: Example) -> str:
     """The fields that rate has changed, as JSON. Raises BadInput."""
+    module = getattr(run.policy, "module", run.policy)
+    size, context = module.config.padded_vocab_size, module.max_seq_length
     pairs = zip(Example._fields, example, prompt)
     changed = {name: new for name, new, old in pairs if new is not old}
     try:
@@ -255,14 +259,17 @@ def _rated_line(j: int, example: Example, prompt: Example) -> str:
         example = _rated_example(json.loads(line), prompt)
         ids = [example.prompt, *example.completions]
         is_valid = len(ids) > 1 and all(x.ndim == 1 and len(x) for x in ids)
+        is_valid = is_valid and all(0 <= x.min() <= x.max() < size for x in ids)
+        is_valid = is_valid and all(len(ids[0]) + len(x) <= context for x in ids[1:])
         is_valid &= example.label in (False, True) and 0 <= example.weight < math.inf
         is_valid &= all(r is None or math.isfinite(r) for r in example.rewards)
     except (AttributeError, TypeError, ValueError, OverflowError) as e:
         raise BadInput(f"rate: example {j}: {printable(e, 200)}") from None
     if not is_valid:
         raise BadInput(
-            f"rate: example {j}: expected completions of token ids, a label that is True or False, a "
-            f"weight of at least 0 and finite rewards, got {printable(line)}"
+            f"rate: example {j}: expected completions of token ids that the model has and that fit its "
+            "context, a label that is True or False, a weight of at least 0 and finite rewards, got "
+            f"{printable(line)}"
         )
     return line
 

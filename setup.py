@@ -410,6 +410,11 @@ def setup(
         )
     make = optimizer or make_optimizer
     optimizer = make(policy.module, cfg)
+    got = type(optimizer).__name__
+    refuse_unless(
+        isinstance(optimizer, torch.optim.Optimizer),
+        f"optimizer: expected a torch.optim.Optimizer, got {got}",
+    )
     refuse_forgotten_weights(policy, optimizer)
     optimizer = fabric.setup_optimizers(optimizer)
     # a weight that a fork has added is refused now, not at the export
@@ -592,6 +597,10 @@ def make_objective_module(objective, width: int) -> nn.Module | None:
     module = objective.make_module(width)
     if module is None:
         return None
+    got = type(module).__name__
+    refuse_unless(
+        isinstance(module, nn.Module), f"make_module: expected a torch.nn.Module, got {got}"
+    )
     unsaved = [name for name, _ in module.named_buffers()]
     for name, p in module.named_parameters():
         refuse_unless(p.dim(), f"make_module: {name}: expected at least one dimension, as in (1,)")

@@ -13,6 +13,7 @@ pairs of a step (n <= G).
 """
 
 import math
+import numbers
 import time
 import traceback
 from functools import partial
@@ -173,6 +174,7 @@ class Trainer:
     def __init__(self, run: Run):
         self.run = run
         self.has_fitted = False
+        self.column_names = {}  # of each objective's loss, in training and in validation
         self.first_step = 1  # of the fit
 
     def __enter__(self):
@@ -311,8 +313,11 @@ class Trainer:
         # an example without a partner is left out of the mean
         logratio_n = all_reduce(logratio_G)[step.kl_index] if has_pairs else logratio_G[:0]
         z = objective.baseline(logratio_n, step)
-        if not isinstance(z, torch.Tensor):
+        if isinstance(z, numbers.Real):
             z = torch.full((), z, device=device)
+        if not isinstance(z, torch.Tensor):
+            got = type(z).__name__
+            raise Failed(f"baseline: one number or ({G},), one for each example, not {got}")
         if z.shape not in ((), (G,)):
             raise Failed(
                 f"baseline: one number or ({G},), one for each example, not {tuple(z.shape)}"
@@ -320,15 +325,16 @@ class Trainer:
         return BeforeGradient(ref_logps, KL(logratio_n, z.to(torch.get_default_dtype())), step)
 
     def check_finite(self, batch: Batch, columns: dict, kl: KL, grad_norm) -> float:
-        """Raise Failed if the norm or z is not finite: both are of all ranks, and a loss that is not
-        finite shows in one of them. This is the step's one wait for the device, in which the ranks
-        also agree on whether to stop. -> the norm"""
+        """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
+        one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
         run = self.run
         stop_code = torch.full_like(grad_norm, run.stop.code(), dtype=torch.float64)
-        numbers = torch.stack([grad_norm.double(), kl.z.double().sum(), stop_code])
-        grad_norm, z, stop_code = all_reduce(numbers, "max").tolist()
+        # a loss may be infinite where its gradient is not, as by a constant
+        loss = columns["loss"].sum().to(grad_norm.device)
+        of_step = torch.stack([grad_norm.double(), kl.z.double().sum(), loss, stop_code])
+        grad_norm, z, loss, stop_code = all_reduce(of_step, "max").tolist()
         run.stop.set_agreed(stop_code)
-        if math.isfinite(grad_norm) and math.isfinite(z):
+        if all(map(math.isfinite, (grad_norm, z, loss))):
             return grad_norm
         step = run.state.step + 1
         run.logger.examples(step, batch, columns)
@@ -415,27 +421,43 @@ class Trainer:
             z = z[packed.index_B]
         view = batch.loss_view(packed, before.step)
         view = view._replace(vocabulary_kl=vocabulary_kl, outputs=outputs)
-        loss_B, values = objective.loss(logps, ref_logps, view, z)
-        if loss_B.shape == (B,):  # of another shape it is refused below
-            loss_B = loss_B * before.step.weight[packed.index_B]
+        loss_B, values = check_loss(objective.loss(logps, ref_logps, view, z), B)
+        self.check_columns(objective, values)
+        loss_B = loss_B * before.step.weight[packed.index_B]
         values = join_columns({"loss": loss_B}, values)
         entropy_BK = getattr(self.run.policy.module, "entropy_BK", None)
         if self.run.policy.training and entropy_BK is not None:
             values = join_columns(values, {"entropy": entropy_BK.sum(1) / packed.length_BK.sum(1)})
         for name, value_B in values.items():
-            if value_B.shape != (B,):  # a mean would silently scale the gradient
-                shape = tuple(value_B.shape)
-                raise Failed(f"loss: {name}: one number an example, shape ({B},), not {shape}")
             value_B = value_B.detach().double()
             column_G = columns.setdefault(name, value_B.new_zeros(len(batch.examples)))
             if not micro.filler:
                 column_G[packed.index_B] = value_B
         return loss_B
 
+    def check_columns(self, objective, columns: dict) -> None:
+        """Raise Failed unless each micro-batch, of all ranks and steps, has the same columns: in a column that
+        only some have, the examples of the others would count as 0. A collective at an objective's first
+        micro-batch."""
+        names, key = set(columns), (type(objective), self.run.policy.training)
+        of_ranks = [names]
+        if key not in self.column_names:
+            self.column_names[key] = names
+            if self.run.fabric.world_size > 1:
+                of_ranks = [None] * self.run.fabric.world_size
+                torch.distributed.all_gather_object(of_ranks, names)
+        seen = [self.column_names[key], *of_ranks]
+        if differ := sorted(set.union(*seen) - set.intersection(*seen)):
+            raise Failed(
+                f"loss: columns {', '.join(differ)}: not of every micro-batch: return the same columns for each"
+            )
+
     def sum_over_ranks(self, columns: dict) -> dict:
         """Columns of which each rank has filled its part, made whole."""
-        whole = all_reduce(torch.stack(list(columns.values())))
-        return dict(zip(columns, whole))
+        # the columns of a loss may come in another order on another rank
+        names = sorted(columns)
+        whole = dict(zip(names, all_reduce(torch.stack([columns[name] for name in names]))))
+        return {name: whole[name] for name in columns}
 
     # ---- between steps --------------------------------------------------------------------------
 
@@ -644,6 +666,23 @@ class Trainer:
 def passed_examples(batch: Batch, objective: Objective, ranks: int) -> int:
     """How many examples of this rank advance() counts in the passes over a batch."""
     return len(batch.examples) * (2 if objective.needs_no_gradient_pass else 1) // ranks
+
+
+def check_loss(returned, B: int) -> tuple[torch.Tensor, dict]:
+    """What a loss has returned: the losses (B,), and {column: (B,)}. Raises Failed if it is anything else."""
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+        got = type(returned).__name__
+        raise Failed(f"loss: expected (losses, columns), a tensor and a dict of tensors, got {got}")
+    loss_B, columns = returned
+    for name, x in {"": loss_B, **columns}.items():
+        who = f"loss: {name}" if name else "loss"
+        if not isinstance(x, torch.Tensor):
+            raise Failed(f"{who}: expected a tensor ({B},), got {type(x).__name__}")
+        if x.shape != (B,):  # a mean would silently scale the gradient
+            raise Failed(f"{who}: one number an example, shape ({B},), not {tuple(x.shape)}")
+    if torch.is_grad_enabled() and not loss_B.requires_grad:
+        raise Failed("loss: it has no gradient, so nothing would be learned")
+    return loss_B, columns
 
 
 def entropy_of_step(entropy_G, batch: Batch) -> float:

@@ -258,7 +258,7 @@ def _demo_arguments(cls, names: list[str], demo: str, quiet: bool) -> list[str]:
             arguments.append(f"--{name}={text}")
     if "data.train" in names:
         arguments += ["--data.val=null", "--eval.check=null"]
-        if not quiet:
+        if not quiet and not {"data.val", "eval.check"} <= set(names):
             say("your data.train: the demo's validation data and checker are left out")
     return arguments
 

@@ -205,7 +205,10 @@ def _message_of(e: BaseException) -> tuple[int | str | None, str]:
         return 1, str(e)
     if isinstance(e, OSError) and (e.filename or e.errno in (*DISK_FULL, EPIPE)):
         return 1, f"{e.filename or 'output'}: {e.strerror}"
-    if "Connection closed by peer" in str(e) or "Connection reset by peer" in str(e):
+    torch = sys.modules.get("torch")
+    in_group = torch is not None and torch.distributed.is_initialized()
+    lost = "Connection closed by peer" in str(e) or "Connection reset by peer" in str(e)
+    if in_group and lost and isinstance(e, RuntimeError):  # not the network's, in a checker
         return 1, "another process of this run has died"
     return 1, traceback.format_exc()
 

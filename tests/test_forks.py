@@ -380,11 +380,25 @@ class Changed(kto.KTO):
     [
         (
             {"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0].mean(), {})},
-            r"loss: loss: one number an example, shape \(6,\), not \(\)",
+            r"loss: one number an example, shape \(6,\), not \(\)",
         ),
         (
             {"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {"kl": a[3]})},
             r"loss: kl: one number an example, shape \(6,\), not \(\)",
+        ),
+        ({"loss": lambda o, *a: None}, r"loss: expected \(losses, columns\), .* got NoneType"),
+        (
+            {"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {"mine": 0.5})},
+            r"loss: mine: expected a tensor \(6,\), got float",
+        ),
+        (
+            {"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0].detach(), {})},
+            "loss: it has no gradient, so nothing would be learned",
+        ),
+        ({"baseline": lambda o, *a: [0.0]}, r"baseline: one number or \(6,\), .*, not list"),
+        (
+            {"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] + torch.tensor(torch.inf), {})},
+            "step 1: not finite .* the weights are unchanged",
         ),
         (
             {"loss": lambda o, lp, ref, batch, z: (lp[:, 0] * batch.extra("age"), {})},
@@ -624,6 +638,11 @@ def test_a_reference_that_cannot_move_is_refused_at_the_start(argv, setting, tin
 
 
 # ---- an optimizer of one's own -----------------------------------------------------------------
+
+
+def test_an_optimizer_that_is_none_is_refused(tiny, ratings, tmp_path):
+    with pytest.raises(BadInput, match="^optimizer: expected a torch.optim.Optimizer, got list"):
+        train(tiny, ratings, tmp_path, *COMMON, optimizer=lambda policy, cfg: [])
 
 
 def test_a_group_learns_by_its_own_share_of_the_schedule(tiny, ratings, tmp_path):
@@ -897,6 +916,7 @@ class OnlineRatingSettings(online.Settings):
         (lambda: torch.nn.BatchNorm1d(32), "running_mean, running_var, num_batches_tracked: only"),
         (lambda: torch.nn.Linear(32, 1).requires_grad_(False), "weight, bias: only parameters"),
         (lambda: torch.nn.ParameterDict({"beta": torch.zeros(())}), "beta: expected at least one"),
+        (lambda: [torch.nn.Linear(32, 1)], "expected a torch.nn.Module, got list"),
         (lambda: torch.nn.Flatten(0), r"one output a token, shape \((\d+), ...\), not \("),
     ],
 )
@@ -1011,6 +1031,48 @@ def test_losses_on_tokens_begin_at_log_ratios_of_exactly_0(program, tiny, rating
     validated = rows_of(tmp_path / "val.csv")[0]
     for column in ("rewards/chosen", "rewards/rejected"):
         assert first[column] == 0 == float(validated[column]), column
+
+
+class Columns(kto.KTO):
+    """With columns of these names, in this order; all of name x are 1.0, of name y 2.0."""
+
+    names = staticmethod(lambda batch: "xy")
+
+    def loss(self, logps, ref_logps, batch, z):
+        loss_B, columns = super().loss(logps, ref_logps, batch, z)
+        values = {"x": 1.0, "y": 2.0}
+        more = {name: torch.full_like(loss_B, values[name]) for name in self.names(batch)}
+        return loss_B, columns | more
+
+
+class ByLabel(Columns):
+    names = staticmethod(lambda batch: "x" if batch.label.any() else "y")
+
+
+class ByRank(Columns):
+    names = staticmethod(lambda batch: "xy" if os.environ["RANK"] == "0" else "y")
+
+
+class OrderByRank(Columns):
+    names = staticmethod(lambda batch: "xy" if os.environ["RANK"] == "0" else "yx")
+
+
+@pytest.mark.parametrize("n, kind", [(1, ByLabel), (2, ByRank)])
+def test_a_column_that_only_some_micro_batches_have_is_refused(n, kind, tiny, ratings, tmp_path):
+    argv = ("--batch_size=6", "--micro_batch_size=1", "--max_steps=2", "--strategy=ddp")
+
+    def work(rank):
+        with pytest.raises(Failed, match="^loss: columns x(, y)?: not of every micro-batch"):
+            train(tiny, ratings, tmp_path, *argv, objective=kind)
+
+    ranks(n, work)
+
+
+def test_columns_may_come_in_another_order_on_another_rank(tiny, ratings, tmp_path):
+    argv = ("--batch_size=6", "--max_steps=2", "--strategy=ddp", f"--data.val={ratings}")
+    run, *_ = ranks(2, lambda rank: train(tiny, ratings, tmp_path, *argv, objective=OrderByRank))
+    for row in (*run["rows"], *rows_of(tmp_path / "val.csv")):
+        assert (float(row["x"]), float(row["y"])) == (1.0, 2.0)
 
 
 class BothRatios(kto.KTO):

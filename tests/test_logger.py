@@ -610,6 +610,8 @@ def test_the_verdict_shows_both_accuracies_with_intervals_and_the_gain(monkeypat
     assert text.splitlines()[-2:] == ["  p0      b c     a b", f"  p1      a b     {'x' * 34}"]
     assert "  gain    -30.0 points\n" in format_before_after(after, before)
     assert "p1" not in format_before_after(before, after, n=1)
+    graded = format_before_after(before | {"right": 7.83489}, after)
+    assert "  7.8 of 10\n" in graded, "of a checker with numbers"
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, format_before_after(before, after).splitlines())) <= 80
 

@@ -134,6 +134,8 @@ def test_leaving_out_the_demos_validation_and_checker_is_said(capsys, monkeypatc
     for argv in (["--data.train", "t"], ["--seed=3", "--data.train=t"]):
         parse(*argv)
         assert capsys.readouterr().out == said
+    parse("--data.train=t", "--data.val=v", "--eval.check=demo")
+    assert capsys.readouterr().out == "", "both are given"
     parse(*OWN)
     assert capsys.readouterr().out.startswith("your model: defaults, not config/demo.yaml")
     parse("--config", DEMO, "--data.train=t")

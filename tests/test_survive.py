@@ -1094,6 +1094,27 @@ def test_two_processes_end_together_when_one_is_killed(strategy, group, tmp_path
     assert line == "error: another process of this run has died"
 
 
+def test_the_network_error_of_a_checker_keeps_its_traceback(tiny, tmp_path, capfd):
+    def checker(answers):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    file = tmp_path / "val.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b", "label": true}\n' * 8)
+    with pytest.raises(SystemExit) as e:
+        run_cli(
+            lambda: train(
+                tiny,
+                file,
+                tmp_path / "run",
+                f"--data.val={file}",
+                "--batch_size=8",
+                checker=checker,
+            )
+        )
+    said = capfd.readouterr().err
+    assert e.value.code == 1 and "in checker" in said and "another process" not in said
+
+
 @row("R19")
 @BOTH
 def test_ctrl_c_on_two_processes_saves_once_and_a_resume_is_the_same_run(strategy, group, tmp_path):
