@@ -178,7 +178,7 @@ class Batch:
         for group in self.groups:
             part, size = [], 0
             for i in group:
-                new = self.most_completion_tokens(i)
+                new = self.most_completion_tokens[i]
                 too_long = cut.max_tokens is not None and size + new > cut.max_tokens
                 too_many = cut.max_tokens is None and len(part) == cut.max_examples
                 if part and (too_long or too_many):
@@ -194,14 +194,20 @@ class Batch:
     def completion_tokens(self, i: int) -> int:
         return sum(map(len, self.examples[i].completions))
 
-    def most_completion_tokens(self, i: int) -> int:
-        """Of its own completions, or of the one that it borrows where that has more: both passes must fit."""
-        borrowed = len(self.borrowed_completion(i)) if self.partners is not None else 0
-        return max(self.completion_tokens(i), borrowed)
+    @functools.cached_property
+    def most_completion_tokens(self) -> list[int]:
+        """(G,) tokens of an example's own completions, or of the one that it borrows if that has more: a micro-batch
+        must hold either."""
+        tokens = []
+        for i in range(len(self.examples)):
+            borrowed = len(self.borrowed_completion(i)) if self.partners is not None else 0
+            tokens.append(max(self.completion_tokens(i), borrowed))
+        return tokens
 
     def group_size(self, group: list[int]) -> int:
         """The most tokens that a group has in a pass: its prompt once, and completions of all its examples."""
-        return len(self.examples[group[0]].prompt) + sum(map(self.most_completion_tokens, group))
+        completions = sum(self.most_completion_tokens[i] for i in group)
+        return len(self.examples[group[0]].prompt) + completions
 
     def pack_ahead(self) -> None:
         """Pack what the passes of the step will ask for."""

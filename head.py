@@ -25,7 +25,7 @@ def logp_of(logits_TV, target_T):
     if logits_TV.dtype != torch.float64:
         # in bfloat16 the small differences between policy and reference would be lost
         logits_TV = logits_TV.float()
-    # also where only the targets' are wanted: logsumexp would round differently, and the first r would not be 0
+    # even if only the targets' log-probs are needed: logsumexp rounds differently, and r would not begin at exactly 0
     logp_TV = logits_TV.log_softmax(-1)
     return logp_TV.gather(1, target_T[:, None])[:, 0], logp_TV
 

@@ -181,11 +181,16 @@ def _answer_batch(run, folder, prompts, args: Sampling, new: int, seed: int):
     return on_rank_0(run.fabric, ask_engine)
 
 
+def _policy_bounds(run) -> tuple[int, int]:
+    """How many token ids the policy has, and how many tokens its context."""
+    module = getattr(run.policy, "module", run.policy)
+    return module.config.padded_vocab_size, module.max_seq_length
+
+
 def _check_answers(run, prompts: list, answers, new: int) -> list[list[int]]:
     """An engine's answers as lists of Python's ints. Raises BadInput with the number of the first one
     that the policy could not have given."""
-    module = getattr(run.policy, "module", run.policy)
-    size, context = module.config.padded_vocab_size, module.max_seq_length
+    size, context = _policy_bounds(run)
     stops = set(run.tokenizer.stops)
     try:
         answers = list(answers)
@@ -235,12 +240,12 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
             return lines
         with run.stop.interruptible(alone=True):
             examples = rate(run, prompts, answers)
-        n, got = len(prompts), type(examples).__name__
-        if not isinstance(examples, list | tuple):
-            raise BadInput(f"rate: {n} answers need a list of as many examples, got {got}")
-        if len(examples) != n:
-            raise BadInput(f"rate: {n} answers need as many examples, got {len(examples)}")
-        lines = [_rated_line(run, j, e, prompts[j]) for j, e in enumerate(examples)]
+        is_list = isinstance(examples, list | tuple)
+        got = len(examples) if is_list else type(examples).__name__
+        if got != len(prompts):
+            raise BadInput(f"rate: {len(prompts)} answers need as many examples, got {got}")
+        bounds = _policy_bounds(run)
+        lines = [_rated_line(j, e, prompts[j], *bounds) for j, e in enumerate(examples)]
         _write_lines(file, header, lines)
         return lines
 
@@ -248,10 +253,8 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
     return [_rated_example(json.loads(line), e) for line, e in zip(lines, prompts)]
 
 
-def _rated_line(run, j: int, example: Example, prompt: Example) -> str:
-    """The fields that rate has changed, as JSON. Raises BadInput."""
-    module = getattr(run.policy, "module", run.policy)
-    size, context = module.config.padded_vocab_size, module.max_seq_length
+def _rated_line(j: int, example: Example, prompt: Example, size: int, context: int) -> str:
+    """The fields that rate has changed, as JSON. size, context: of the policy. Raises BadInput."""
     pairs = zip(Example._fields, example, prompt)
     changed = {name: new for name, new, old in pairs if new is not old}
     try:

@@ -28,7 +28,7 @@ from head import Chunks
 from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import weight_layout
-from hub.folders import fetch_model, folders_on_top, put_on_base
+from hub.folders import fetch_model, folders_on_top, put_on_base, without_top
 from hub.lora import merge_adapters, plain_names, reset_adapters, without_missing_targets
 from hub.peft import base_and_adapters, export_adapter
 from hub.quantize import quantize_base
@@ -679,7 +679,7 @@ def load_models(
     after the reference was copied from it."""
     sharded, first = cfg.strategy == "fsdp", fabric.global_rank == 0
     has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
-    # what moves by small steps would lose them in bfloat16
+    # in bfloat16 a reference that moves would lose its small steps to rounding
     held_in = "32-true" if reference_moves else cfg.precision
     policy = other = identity = frozen = None
     if first or not sharded:
@@ -771,16 +771,14 @@ def export_models(run: Run) -> None:
 
     run.publish(out / "final", write_final)
     if cfg.lora.rank:
-        # with a moving reference the adapters of each iteration are merged into the base
-        base_changed = run.state.moving_reference and run.state.iteration > 1
         from_run = any((x / "state.json").exists() for x in folders_on_top(run.source))
-        if fabric.broadcast(base_changed or from_run):
+        if fabric.broadcast(run.state.has_merged_adapters or from_run):
             say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
         else:
             run.publish(out / "final_adapter", partial(write_adapter, run, weights))
     best = checkpoint_folder(out / "checkpoints", run.state.best_step or 0)
     if fabric.broadcast(best.is_dir()):
-        # by the checkpoint's own settings it would be where it lay then
+        # not the base that the checkpoint's settings name: the model may have moved since they were written
         on_base = put_on_base(best, run.source)
         write_best = partial(_export_on_base, best, on_base, dtype=cfg.export_dtype)
         publish_folder(fabric, write_best, out / "best")
@@ -804,20 +802,16 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
     if not folders_on_top(folder):
         raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
     if (checkpoint / "state.json").exists():
-        refuse_other_base(checkpoint)
+        refuse_other_base(checkpoint, without_top(folder))
     _export_on_base(checkpoint, folder, out, dtype)
 
 
-def refuse_other_base(checkpoint: Path) -> None:
-    """Raise BadInput if adapters of a checkpoint would be merged into other weights than those they were trained
-    on."""
+def refuse_other_base(checkpoint: Path, base: Path) -> None:
+    """Raise BadInput if adapters of a checkpoint would be merged into other weights than those they were
+    trained on. base: the folder of these weights."""
     settings, state = read_settings(checkpoint), read_state(checkpoint)[0]
-    merged_before = state.moving_reference and state.iteration > 1
-    if (
-        not settings["lora"]["rank"] or merged_before
-    ):  # no adapters, or their base is in the run's folder
-        return
-    base = fetch_model(settings["model"], "export", code=settings.get("model_code", "auto"))
+    if not settings["lora"]["rank"] or state.has_merged_adapters:
+        return  # all its weights are in the checkpoint, or in the run's folder
     arguments, config, names = read_model_config(base)
     with torch.device("meta"):
         policy = model.make_model(arguments, Lora(**settings["lora"]), names)
@@ -826,7 +820,8 @@ def refuse_other_base(checkpoint: Path) -> None:
     own = [name for name in policy.unique_parameters() if "lora_" not in name]
     weights = read_base(base, own, dtype_of(settings["precision"]))
     if weights_hash(weights) != state.identity["model weights"]:
-        raise BadInput(f"export: {base}: not the weights that {checkpoint} was trained on")
+        source = settings["model"]
+        raise BadInput(f"export: {source}: not the weights that {checkpoint} was trained on")
 
 
 def _export_on_base(checkpoint: Path, folder: Path, out: Path, dtype: str) -> None:
@@ -856,7 +851,7 @@ def load_best_weights(run: Run) -> bool:
     if step is None or step == run.state.step:
         return False
     best = checkpoint_folder(run.folder.path / "checkpoints", step)
-    if not best.is_dir():  # it may lie in the folder of the run that this one branched off
+    if not best.is_dir():  # removed by hand
         return False
     # with a moving reference the adapters of an earlier iteration belong on another base
     if run.cfg.lora.rank and read_state(best)[0].iteration != run.state.iteration:

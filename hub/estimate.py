@@ -68,8 +68,8 @@ class Estimate:
     """The bytes that a run takes on one device.
 
     make(lora) -> the policy without weights. `tied`: the head is the embedding. `reference`: the
-    objective needs a reference; `moves`: it changes that. chunks(device, V) -> how the LM head cuts its
-    work (head.Chunks.of).
+    objective needs a reference. `moves`: it changes the reference's weights. chunks(device, V) -> how the
+    LM head cuts its work (head.Chunks.of).
     """
 
     def __init__(self, cfg: RunSettings, make, tied: bool, reference: bool, moves: bool, chunks):

@@ -95,6 +95,13 @@ def folders_on_top(folder: Path) -> list[Path]:
     return [link.resolve() for link in links]
 
 
+def without_top(folder: Path) -> Path:
+    """A folder from fetch_model without the last checkpoint or adapter on top of it. The tokenizer's files stay
+    those of the whole."""
+    top = f"on-top-{len(folders_on_top(folder)) - 1}"
+    return _folder_of_links({file.name: file for file in folder.iterdir() if file.name != top})
+
+
 def _is_run(folder: Path) -> bool:
     """Whether this is a run's folder, not a model's or a checkpoint's."""
     if not (folder / "settings.yaml").exists():

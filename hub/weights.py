@@ -322,7 +322,7 @@ def _iteration_base(folder: Path) -> LazyTensors | None:
     file = folder.parent.parent / "iterations" / str(run.iteration) / "weights.safetensors"
     if file.exists():
         return plain_names(open_safetensors(file))
-    if run.moving_reference and run.iteration > 1:
+    if run.has_merged_adapters:
         raise BadInput(
             f"{folder}: {file}: missing: its adapters belong to these weights: copy them too"
         )

@@ -77,6 +77,11 @@ class RunState:
     """File name: [number of its lines with the header, their SHA-256], of metrics.csv and val.csv
     (Csv.sync)."""
 
+    @property
+    def has_merged_adapters(self) -> bool:
+        """With LoRA: whether the adapters of earlier iterations were merged into the base."""
+        return self.moving_reference and self.iteration > 1
+
     def remember_if_best(self, row: dict, column: str | None) -> bool:
         """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
         at step 0, which has no checkpoint, nor where the cell is empty or not finite. Raises BadInput if val.csv has no

@@ -319,9 +319,8 @@ def format_before_after(before: dict, after: dict, n: int = 5) -> str:
         low, high = wilson_interval(right, total)
         percent = f"{100 * (right / total):5.1f}%"
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
-        right = (
-            f"{right:.1f}" if isinstance(right, float) else right
-        )  # a sum of numbers from 0 to 1
+        if isinstance(right, float):  # a sum of numbers from 0 to 1
+            right = f"{right:.1f}"
         lines.append(f"  {name:<7} {percent}  {interval}  {right} of {total}")
     gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
     lines += [f"  gain    {gain:+5.1f} points", *format_by_field(before, after), ""]

@@ -193,6 +193,12 @@ def _print_error_once(torch, text: str) -> None:
             store.set("printed", "")
 
 
+def _is_launched() -> bool:
+    """Whether this is one of several processes that have found each other."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
 def _message_of(e: BaseException) -> tuple[int | str | None, str]:
     """The exit code of an exception, and its lines on stderr."""
     if isinstance(e, SystemExit):
@@ -205,10 +211,8 @@ def _message_of(e: BaseException) -> tuple[int | str | None, str]:
         return 1, str(e)
     if isinstance(e, OSError) and (e.filename or e.errno in (*DISK_FULL, EPIPE)):
         return 1, f"{e.filename or 'output'}: {e.strerror}"
-    torch = sys.modules.get("torch")
-    in_group = torch is not None and torch.distributed.is_initialized()
     lost = "Connection closed by peer" in str(e) or "Connection reset by peer" in str(e)
-    if in_group and lost and isinstance(e, RuntimeError):  # not the network's, in a checker
+    if _is_launched() and lost and isinstance(e, RuntimeError):  # not the network's, in a checker
         return 1, "another process of this run has died"
     return 1, traceback.format_exc()
 
@@ -228,13 +232,12 @@ def run_cli(main):
         if debug:
             raise
         code, message = _message_of(e)
-    torch = sys.modules.get("torch")
-    launched = torch is not None and torch.distributed.is_initialized()
+    launched = _is_launched()
     prefix = f"rank {rank()}: error: " if rank() else "error: "
     text = "".join(f"{prefix}{printable(x, MAX_LINE)}\n" for x in message.split("\n") if x)
     with contextlib.suppress(OSError):  # seen again by the flush below
         if text and launched:
-            _print_error_once(torch, text)
+            _print_error_once(sys.modules["torch"], text)
         elif text:
             # Most often rank 0 has the same error, and the launcher ends this rank while it waits.
             time.sleep(PRINTING_SECONDS if rank() else 0)

@@ -515,17 +515,18 @@ def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compare the flat settings of a saved run with new ones. -> dotted names of the changed
     settings that a resume cannot change, and of the changed ones of CUT_SETTINGS. A setting that
     the saved run does not have counts as changed."""
-    changed = []
+    changed, kinds = [], flatten(RunSettings)
     for name, value in new.items():
         both_given = name in CONTENT_SETTINGS and None not in (value, old.get(name))
-        if name not in old or not both_given and _differ(name, old[name], value):
+        if name not in old or not both_given and _differ(old[name], value, kinds.get(name)):
             changed.append(name)
     fixed = [name for name in changed if name not in FREE_SETTINGS]
     return fixed, [name for name in changed if name in CUT_SETTINGS]
 
 
-def _differ(name: str, old, new) -> bool:
-    kinds = typing.get_args(flatten(RunSettings).get(name))
-    if int in kinds and float in kinds:  # 1 is a step or an example, 1.0 an epoch or all of them
+def _differ(old, new, kind: type | None) -> bool:
+    """Whether two values of a setting of this type mean different things."""
+    if {int, float} <= set(typing.get_args(kind)):
+        # 1 is a step or an example, 1.0 an epoch or all of them
         return (type(old), old) != (type(new), new)
     return old != new
