@@ -174,7 +174,7 @@ def main(
     (see rollout.py). rate: makes examples of prompts and answers."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_online.yaml")
     args = cfg.online
-    if not (checker or cfg.eval.check or rate is not rate_answers or cfg.estimate):
+    if not (checker or cfg.eval.check or rate is not rate_answers):
         raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
     learner = objective(cfg.kto)
     refuse_unless(

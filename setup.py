@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -24,8 +23,6 @@ from torch import nn
 import model
 from data import Cut
 from evaluate import Evaluator
-from head import Chunks
-from hub.estimate import Estimate
 from hub.export import copy_tokenizer_files, export_weights, model_card
 from hub.families import weight_layout
 from hub.folders import fetch_model, folders_on_top, put_on_base, without_top
@@ -330,8 +327,7 @@ def setup(
 
     validation: the objective of val.csv, if it is a different one. checker: judges answers
     (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout: an engine that
-    answers prompts (see rollout.py). With cfg.estimate the program ends here. Raises BadInput,
-    Failed.
+    answers prompts (see rollout.py). Raises BadInput, Failed.
     """
     validation = validation or objective
     refuse_taken_folder(cfg)
@@ -347,15 +343,9 @@ def setup(
         )
 
     # the model's folder and its tokenizer
-    source = fetch_model(cfg.model, weights=not cfg.estimate, code=cfg.model_code)
-    arguments, config, names = read_model_config(source)  # refuses what could not be exported
+    source = fetch_model(cfg.model, code=cfg.model_code)
+    arguments, _, names = read_model_config(source)  # refuses what could not be exported
     cfg = replace(cfg, lora=without_missing_targets(cfg.lora, names))
-    if cfg.estimate:
-        refuse_unless(names, "estimate: not for models of transformers' own classes")
-        make = partial(model.make_model, arguments, names=names)
-        tied = config["tie_word_embeddings"]
-        say(Estimate(cfg, make, tied, needs_reference, reference_moves, Chunks.of).describe())
-        sys.exit(0)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     data = with_limits(cfg.data, arguments["block_size"])
     precision_given = cfg.precision is not None

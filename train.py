@@ -223,6 +223,9 @@ class Trainer:
             run.objective.after_step(columns, kl)
             if run.state.step == self.first_step:
                 saved_state(run.objective)  # what it cannot save is refused before hours are spent
+                say(
+                    f"step {run.state.step}: {run.throughput.memory():.1f} GB of memory at its peak"
+                )
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             step = run.state.step
             is_last = step == plan.end

@@ -42,7 +42,7 @@ LLAMA = {  # with LoRA: ((layers, width, heads, key heads, width of the MLP), ex
 }
 TINY_GPT2 = {"check": ((2, 64, 2, 512), 8)}
 TINY_LLAMA = {"check Llama": ((2, 64, 4, 2, 128), 8)}
-# where a step of one micro-batch would not fit into an H100's 80 GB, by --estimate
+# where a step of one micro-batch would not fit into an H100's 80 GB
 MICRO_BATCH_TOKENS = {"Llama 3B": 8192, "Llama 8B": 4096}
 STEPS = 10  # the WARMUP steps and the timed ones
 WARMUP = 4

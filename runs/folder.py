@@ -88,7 +88,7 @@ def take_lock(out: Path) -> int:
 def refuse_taken_folder(cfg: RunSettings) -> None:
     """Raise BadInput if out_dir holds another run, or another process writes into it. Called before
     any data is read; changes nothing but .lock. RunFolder looks again when it takes the folder."""
-    if not cfg.out_dir or cfg.estimate:
+    if not cfg.out_dir:
         return
     with user_error("out_dir", cfg.out_dir):
         out = Path(cfg.out_dir)

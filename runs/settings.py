@@ -366,11 +366,6 @@ class RunSettings:
     debug: bool = False
     """Let exceptions through to pdb, and skip the start check, validation (not the last check) and progress: the first
     breakpoint in a loss is then in the first training micro-batch."""
-    estimate: bool = False
-    """Print how much memory a device would need, from config.json and these settings alone, and end.
-    It is for a GPU, present or not, unless accelerator is cpu."""
-    estimate_gb: float = setting(80.0, above=0)
-    """Memory of a device in GB, for --estimate."""
     logger: str = setting("csv", choices=("csv", "tensorboard", "wandb"))
     """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
     project: str = "kto"
@@ -465,8 +460,8 @@ CUT_SETTINGS = {
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
-    "logger", "project", "progress", "max_time", "stop_at", "examples_at", "debug", "estimate",
-    "estimate_gb", "export_dtype", "data.cache", "eval.samples", "eval.batch_size",
+    "logger", "project", "progress", "max_time", "stop_at", "examples_at", "debug",
+    "export_dtype", "data.cache", "eval.samples", "eval.batch_size",
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
 }  # fmt: skip
 
@@ -488,7 +483,7 @@ SECTIONS = (
      "epochs max_steps max_time stop_at limit_train batch_size micro_batch_size "
      "micro_batch_tokens activation_checkpointing optim seed"),
     ("precision and devices", "The same run on a CPU, one GPU or many.",
-     "accelerator devices num_nodes strategy precision deterministic estimate estimate_gb"),
+     "accelerator devices num_nodes strategy precision deterministic"),
     ("checkpoints", "Where a run lies, how it goes on and how it ends.",
      "out_dir resume save_interval keep_last keep_best export_dtype"),
     ("evaluation and logging", "What is measured, shown and written.",

@@ -299,12 +299,6 @@ def test_a_forks_rate_takes_the_place_of_the_checkers_labels(tiny, prompts, tmp_
         go(tiny, prompts, tmp_path / "b", *one, checker=checker, rate=lambda *a: rate(*a)[1:])
 
 
-def test_an_estimate_needs_no_checker(tiny, prompts, tmp_path, capsys):
-    with pytest.raises(SystemExit) as e:
-        go(tiny, prompts, tmp_path, "--estimate=true", checker=None)
-    assert not e.value.code and "GB" in capsys.readouterr().out
-
-
 def test_it_learns_what_the_checker_likes(tiny, prompts, tmp_path):
     """Short answers are right: after some iterations more of them are."""
     argv = (

@@ -77,7 +77,7 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
             assert not e.code, command
         said = capsys.readouterr().out
         expected = {"report.py": "report.html", "sweep.py": "report.html", "generate.py": ""}
-        expected |= {"--help": "--kto.beta", "--print_config": "  beta: ", "--estimate": "GB"}
+        expected |= {"--help": "--kto.beta", "--print_config": "  beta: "}
         expected |= {"data.py": "an example by tokens"}
         keys = [x for x in (program, *argv) if x in expected]
         assert (expected[keys[-1]] if keys else "exported to") in said, command

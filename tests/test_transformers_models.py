@@ -381,7 +381,6 @@ def test_a_wrong_attention_is_seen_before_the_first_step(olmo3, monkeypatch):
 def test_an_unknown_type_and_a_missing_extra_are_one_line(olmo3, ratings, tmp_path, monkeypatch):
     argv = (olmo3, ratings, tmp_path / "run", *STEPS)
     refused("model_type: 'olmo3' is not supported$", train, *argv, "--model_code=litgpt")
-    refused("^estimate: not for models of transformers' own", train, *argv, "--estimate=true")
     refused("^lora.targets: .* q_proj, .*; got w1$", train, *argv, *LORA, "--lora.targets=w1")
     real = importlib.util.find_spec
     hidden = lambda name, *more: None if name == "transformers" else real(name, *more)  # noqa: E731
