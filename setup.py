@@ -4,7 +4,6 @@ Reading order: Run (what lives during a run), setup (how it is made), then the p
 order of their calls. Nobody needs this file to change an algorithm.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -110,10 +109,6 @@ class Run:
     are changed by new_reference."""
     optimizer: object
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
-    averages: dict[str, dict[str, torch.Tensor]]
-    """Weights by name that follow the policy's, sharded like them: "ema" with optim.ema; "reference",
-    the reference's own, if the objective moves it. A checkpoint saves them. Changed by
-    move_averages."""
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the
     iteration's fields by begin_iteration, the best step by Trainer.evaluate, `rows` and `objective`
@@ -150,10 +145,6 @@ class Run:
         """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the policy,
         as it is now, becomes the reference."""
         state, before = self.state, self.state.started_from
-        refuse_unless(
-            not (moving_reference and "reference" in self.averages),
-            "online.reference, spin: the reference cannot be the last policy: the objective moves it",
-        )
         state.iteration, state.moving_reference = i, moving_reference
         if moving_reference:
             state.started_from = self.new_reference()
@@ -182,8 +173,6 @@ class Run:
         if uses_adapters:
             reset_adapters(module, self.cfg.seed + 7919 * self.state.iteration, place_like)
             self.optimizer.optimizer.state.clear()
-            if "ema" in self.averages:
-                self.averages["ema"] = copy_trained(self.policy)
         self.reference_step = self.state.step
         return self.restore_reference()
 
@@ -245,41 +234,6 @@ class Run:
             on_every_rank=self.cfg.strategy == "fsdp",
         )
 
-    @torch.no_grad()
-    def move_averages(self) -> None:
-        """After a step: the average of the weights, and a reference that moves, come nearer to the
-        policy."""
-        if not self.averages:
-            return
-        params = self.policy.unique_parameters()
-        for kind, weights in self.averages.items():
-            if kind == "ema":
-                share = 1 - self.cfg.optim.ema
-            else:
-                share = self.objective.reference_share(self.state.step)
-            if not share:
-                continue
-            for name, x in weights.items():
-                x.lerp_(params[name].detach().to(x.dtype), share)
-
-    @contextlib.contextmanager
-    def averaged_policy(self):
-        """Within this context the policy has the average of its weights, if there is one. Not to be
-        opened where a signal may interrupt (Stop.interruptible)."""
-        self._swap_average()
-        try:
-            yield
-        finally:
-            self._swap_average()
-
-    @torch.no_grad()
-    def _swap_average(self) -> None:
-        params = self.policy.unique_parameters()
-        for name, average in self.averages.get("ema", {}).items():
-            trained = params[name].detach().clone()
-            params[name].copy_(average)
-            average.copy_(trained)
-
     # ---- checkpoints, and the end
 
     def save(self) -> None:
@@ -289,8 +243,7 @@ class Run:
         checkpoints = self.folder.path / "checkpoints"
         new = checkpoint_folder(checkpoints, self.state.step)
         with Wait(f"saving step {self.state.step}"):
-            tensors = self.policy, self.optimizer, self.averages
-            save_checkpoint(self.fabric, new, *tensors, self.state, self.cfg)
+            save_checkpoint(self.fabric, new, self.policy, self.optimizer, self.state, self.cfg)
         self.saved_step = self.state.step
         if self.fabric.global_rank == 0:
             prune_checkpoints(checkpoints, self.cfg.keep_last, self.state.best_step)
@@ -313,7 +266,7 @@ class Run:
         self.stop.close()
         torch.set_default_dtype(torch.float32)  # precision 64-true has changed it
         if not failed:
-            self.policy = self.reference = self.optimizer = self.averages = self.evaluator = None
+            self.policy = self.reference = self.optimizer = self.evaluator = None
             leave_process_group(self.fabric)
 
 
@@ -334,7 +287,6 @@ def setup(
     saved_state(objective)  # refused now, not at the first checkpoint
     say_what_is_forgotten(objective)
     refuse_settings_of_tokens(cfg, objective)
-    reference_moves = moves_reference(cfg, objective)
     needs_reference = objective.needs_reference or validation.needs_reference
     for name in ("reference", "reference_cache"):
         refuse_unless(
@@ -395,7 +347,6 @@ def setup(
             tokenizer,
             data_hash,
             needs_reference,
-            reference_moves,
             make_module,
         )
     make = optimizer or make_optimizer
@@ -410,11 +361,6 @@ def setup(
     # a weight that a fork has added is refused now, not at the export
     exported = plain_names(policy.unique_parameters(with_objective=False))
     weight_layout(litgpt.Config(**arguments), names, exported.like)
-    averages = {}
-    if cfg.optim.ema is not None:
-        averages["ema"] = copy_trained(policy)
-    if reference_moves:
-        averages["reference"] = frozen.unique_parameters()
     reference = Reference(fabric, policy, frozen) if needs_reference else None
     if reference and cfg.reference_cache:
         reference = CachedReference(fabric, reference, cfg, state.identity)
@@ -423,7 +369,7 @@ def setup(
     rows = begin_folder(fabric, folder, cfg, state, source)
     if folder.state:
         with Wait("reading the checkpoint"):
-            load_checkpoint(fabric, folder.checkpoint, policy, optimizer, averages)
+            load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
         state = replace(folder.state, program_hash=state.program_hash)
         objective.load_state_dict(folder.state.objective)
         if not folder.is_own:  # the other run's best checkpoint is not in this folder
@@ -445,7 +391,6 @@ def setup(
         policy=policy,
         reference=reference,
         optimizer=optimizer,
-        averages=averages,
         state=state,
         folder=folder,
         logger=Logger(cfg, rows),
@@ -563,24 +508,6 @@ def refuse_settings_of_tokens(cfg: RunSettings, objective) -> None:
     )
 
 
-def moves_reference(cfg: RunSettings, objective) -> bool:
-    """Whether an objective has a reference_share of its own. Raises BadInput if its reference cannot
-    move: it must be a copy of the policy."""
-    if not objective.overrides("reference_share"):
-        return False
-    obstacles = {
-        "needs_reference": not objective.needs_reference,
-        "lora.rank": cfg.lora.rank,
-        "reference": cfg.reference,
-        "reference_cache": cfg.reference_cache,
-    }
-    for name, is_in_the_way in obstacles.items():
-        if is_in_the_way:
-            who = type(objective).__name__
-            raise BadInput(f"{name}: {who} moves the reference, a copy of the policy")
-    return True
-
-
 def make_objective_module(objective, width: int) -> nn.Module | None:
     """The module of the objective's own, or None. Raises BadInput if it could not be saved or
     sharded."""
@@ -613,12 +540,6 @@ def refuse_forgotten_weights(policy, optimizer) -> None:
             f"optimizer: {len(forgotten)} weights are in none of its groups and would never change, "
             f'{forgotten[0]} first: a group with "lr_scale": 0 keeps weights as they are'
         )
-
-
-def copy_trained(policy) -> dict[str, torch.Tensor]:
-    """Copies of the weights that are trained, by name, sharded as they are."""
-    params = policy.unique_parameters()
-    return {name: p.detach().clone() for name, p in params.items() if p.requires_grad}
 
 
 def begin_folder(
@@ -660,7 +581,6 @@ def load_models(
     tokenizer,
     data_hash: str,
     needs_reference: bool,
-    reference_moves: bool,
     make_module: Callable[[], nn.Module | None],
 ):
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
@@ -669,8 +589,6 @@ def load_models(
     after the reference was copied from it."""
     sharded, first = cfg.strategy == "fsdp", fabric.global_rank == 0
     has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
-    # in bfloat16 a reference that moves would lose its small steps to rounding
-    held_in = "32-true" if reference_moves else cfg.precision
     policy = other = identity = frozen = None
     if first or not sharded:
         policy = model.load_model(source, cfg.lora, dtype_of(cfg.precision))
@@ -681,9 +599,9 @@ def load_models(
         identity = run_identity(cfg, source, tokenizer, data_hash, policy, reference)
     identity = fabric.broadcast(identity)
     if has_copy and sharded:
-        frozen = model.shard_over_ranks(fabric, other or policy, held_in, learns=False)
+        frozen = model.shard_over_ranks(fabric, other or policy, cfg.precision, learns=False)
     elif has_copy:  # not wrapped: DDP refuses a module that never trains
-        frozen = model.freeze(other or copy.deepcopy(policy), held_in)
+        frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
         frozen = fabric.to_device(frozen)
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
         quantize_base(policy, cfg.lora.quantize, fabric.device)
@@ -847,5 +765,5 @@ def load_best_weights(run: Run) -> bool:
     if run.cfg.lora.rank and read_state(best)[0].iteration != run.state.iteration:
         return False
     params = run.policy.unique_parameters()
-    load_weights(best, "ema", params) or load_weights(best, "weights", params)
+    load_weights(best, params)
     return True

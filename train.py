@@ -127,11 +127,6 @@ class Objective:
         """Called once a training step with the columns of all G examples, on the device, equal on
         all ranks: the place to update what the objective remembers. Validation never calls it."""
 
-    def reference_share(self, step: int) -> float:
-        """After this step the reference becomes share * policy + (1 - share) * reference. An
-        override of this makes the run hold the reference as a copy of all weights, and save it."""
-        return 0.0
-
     def make_module(self, width: int) -> torch.nn.Module | None:
         """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
         token of the completions, and gives (T, ...). The loss finds this in batch.outputs. A token's
@@ -219,7 +214,6 @@ class Trainer:
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
-            run.move_averages()
             run.objective.after_step(columns, kl)
             if run.state.step == self.first_step:
                 saved_state(run.objective)  # what it cannot save is refused before hours are spent
@@ -526,7 +520,7 @@ class Trainer:
         if not val or run.cfg.debug:
             return False
         run.state.unvalidated = True
-        with run.averaged_policy(), run.stop.interruptible():
+        with run.stop.interruptible():
             row = self.score(val)
             if run.evaluator.checker:
                 share = run.evaluator.accuracy(step) if self.check_is_due(plan) else None
@@ -642,13 +636,12 @@ class Trainer:
         """Export the models, compare answers with those before, score the test split."""
         run = self.run
         run.logger.sync()  # fails where the run's folder is gone
-        with run.averaged_policy():
-            with Wait("the export"):
-                export_models(run)
-            with run.stop.interruptible():
-                run.evaluator.compare(run.state.step)
-            say(f"\nexported to {run.folder.path / 'final'}")
-            self.score_test()
+        with Wait("the export"):
+            export_models(run)
+        with run.stop.interruptible():
+            run.evaluator.compare(run.state.step)
+        say(f"\nexported to {run.folder.path / 'final'}")
+        self.score_test()
 
     def score_test(self) -> None:
         """Score the test split with the policy as it is, and with the best weights."""

@@ -1,4 +1,4 @@
-"""KTO with Muon, and the average of the weights. Run it: python examples/muon.py --optim.ema 0.99"""
+"""KTO with Muon. Run it: python examples/muon.py"""
 
 import sys
 

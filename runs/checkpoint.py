@@ -2,7 +2,7 @@
 
 | file in checkpoints/step-N/ | holds |
 | --- | --- |
-| shard-*.safetensors | trained weights, averages of them, the optimizer's tensors, the random state of every rank |
+| shard-*.safetensors | trained weights, the optimizer's tensors, the random state of every rank |
 | state.json | RunState; the optimizer's numbers that are no tensors; the names of the shard files |
 | settings.yaml | the run's settings |
 | manifest.json | a hash of each of these files; written last |
@@ -115,14 +115,11 @@ def program_file(objective: type) -> Path:
 
 
 def save_checkpoint(
-    fabric, folder: Path, policy, optimizer, averages: dict, state: RunState, cfg: RunSettings
+    fabric, folder: Path, policy, optimizer, state: RunState, cfg: RunSettings
 ) -> None:
-    """Write a checkpoint; every rank writes its own part. averages: {"ema": {name: tensor}, ...}
-    (setup.Run). A collective. Raises Failed."""
+    """Write a checkpoint; every rank writes its own part. A collective. Raises Failed."""
     params = policy.unique_parameters()
     tensors = {f"weights|{n}": p.detach() for n, p in params.items() if p.requires_grad}
-    for kind, weights in averages.items():
-        tensors |= {f"{kind}|{n}": x.detach() for n, x in weights.items()}
     name_of = {id(p): name for name, p in params.items()}
     numbers = {}
     for p, moments in optimizer.optimizer.state.items():
@@ -224,16 +221,15 @@ def read_settings(folder: Path) -> dict:
 
 
 def read_checkpoint_weights(folder: Path) -> LazyTensors:
-    """The trained weights of a checkpoint, whole, each read when it is asked for; of a run with
-    optim.ema their average. Without those of the objective's module."""
-    weights = open_shards(folder, "ema") or open_shards(folder, "weights")
+    """The trained weights of a checkpoint, whole, each read when it is asked for. Without those of the
+    objective's module."""
+    weights = open_shards(folder, "weights")
     names = [name for name in weights if not name.startswith("objective_module.")]
     return rename_tensors(weights, {name: name for name in names})
 
 
-def load_weights(folder: Path, kind: str, weights: dict[str, torch.Tensor]) -> bool:
-    """Put a checkpoint's tensors of a kind (weights, ema, reference) into `weights`, sharded or not. ->
-    whether it has any"""
+def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Put a checkpoint's weights into `weights`, sharded or not. Raises BadInput."""
 
     def place(name, like):
         if name not in weights or weights[name].shape != like.shape:
@@ -241,16 +237,14 @@ def load_weights(folder: Path, kind: str, weights: dict[str, torch.Tensor]) -> b
         # it shares the weight's memory, so the shards are read into the weight itself
         return weights[name].detach()
 
-    loaded = load_shards(folder, kind, place)
+    loaded = load_shards(folder, "weights", place)
     missing = [name for name, p in weights.items() if p.requires_grad and name not in loaded]
-    if loaded and missing:
+    if missing:
         raise BadInput(f"{folder}: holds no {missing[0]}: not of this model")
-    return bool(loaded)
 
 
-def load_checkpoint(fabric, folder: Path, policy, optimizer, averages: dict) -> None:
-    """Put a checkpoint's weights, their averages, optimizer state and random state in place. Raises
-    BadInput."""
+def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
+    """Put a checkpoint's weights, optimizer state and random state in place. Raises BadInput."""
     params = policy.unique_parameters()
     _, numbers = read_state(folder)
 
@@ -261,10 +255,7 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer, averages: dict) -> 
             return torch.zeros_like(p, dtype=like.dtype)
         return torch.zeros(like.shape, dtype=like.dtype, device=p.device)
 
-    load_weights(folder, "weights", params)
-    for kind, weights in averages.items():
-        if not load_weights(folder, kind, weights):
-            raise BadInput(f"{folder}: holds no {kind}: written by another version of this program")
+    load_weights(folder, params)
     moments = load_shards(folder, "optimizer", empty_moment)
     for key, x in (moments | numbers).items():
         name, _, moment = key.rpartition("|")

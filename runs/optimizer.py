@@ -119,7 +119,7 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
 
     A fork hands over another function of this form. Each step sets the learning rate of a group, times
     the group's "lr_scale" if it has one. The optimizer's `state` is saved and resumed. Of cfg.optim the
-    loop uses lr, its schedule, clip and ema; the rest has the effect that this function gives it."""
+    loop uses lr, its schedule and clip; the rest has the effect that this function gives it."""
     o, embeddings, scale_of = cfg.optim, set(), {}
     if module := getattr(policy, "objective_module", None):
         scale_of = dict.fromkeys(map(id, module.parameters()), getattr(module, "lr_scale", 1.0))

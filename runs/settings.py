@@ -202,9 +202,6 @@ class Optim:
     """Added to the denominator."""
     clip: float | None = setting(1.0, above=0)
     """Largest gradient norm; a larger gradient is scaled down to it. null: no clipping."""
-    ema: float | None = setting(None, at_least=0, below=1)
-    """Decay (0.999, ...) of an average of the trained weights over the steps, which is then validated,
-    checked and exported. null: no average."""
 
 
 @dataclass(frozen=True)
