@@ -23,7 +23,7 @@ Shape letters; model.py uses the same ones:
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -345,8 +345,6 @@ class LossView(NamedTuple):
     index: torch.Tensor  # (B,) the examples' numbers in the step
     step: StepView
     tokenizer: Tokenizer | None = None
-    # (B, K, L) if the objective says vocabulary_kl: at each token KL(reference || policy) over the vocabulary, in nats
-    vocabulary_kl: torch.Tensor | None = None
     # (B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a completion's end
     outputs: torch.Tensor | None = None
 
@@ -493,14 +491,6 @@ INT64_FIELDS = (
 INT32_FIELDS = ("query_start_S", "completion_query_start_S", "key_start_S")
 
 
-class NextTokens(NamedTuple):
-    """A model's distributions of the next token at a batch's targets, before they are computed."""
-
-    h_TC: torch.Tensor  # its last hidden states
-    # its head: some rows of h_TC -> logits, without gradient
-    logits: Callable[[torch.Tensor], torch.Tensor]
-
-
 class PackedBatch(NamedTuple):
     """U prompts, each followed by the completions of all its examples, in one row of N input tokens without padding.
 
@@ -549,8 +539,6 @@ class PackedBatch(NamedTuple):
     buffer: torch.Tensor  # all tensors above, one after the other, as int32 on the CPU
     # what the model gives for this batch: log-probs (B, K), or of each token (B, K, L)
     by_token: bool = False
-    # With by_token: the reference at this batch. Then the model gives (B, K, L, 2), log-probs and the KL to it.
-    next_tokens: "NextTokens | None" = None
     # True: a loss is made of what the model gives, which then has the outputs of the objective's module, too
     for_loss: bool = False
 

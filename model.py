@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from data import NextTokens, PackedBatch, pack, to_device
+from data import PackedBatch, pack, to_device
 from head import Chunks, Head, entropy_of, logp_of
 from hub.families import rope_tables
 from hub.lora import config_with_adapters, create_adapters, plain_names
@@ -391,8 +391,7 @@ class _Packed:
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
         """PackedBatch -> (B, K) summed log-probs of the completions, in nats: float64 for a float64 model, else
         float32. With data.score_prompt each sum has the prompt's log-probs, too. If the batch says by_token: (B, K, L)
-        log-probs of the completions' tokens, 0 beyond a completion's end. If it also has next_tokens of another model:
-        (B, K, L, 2), the log-probs and KL(other || this) of the distributions from which the tokens are drawn.
+        log-probs of the completions' tokens, 0 beyond a completion's end.
 
         If the objective has a module and the batch is for_loss: a pair of these log-probs and of the module's outputs,
         (B, K, L, ...).
@@ -416,8 +415,6 @@ class _Packed:
         return logps, x.tokens_of_completions(self._module_outputs(h_TC))
 
     def _completion_logps(self, x: PackedBatch, h_TC):
-        if x.next_tokens is not None:
-            return x.tokens_of_completions(_logp_and_kl(self, h_TC, x.target_T, x.next_tokens))
         entropy = self.measures_entropy and torch.is_grad_enabled()
         logp_T, entropy_T = self.lm_head.logp(h_TC, x.target_T, entropy)
         if torch.is_grad_enabled():
@@ -432,11 +429,6 @@ class _Packed:
             T, shape = len(h_TC), tuple(out_T.shape)
             raise Failed(f"make_module: one output a token, shape ({T}, ...), not {shape}")
         return out_T
-
-    def next_tokens(self, x: PackedBatch) -> NextTokens:
-        """This model's distributions at a batch's targets."""
-        h_QC = self.hidden(x.token_N[None], x.position_N[None], PackedAttention(x))[0]
-        return NextTokens(h_QC[x.source_T], self.head)
 
     def head(self, h):
         """Hidden states (..., C) -> logits (..., V), softcapped where the model does that."""
@@ -506,22 +498,6 @@ def _logp(model: _Packed, h_TC, target_T, entropy: bool = False):
     parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
     logps, entropies = zip(*[checkpoint(chunk_logp, h, t, use_reentrant=False) for h, t in parts])
     return torch.cat(logps), torch.cat(entropies) if entropy else None
-
-
-def _logp_and_kl(model: _Packed, h_TC, target_T, other: NextTokens):
-    """(T, 2): log-probs of the targets, and KL(other || model) over the vocabulary, both in nats and with gradient. The
-    logits of a chunk are computed again in the backward."""
-    size = Chunks.of(h_TC.device.type, model.config.padded_vocab_size).size
-
-    def chunk(h_TC, target_T, other_h_TC):
-        logp_T, logp_TV = logp_of(model.head(h_TC), target_T)
-        with torch.no_grad():
-            other_logp_TV = logp_of(other.logits(other_h_TC), target_T)[1]
-        kl_T = (other_logp_TV.exp() * (other_logp_TV - logp_TV)).sum(-1)
-        return torch.stack([logp_T, kl_T], -1)
-
-    parts = zip(h_TC.split(size), target_T.split(size), other.h_TC.split(size))
-    return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts])
 
 
 class _PackedGPT(_Packed):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from data import NextTokens, PackedBatch, to_device
+from data import PackedBatch, to_device
 from hub.lora import disable_adapters
 from runs.devices import all_reduce
 from runs.errors import BadInput, user_error
@@ -37,21 +37,6 @@ class Reference:
             return self.frozen(packed, prompt_cache)
 
     __call__ = compute
-
-    @torch.no_grad()
-    def next_tokens(self, packed: PackedBatch) -> NextTokens:
-        """The frozen model's distributions of the next token."""
-        if self.frozen is not None:
-            with self.fabric.autocast():
-                return self.frozen.next_tokens(packed)
-        policy = self.policy.module
-
-        def logits(h):
-            with disable_adapters(policy):
-                return policy.head(h)
-
-        with self.fabric.autocast(), disable_adapters(policy):
-            return NextTokens(policy.next_tokens(packed).h_TC, logits)
 
 
 class CachedReference:

@@ -502,10 +502,6 @@ def refuse_settings_of_tokens(cfg: RunSettings, objective) -> None:
         "data.score_prompt: this objective's module gets the hidden states of a completion's tokens, "
         "not of the prompt's",
     )
-    refuse_unless(
-        not objective.vocabulary_kl or cfg.strategy != "fsdp",
-        "strategy: fsdp: this objective needs the reference's head whole: ddp or auto",
-    )
 
 
 def make_objective_module(objective, width: int) -> nn.Module | None:

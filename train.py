@@ -69,9 +69,6 @@ class Objective:
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
     """True: `reduce` gets the log-probs of each token."""
-    vocabulary_kl = False
-    """True, with by_token: batch.vocabulary_kl is KL(reference || policy) of the next-token distributions, at
-    each token. Costs one more forward of the reference; not with fsdp."""
     average_logps = False
     """Whether a log-ratio is divided by the number of scored tokens."""
 
@@ -250,7 +247,7 @@ class Trainer:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = model.PromptCache()
-            packed = self.pack_own(batch, micros[0].index, run.objective)
+            packed = self.pack_own(batch, micros[0].index)
             first_forward = packed, self.forward(packed, cache)
             score_pairs = partial(self.forward, prompt_cache=cache)
         before = self.no_gradient_pass(batch, score_pairs, run.objective)
@@ -262,7 +259,7 @@ class Trainer:
                 if first_forward:
                     packed, logps = first_forward
                 else:
-                    packed = self.pack_own(batch, micro.index, run.objective)
+                    packed = self.pack_own(batch, micro.index)
                     logps = self.forward(packed)
                 loss_B = self.micro_batch_loss(
                     run.objective, batch, micro, packed, logps, before, columns
@@ -382,13 +379,9 @@ class Trainer:
     def pack(self, batch: Batch, index, borrowed: bool = False):
         return batch.pack(index, borrowed).to(self.run.fabric.device)
 
-    def pack_own(self, batch: Batch, index, objective: Objective):
-        """Own completions, for the loss; with the reference's distributions if the objective asks for the
-        KL to them."""
-        packed = self.pack(batch, index)._replace(for_loss=True)
-        if objective.vocabulary_kl:
-            packed = packed._replace(next_tokens=self.run.reference.next_tokens(packed))
-        return packed
+    def pack_own(self, batch: Batch, index):
+        """Own completions, for the loss."""
+        return self.pack(batch, index)._replace(for_loss=True)
 
     def forward(self, packed, prompt_cache=None):
         """The policy's log-probs of a packed batch, (B, K) or by token (B, K, L), with gradient in
@@ -402,13 +395,10 @@ class Trainer:
         """-> the losses (B,) of a micro-batch. before: what no_gradient_pass found. The columns are written to
         their places among the step's G. A filler only makes the columns, so that all ranks have the same
         ones."""
-        ref_logps, z, vocabulary_kl, outputs = before.ref_logps, before.kl.z, None, None
+        ref_logps, z, outputs = before.ref_logps, before.kl.z, None
         if isinstance(logps, tuple):
             logps, outputs = logps
         B = len(logps)
-        if objective.vocabulary_kl:
-            # contiguous: sums over another layout would round differently from the reference's
-            logps, vocabulary_kl = (x.contiguous() for x in logps.unbind(-1))
         if ref_logps is not None:
             # a filler is another rank's example: with log-ratios of 0 its loss, which counts for nothing, is finite
             ref_logps = logps.detach() if micro.filler else ref_logps[packed.index_B]
@@ -416,8 +406,7 @@ class Trainer:
             logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         if z.dim():
             z = z[packed.index_B]
-        view = batch.loss_view(packed, before.step)
-        view = view._replace(vocabulary_kl=vocabulary_kl, outputs=outputs)
+        view = batch.loss_view(packed, before.step)._replace(outputs=outputs)
         loss_B, values = check_loss(objective.loss(logps, ref_logps, view, z), B)
         self.check_columns(objective, values)
         loss_B = loss_B * before.step.weight[packed.index_B]
@@ -494,7 +483,7 @@ class Trainer:
         with Wait(title, total, shorter=shorter):
             before = self.no_gradient_pass(batch, self.forward, objective)
             for micro in batch.micro_batches:
-                packed = self.pack_own(batch, micro.index, objective)
+                packed = self.pack_own(batch, micro.index)
                 logps = self.forward(packed)
                 self.micro_batch_loss(objective, batch, micro, packed, logps, before, columns)
                 advance(len(micro.index))

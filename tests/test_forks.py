@@ -60,8 +60,6 @@ sys.path += [str(EXAMPLES), str(ROOT / "benchmarks")]
 from rating_head import RatingKTO  # noqa: E402
 from rating_head import RatingSettings as RatingArguments  # noqa: E402
 from rating_head import Settings as RatingSettings  # noqa: E402
-from tdpo import TDPO  # noqa: E402
-from tdpo import Settings as TDPOSettings  # noqa: E402
 
 COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
           "--precision=32-true", "--micro_batch_size=4")  # fmt: skip
@@ -78,7 +76,6 @@ HANDED = {
     "simpo": (dpo, {"objective": "SimPO", "settings": "Settings"}, ()),
     "orpo": (dpo, {"objective": "ORPO", "settings": "Settings"}, ()),
     "hinge": (dpo, {"objective": "Hinge", "settings": "Settings"}, ()),
-    "tdpo": (dpo, {"objective": "TDPO", "settings": "Settings"}, ()),
     "grpo": (
         online,
         {"objective": "GRPO", "settings": "Settings", "rate": "rate"},
@@ -113,7 +110,7 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
     out = tmp_path / "run"
     killed(1, out, "metrics.csv", 4, lambda rank: train_example(program, tiny, data, out, *argv))
     assert_same(train_example(program, tiny, data, out, *argv, "--resume=auto"), whole)
-    for strategy in ("ddp", "fsdp") if program != "tdpo" else ("ddp",):
+    for strategy in ("ddp", "fsdp"):
         two = (program, tiny, data, tmp_path / strategy, f"--strategy={strategy}", *argv)
         (run, _) = ranks(2, lambda rank: train_example(*two))  # noqa: B023
         for a, b in zip(numbers(run), numbers(whole), strict=True):
@@ -456,16 +453,14 @@ def test_an_override_of_forward_is_reached_on_every_path_whatever_the_cut(tiny, 
     [
         ("token_kto", "--data.score_prompt=true"),
         ("token_kto", "--reference_cache=c"),
-        ("tdpo", "--strategy=fsdp"),
         ("rating_head", "--data.score_prompt=true"),
     ],
 )
 def test_what_an_objective_of_tokens_cannot_have_is_refused_before_any_work(
-    example, setting, tiny, ratings, pairs, tmp_path
+    example, setting, tiny, ratings, tmp_path
 ):
-    data = pairs if HANDED[example][0] is dpo else ratings
     with pytest.raises(BadInput, match="this objective"):
-        train_example(example, tiny, data, tmp_path / "run", *COMMON, setting)
+        train_example(example, tiny, ratings, tmp_path / "run", *COMMON, setting)
     assert not (tmp_path / "run").exists()
 
 
@@ -774,19 +769,6 @@ def test_an_objective_by_token_and_one_with_a_cached_reference_have_a_module_too
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
             assert a["rating_loss"] == pytest.approx(b["rating_loss"], abs=1e-5)
 
-    class WithKL(TDPO):
-        def make_module(self, width):
-            return torch.nn.Linear(width, 1)
-
-        def loss(self, logps, ref_logps, batch, z):
-            loss_B, columns = super().loss(logps, ref_logps, batch, z)
-            assert batch.outputs.shape[:3] == batch.vocabulary_kl.shape
-            return loss_B + batch.outputs.square().mean((1, 2, 3)), columns
-
-    handed = {"objective": WithKL, "settings": TDPOSettings, "program": "dpo"}
-    rows = train(tiny, pairs, tmp_path / "d", *COMMON, "--optim.lr=1e-3", **handed)["rows"]
-    assert rows[-1]["loss"] < rows[0]["loss"]
-
 
 @pytest.mark.parametrize("lora", [(), ("--lora.rank=2",)])
 def test_a_module_goes_on_from_one_iteration_to_the_next(lora, tiny, ratings, tmp_path):
@@ -909,7 +891,7 @@ def test_our_own_partners_are_chosen_a_step_ahead_in_a_thread(tiny, ratings, tmp
 # ---- what would be lost or replaced without a word ----------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["bco", "hinge", "tdpo", "simpo"])
+@pytest.mark.parametrize("program", ["bco", "hinge", "simpo"])
 def test_an_example_of_weight_0_teaches_nothing_whatever_the_loss(program, tiny, tmp_path):
     """The same as an example that no gradient comes from: all weights 0 leave the model as it is."""
     kind = "paired" if HANDED[program][0] is dpo else "rated"
@@ -923,11 +905,10 @@ def test_an_example_of_weight_0_teaches_nothing_whatever_the_loss(program, tiny,
     assert [(row["loss"], row["grad_norm"]) for row in run["rows"]] == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("program", ["tdpo", "token_kto"])
-def test_losses_on_tokens_begin_at_log_ratios_of_exactly_0(program, tiny, ratings, pairs, tmp_path):
-    data = pairs if program == "tdpo" else ratings
-    argv = ("--batch_size=7", "--max_steps=1", f"--data.val={data}", "--eval.samples=0")
-    first = train_example(program, tiny, data, tmp_path, *argv, "--precision=bf16-mixed")["rows"][0]
+def test_a_loss_on_tokens_begins_at_log_ratios_of_exactly_0(tiny, ratings, tmp_path):
+    argv = ("--batch_size=7", "--max_steps=1", f"--data.val={ratings}", "--eval.samples=0")
+    argv = (*argv, "--precision=bf16-mixed")
+    first = train_example("token_kto", tiny, ratings, tmp_path, *argv)["rows"][0]
     validated = rows_of(tmp_path / "val.csv")[0]
     for column in ("rewards/chosen", "rewards/rejected"):
         assert first[column] == 0 == float(validated[column]), column
