@@ -1,6 +1,6 @@
 """Turn a checkpoint of a run, running, stopped or finished, into a Hugging Face folder.
 
-    python export.py out/run/checkpoints/step-00000100 [--out FOLDER] [--dtype float32]
+    python export.py out/run/checkpoints/step-00000100 [--out FOLDER]
 
 A PEFT folder is merged with its base in the same way. The folder is whole or not there, and has a
 manifest with a hash of each file.
@@ -14,7 +14,6 @@ from lightning.fabric import Fabric
 
 from runs.errors import BadInput, run_cli, user_error
 from runs.files import publish_folder
-from runs.settings import EXPORT_DTYPES
 from setup import export_checkpoint
 
 
@@ -23,7 +22,6 @@ def main(argv=None) -> None:
     parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
     about = "where to write; default: beside the folder checkpoints/, by the step's name"
     parser.add_argument("--out", type=Path, help=about)
-    parser.add_argument("--dtype", choices=EXPORT_DTYPES, default="source", help="of the weights")
     args = parser.parse_args(argv)
     checkpoint = args.checkpoint.absolute()
     out = args.out or checkpoint.parent.parent / checkpoint.name
@@ -33,7 +31,7 @@ def main(argv=None) -> None:
         raise BadInput(f"out: {out}: is there already")
     with user_error("out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
-    write = partial(export_checkpoint, args.checkpoint, dtype=args.dtype)
+    write = partial(export_checkpoint, args.checkpoint)
     publish_folder(Fabric(accelerator="cpu", devices=1), write, out)
     print(f"exported to {out}")
 

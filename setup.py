@@ -295,7 +295,7 @@ def setup(
         )
 
     # the model's folder and its tokenizer
-    source = fetch_model(cfg.model, code=cfg.model_code)
+    source = fetch_model(cfg.model)
     arguments, _, names = read_model_config(source)  # refuses what could not be exported
     cfg = replace(cfg, lora=without_missing_targets(cfg.lora, names))
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
@@ -600,7 +600,7 @@ def load_models(
         frozen = model.freeze(other or copy.deepcopy(policy), cfg.precision)
         frozen = fabric.to_device(frozen)
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
-        quantize_base(policy, cfg.lora.quantize, fabric.device)
+        quantize_base(policy, fabric.device)
     objective_module = make_module()
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
@@ -622,7 +622,7 @@ def read_base(source: Path, names: list[str], dtype: torch.dtype) -> LazyTensors
 
 def load_other_reference(cfg: RunSettings, policy, tokenizer: Tokenizer) -> nn.Module:
     """The model of --reference. Raises BadInput if its token ids mean something else."""
-    folder = fetch_model(cfg.reference, "reference", code=cfg.model_code)
+    folder = fetch_model(cfg.reference, "reference")
     reference = model.load_model(folder, None, dtype_of(cfg.precision))
     same_size = reference.config.padded_vocab_size == policy.config.padded_vocab_size
     if not same_size or not tokenizer.same(Tokenizer(folder)):
@@ -671,7 +671,7 @@ def export_models(run: Run) -> None:
 
     def write_final(new):
         notes = notes_of(dump_yaml(cfg), run.state, out)
-        export_weights(merged, run.source, new, cfg.export_dtype, notes)
+        export_weights(merged, run.source, new, notes)
 
     run.publish(out / "final", write_final)
     if cfg.lora.rank:
@@ -684,7 +684,7 @@ def export_models(run: Run) -> None:
     if fabric.broadcast(best.is_dir()):
         # not the base that the checkpoint's settings name: the model may have moved since they were written
         on_base = put_on_base(best, run.source)
-        write_best = partial(_export_on_base, best, on_base, dtype=cfg.export_dtype)
+        write_best = partial(_export_on_base, best, on_base)
         publish_folder(fabric, write_best, out / "best")
 
 
@@ -699,7 +699,7 @@ def write_adapter(run: Run, weights: LazyTensors, new: Path | None) -> None:
     export_adapter(weights, new, run.policy.module, source, base, cfg.lora, adapters)
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
+def export_checkpoint(checkpoint: Path, out: Path) -> None:
     """Write a checkpoint, or a PEFT folder, with its base as a Hugging Face folder. Raises
     BadInput."""
     folder = fetch_model(str(checkpoint), "export")
@@ -707,7 +707,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> None:
         raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
     if (checkpoint / "state.json").exists():
         refuse_other_base(checkpoint, without_top(folder))
-    _export_on_base(checkpoint, folder, out, dtype)
+    _export_on_base(checkpoint, folder, out)
 
 
 def refuse_other_base(checkpoint: Path, base: Path) -> None:
@@ -728,7 +728,7 @@ def refuse_other_base(checkpoint: Path, base: Path) -> None:
         raise BadInput(f"export: {source}: not the weights that {checkpoint} was trained on")
 
 
-def _export_on_base(checkpoint: Path, folder: Path, out: Path, dtype: str) -> None:
+def _export_on_base(checkpoint: Path, folder: Path, out: Path) -> None:
     """Write a folder from hub.folders that has the checkpoint on top of its base."""
     notes, read_as = [], torch.float32
     if (checkpoint / "state.json").exists():
@@ -736,7 +736,7 @@ def _export_on_base(checkpoint: Path, folder: Path, out: Path, dtype: str) -> No
         settings = (checkpoint / "settings.yaml").read_text()
         notes = notes_of(settings, read_state(checkpoint)[0], checkpoint.parent.parent)
         read_as = torch.promote_types(own, torch.float32)
-    export_weights(model.read_folder_weights(folder, read_as), folder, out, dtype, notes)
+    export_weights(model.read_folder_weights(folder, read_as), folder, out, notes)
 
 
 def notes_of(settings: str, state: RunState, run: Path) -> list[tuple[str, str]]:

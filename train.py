@@ -331,7 +331,6 @@ class Trainer:
         if all(map(math.isfinite, (grad_norm, z, loss))):
             return grad_norm
         step = run.state.step + 1
-        run.logger.examples(step, batch, columns)
         bad = (~columns["loss"].isfinite()).nonzero()[:, 0].tolist()
         names = ", ".join(batch.examples[i].where for i in bad[:8])
         raise Failed(
@@ -371,8 +370,6 @@ class Trainer:
         if metrics is not None:
             metrics = join_columns(metrics, row | run.throughput.read())
         run.logger.step(step, metrics, seconds)
-        if step == run.cfg.examples_at:
-            run.logger.examples(step, batch, columns)
 
     # ---- parts of a step ------------------------------------------------------------------------
 

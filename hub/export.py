@@ -39,17 +39,16 @@ def export_weights(
     weights: Mapping,
     source: Path,
     out: Path | None,
-    dtype: str = "source",
     notes: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write full weights (see merge_adapters) as a Hugging Face folder.
 
     `weights`: weights by litgpt's names. `source`: the Hugging Face folder that the model came from;
     its config and tokenizer files are copied. `out`: None on a rank that only takes part in
-    gathering the weights. `dtype`: "source", each tensor as in the source's files, or "float32"; a
-    float64 weight stays float64. `notes`: more files to write, as (name, text). Raises BadInput.
+    gathering the weights. Each tensor gets the dtype that it has in the source's files; a float64
+    weight stays float64. `notes`: more files to write, as (name, text). Raises BadInput.
     """
-    config, like, pieces_of = _tensors_to_write(weights, source, dtype)
+    config, like, pieces_of = _tensors_to_write(weights, source)
     kind = str(next(iter(like.values())).dtype).removeprefix("torch.")
     unchanged = _unchanged_tensors(source, pieces_of)
     like |= unchanged.like
@@ -82,9 +81,7 @@ def export_weights(
         (out / name).write_text(text)
 
 
-def _tensors_to_write(
-    weights: Mapping, source: Path, dtype: str
-) -> tuple[dict, dict, dict[str, list[Piece]]]:
+def _tensors_to_write(weights: Mapping, source: Path) -> tuple[dict, dict, dict[str, list[Piece]]]:
     """(config.json, the tensors to write on the meta device, the pieces of each). Tensors have the
     names that they have in the source's files."""
     arguments, config, names = read_model_config(source)
@@ -101,8 +98,6 @@ def _tensors_to_write(
         name, kind = in_source.get(theirs, (theirs, x.dtype))
         if x.dtype == torch.float64:  # only a run with precision 64-true has these
             kind = torch.float64
-        elif dtype == "float32":
-            kind = torch.float32
         shape = (pieces[-1].theirs.stop, *x.shape[1:])
         if is_transposed(name, pieces[0].name):
             shape = shape[::-1]

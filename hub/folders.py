@@ -28,7 +28,6 @@ def fetch_model(
     what: str = "model",
     weights: bool = True,
     above: tuple[Path, ...] = (),
-    code: str = "auto",
 ) -> Path:
     """The folder that holds a model's files.
 
@@ -36,8 +35,7 @@ def fetch_model(
     or a Hugging Face id, which is downloaded. For a checkpoint or a PEFT folder the answer is a
     temporary folder of links (see above), deleted when the process ends. `what` is the setting
     that an error names. With weights=False a download leaves the weights out. `above`: the folders
-    whose base this is. `code`: RunSettings.model_code; if it is not auto, the answer is a folder of links with a
-    file model_code, which read_model_config reads. Raises BadInput.
+    whose base this is. Raises BadInput.
     """
     folder = find_path(source)
     with user_error(what):  # too long a name
@@ -57,14 +55,11 @@ def fetch_model(
     if (folder / "state.json").exists():
         return _checkpoint_on_base(folder, what, weights, above)
     if (folder / "adapter_config.json").exists() and not weight_files(folder):
-        return _adapter_on_base(folder, what, weights, above, code)
+        return _adapter_on_base(folder, what, weights, above)
     if not downloaded:  # of a download some files are left out, which a manifest may name
         _verify_manifest(folder, what)
     if weights and (downloaded or list(folder.glob("pytorch_model*.bin"))):
         _refuse_pickles_alone(folder, source, what)
-    if code != "auto":
-        folder = _folder_of_links({file.name: file for file in folder.iterdir()})
-        (folder / "model_code").write_text(code)
     return folder
 
 
@@ -159,7 +154,7 @@ def _checkpoint_on_base(folder: Path, what: str, weights: bool, above: tuple) ->
     if fault:
         raise BadInput(f"{what}: {folder}: {fault}")
     settings = read_settings(folder)
-    base = fetch_model(settings["model"], what, weights, above, settings.get("model_code", "auto"))
+    base = fetch_model(settings["model"], what, weights, above)
     return put_on_base(folder, base)
 
 
@@ -174,10 +169,10 @@ def put_on_base(folder: Path, base: Path) -> Path:
     return view
 
 
-def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple, code: str) -> Path:
+def _adapter_on_base(folder: Path, what: str, weights: bool, above: tuple) -> Path:
     """Links to the base model of a PEFT adapter, and to the adapter."""
     base = name_of_base(folder / "adapter_config.json")
-    return _folder_on_top(fetch_model(base, what, weights, above, code), folder)
+    return _folder_on_top(fetch_model(base, what, weights, above), folder)
 
 
 def name_of_base(file: Path) -> str:

@@ -46,10 +46,7 @@ def adapter_arguments(lora: Lora | None, names: dict[str, str] | None) -> dict:
     """
     if lora is None or not lora.rank:
         return {}
-    alpha = lora.alpha  # litgpt divides alpha by the rank, rsLoRA wants its square root
-    if lora.rslora:
-        alpha = lora.alpha * math.sqrt(lora.rank)
-    arguments = {"lora_r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout}
+    arguments = {"lora_r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
     if names == {}:  # transformers' own class: see add_adapter_layers
         return arguments
     if names:

@@ -198,7 +198,6 @@ def export_adapter(
         targets = rf".*language_model.*({'|'.join(targets)})"
     # a fused tensor, such as Phi 3's qkv_proj, has a larger rank than the others
     other_ranks = {target: rank for target, rank in ranks.items() if rank != lora.rank}
-    power = 0.5 if lora.rslora else 1  # PEFT divides alpha by rank ** power
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -206,11 +205,11 @@ def export_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
+        "use_rslora": False,
         "bias": "none",
         "target_modules": targets,
         "rank_pattern": other_ranks,
-        "alpha_pattern": {target: scale * rank**power for target, rank in other_ranks.items()},
+        "alpha_pattern": {target: scale * rank for target, rank in other_ranks.items()},
         "fan_in_fan_out": hf_config["model_type"] == "gpt2",
         "inference_mode": True,
     }

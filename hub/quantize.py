@@ -1,4 +1,4 @@
-"""QLoRA (arXiv 2305.14314): the frozen matrices of the blocks in 4 or 8 bits, by bitsandbytes."""
+"""QLoRA (arXiv 2305.14314): the frozen matrices of the blocks in 4 bits (nf4), by bitsandbytes."""
 
 import logging
 
@@ -9,11 +9,11 @@ from torch import nn
 from runs.errors import BadInput
 
 
-def quantize_base(model: nn.Module, kind: str, device: torch.device | str) -> None:
+def quantize_base(model: nn.Module, device: torch.device | str) -> None:
     """Put bitsandbytes' linear layers in place of the frozen ones in all blocks, on `device`.
 
-    kind "nf4": 4 bits, with scales that are quantised too; "int8": 8 bits, with a scale for each
-    row. Adapters, biases and everything outside the blocks stay as they are. Raises BadInput.
+    The scales are quantised, too. Adapters, biases and everything outside the blocks stay as they are.
+    Raises BadInput.
     """
     # bitsandbytes warns at every forward that it casts its inputs, which is what we want
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -23,18 +23,14 @@ def quantize_base(model: nn.Module, kind: str, device: torch.device | str) -> No
     for layer in layers:
         old = layer.linear
         sizes = (old.in_features, old.out_features, old.bias is not None)
-        if kind == "nf4":
-            # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
-            if old.in_features % 64:
-                raise BadInput(
-                    "lora.quantize: nf4 needs layer widths that are multiples of 64, "
-                    f"this model has {old.in_features}; use int8"
-                )
-            new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
-            weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new)
-        else:
-            new = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, device="meta")
-            weight = bnb.Int8Params(old.weight.data, requires_grad=False)
+        # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
+        if old.in_features % 64:
+            raise BadInput(
+                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
+                f"this model has {old.in_features}"
+            )
+        new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
+        weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new)
         new.weight = weight.to(device)  # this quantises
         new.bias = old.bias
         new.register_forward_pre_hook(_autocast_input)
@@ -52,7 +48,6 @@ def _autocast_input(_linear: nn.Module, inputs: tuple):
 
 
 def _keep_in_training_mode(linear: nn.Module) -> None:
-    """Make eval() do nothing. On a CPU these layers compute differently in evaluation mode: int8
-    rounds its inputs too, so the reference's log-probs would not be the policy's; nf4 repacks its
-    weights for good, and they then pass no gradient on."""
+    """Make eval() do nothing. On a CPU these layers repack their weights for good in evaluation mode,
+    and then pass no gradient on."""
     linear.train = lambda mode=True: linear

@@ -45,16 +45,13 @@ NEUTRAL = {
 
 def read_model_config(folder: Path) -> ModelConfig:
     """What a Hugging Face folder says about its model, as the code that is to compute it reads it: litgpt's where
-    litgpt knows the model_type, else transformers', unless a file model_code (see fetch_model) names one of the two.
-    Raises BadInput."""
+    litgpt knows the model_type, else transformers'. Raises BadInput."""
     file = folder / "config.json"
-    chosen = folder / "model_code"
-    code = chosen.read_text() if chosen.exists() else "auto"
-    if code == "litgpt" or not file.exists():
+    if not file.exists():
         return read_config(folder)
     config = read_object(file)
     kind = config.get("model_type")
-    if not isinstance(kind, str) or (code == "auto" and kind in TABLE):
+    if not isinstance(kind, str) or kind in TABLE:
         return read_config(folder)
     if importlib.util.find_spec("transformers") is None:
         raise BadInput(f"{file}: model_type: {printable(kind)!r} is not supported; {INSTALL}")

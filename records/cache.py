@@ -24,7 +24,7 @@ CODE = [
     for name in ("readers.py", "forms.py", "tokenizer.py", "examples.py")
 ]
 # The settings that the token ids depend on.
-SETTINGS = ("max_prompt", "max_completion", "extra", "columns", "labels", "score_turns", "date")
+SETTINGS = ("max_prompt", "max_completion", "extra", "columns", "labels", "date")
 
 
 def cache_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> Path | None:

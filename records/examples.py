@@ -312,14 +312,10 @@ def _read_texts(
                         raise FoundMessages
                     by_template = True
                 n_plain += not by_template
-                records = _one_record_per_turn(record) if data.score_turns == "all" else [record]
                 # 3. render: its messages become texts, not much longer than what is kept
-                results = []
-                for record in records:
-                    texts = tokenizer.render(record, by_template)
-                    _check_texts(texts, tokenizer)
-                    texts = tokenizer.shorten(texts, data.max_prompt, data.max_completion)
-                    results.append((where, record, texts))
+                texts = tokenizer.render(record, by_template)
+                _check_texts(texts, tokenizer)
+                texts = tokenizer.shorten(texts, data.max_prompt, data.max_completion)
             except Dropped as e:
                 dropped[printable(e)] += 1
                 continue
@@ -329,7 +325,7 @@ def _read_texts(
                     break
                 continue
             if not faults:  # after a fault the rest of the file is only checked
-                yield from results
+                yield where, record, texts
     except MemoryError:
         raise BadInput(
             f"{where}: reading on from here takes {over_memory()}: make the records smaller, or "
@@ -337,27 +333,6 @@ def _read_texts(
         ) from None
     if faults:
         raise BadInput("\n".join(faults))
-
-
-def _one_record_per_turn(record: Record) -> list[Record]:
-    """For data.score_turns all: a record for each assistant turn of the completion, with the turns
-    before it as its prompt. Raises Fault."""
-    if record.completion_start is None:
-        return [record]
-    turns = record.prompt  # at its end are the completion's turns, all but the last
-    own_turns = [
-        i for i in range(record.completion_start, len(turns)) if turns[i]["role"] == "assistant"
-    ]
-    if own_turns and len(record.completions) == 2:
-        raise Fault(
-            "record: data.score_turns all: the completions of a pair may have one assistant turn each"
-        )
-    if own_turns and own_turns[0] == 0:
-        raise Fault(
-            "record: data.score_turns all: the first turn is the assistant's, without a prompt"
-        )
-    earlier = [record._replace(prompt=turns[:i], completions=[turns[i]]) for i in own_turns]
-    return [*earlier, record]
 
 
 def _check_texts(texts: Texts, tokenizer: Tokenizer) -> None:

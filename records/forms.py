@@ -57,9 +57,6 @@ class Record(NamedTuple):
     label: bool | None  # desirable? None for a pair, a demonstration or a prompt
     rewards: tuple[float | None, float | None] = (None, None)  # of chosen and rejected
     weight: float = 1.0
-    # A completion of several turns leaves its last one in `completions`; the turns before it are
-    # the end of `prompt`, from this index on. None: the completion had one turn.
-    completion_start: int | None = None
     tools: list[dict] | None = None  # handed to the chat template
     template_kwargs: dict = {}  # handed to the chat template
     extra: dict[str, str | float] = {}  # the fields that data.extra names
@@ -274,11 +271,7 @@ def _dialogue(fields: dict) -> Record:
             raise Fault(
                 f"{field}: the last turn is the masked role's ({masked_role}), so there is nothing to learn"
             )
-    record = _join_completion(turns[:-1], turns[-1:], field)
-    if any(turn["role"] == "assistant" for turn in turns[:-1]):
-        # No field says where the completion begins, so every turn of the assistant belongs to it.
-        record = record._replace(completion_start=0)
-    return record
+    return _join_completion(turns[:-1], turns[-1:], field)
 
 
 def _prompt_and_completion(fields: dict) -> Record:
@@ -309,12 +302,7 @@ def _join_completion(prompt: str | list[dict], value: object, field: str) -> Rec
         )
     if len(turns) == 1:
         return Record(prompt, turns, None)
-    return Record(
-        prompt=[*prompt_turns, *turns[:-1]],
-        completions=turns[-1:],
-        label=None,
-        completion_start=len(prompt_turns),
-    )
+    return Record([*prompt_turns, *turns[:-1]], turns[-1:], None)
 
 
 def _with_system_message(record: Record, system: str) -> Record:
@@ -322,11 +310,7 @@ def _with_system_message(record: Record, system: str) -> Record:
     turns = as_turns(record.prompt)
     if turns[0]["role"] == "system":
         raise Fault("system: given beside a system message: which one is meant?")
-    start = record.completion_start
-    return record._replace(
-        prompt=[{"role": "system", "content": system}, *turns],
-        completion_start=None if start is None else start + 1,
-    )
+    return record._replace(prompt=[{"role": "system", "content": system}, *turns])
 
 
 # ---- one field -----------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ NAMES_ELSEWHERE = {
     "gradient_checkpointing": "activation_checkpointing",
     "learning_rate": "optim.lr",
     "load_in_4bit": "lora.quantize",
-    "load_in_8bit": "lora.quantize",
     "logging_steps": "log_interval",
     "lora.base": "lora.quantize",  # its name in older settings.yaml
     "lora_alpha": "lora.alpha",

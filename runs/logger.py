@@ -1,4 +1,4 @@
-"""What a run writes between two checkpoints: csv files, eval/*.json, examples-N.csv, a tracker.
+"""What a run writes between two checkpoints: csv files, eval/*.json, a tracker.
 
 metrics.csv (training) and val.csv (validation) survive a kill and a resume: a checkpoint claims
 the rows written so far (Csv.sync), and a resume continues after them (read_claimed_rows).
@@ -247,31 +247,6 @@ class Logger:
             self.tracker.samples(samples, step)
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
-
-    def examples(self, step: int, batch, columns: dict) -> None:
-        """Write examples-N.csv: a row for each example of a step, largest loss first.
-
-        columns: name -> a value for each example of batch.examples, in their order.
-        """
-        if not self.main:
-            return
-        decode = batch.tokenizer.decode
-        table = Csv(self.out / f"examples-{step}.csv")
-        for i in columns["loss"].argsort(descending=True).tolist():
-            example = batch.examples[i]
-            row = {"where": example.where, "prompt": decode(example.prompt)}
-            for k, completion in enumerate(example.completions, start=1):
-                row[f"completion {k}"] = decode(completion)
-                row[f"tokens {k}"] = len(completion)
-            row["label"] = example.label
-            row["weight"] = example.weight
-            row.update(example.extra)
-            for name, column in columns.items():
-                row[name] = column[i].item()
-            table.row(row)
-        table.file.close()
-        title = f"examples of step {step}, largest loss first"
-        self.progress.say(fit_80_columns(title, str(table.path)))
 
     def sync(self) -> dict[str, list]:
         """Wait until all rows are on the disk. Returns what a checkpoint claims: file name -> what

@@ -12,7 +12,6 @@ from runs.errors import BadInput, printable
 DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
 CPU_ACTIVATIONS = 4e9  # bytes
 LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
-EXPORT_DTYPES = ("source", "float32")
 MAX_INT, MAX_FLOAT = 10**12, 1e30  # of any number; float32 ends at 3e38
 
 NO_BF16 = """precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no \
@@ -123,9 +122,6 @@ class Data:
     labels: str | None = None
     """What the values of the label mean where they are not ours: up=positive,down=negative, or
     up=4|5,down=1|2. Records with other values are dropped and counted."""
-    score_turns: str = setting("last", choices=("last", "all"))
-    """Of a completion (or dialogue) with several turns: last scores the last turn only; all makes an
-    example of each of the assistant's turns."""
     cache: str | None = "~/.cache/kto"
     """Folder that keeps the token ids of files of 16 MB and more. null: no cache."""
     extra: str | None = None
@@ -167,11 +163,9 @@ class Lora:
     targets: str = ",".join(LORA_TARGETS[:-1])
     """Which linear layers get adapters, by commas: any of query, key, value, projection, mlp, head;
     or PEFT's names: q_proj, o_proj, all-linear, ..."""
-    rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
-    quantize: str | None = setting(None, choices=("nf4", "int8"))
-    """Hold the frozen matrices of all blocks in nf4 or int8 (QLoRA, by bitsandbytes). The export
-    has them as they were. null: not quantised."""
+    quantize: str | None = setting(None, choices=("nf4",))
+    """Hold the frozen matrices of all blocks in nf4 (QLoRA, by bitsandbytes). The export has them
+    as they were. null: not quantised."""
 
 
 @dataclass(frozen=True)
@@ -287,9 +281,6 @@ class RunSettings:
     """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
     ours or one of its checkpoints."""
     data: Data
-    model_code: str = setting("auto", choices=("auto", "litgpt", "transformers"))
-    """Whose code computes the model: litgpt's where it knows the model_type, else transformers' own class
-    (pip install '.[transformers]'); or always one of the two."""
     reference: str | None = path_setting()
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
     reference_cache: str | None = field(default=None, metadata=FOLDER)
@@ -356,10 +347,6 @@ class RunSettings:
     keep_best: str | None = None
     """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
     name ends with loss, the highest of any other."""
-    export_dtype: str = setting("source", choices=EXPORT_DTYPES)
-    """Type of the exported weights: source (as in the model that we start from), or float32."""
-    examples_at: int | None = setting(None, at_least=1)
-    """Write a table of this step's examples with their columns, largest loss first."""
     debug: bool = False
     """Let exceptions through to pdb, and skip the start check, validation (not the last check) and progress: the first
     breakpoint in a loss is then in the first training micro-batch."""
@@ -457,8 +444,8 @@ CUT_SETTINGS = {
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
-    "logger", "project", "progress", "max_time", "stop_at", "examples_at", "debug",
-    "export_dtype", "data.cache", "eval.samples", "eval.batch_size",
+    "logger", "project", "progress", "max_time", "stop_at", "debug",
+    "data.cache", "eval.samples", "eval.batch_size",
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
 }  # fmt: skip
 
@@ -473,7 +460,7 @@ CONTENT_SETTINGS = {
 # algorithm's own.
 SECTIONS = (
     ("model", "What is trained, and what it is compared with.",
-     "model model_code reference reference_cache lora"),
+     "model reference reference_cache lora"),
     ("data", "Which records, and how they become tokens.", "data"),
     ("step", "How long and how fast. Micro-batches are a matter of memory and speed: they never "
      "change the numbers.",
@@ -482,9 +469,9 @@ SECTIONS = (
     ("precision and devices", "The same run on a CPU, one GPU or many.",
      "accelerator devices num_nodes strategy precision deterministic"),
     ("checkpoints", "Where a run lies, how it goes on and how it ends.",
-     "out_dir resume save_interval keep_last keep_best export_dtype"),
+     "out_dir resume save_interval keep_last keep_best"),
     ("evaluation and logging", "What is measured, shown and written.",
-     "val_interval limit_val eval log_interval logger project progress examples_at debug"),
+     "val_interval limit_val eval log_interval logger project progress debug"),
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from runs.errors import BadInput
 from runs.settings import Data
 
 sys.path.append(str(tokens.CHAT))
-from chat_records import CALLS, LONG, RECORDS, RESULT, SYSTEM, THOUGHT, TOOLS, bot, user  # noqa: E402
+from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, bot, user  # noqa: E402
 
 TRL = json.loads((tokens.CHAT / "trl.json").read_text())
 
@@ -267,26 +267,6 @@ def test_of_several_turns_the_last_is_the_completion(real):
     for turns in (TURNS[:2], TURNS[1:], [bot("a"), bot("b")]):
         with pytest.raises(BadInput, match="completion: expected one assistant message"):
             ids({"prompt": ASKED, "completion": turns} | tools, t)
-
-
-def test_or_each_of_the_assistants_turns_is_scored(real):
-    t = Tokenizer(real("qwen2.5"))
-    record = {"prompt": ASKED, "completion": TURNS, "tools": TOOLS, "label": 0, "weight": 2}
-    call, last = load([record], t, score_turns="all")
-    assert (last.prompt.tolist(), last.completions[0].tolist()) == ids(record, t)
-    first = {"prompt": ASKED, "completion": TURNS[:1], "tools": TOOLS}
-    assert (call.prompt.tolist(), call.completions[0].tolist()) == ids(first, t)
-    assert call.label is last.label is False and call.weight == last.weight == 2
-    earlier = [user("1"), bot("2"), user("3")]
-    said = {"prompt": earlier, "completion": "4", "label": 1}
-    assert len(load([said], t, score_turns="all")) == 1, "the prompt's own turns are not scored"
-    dialogue = {"messages": [SYSTEM, *earlier, bot("4")]}
-    shown = [
-        t.decode(e.completions[0]) for e in load([dialogue], t, "demonstrations", score_turns="all")
-    ]
-    assert [x[0] for x in shown] == ["2", "4"]
-    with pytest.raises(BadInput, match=":1: record: data.score_turns all: .*without a prompt"):
-        load([{"messages": [bot("0"), *earlier, bot("4")]}], t, "demonstrations", score_turns="all")
 
 
 # ---- hostile templates and long texts ------------------------------------------------------------

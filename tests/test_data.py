@@ -634,7 +634,6 @@ def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_pat
         lambda: load(source, chat(), max_completion=1),
         lambda: load(source, chat(), max_prompt=1),
         lambda: load(source, chat(), kind="demonstrations"),
-        lambda: load(source, chat(), score_turns="all"),
         lambda: load(write(tmp_path / "d.jsonl", rated("ab", "xy", 0)), chat()),
     ]
     for n, way in enumerate(ways, 1):

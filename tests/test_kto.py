@@ -365,7 +365,7 @@ def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampl
     monkeypatch.setattr(evaluate, "generate", remember)
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
     argv += [f"--out_dir={tmp_path}", "--batch_size=6", "--max_steps=4", "--optim.lr=0.01"]
-    argv += ["--eval.check=demo", "--eval.samples=0", "--progress=false", "--export_dtype=float32"]
+    argv += ["--eval.check=demo", "--eval.samples=0", "--progress=false"]
     kto.main(argv)
     with open(tmp_path / "val.csv") as f:
         first, *_, last = (float(row["kl/own"]) for row in csv.DictReader(f))

@@ -352,7 +352,7 @@ def test_the_end_of_a_run_closes_what_it_writes_to(tmp_path, monkeypatch):
 # ---- trackers, through whole runs ----------------------------------------------------------------
 
 TINY = "--batch_size=4 --epochs=2 --max_steps=3 --val_interval=null --save_interval=null"
-TINY += " --eval.samples=2 --eval.max_new_tokens=3 --examples_at=2 --optim.lr=1e-3"
+TINY += " --eval.samples=2 --eval.max_new_tokens=3 --optim.lr=1e-3"
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 SPIN = "--spin.max_iterations=1 --spin.max_new_tokens=3"
 
@@ -510,21 +510,6 @@ def test_a_run_says_how_many_steps_it_will_have(tracked):
     assert "\n3 steps of 4 examples\n" in stdout
     assert "\n6 steps per epoch, which leaves out 0 of 24 examples\n" in stdout
     assert "\nstep 1/3: loss " in stdout and f"\nrun folder: {out}\n" in stdout
-
-
-@pytest.mark.parametrize("program, K", [("kto", 1), ("dpo", 2), ("spin", 2)])
-def test_a_steps_examples_are_a_table_with_the_largest_loss_first(tracked, program, K):
-    out, *_ = tracked[program, "tensorboard"]
-    examples = rows(out / "examples-2.csv")
-    losses = [float(row["loss"]) for row in examples]
-    assert len(examples) == 4 and losses == sorted(losses, reverse=True)
-    mean = next(float(row["loss"]) for row in rows(out / "metrics.csv") if row["step"] == "2")
-    assert sum(losses) / 4 == pytest.approx(mean)
-    for row in examples:
-        assert row["where"].split(":")[0].endswith(".jsonl") and row["prompt"]
-        assert row["label"] in ("True", "False") and row["weight"] == "1.0"
-        assert all(int(row[f"tokens {k}"]) > 0 for k in range(1, K + 1))
-        assert f"completion {K}" in row and f"completion {K + 1}" not in row
 
 
 def test_the_csv_logger_tracks_nowhere_else(tmp_path):

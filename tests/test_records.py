@@ -223,7 +223,7 @@ DEMOS = {
             ],
             "mask": "User",
         },
-        Record([SYSTEM, user("p"), bot("q"), user("r")], [bot("c")], None, completion_start=1),
+        Record([SYSTEM, user("p"), bot("q"), user("r")], [bot("c")], None),
     ),
     "conversations, no system": (
         {"system": "", "conversations": CONVERSATION},

@@ -371,7 +371,7 @@ def test_no_number_may_be_nan_infinite_or_negative(config):
 @pytest.mark.parametrize(
     "name, lowest",  # the lowest that is meant; below it lies what is not
     [
-        ("max_steps", 1), ("stop_at", 1), ("examples_at", 1), ("epochs", 1), ("devices", 1), ("num_nodes", 1),
+        ("max_steps", 1), ("stop_at", 1), ("epochs", 1), ("devices", 1), ("num_nodes", 1),
         ("log_interval", 1), ("keep_last", 1), ("batch_size", 2), ("micro_batch_size", 1), ("micro_batch_tokens", 1),
         ("limit_train", 1), ("limit_val", 1), ("val_interval", 1), ("eval.check_interval", 1),
         ("save_interval", 1), ("data.max_prompt", 1), ("data.max_completion", 1),
@@ -405,7 +405,7 @@ def test_numbers_have_a_range(name, good, bad):
     [
         ("strategy", "fsdp"), ("precision", "bf16-mixed"), ("accelerator", "cpu"), ("logger", "wandb"),
         ("optim.name", "adamw8bit"), ("optim.schedule", "linear"), ("kto.loss", "apo_zero_unpaired"),
-        ("eval.check", "demo"), ("export_dtype", "source"), ("data.score_turns", "all"),
+        ("eval.check", "demo"),
     ],
 )  # fmt: skip
 def test_a_choice_outside_the_list_is_refused_with_the_list(name, good):
@@ -510,7 +510,7 @@ ODD = {
     "optim.clip": 2.0, "eval.top_k": 3, "eval.check": "demo", "data.cache": "c",
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
     "eval.cache_gb": 0.5, "kto.sft_average_logps": False, "reference_cache": "~/c", "activation_checkpointing": True,
-    "stop_at": 5, "examples_at": 3, "debug": True, "eval.check_interval": 0.5, "data.extra": "a,b", "eval.stop": ["\n"],
+    "stop_at": 5, "debug": True, "eval.check_interval": 0.5, "data.extra": "a,b", "eval.stop": ["\n"],
 }  # fmt: skip
 
 
@@ -565,7 +565,7 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
                  "lora.rank", "eval.check", "limit_train", "deterministic"):  # fmt: skip
         assert settings.changed_settings(old, old | {name: "other"}) == ([name], []), name
     for name in ("log_interval", "val_interval", "save_interval", "logger", "project", "keep_last", "progress",
-                 "max_time", "stop_at", "examples_at", "debug", "resume", "out_dir", "eval.samples",
+                 "max_time", "stop_at", "debug", "resume", "out_dir", "eval.samples",
                  "eval.check_interval", "activation_checkpointing"):  # fmt: skip
         assert settings.changed_settings(old, old | {name: "other"}) == ([], []), name
     for name in ("micro_batch_size", "micro_batch_tokens", "devices", "num_nodes", "strategy",

@@ -1,6 +1,5 @@
 """The cut is free: micro-batches, token budgets, processes, sharding never change the numbers."""
 
-import csv
 import json
 import shlex
 import shutil
@@ -507,36 +506,6 @@ def test_stop_at_stops_saved_and_the_command_that_it_prints_makes_it_the_same_ru
     assert (python, program) == ("python", kto.__file__)
     conftest.start("kto", argv)
     assert_same(conftest.result(out), whole)
-
-
-def test_examples_at_writes_a_steps_examples_with_the_largest_loss_first(
-    tiny, ratings, tmp_path, drawn
-):
-    def table(name):
-        with open(tmp_path / name / "examples-2.csv") as f:
-            return list(csv.DictReader(f))
-
-    argv = ("--precision=64-true", *COMMON, "--max_steps=3", "--examples_at=2")
-    two = (*argv, "--strategy=ddp")
-    ranks(2, lambda rank: train(tiny, ratings, tmp_path / "two", *two) and None)
-    run, one, two = train(tiny, ratings, tmp_path / "one", *argv), table("one"), table("two")
-    losses, names = [float(row["loss"]) for row in one], list(one[0])
-    assert losses == sorted(losses, reverse=True)
-    assert sum(losses) / 7 == pytest.approx(run["rows"][1]["loss"], rel=1e-9)
-    assert names[:6] == ["where", "prompt", "completion 1", "tokens 1", "label", "weight"]
-    columns = ["loss", "preference_loss", "sft_loss", "logratio", "logp", "desirable", "entropy"]
-    assert names[6:] == columns
-    examples, records = {(e.where, str(e.label)): e for e in drawn[1]}, ratings.read_text()
-    assert sorted((row["where"], row["label"]) for row in one) == sorted(examples)
-    for row, other in zip(one, two):
-        e = examples[row["where"], row["label"]]
-        record = json.loads(records.splitlines()[int(e.where.rsplit(":", 1)[1]) - 1])
-        answer = record.get("completion") or record["chosen" if e.label else "rejected"]
-        assert (row["prompt"], row["completion 1"]) == (record["prompt"], answer)
-        assert int(row["tokens 1"]) == len(e.completions[0])
-        assert [row[n] for n in names[:6]] == [other[n] for n in names[:6]]
-        values = [[float(x[n]) for n in columns] for x in (row, other)]
-        assert values[0] == pytest.approx(values[1], rel=1e-9, abs=1e-9), "on two processes too"
 
 
 def test_debug_meets_the_first_training_micro_batch_first_and_lets_its_error_through(
