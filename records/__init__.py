@@ -4,6 +4,5 @@ readers.py    files of records (json lines, csv, parquet, the Hub): one raw reco
 forms.py      one raw record of any known form becomes a Record: prompt, completions, rating
 tokenizer.py  a Record becomes text, by the model's chat template, and then token ids
 examples.py   load_examples, which calls all of them: read it first; splits, table, hash of the data
-cache.py      token ids of large files on disk; preview.py prints a file as a run would see it
-memory.py     a bound on what a hostile file or chat template may take
+preview.py    prints a file as a run would see it
 """

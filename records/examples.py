@@ -1,14 +1,13 @@
 """From records to examples of token ids, and what a run does with them before it trains.
 
-Reading order: Example (what comes out) and Examples (many of them); load_examples, _load_file and
-_tokenise_file; the whole way of a record, which is _read_texts (read, understand, render) and
+Reading order: Example (what comes out) and Examples (many of them); load_examples and _load_file;
+the whole way of a record, which is _read_texts (read, understand, render) and
 _tokenise_texts (encode, cut, make columns); then the three parts of the data, the table that
 describes them, and their hash.
 """
 
 import contextlib
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from records.cache import cache_file, read_cached, write_cached
 from records.forms import Dropped, Fault, Kind, Record, understand_record
-from records.memory import bounded_memory, over_memory
 from records.readers import count_lines, read_records, split_sources
 from records.tokenizer import ENCODE_TEXTS, Endless, Texts, Tokenizer
 from runs.console import Wait, advance
@@ -222,20 +219,6 @@ def load_examples(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> 
 
 
 def _load_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
-    """The examples of one file (or Hub data set): from data.cache if they are there."""
-    with Wait(f"looking for {source} in data.cache"):
-        file = cache_file(source, tokenizer, kind, data)
-        arrays = read_cached(file) if file else None
-    if arrays:
-        return _from_arrays(arrays, source)
-    loaded = _tokenise_file(source, tokenizer, kind, data)
-    # not if the file was changed while it was read: they would be kept for the text that it had before
-    if file and file == cache_file(source, tokenizer, kind, data):
-        write_cached(file, _to_arrays(loaded, source))
-    return loaded
-
-
-def _tokenise_file(source: str, tokenizer: Tokenizer, kind: Kind, data: Data) -> LoadedExamples:
     """The examples of one file. All its records are rendered in one way: as plain text, or all by the
     chat template if any record needs it."""
     n = count_lines(source)
@@ -261,8 +244,7 @@ def _tokenise_texts(
     """Steps 4 to 6 of a record's way (encode, cut, make columns); steps 1 to 3 are in _read_texts
     below. In batches, since texts take more memory than their token ids."""
     while True:
-        with bounded_memory():
-            batch = list(islice(records_with_texts, ENCODE_TEXTS))
+        batch = list(islice(records_with_texts, ENCODE_TEXTS))
         if not batch:
             return
         cuts, ignored, renamed, rendered = Counter(), {}, {}, Counter()
@@ -300,37 +282,30 @@ def _read_texts(
     faults, n_plain = [], 0
     extra = data.extra_fields
     columns, labels = column_names(data), label_values(data)
-    where = source
-    try:
-        # 1. read: a line of the file becomes what it holds (readers.py)
-        for where, raw in read_records(source, extra, columns):
-            try:
-                # 2. understand: that becomes a Record (forms.py)
-                record = understand_record(raw, kind, extra, columns, labels)
-                if tokenizer.template and (record.has_messages or record.instruct):
-                    if n_plain:
-                        raise FoundMessages
-                    by_template = True
-                n_plain += not by_template
-                # 3. render: its messages become texts, not much longer than what is kept
-                texts = tokenizer.render(record, by_template)
-                _check_texts(texts, tokenizer)
-                texts = tokenizer.shorten(texts, data.max_prompt, data.max_completion)
-            except Dropped as e:
-                dropped[printable(e)] += 1
-                continue
-            except (Fault, RecursionError) as e:
-                faults.append(" ".join(f"{where}: {e}".splitlines()))
-                if len(faults) == MOST_FAULTS or isinstance(e, Endless):
-                    break
-                continue
-            if not faults:  # after a fault the rest of the file is only checked
-                yield where, record, texts
-    except MemoryError:
-        raise BadInput(
-            f"{where}: reading on from here takes {over_memory()}: make the records smaller, or "
-            "write one a line (.jsonl)"
-        ) from None
+    # 1. read: a line of the file becomes what it holds (readers.py)
+    for where, raw in read_records(source, extra, columns):
+        try:
+            # 2. understand: that becomes a Record (forms.py)
+            record = understand_record(raw, kind, extra, columns, labels)
+            if tokenizer.template and (record.has_messages or record.instruct):
+                if n_plain:
+                    raise FoundMessages
+                by_template = True
+            n_plain += not by_template
+            # 3. render: its messages become texts, not much longer than what is kept
+            texts = tokenizer.render(record, by_template)
+            _check_texts(texts, tokenizer)
+            texts = tokenizer.shorten(texts, data.max_prompt, data.max_completion)
+        except Dropped as e:
+            dropped[printable(e)] += 1
+            continue
+        except (Fault, RecursionError) as e:
+            faults.append(" ".join(f"{where}: {e}".splitlines()))
+            if len(faults) == MOST_FAULTS or isinstance(e, Endless):
+                break
+            continue
+        if not faults:  # after a fault the rest of the file is only checked
+            yield where, record, texts
     if faults:
         raise BadInput("\n".join(faults))
 
@@ -443,33 +418,6 @@ def _check_extra_types(examples: Examples) -> None:
         for name, value in extra:
             if types.setdefault(name, type(value)) is not type(value):
                 raise BadInput(f"data.extra: {name}: a number in some records, a text in others")
-
-
-# ---- the cached form of a file's examples --------------------------------------------------------
-
-
-def _to_arrays(loaded: LoadedExamples, source: str) -> dict[str, np.ndarray]:
-    """Arrays for the cache. The file's own name is left out: another may have the same content."""
-    examples, *rest = loaded
-    origins = [(file.removeprefix(source), *extra) for file, *extra in examples.origins]
-    text = json.dumps([origins, *rest])
-    return {
-        "tokens": examples.tokens,
-        "rows": examples.rows,
-        "text": np.frombuffer(text.encode(), np.uint8),
-    }
-
-
-def _from_arrays(arrays: dict[str, np.ndarray], source: str) -> LoadedExamples:
-    """What _to_arrays was given, under the name that the file has now."""
-    origins, *rest = json.loads(arrays["text"].tobytes())
-    cuts, ignored, renamed, rendered, dropped = rest
-    # JSON makes lists of tuples.
-    origins = [(source + file, *map(tuple, extra)) for file, *extra in origins]
-    examples = Examples(arrays["tokens"], arrays["rows"], origins)
-    return LoadedExamples(
-        examples, Counter(cuts), tuple(ignored), tuple(renamed), Counter(rendered), Counter(dropped)
-    )
 
 
 # ---- the parts of the data -----------------------------------------------------------------------

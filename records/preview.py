@@ -28,7 +28,6 @@ from records.forms import (
     kind_of,
     named_fields,
 )
-from records.memory import bounded_memory
 from records.readers import count_lines, read_records, split_sources
 from records.tokenizer import Tokenizer
 from runs.cli import parse_command
@@ -122,16 +121,15 @@ def look_at(source: str | None, data: Data) -> Look:
     a run does."""
     look = Look()
     columns = column_names(data)
-    with contextlib.suppress(MemoryError), bounded_memory():
-        for files, _ in split_sources(source) if source else ():
-            for file in files:
-                with Wait(f"looking at {file}", count_lines(file), "records"):
-                    for where, raw in read_records(file, data.extra_fields, columns):
-                        with contextlib.suppress(Fault):
-                            _, fields = named_fields(raw, columns)
-                            look.kinds[kind_of(fields)] += 1
-                            _look_at_texts(where, fields, look)
-                        advance()
+    for files, _ in split_sources(source) if source else ():
+        for file in files:
+            with Wait(f"looking at {file}", count_lines(file), "records"):
+                for where, raw in read_records(file, data.extra_fields, columns):
+                    with contextlib.suppress(Fault):
+                        _, fields = named_fields(raw, columns)
+                        look.kinds[kind_of(fields)] += 1
+                        _look_at_texts(where, fields, look)
+                    advance()
     return look
 
 

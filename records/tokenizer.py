@@ -24,7 +24,6 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from records.forms import Fault, Record, as_turns, short_json
-from records.memory import bounded_memory, over_memory
 from runs.errors import BadInput, parse_file, printable, user_error
 from runs.small_files import read_object
 
@@ -114,15 +113,13 @@ class Tokenizer:
                 completion = {"role": "assistant", "content": completion}
             answers.append(completion)
         try:
-            with _time_limit(), bounded_memory():
+            with _time_limit():
                 arguments = dict(tools=record.tools, documents=None, **record.template_kwargs)
                 prompt = self._run_template(turns, True, arguments)
                 completions = [self._completion_text(prompt, turns, a, arguments) for a in answers]
                 tool_names = _tool_names([*turns, *answers], record.tools or [])
         except Fault:
             raise
-        except MemoryError:
-            raise Endless(f"chat template: {over_memory()} for this record") from None
         except Exception as e:  # a template is a program: it may raise anything
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             hint = " (data.date gives it a day)" if "strftime_now" in reason else ""
@@ -260,19 +257,6 @@ class Tokenizer:
         """Whether both turn every text into the same ids."""
         return self.processor.to_str() == other.processor.to_str()
 
-    def description(self) -> str:
-        """All that decides which ids a record gets."""
-        return repr(
-            [
-                self.processor.to_str(),
-                self.bos,
-                self.eos,
-                self.adds_bos,
-                self.template_text,
-                self.config,
-            ]
-        )
-
     def special_text(self, name: str) -> str | None:
         """The text of eos_token, bos_token, ...: a string in the file, or an object that holds it."""
         token = self.config.get(name)
@@ -359,10 +343,8 @@ class Tokenizer:
             environment.globals[name] = self.special_text(name) or ""
         try:
             # jinja computes a template's constants now: {{ "a" | center(3000000000) }}
-            with _time_limit(), bounded_memory():
+            with _time_limit():
                 return environment.from_string(self.template_text)
-        except MemoryError:
-            raise BadInput(f"{place}: chat template: {over_memory()}") from None
         except Exception as e:  # jinja and Python's compiler raise many kinds
             raise BadInput(f"{place}: chat template: {e}") from None
 

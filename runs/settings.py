@@ -122,8 +122,6 @@ class Data:
     labels: str | None = None
     """What the values of the label mean where they are not ours: up=positive,down=negative, or
     up=4|5,down=1|2. Records with other values are dropped and counted."""
-    cache: str | None = "~/.cache/kto"
-    """Folder that keeps the token ids of files of 16 MB and more. null: no cache."""
     extra: str | None = None
     """More fields that every record must have, which a loss reads by batch.extra, and a checker by answer.fields:
     source,score."""
@@ -445,7 +443,7 @@ CUT_SETTINGS = {
 FREE_SETTINGS = CUT_SETTINGS | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
     "logger", "project", "progress", "max_time", "stop_at", "debug",
-    "data.cache", "eval.samples", "eval.batch_size",
+    "eval.samples", "eval.batch_size",
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -17,7 +16,7 @@ from tokens import ids_of, rated, write
 import data
 from hub import folders
 from hub.families import read_config
-from records import examples, memory, tokenizer
+from records import examples, tokenizer
 from records.forms import Fault, Record
 from records.tokenizer import Texts, Tokenizer
 from runs.errors import BadInput
@@ -316,38 +315,6 @@ def test_a_product_in_a_template_is_bounded(tmp_path, large):
     assert templated(tmp_path, "{{ '-' * 3 * 2 }}{{ messages[-1].content }}").render(
         Record([user("p")], [bot("pc")], True)
     )[1] == ["c"]
-
-
-GROWING = [
-    "{% set n = namespace(x='ab') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{{ 'x' | center(99999999999) }}",
-    "{{ '%99999999999d' % 1 }}",
-    "{{ (['x' * 1000000] * 100000) | join }}",
-]
-
-
-@pytest.mark.survive("R16")
-@pytest.mark.parametrize("template", GROWING)
-def test_a_template_that_makes_a_text_too_large_for_the_memory_is_ended(
-    tmp_path, monkeypatch, template
-):
-    monkeypatch.setattr(memory, "MOST_MEMORY", 2**27)
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    two = [rated([user("p")], [bot("c")])] * 2
-    with pytest.raises(BadInput) as e:
-        load(two, templated(tmp_path, template + tokens.CHATML))
-    assert str(e.value).endswith(":1: chat template: more than 0.125 GB of memory for this record")
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-@pytest.mark.survive("R16")
-def test_a_constant_that_jinja_computes_before_the_first_record_is_bounded_too(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(memory, "MOST_MEMORY", 2**27)
-    with pytest.raises(BadInput, match="chat template: more than 0.125 GB of memory"):
-        load([rated([user("p")], [bot("c")])], templated(tmp_path, "{{ '%300000000d' % 1 }}"))
 
 
 @pytest.mark.survive("R17")

@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import gc
-import gzip
 import random
 import re
-import resource
 import sys
 import time
 
@@ -18,7 +16,7 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 
 import data
 from data import Batch, MicroBatch
-from records import cache, examples, memory
+from records import examples
 from records.examples import (
     Example,
     describe_examples,
@@ -148,63 +146,6 @@ NOTHING = [("d.jsonl", b""), ("d.jsonl", b"\n\n"), ("d.json", b"[]"), ("d.csv", 
 def test_a_file_without_records_is_refused(tmp_path, name, blob):
     (tmp_path / name).write_bytes(blob)
     assert refusal(tmp_path / name, plain()) == [f"{tmp_path / name}: no records"]
-
-
-def unpacked(path, start: bytes, block: bytes, end: bytes) -> None:
-    """Write a .gz of 400 MB or so."""
-    with gzip.open(path, "wb", 1) as f:
-        f.write(start)
-        for _ in range(100):
-            f.write(block * (2**22 // len(block)))
-        f.write(end)
-
-
-@pytest.mark.survive("R17")
-@pytest.mark.parametrize(
-    "name, start, block, end",
-    [
-        ("d.jsonl.gz", b'{"prompt": "', b"a", b'"}\n'),
-        ("d.json.gz", b"[", b'{"prompt":"p","completion":"c","label":1},', b"1]"),
-        ("d.csv.gz", b'prompt,completion,label\n"', b"a", b'",c,1\n'),
-    ],
-)
-def test_a_small_file_that_unpacks_to_more_than_the_memory_is_one_line(
-    tmp_path, monkeypatch, name, start, block, end
-):
-    monkeypatch.setattr(memory, "MOST_MEMORY", 2**27)
-    unpacked(tmp_path / name, start, block, end)
-    assert (tmp_path / name).stat().st_size < 2**22
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    (line,) = refusal(tmp_path / name, plain())
-    assert line.startswith(
-        f"{tmp_path / name}: reading on from here takes more than 0.125 GB of memory"
-    )
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-@pytest.mark.survive("R17")
-def test_a_parquet_file_of_3_kb_that_unpacks_to_gigabytes_is_one_line(tmp_path, monkeypatch):
-    import pyarrow
-    import pyarrow.parquet
-
-    monkeypatch.setattr(memory, "MOST_MEMORY", 2**28)
-    long = pyarrow.DictionaryArray.from_arrays([0] * 4096, ["a" * 2**24])
-    table = pyarrow.table({"prompt": ["p"] * 4096, "completion": long, "label": [True] * 4096})
-    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", compression="zstd")
-    assert (tmp_path / "d.parquet").stat().st_size < 4000
-    (line,) = refusal(tmp_path / "d.parquet", plain())
-    assert ": reading on from here takes more than 0.25 GB of memory" in line
-
-
-def test_a_large_file_of_small_records_is_read_within_the_bound(tmp_path, monkeypatch):
-    """Only a batch of records counts, not the token ids of all that went before."""
-    monkeypatch.setattr(memory, "MOST_MEMORY", 2**25)
-    monkeypatch.setattr(examples, "ENCODE_TEXTS", 100)  # ten batches, of 10 MB of texts each
-    record = b'{"prompt": "p", "completion": "' + b"c" * 100_000 + b'", "label": 1}\n'
-    with gzip.open(tmp_path / "d.jsonl.gz", "wb", 1) as f:
-        for _ in range(1000):
-            f.write(record)
-    assert len(read(tmp_path / "d.jsonl.gz", plain())) == 1000
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -560,121 +501,6 @@ def test_examples_that_all_share_a_prompt_have_no_pairs_and_that_is_seen_at_once
     began = time.process_time()
     assert data.mismatched(many) == [-1] * 30_000 and time.process_time() - began < 5
     assert data.mismatched([e, e._replace(prompt=np.array([5]))]) == [-1, -1]
-
-
-def through_cache(monkeypatch, tmp_path):
-    """(a list that gets each source when it is tokenised, load with a cache in tmp_path)"""
-    tokenised, tokenise_file = [], examples._tokenise_file
-
-    def counted(source, *args):
-        tokenised.append(source)
-        return tokenise_file(source, *args)
-
-    monkeypatch.setattr(cache, "LARGE", 1)
-    monkeypatch.setattr(examples, "_tokenise_file", counted)
-    folder = str(tmp_path / "cache")
-    return tokenised, lambda source, *args, **kw: load(source, *args, cache=folder, **kw)
-
-
-CACHED = {
-    "rated": [rated("a", "x", 0, note=1.5), rated("abcdef", "y", weight=2, note=3, other=1)],
-    "paired": [
-        {"prompt": "a", "chosen": "x", "rejected": "y", "chosen_reward": 1, "note": 1},
-        {"prompt": "b", "chosen": "xy", "rejected": "z", "note": 2},
-    ],
-    "demonstrations": [{"prompt": "a", "completion": "x", "note": 1}],
-    "prompts": [{"prompt": "a", "note": 1}, {"prompt": "b", "note": 1}],
-}
-
-
-def test_a_file_that_grows_while_it_is_read_is_not_cached_as_what_it_was(tmp_path, monkeypatch):
-    _, load = through_cache(monkeypatch, tmp_path)
-    file = tmp_path / "d.jsonl"
-    source = write(file, rated("a", "x"))
-    tokenise, before = examples._tokenise_file, file.read_text()
-
-    def grows(source, *args):
-        file.write_text(2 * before)
-        return tokenise(source, *args)
-
-    with monkeypatch.context() as m:
-        m.setattr(examples, "_tokenise_file", grows)
-        assert len(load(source, plain()).examples) == 2
-    file.write_text(before)
-    assert len(load(source, plain()).examples) == 1
-
-
-@pytest.mark.parametrize("kind", CACHED)
-def test_token_ids_come_from_the_disk_as_they_were_made(tmp_path, monkeypatch, kind):
-    tokenised, load = through_cache(monkeypatch, tmp_path)
-    source = write(tmp_path / "d.jsonl", *CACHED[kind])
-    for extra in (None, "note"):
-        limits = dict(kind=kind, extra=extra, max_prompt=4)
-        fresh, again = load(source, plain(), **limits), load(source, plain(), **limits)
-        assert len(tokenised) == 1 + (extra is not None)
-        assert fresh[1:] == again[1:] and len(fresh.examples) == len(again.examples)
-        for a, b in zip(fresh.examples, again.examples):
-            assert ids(a) == ids(b) and a[2:] == b[2:]
-            assert [type(x) for x in a[2:]] == [type(x) for x in b[2:]]
-            assert {x.dtype for x in (b.prompt, *b.completions)} == {np.dtype(np.int32)}
-        both = [{"train": x.examples} for x in (fresh, again)]
-        assert examples_hash(both[0]) == examples_hash(both[1])
-
-
-def test_token_ids_on_disk_are_of_this_content_tokenizer_and_limits_only(tmp_path, monkeypatch):
-    tokenised, load = through_cache(monkeypatch, tmp_path)
-    source = write(tmp_path / "d.jsonl", rated([user("a")], [bot("x")]), rated("ab", "xy"))
-    other = Tokenizer(
-        folder(tmp_path / "o", chat_template=CHATML.replace("user", "User") + "{# #}")
-    )
-    ways = [
-        lambda: load(source, chat()),
-        lambda: load(source, bos()),
-        lambda: load(source, other),
-        lambda: load(source, chat(), max_completion=1),
-        lambda: load(source, chat(), max_prompt=1),
-        lambda: load(source, chat(), kind="demonstrations"),
-        lambda: load(write(tmp_path / "d.jsonl", rated("ab", "xy", 0)), chat()),
-    ]
-    for n, way in enumerate(ways, 1):
-        way()
-        assert len(tokenised) == n
-    load(write(tmp_path / "e.jsonl", rated("ab", "xy", 0)), chat())
-    assert len(tokenised) == n, "another name of the same content"
-    (e,) = load(str(tmp_path / "e.jsonl"), chat()).examples
-    assert e.where == f"{tmp_path}/e.jsonl:1", "said by the name that was given"
-    monkeypatch.setattr(cache, "LARGE", 10**6)
-    load(source, chat())
-    assert len(tokenised) == n + 1, "a small file is tokenised again"
-
-
-def test_without_a_folder_no_token_ids_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "LARGE", 1)
-    monkeypatch.chdir(tmp_path)
-    source = write(tmp_path / "d.jsonl", rated())
-    for off in (None, ""):
-        assert cache.cache_file(source, plain(), "rated", Data(source, cache=off)) is None
-    assert cache.cache_file(source, plain(), "rated", Data(source, cache="here")) is not None
-
-
-def test_a_damaged_file_of_token_ids_is_made_again_and_no_room_is_no_fault(tmp_path, monkeypatch):
-    tokenised, load = through_cache(monkeypatch, tmp_path)
-    source = write(tmp_path / "d.jsonl", *[rated(f"a{i}", "x") for i in range(50)])
-    (first, *_), (file,) = load(source, plain()).examples, (tmp_path / "cache").iterdir()
-    whole = file.read_bytes()
-    for at in (0, 200, len(whole) // 2, len(whole) - 8):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert ids(load(source, plain()).examples[0]) == ids(first)
-    file.write_bytes(whole[:-100])
-    load(source, plain())
-    assert len(tokenised) > 3 and file.read_bytes() == whole
-    file.write_bytes(b"")  # as a power cut may leave it
-    assert ids(load(source, plain()).examples[0]) == ids(first)
-    assert file.read_bytes() == whole
-    file.unlink()
-    (tmp_path / "cache").rmdir()
-    (tmp_path / "cache").write_text("no folder")
-    assert ids(load(source, plain()).examples[0]) == ids(first)
 
 
 # ---- split and table -----------------------------------------------------------------------------

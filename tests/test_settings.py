@@ -507,7 +507,7 @@ ODD = {
     "data.val": "-v", "data.test": "on", "data.split": "8,1,1", "data.max_prompt": 5, "data.max_completion": 6,
     "data.date": "2026-01-31", "data.columns": "prompt=q", "data.labels": "up=4|5", "data.chat_template": "t.jinja",
     "data.shuffle": False, "lora.rank": 3, "lora.targets": "head", "optim.lr": 1e-7, "lora.quantize": "nf4",
-    "optim.clip": 2.0, "eval.top_k": 3, "eval.check": "demo", "data.cache": "c",
+    "optim.clip": 2.0, "eval.top_k": 3, "eval.check": "demo",
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
     "eval.cache_gb": 0.5, "kto.sft_average_logps": False, "reference_cache": "~/c", "activation_checkpointing": True,
     "stop_at": 5, "debug": True, "eval.check_interval": 0.5, "data.extra": "a,b", "eval.stop": ["\n"],
