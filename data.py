@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 from records.examples import Example, Examples
-from records.tokenizer import Tokenizer
 from runs.errors import BadInput
 from runs.optimizer import Plan
 from runs.settings import DEFAULT_TOKENS
@@ -51,8 +50,7 @@ def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
         batch.pack_ahead()
         return batch
 
-    # A breakpoint wants the main thread. Partners of a fork's own may depend on what the step before has changed.
-    if run.cfg.debug or run.objective.overrides("partners"):
+    if run.objective.overrides("partners"):  # they may depend on what the step before has changed
         yield from map(make, steps)
         return
     with ThreadPoolExecutor(1) as thread:
@@ -84,8 +82,7 @@ def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
 def make_batch(run, examples, objective) -> "Batch":
     """These examples as the batch of a step of this objective, with mismatched pairs if it asks for them."""
     partners = objective.partners(examples) if objective.kl_pairs else None
-    by_token = objective.by_token
-    return Batch(examples, partners, run.cfg.data.score_prompt, by_token, run.tokenizer, run.cut)
+    return Batch(examples, partners, run.cfg.data.score_prompt, objective.by_token, run.cut)
 
 
 @functools.lru_cache(maxsize=2)
@@ -145,7 +142,6 @@ class Batch:
     partners: list[int | np.ndarray] | None = None
     score_prompt: bool = False
     by_token: bool = False
-    tokenizer: Tokenizer | None = None
     cut: Cut = Cut()
     # results of pack that were made ahead, by its arguments
     packed: dict[tuple[tuple[int, ...], bool], "PackedBatch"] = field(default_factory=dict)
@@ -284,7 +280,6 @@ class Batch:
             length=packed.length_BK,
             index=at,
             step=step,
-            tokenizer=self.tokenizer,
         )
 
 
@@ -344,21 +339,12 @@ class LossView(NamedTuple):
     length: torch.Tensor  # (B, K) scored tokens
     index: torch.Tensor  # (B,) the examples' numbers in the step
     step: StepView
-    tokenizer: Tokenizer | None = None
     # (B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a completion's end
     outputs: torch.Tensor | None = None
 
     def extra(self, name: str):
         """A field that data.extra names: a (B,) tensor of numbers, or a list of B texts. Raises BadInput."""
         return field_of_examples(self.examples, name, self.label.device)
-
-    def text(self, i: int) -> str:
-        """Example i of this micro-batch as lines of text: its place in the data, its label, prompt and completions."""
-        example, decode = self.examples[i], self.tokenizer.decode
-        label = "desirable" if example.label else "undesirable"
-        lines = [f"{example.where}, {label}", f"prompt: {decode(example.prompt)!r}"]
-        lines += [f"completion: {decode(c)!r}" for c in example.completions]
-        return "\n".join(lines)
 
 
 def mismatched(examples: list[Example]) -> list[int]:

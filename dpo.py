@@ -138,21 +138,11 @@ class DPO(Objective):
         return join_columns(means, row)
 
 
-def main(
-    argv=None,
-    objective=DPO,
-    settings=Settings,
-    checker=None,
-    trainer=Trainer,
-    optimizer=None,
-    validation=None,
-) -> None:
-    """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, checker,
-    trainer, optimizer, validation(cfg.dpo)."""
+def main(argv=None, objective=DPO, settings=Settings, trainer=Trainer, **given) -> None:
+    """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, trainer,
+    checker, optimizer."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_dpo.yaml")
-    own_validation = validation and validation(cfg.dpo)
-    run = setup(cfg, objective(cfg.dpo), own_validation, checker=checker, optimizer=optimizer)
-    with trainer(run) as loop:
+    with trainer(setup(cfg, objective(cfg.dpo), **given)) as loop:
         if loop.fit():
             loop.finish()
 

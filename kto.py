@@ -121,23 +121,12 @@ class KTO(Objective):
         return join_columns(means, row)
 
 
-def main(
-    argv=None,
-    objective=KTO,
-    settings=Settings,
-    checker=None,
-    trainer=Trainer,
-    optimizer=None,
-    validation=None,
-) -> None:
+def main(argv=None, objective=KTO, settings=Settings, trainer=Trainer, **given) -> None:
     """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
-    group kto; checker, which judges a list of held-out answers (evaluate.Checker); trainer, a
-    subclass of Trainer; optimizer(policy, cfg), as runs.optimizer.make_optimizer; validation(cfg.kto),
-    an Objective for val.csv, if it needs a different one."""
+    group kto; trainer, a subclass of Trainer. given, to setup: checker, which judges a list of held-out
+    answers (evaluate.Checker); optimizer(policy, cfg), as runs.optimizer.make_optimizer."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo.yaml")
-    own_validation = validation and validation(cfg.kto)
-    run = setup(cfg, objective(cfg.kto), own_validation, checker=checker, optimizer=optimizer)
-    with trainer(run) as loop:
+    with trainer(setup(cfg, objective(cfg.kto), **given)) as loop:
         if loop.fit():
             loop.finish()
 

@@ -162,33 +162,23 @@ def main(
     argv=None,
     objective=OnlineKTO,
     settings=Settings,
-    checker=None,
     trainer=Trainer,
-    optimizer=None,
-    rollout=None,
     rate=rate_answers,
-    validation=None,
+    **given,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
-    online, checker, trainer, optimizer, validation(cfg.kto). rollout: an engine that answers prompts
-    (see rollout.py). rate: makes examples of prompts and answers."""
+    online, trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py).
+    rate: makes examples of prompts and answers."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_online.yaml")
     args = cfg.online
-    if not (checker or cfg.eval.check or rate is not rate_answers):
+    if not (given.get("checker") or cfg.eval.check or rate is not rate_answers):
         raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
     learner = objective(cfg.kto)
     refuse_unless(
         learner.records == "prompts",
         'objective: online.py needs records = "prompts": derive it from OnlineKTO',
     )
-    run = setup(
-        cfg,
-        learner,
-        validation and validation(cfg.kto),
-        checker=checker,
-        optimizer=optimizer,
-        rollout=rollout,
-    )
+    run = setup(cfg, learner, **given)
     with trainer(run) as loop:
         prompts, offline = run.examples["train"], offline_ratings(run)
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))

@@ -99,13 +99,11 @@ class Run:
     """train, val and test, as token ids. Never changed."""
     objective: object
     """The algorithm (train.Objective). Changed by use_objective."""
-    validation: object
-    """The objective of val.csv; most often the same one. Never changed."""
     policy: nn.Module
     """The model that learns, as Fabric wraps it. Its weights are changed by the optimizer's step and
     by new_reference, which merges adapters into the base; at the end by load_best_weights."""
     reference: Reference | CachedReference | None
-    """The frozen model that the policy is compared with; None if no objective needs one. Its weights
+    """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
     optimizer: object
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
@@ -136,9 +134,8 @@ class Run:
     # ---- what an outer loop may change
 
     def use_objective(self, objective) -> None:
-        """Train with another objective from the next fit on. It takes over what the last one remembers.
-        Validation keeps its own objective."""
-        objective.load_state_dict(self.objective.state_dict())
+        """Train with another objective from the next fit on. It takes over what the last one remembers."""
+        vars(objective).update(self.objective.state_dict())
         self.objective = objective
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
@@ -273,24 +270,19 @@ class Run:
 # ---- how it is made ------------------------------------------------------------------------------
 
 
-def setup(
-    cfg: RunSettings, objective, validation=None, checker=None, optimizer=None, rollout=None
-) -> Run:
+def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=None) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
-    validation: the objective of val.csv, if it is a different one. checker: judges answers
-    (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout: an engine that
-    answers prompts (see rollout.py). Raises BadInput, Failed.
+    checker: judges answers (evaluate.Checker). optimizer: a function in place of make_optimizer.
+    rollout: an engine that answers prompts (see rollout.py). Raises BadInput, Failed.
     """
-    validation = validation or objective
     refuse_taken_folder(cfg)
     saved_state(objective)  # refused now, not at the first checkpoint
     say_what_is_forgotten(objective)
     refuse_settings_of_tokens(cfg, objective)
-    needs_reference = objective.needs_reference or validation.needs_reference
     for name in ("reference", "reference_cache"):
         refuse_unless(
-            needs_reference or not getattr(cfg, name),
+            objective.needs_reference or not getattr(cfg, name),
             f"{name}: {type(objective).__name__} has no reference",
         )
 
@@ -307,8 +299,7 @@ def setup(
 
     # the records
     with user_error("data", cfg.data.train):
-        kinds = objective.records, validation.records
-        examples = load_splits(cfg.data, tokenizer, *kinds, say)
+        examples = load_splits(cfg.data, tokenizer, objective.records, say)
     n_desirable, n_undesirable = count_labels(examples["train"])
     # with equal weights such a run mostly unlearns, first of all to end an answer
     if n_undesirable > n_desirable > 0:
@@ -346,7 +337,7 @@ def setup(
             source,
             tokenizer,
             data_hash,
-            needs_reference,
+            objective.needs_reference,
             make_module,
         )
     make = optimizer or make_optimizer
@@ -361,7 +352,7 @@ def setup(
     # a weight that a fork has added is refused now, not at the export
     exported = plain_names(policy.unique_parameters(with_objective=False))
     weight_layout(litgpt.Config(**arguments), names, exported.like)
-    reference = Reference(fabric, policy, frozen) if needs_reference else None
+    reference = Reference(fabric, policy, frozen) if objective.needs_reference else None
     if reference and cfg.reference_cache:
         reference = CachedReference(fabric, reference, cfg, state.identity)
 
@@ -371,7 +362,7 @@ def setup(
         with Wait("reading the checkpoint"):
             load_checkpoint(fabric, folder.checkpoint, policy, optimizer)
         state = replace(folder.state, program_hash=state.program_hash)
-        objective.load_state_dict(folder.state.objective)
+        vars(objective).update(folder.state.objective)
         if not folder.is_own:  # the other run's best checkpoint is not in this folder
             state.best_step = state.best_value = None
 
@@ -387,7 +378,6 @@ def setup(
         tokenizer=tokenizer,
         examples=examples,
         objective=objective,
-        validation=validation,
         policy=policy,
         reference=reference,
         optimizer=optimizer,
@@ -458,7 +448,6 @@ def saved_state(objective) -> dict:
     """An objective's state_dict, of which a resume gets every value as it is now. Raises BadInput for
     one that it would not get: called before the run, after its first step and at each checkpoint."""
     kind, state = type(objective).__name__, objective.state_dict()
-    own_loader = objective.overrides("load_state_dict")
     for name, value in state.items():
         try:
             loaded = json.loads(json.dumps({name: value}))[name]
@@ -466,13 +455,13 @@ def saved_state(objective) -> dict:
             advice = "a number, a text or a list of these is saved, as by float(x) or x.tolist()"
             raise BadInput(f"state_dict: {kind}: {name}: {e}: {advice}") from None
         attribute = getattr(objective, name, MISSING)
-        if own_loader or _is_same(attribute, loaded):
+        if _is_same(attribute, loaded):
             continue
         if attribute is MISSING:
             reason = "no attribute of this name"
         else:
             reason = f"a resume would make {loaded!r} of it, and it is {attribute!r}"
-        advice = "change it, or give a load_state_dict, too"
+        advice = "an attribute that is a number, a text or a list of these is saved"
         raise BadInput(f"state_dict: {kind}: {name}: {printable(reason, 200)}: {advice}")
     return state
 

@@ -4,7 +4,7 @@
     python spin.py                                 # the demo: two cores, half a minute
 
 Each iteration: the policy becomes the reference, answers every prompt, and learns by DPO to prefer the
-human's completion to that answer. Reading order: settings, the objectives, the pairs, main.
+human's completion to that answer. Reading order: settings, the objective, the pairs, main.
 
 Where the paper leaves a choice: one learning-rate schedule spans all iterations, and the optimizer's
 state carries on (with LoRA it restarts, since the adapters are merged into the base and begin anew).
@@ -22,10 +22,11 @@ from rollout import NO_BF16_MERGING, iterations, policy_answers, read_answers
 from runs.cli import docstring_of, parse
 from runs.console import format_table, say
 from runs.errors import run_cli
+from runs.metrics import mean
 from runs.optimizer import Plan, iteration_plans
 from runs.settings import RunSettings, Sampling, refuse_unless, setting
 from setup import Run, setup
-from train import Objective, Trainer
+from train import Trainer
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Settings(RunSettings):
 
 
 class SPIN(DPO):
-    """DPO with chosen = the demonstration, rejected = the policy's own answer."""
+    """DPO with chosen = the demonstration, rejected = the policy's own answer. In validation there is no
+    answer: the loss of a demonstration alone is its negative log-likelihood, per token."""
 
     records = "demonstrations"
 
@@ -92,14 +94,15 @@ class SPIN(DPO):
             )
         )
 
-
-class Likelihood(Objective):
-    """Validation: the negative log-likelihood of the demonstrations, per token."""
-
-    records, needs_reference = "demonstrations", False
-
     def loss(self, logps, ref_logps, batch, z):
-        return -logps[:, 0] / batch.length[:, 0], {}
+        if logps.shape[1] == 1:  # validation
+            return -logps[:, 0] / batch.length[:, 0], {}
+        return super().loss(logps, ref_logps, batch, z)
+
+    def metrics(self, columns, kl):
+        if "h" not in columns:  # validation
+            return {name: mean(column_G) for name, column_G in columns.items()}
+        return super().metrics(columns, kl)
 
 
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
@@ -143,33 +146,16 @@ def plans_of(run: Run) -> list[Plan]:
     return iteration_plans(run.cfg, [n] + [with_mixed] * (args.max_iterations - 1))
 
 
-def main(
-    argv=None,
-    objective=SPIN,
-    settings=Settings,
-    checker=None,
-    trainer=Trainer,
-    optimizer=None,
-    rollout=None,
-    validation=None,
-) -> None:
+def main(argv=None, objective=SPIN, settings=Settings, trainer=Trainer, **given) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
-    checker, trainer, optimizer, validation(cfg.spin, beta), in place of Likelihood. rollout: an engine
-    that answers prompts (see rollout.py)."""
+    trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_spin.yaml")
     betas = cfg.spin.betas()
     first = objective(cfg.spin, betas[0])
     refuse_unless(
         first.records == "demonstrations", 'objective: spin.py needs records = "demonstrations"'
     )
-    run = setup(
-        cfg,
-        first,
-        validation=validation(cfg.spin, betas[0]) if validation else Likelihood(),
-        checker=checker,
-        optimizer=optimizer,
-        rollout=rollout,
-    )
+    run = setup(cfg, first, **given)
     with trainer(run) as loop:
         prompts = [e.prompt for e in run.examples["train"]]
         for i, plan in iterations(run, plans_of(run), moving_reference=True):

@@ -136,12 +136,8 @@ class Objective:
 
     def state_dict(self) -> dict:
         """What each checkpoint saves, {attribute: value}: numbers, texts, or lists of these (float(x),
-        x.tolist()). For tensors, tuples or other types give a load_state_dict, too. Attributes that are
-        not listed start anew after a resume."""
+        x.tolist()). A resume sets these attributes; the others start anew."""
         return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state)
 
     @classmethod
     def overrides(cls, method: str) -> bool:
@@ -457,23 +453,19 @@ class Trainer:
         """-> a row of val.csv"""
         if not examples[0].completions:  # prompts alone: only a checker has something to say
             return {}
-        columns, kl = self.score_examples(examples, self.run.validation, title, shorter)
-        return self.run.validation.metrics(columns, kl)
+        columns, kl = self.score_examples(examples, title, shorter)
+        return self.run.objective.metrics(columns, kl)
 
     @torch.no_grad()
     def score_examples(
-        self,
-        examples,
-        objective: Objective | None = None,
-        title: str = "scoring",
-        shorter: str = "",
+        self, examples, title: str = "scoring", shorter: str = ""
     ) -> tuple[dict, KL]:
         """A step without a gradient over all these examples, in their order, with the policy as it is.
         One z for all of them, so the numbers depend on neither batch size nor ranks. -> what a loss
-        gives of each, {column: (n,)}, and KL; of all ranks, on the CPU. A collective. objective:
-        default the run's own. title, shorter: of its Wait."""
+        gives of each, {column: (n,)}, and KL; of all ranks, on the CPU. A collective. title, shorter: of
+        its Wait."""
         run, columns = self.run, {}
-        objective = objective or run.objective
+        objective = run.objective
         run.policy.eval()
         batch = make_batch(run, examples, objective)
         total = passed_examples(batch, objective, run.fabric.world_size)
@@ -503,7 +495,7 @@ class Trainer:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
         so far by keep_best"""
         run, step, val = self.run, self.run.state.step, self.held_out("val")
-        if not val or run.cfg.debug:
+        if not val:
             return False
         run.state.unvalidated = True
         with run.stop.interruptible():
@@ -547,7 +539,7 @@ class Trainer:
         run, step, cfg = self.run, self.run.state.step, self.run.cfg
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
         starts_equal = step == run.reference_step and not cfg.reference
-        if starts_equal and run.objective.needs_reference and not cfg.debug:
+        if starts_equal and run.objective.needs_reference:
             batch = make_batch(run, examples[: cfg.batch_size], run.objective)
             with Wait("comparing policy and reference"), run.stop.interruptible():
                 seconds = self.check_start(batch)
@@ -604,15 +596,15 @@ class Trainer:
             return torch.zeros(packed.length_BK.shape, device=run.fabric.device)
 
         steps = range(run.state.step + 1, plan.end + 1)
-        batches = ((batch_of_step(run, examples, plan, step), run.objective) for step in steps)
+        batches = (batch_of_step(run, examples, plan, step) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
-        held_out = ((make_batch(run, x, run.validation), run.validation) for x in splits if x)
+        held_out = (make_batch(run, split, run.objective) for split in splits if split)
         n = len(steps) * run.cfg.batch_size + sum(map(len, splits))
         share = n // run.fabric.world_size
         try:
             with Wait("precomputing log-probs", share), run.stop.interruptible():
-                for batch, objective in chain(batches, held_out):
-                    self.no_gradient_pass(batch, zeros, objective)
+                for batch in chain(batches, held_out):
+                    self.no_gradient_pass(batch, zeros, run.objective)
         finally:
             run.reference.save()
         run.reference.release()

@@ -424,21 +424,19 @@ def _check_extra_types(examples: Examples) -> None:
 
 
 def load_splits(
-    data: Data, tokenizer: Tokenizer, kind: Kind, val_kind: Kind, say: Callable[[str], None]
+    data: Data, tokenizer: Tokenizer, kind: Kind, say: Callable[[str], None]
 ) -> dict[str, Sequence[Example]]:
     """{"train", "val", "test": examples}, each described by say(table). A part that the settings do
     not name is empty.
 
-    `data` as in load_examples. `kind` is for data.train, `val_kind` for the other two. Raises
-    BadInput.
+    `data` and `kind` as in load_examples. Raises BadInput.
     """
     sources = {"train": data.train, "val": data.val, "test": data.test}
     parts, loaded = {}, {}
     for name, source in sources.items():
         parts[name] = []
         if source:
-            part_kind = kind if name == "train" else val_kind
-            loaded[name] = load_examples(source, tokenizer, part_kind, data)
+            loaded[name] = load_examples(source, tokenizer, kind, data)
             parts[name] = loaded[name].examples
     if kind != "prompts":  # else the rated records may be elsewhere (online.ratings)
         renamed = {name for one in loaded.values() for name in one.renamed}

@@ -83,7 +83,7 @@ def main() -> None:
     looks = {name: look_at(getattr(data, name), data) for name in ("train", "val", "test")}
     kind = next((kind for kind in READ_AS if looks["train"].kinds[kind]), "rated")
     print(f"read as {READ_AS[kind]}")
-    parts = load_splits(data, tokenizer, kind, kind, print)
+    parts = load_splits(data, tokenizer, kind, print)
     examples = parts["train"]
     if suggestion := suggest_class_weights(examples):
         print(suggestion)

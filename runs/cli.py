@@ -12,11 +12,11 @@ from pathlib import Path
 
 import yaml
 
-from runs import console, errors
+from runs import console
 from runs.console import say
 from runs.errors import BadInput, parse_file, printable
 from runs.files import ROOT
-from runs.settings import SECTIONS, Optim, RunSettings, flatten
+from runs.settings import Optim, flatten
 from runs.small_files import compose_yaml, parse_yaml, type_name
 
 # The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
@@ -208,8 +208,7 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     settings.validate()
     if settings.lora.rank and settings.optim.lr == Optim().lr:
         say(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
-    errors.debug = settings.debug
-    console.shows_progress = settings.progress and not settings.debug
+    console.shows_progress = settings.progress
     script_arguments[:] = _own_arguments(sys.argv[1:], argv)
     return settings
 
@@ -230,7 +229,7 @@ def _own_arguments(typed: list[str], argv: list[str] | None) -> list[str]:
 
 
 def _split_options(words: list[str]) -> list[list[str]]:
-    """[["--seed", "1"], ["--debug"], ...]; words before the first option are one more list."""
+    """[["--seed", "1"], ["--deterministic"], ...]; words before the first option are one more list."""
     options = [[]]
     for word in map(str, words):
         if re.match("--?[a-zA-Z]", word):
@@ -316,23 +315,6 @@ def _add_help(parser, cls) -> None:
             for field in docstring_parser.parse_from_object(base).params:
                 sentence = " ".join(field.description.split())
                 options[f"--{prefix}{field.arg_name}"].help = sentence
-    if issubclass(cls, RunSettings):
-        _add_sections(parser)
-
-
-def _add_sections(parser) -> None:
-    """Sort the options into SECTIONS. argparse lists options by the groups of its own list."""
-    options = [action for group in parser._action_groups for action in group._group_actions]
-    for group in parser._action_groups:
-        group._group_actions.clear()
-    general = ["help", "config", "print_config"]
-    named = {name for *_, names in SECTIONS for name in names.split()}
-    own = {action.dest.split(".")[0] for action in options} - named - set(general)
-    sections = [("options", "", general), ("algorithm", "What is learnt.", own)]
-    sections += [(title, sentence, names.split()) for title, sentence, names in SECTIONS]
-    for title, sentence, names in sections:
-        group = parser.add_argument_group(title, sentence)
-        group._group_actions += [a for a in options if a.dest.split(".")[0] in names]
 
 
 def _one_line(message: str, cls) -> str:

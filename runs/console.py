@@ -29,7 +29,7 @@ VALIDATION_CELLS = {
 }
 KL_CLAMPED = "kl 0 (clamped)"  # a bare "kl 0.0000" would look like a bug
 
-shows_progress = True  # runs.cli.parse sets it to False for --progress false and --debug
+shows_progress = True  # runs.cli.parse sets it to False for --progress false
 
 
 # ---- lines --------------------------------------------------------------------------------------

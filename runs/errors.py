@@ -38,7 +38,6 @@ class Interrupted(BaseException):
 
 launched_fabrics = []  # every Fabric of this process: its child processes end with this one
 _ending = threading.Lock()  # taken by whoever answers a signal
-debug = False  # set by --debug: exceptions then reach pdb as they are
 
 
 def rank() -> int:
@@ -229,8 +228,6 @@ def run_cli(main):
     try:
         return main()
     except BaseException as e:
-        if debug:
-            raise
         code, message = _message_of(e)
     launched = _is_launched()
     prefix = f"rank {rank()}: error: " if rank() else "error: "

@@ -218,7 +218,7 @@ class Logger:
         left_out = n - plan.per_epoch * batch_size
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
-        self.progress = Progress(plan.total, start, self.cfg.progress and not self.cfg.debug)
+        self.progress = Progress(plan.total, start, self.cfg.progress)
 
     def step(self, step: int, row: dict | None, seconds: float) -> None:
         """After an optimizer step, which took so many seconds. row: its row of metrics.csv, or None where no row is

@@ -345,9 +345,6 @@ class RunSettings:
     keep_best: str | None = None
     """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
     name ends with loss, the highest of any other."""
-    debug: bool = False
-    """Let exceptions through to pdb, and skip the start check, validation (not the last check) and progress: the first
-    breakpoint in a loss is then in the first training micro-batch."""
     logger: str = setting("csv", choices=("csv", "tensorboard", "wandb"))
     """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
     project: str = "kto"
@@ -431,7 +428,7 @@ def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int | None:
     return min(DEFAULT_TOKENS, max(256, tokens))
 
 
-# ---- what a resume may change, and --help's sections ---------------------------------------------
+# ---- what a resume may change --------------------------------------------------------------------
 
 # How a step is computed: on which devices, in which micro-batches, and where the reference's
 # log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
@@ -442,7 +439,7 @@ CUT_SETTINGS = {
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
-    "logger", "project", "progress", "max_time", "stop_at", "debug",
+    "logger", "project", "progress", "max_time", "stop_at",
     "eval.samples", "eval.batch_size",
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
 }  # fmt: skip
@@ -453,24 +450,6 @@ CONTENT_SETTINGS = {
     "model", "reference", "data.train", "data.val", "data.test", "data.chat_template",
     "online.ratings",
 }  # fmt: skip
-
-# Sections of --help: (title, its sentence, its settings). A setting that is in none of them is the
-# algorithm's own.
-SECTIONS = (
-    ("model", "What is trained, and what it is compared with.",
-     "model reference reference_cache lora"),
-    ("data", "Which records, and how they become tokens.", "data"),
-    ("step", "How long and how fast. Micro-batches are a matter of memory and speed: they never "
-     "change the numbers.",
-     "epochs max_steps max_time stop_at limit_train batch_size micro_batch_size "
-     "micro_batch_tokens activation_checkpointing optim seed"),
-    ("precision and devices", "The same run on a CPU, one GPU or many.",
-     "accelerator devices num_nodes strategy precision deterministic"),
-    ("checkpoints", "Where a run lies, how it goes on and how it ends.",
-     "out_dir resume save_interval keep_last keep_best"),
-    ("evaluation and logging", "What is measured, shown and written.",
-     "val_interval limit_val eval log_interval logger project progress debug"),
-)  # fmt: skip
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:

@@ -235,7 +235,7 @@ def test_parts_that_are_rendered_differently_are_warned_of(tmp_path):
     for train, val, warned in ((0, 1, True), (1, 0, True), (0, 0, False), (1, 1, False)):
         said = []
         d = Data(files[train], val=files[val], max_prompt=64, max_completion=64)
-        load_splits(d, chat(), "rated", "rated", said.append)
+        load_splits(d, chat(), "rated", said.append)
         assert said[-1].startswith("warning: some records are rendered by") == warned
 
 
@@ -277,7 +277,7 @@ def test_reading_leaves_the_garbage_collector_on(tmp_path):
     for file in (good, bad):
         with contextlib.suppress(BadInput):
             d = Data(file, max_prompt=4, max_completion=4)
-            load_splits(d, plain(), "rated", "rated", lambda text: None)
+            load_splits(d, plain(), "rated", lambda text: None)
         assert gc.isenabled()
 
 
@@ -373,7 +373,7 @@ def test_both_completions_of_a_pair_are_cut_alike(tmp_path):
 
 
 def micro_batch(found: list[Example], index: list[int]) -> data.LossView:
-    batch = Batch(found, tokenizer=plain())
+    batch = Batch(found)
     return batch.loss_view(batch.pack(index), batch.step_view(torch.device("cpu")))
 
 
@@ -395,13 +395,6 @@ def test_a_weight_and_a_label_reach_the_step(tmp_path):
     view = micro_batch(read(source, plain()), [0, 1])
     assert view.step.weight.tolist() == [0.25, 1.0, 0.0] and view.label.tolist() == [False, True]
     assert (view.step.size, view.step.desirable) == (3, 2), "of the step, not of the micro-batch"
-
-
-def test_an_example_of_a_micro_batch_can_be_read(tmp_path):
-    source = write(tmp_path / "d.jsonl", rated("ab", " best", 0))
-    said = micro_batch(read(source, plain()), [0]).text(0).splitlines()
-    assert said[:2] == [f"{source}:1, undesirable", "prompt: 'ab'"]
-    assert said[2].startswith("completion: ' best") and len(said) == 3
 
 
 def test_the_table_names_the_fields_that_nothing_reads_and_no_others(tmp_path):
@@ -478,7 +471,7 @@ def test_a_column_that_no_record_has_is_refused_and_of_a_mix_one_source_is_enoug
 
     def found(train, columns):
         limits = Data(train, max_prompt=9, max_completion=9, columns=columns)
-        return load_splits(limits, plain(), "rated", "rated", lambda line: None)["train"]
+        return load_splits(limits, plain(), "rated", lambda line: None)["train"]
 
     assert len(found(f"{ours},{theirs}", "prompt=question")) == 4
     for wrong, name in (("label=godd", "godd"), ("prompt=question,weight=quality", "quality")):
@@ -618,11 +611,11 @@ def test_one_class_alone_gets_no_advice(label):
     assert suggest_class_weights([example([1], [2], label=label)] * 3) is None
 
 
-def parts_of(d: Data, *kinds) -> tuple[dict, list[str]]:
+def parts_of(d: Data, kind: str = "rated") -> tuple[dict, list[str]]:
     """The three parts, and what was said."""
     said = []
     d = dataclasses.replace(d, max_prompt=d.max_prompt or 64, max_completion=64)
-    return load_splits(d, plain(), *(kinds or ("rated", "rated")), said.append), said
+    return load_splits(d, plain(), kind, said.append), said
 
 
 def test_splits_reads_each_part_and_says_what_it_holds(tmp_path):
@@ -633,8 +626,8 @@ def test_splits_reads_each_part_and_says_what_it_holds(tmp_path):
     heads = ["train: 2 examples of 2 prompts", "val: 1 examples of 1 prompts"]
     assert [x.split(",")[0] for x in said] == heads
     assert ["note (see data.extra)" in x for x in said] == [True, False]
-    parts, _ = parts_of(d, "prompts", "rated")
-    assert [len(parts[name][0].completions) for name in ("train", "val")] == [0, 1], "kinds differ"
+    parts, _ = parts_of(d, "prompts")
+    assert [len(parts[name][0].completions) for name in ("train", "val")] == [0, 0]
 
 
 def test_one_file_is_split_by_prompt(tmp_path):

@@ -1040,7 +1040,7 @@ def state_of(**fields):
 @pytest.mark.parametrize(
     "fields, fault",
     [
-        ({"name": "mean", "later": 1.0}, "mean: no attribute of this name: .* load_state_dict"),
+        ({"name": "mean", "later": 1.0}, "mean: no attribute of this name: .* is saved"),
         ({"later": {0: 1.0}}, r"average: a resume would make \{'0': 1.0\} of it, and it is \{0: 1.0\}"),
         ({"later": (1.0, 2.0)}, r"average: a resume would make \[1.0, 2.0\] of it"),
         ({"later": torch.ones(()), "as_saved": float}, r"average: a resume would make 1.0 of it, and it is tensor"),
@@ -1060,30 +1060,6 @@ def test_a_state_that_a_resume_would_not_get_is_refused_by_the_first_step(
 def test_a_state_of_plain_values_is_saved(later, tiny, ratings, tmp_path):
     train(tiny, ratings, tmp_path, *COMMON, "--max_steps=2", objective=state_of(later=later))
     assert repr(state(tmp_path, 2)["average"]) == repr(later)
-
-
-def test_a_state_with_a_load_state_dict_of_ones_own_may_be_of_another_form(tiny, ratings, tmp_path):
-    class Table(kto.KTO):
-        def __init__(self, args):
-            super().__init__(args)
-            self.sums = torch.zeros(3)
-
-        def after_step(self, columns, kl):
-            self.sums = self.sums + columns["loss"].sum().float()
-
-        def baseline(self, logratio_n, step):
-            return self.sums.mean().item() / 100
-
-        def state_dict(self):
-            return {"of_all_steps": self.sums.tolist()}
-
-        def load_state_dict(self, state):
-            self.sums = torch.tensor(state["of_all_steps"])
-
-    whole = train(tiny, ratings, tmp_path / "whole", *COMMON, objective=Table)
-    train(tiny, ratings, tmp_path / "run", *COMMON, "--stop_at=3", objective=Table)
-    again = train(tiny, ratings, tmp_path / "run", *COMMON, "--resume=auto", objective=Table)
-    assert_same(again, whole)
 
 
 @pytest.mark.parametrize("setting", ["--reference={tiny}", "--reference_cache=cache"])
@@ -1123,22 +1099,6 @@ def test_a_run_in_float64_leaves_no_trace_in_its_process(tiny, ratings, tmp_path
 
 
 # ---- more that a fork may ask for ----------------------------------------------------------------
-
-
-class Spread(Objective):
-    """For val.csv alone."""
-
-    needs_reference = False
-
-    def loss(self, logps, ref_logps, batch, z):
-        return -logps[:, 0] / batch.length[:, 0], {}
-
-
-def test_a_validation_of_ones_own_makes_val_csv(tiny, ratings, tmp_path):
-    argv = (*COMMON, "--max_steps=2", f"--data.val={ratings}", "--eval.samples=0")
-    train(tiny, ratings, tmp_path, *argv, validation=lambda args: Spread())
-    assert list(rows_of(tmp_path / "val.csv")[0]) == ["step", "loss"]
-    assert "kl" in rows_of(tmp_path / "metrics.csv")[0]
 
 
 def test_the_columns_of_any_examples_are_those_that_validation_sees(tiny, ratings, tmp_path):

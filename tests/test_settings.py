@@ -510,7 +510,7 @@ ODD = {
     "optim.clip": 2.0, "eval.top_k": 3, "eval.check": "demo",
     "optim.eps": 1e-12, "optim.warmup": 1.0, "optim.constant": 1, "eval.max_new_tokens": 4, "kto.beta": 0.1 + 0.2,
     "eval.cache_gb": 0.5, "kto.sft_average_logps": False, "reference_cache": "~/c", "activation_checkpointing": True,
-    "stop_at": 5, "debug": True, "eval.check_interval": 0.5, "data.extra": "a,b", "eval.stop": ["\n"],
+    "stop_at": 5, "eval.check_interval": 0.5, "data.extra": "a,b", "eval.stop": ["\n"],
 }  # fmt: skip
 
 
@@ -565,7 +565,7 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
                  "lora.rank", "eval.check", "limit_train", "deterministic"):  # fmt: skip
         assert settings.changed_settings(old, old | {name: "other"}) == ([name], []), name
     for name in ("log_interval", "val_interval", "save_interval", "logger", "project", "keep_last", "progress",
-                 "max_time", "stop_at", "debug", "resume", "out_dir", "eval.samples",
+                 "max_time", "stop_at", "resume", "out_dir", "eval.samples",
                  "eval.check_interval", "activation_checkpointing"):  # fmt: skip
         assert settings.changed_settings(old, old | {name: "other"}) == ([], []), name
     for name in ("micro_batch_size", "micro_batch_tokens", "devices", "num_nodes", "strategy",

@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-import sys
 import threading
 from unittest import mock
 
@@ -23,7 +22,7 @@ import kto
 import model
 import train as train_module
 from runs import checkpoint
-from runs.errors import BadInput, Failed, run_cli
+from runs.errors import BadInput, Failed
 from runs.folder import checkpoints_by_step
 from train import Trainer
 
@@ -506,25 +505,6 @@ def test_stop_at_stops_saved_and_the_command_that_it_prints_makes_it_the_same_ru
     assert (python, program) == ("python", kto.__file__)
     conftest.start("kto", argv)
     assert_same(conftest.result(out), whole)
-
-
-def test_debug_meets_the_first_training_micro_batch_first_and_lets_its_error_through(
-    tiny, ratings, tmp_path, drawn, monkeypatch, capsys
-):
-    def loss(self, logps, ref_logps, batch, z):
-        raise ZeroDivisionError(batch, logps.requires_grad)
-
-    monkeypatch.setattr(kto.KTO, "loss", loss)
-    monkeypatch.setattr(sys, "argv", [kto.__file__, "--debug"])
-    argv = (f"--data.val={PARITY}/kto_data.jsonl", "--micro_batch_size=3", "--batch_size=7")
-    with pytest.raises(ZeroDivisionError) as e:
-        run_cli(lambda: train(tiny, ratings, tmp_path / "run", *argv, "--debug"))
-    batch, learns = e.value.args
-    (step,) = drawn
-    assert learns and [x.where for x in batch.examples] == [x.where for x in step[:3]]
-    assert batch.text(1).startswith(f"{step[1].where}, ")
-    assert "agree to the bit" not in capsys.readouterr().out
-    assert (tmp_path / "run" / "val.csv").read_text() == ""
 
 
 ONE_TOKEN = [(1, "auto", ()), (1, "auto", ("--lora.rank=2",)), (1, "auto", ("CACHE",)),

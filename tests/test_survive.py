@@ -997,22 +997,6 @@ def test_each_iteration_of_spin_draws_its_own_random_numbers(tiny, demos, tmp_pa
     assert sum(a != b for a, b in zip(one, two)) > 4
 
 
-@row("R18")
-def test_debug_in_a_file_reaches_pdb_too(tiny, ratings, tmp_path, monkeypatch):
-    (tmp_path / "debug.yaml").write_text(
-        f"model: {tiny}\ndebug: true\ndata: {{train: {ratings}}}\n"
-    )
-    monkeypatch.setattr(errors, "debug", False)
-    argv = ["--config", str(tmp_path / "debug.yaml"), f"--out_dir={tmp_path / 'run'}", *RUN]
-
-    def broken(*_):
-        raise ZeroDivisionError("in a loss")
-
-    monkeypatch.setattr(kto, "kto_loss", broken)
-    with pytest.raises(ZeroDivisionError):
-        run_cli(lambda: kto.main(argv))
-
-
 # ---- R19: two processes --------------------------------------------------------------------------
 
 
