@@ -18,15 +18,14 @@ from data import next_items
 from evaluate import as_answer, was_cut
 from generate import completion_text
 from kto import KTO, KTOSettings
-from records.examples import Example, examples_hash, load_examples
+from records.examples import Example
 from rollout import NO_BF16_MERGING, iterations, policy_answers, rated_examples
 from runs.cli import docstring_of, parse
 from runs.console import format_table, say
-from runs.errors import BadInput, run_cli, user_error
-from runs.folder import refuse_other_identity
+from runs.errors import BadInput, run_cli
 from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, path_setting, refuse_unless, setting
-from setup import Run, refuse_ids_beyond, setup
+from runs.settings import RunSettings, Sampling, refuse_unless, setting
+from setup import Run, setup
 from train import Trainer
 
 
@@ -43,10 +42,6 @@ class OnlineSettings(Sampling):
     reference: str = setting("last", choices=("first", "last"))
     """last: the policy as it is when an iteration begins. first: the model that the run started
     from, or --reference."""
-    ratings: str | None = path_setting()
-    """Offline rated records to mix in, in the forms that kto.py takes."""
-    ratings_per_iteration: int | None = setting(None, at_least=1)
-    """Number of them that join each iteration, the next ones of a seeded order. Default: all."""
     cut: str = setting("judge", choices=("judge", "wrong", "drop"))
     """What becomes of an answer that ended at the length limit. judge: the checker decides (it sees
     that the answer was cut). wrong: thumbs down. drop: weight 0. Its own loss is 0; it still
@@ -70,7 +65,7 @@ class Settings(RunSettings):
             not self.reference_cache,
             "reference_cache: the completions are not known before the run",
         )
-        if self.online.prompts_per_iteration and not self.online.ratings:
+        if self.online.prompts_per_iteration:
             n = self.online.prompts_per_iteration * self.online.num_generations
             refuse_unless(
                 n >= self.batch_size,
@@ -111,22 +106,6 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
             weight=0.0 if cut and rule == "drop" else prompts[i].weight,
         )
         examples.append(e)
-    return examples
-
-
-def offline_ratings(run: Run) -> list[Example]:
-    """The rated examples of online.ratings; a resume must find the same ones. Raises BadInput."""
-    cfg, state = run.cfg, run.state
-    if not cfg.online.ratings:
-        return []
-    with user_error("online.ratings", cfg.online.ratings):
-        examples = load_examples(cfg.online.ratings, run.tokenizer, "rated", cfg.data).examples
-    n_embeddings = run.policy.module.config.padded_vocab_size
-    refuse_ids_beyond(n_embeddings, cfg.model, run.tokenizer, {"online.ratings": examples})
-    identity = {"online.ratings": examples_hash({"": examples})}
-    if state.step:
-        refuse_other_identity(state.identity, identity)
-    state.identity |= identity
     return examples
 
 
@@ -180,19 +159,16 @@ def main(
     )
     run = setup(cfg, learner, **given)
     with trainer(run) as loop:
-        prompts, offline = run.examples["train"], offline_ratings(run)
+        prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))
-        n_offline = min(len(offline), args.ratings_per_iteration or len(offline))
-        n_examples = n_prompts * args.num_generations + n_offline
-        plans = iteration_plans(cfg, [n_examples] * args.max_iterations)
+        n_answers = n_prompts * args.num_generations
+        plans = iteration_plans(cfg, [n_answers] * args.max_iterations)
         for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
             picked = next_items(prompts, i, n_prompts, cfg.seed)
             repeated = [e for e in picked for _ in range(args.num_generations)]
             answers = policy_answers(run, i, plan, [e.prompt for e in repeated], args)
             examples = rated_examples(run, i, plan, rate, repeated, answers)
             show_ratings(run, i, examples)
-            if offline:
-                examples += next_items(offline, i, n_offline, cfg.seed)
             if args.balance:
                 examples = balanced(examples)
             if not loop.fit(examples, plan):

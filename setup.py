@@ -110,7 +110,7 @@ class Run:
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the
     iteration's fields by begin_iteration, the best step by Trainer.evaluate, `rows` and `objective`
-    by save; online.py adds to `identity`."""
+    by save."""
     folder: RunFolder
     """The folder of the run and its lock."""
     logger: Logger

@@ -438,11 +438,10 @@ def load_splits(
         if source:
             loaded[name] = load_examples(source, tokenizer, kind, data)
             parts[name] = loaded[name].examples
-    if kind != "prompts":  # else the rated records may be elsewhere (online.ratings)
-        renamed = {name for one in loaded.values() for name in one.renamed}
-        for name in column_names(data):
-            if name not in renamed:
-                raise BadInput(f"data.columns: {name}: no record has such a field")
+    renamed = {name for one in loaded.values() for name in one.renamed}
+    for name in column_names(data):
+        if name not in renamed:
+            raise BadInput(f"data.columns: {name}: no record has such a field")
     if kind == "rated":
         _check_label_values(data, loaded["train"])
     if data.split:

@@ -140,8 +140,7 @@ def _compare_settings(checkpoint: Path, cfg: RunSettings, program: Path) -> list
 
 
 def refuse_other_identity(saved: dict[str, str], new: dict[str, str]) -> None:
-    """Raise BadInput if a resume meets another model, tokenizer or data than the run began with. A
-    hash that only `saved` has is compared by the algorithm that adds it (online.ratings)."""
+    """Raise BadInput if a resume meets another model, tokenizer or data than the run began with."""
     names = sorted(name for name, value in new.items() if saved.get(name) != value)
     if names:
         raise BadInput("\n".join(f"resume: {n}: not what this run began with" for n in names))

@@ -448,7 +448,6 @@ FREE_SETTINGS = CUT_SETTINGS | {
 # itself it compares only whether it is given.
 CONTENT_SETTINGS = {
     "model", "reference", "data.train", "data.val", "data.test", "data.chat_template",
-    "online.ratings",
 }  # fmt: skip
 
 

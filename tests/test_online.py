@@ -363,42 +363,6 @@ def test_a_step_of_one_class_only_is_right(tiny, prompts, tmp_path):
     )
 
 
-def test_offline_ratings_join_each_iteration(tiny, prompts, ratings, tmp_path, monkeypatch):
-    seen, real = [], online.Trainer.fit
-    monkeypatch.setattr(
-        online.Trainer, "fit", lambda self, e, p: seen.append(e) or real(self, e, p)
-    )
-    go(tiny, prompts, tmp_path, f"--online.ratings={ratings}", "--online.ratings_per_iteration=6")
-    assert [len(e) for e in seen] == [16, 16, 16]
-    mixed = [e.where for examples in seen for e in examples[10:]]
-    assert all("ratings.jsonl" in where for where in mixed)
-    assert len({(e.where, e.label) for examples in seen for e in examples[10:]}) == 18, (
-        "the next ones, not the same"
-    )
-
-
-def test_with_offline_ratings_a_stopped_run_goes_on_and_others_are_refused(
-    tiny, prompts, ratings, tmp_path
-):
-    own = tmp_path / "ratings.jsonl"
-    own.write_bytes(ratings.read_bytes())
-    argv = (f"--online.ratings={own}", "--online.ratings_per_iteration=3")
-    whole = go(tiny, prompts, tmp_path / "whole", *argv)
-    go(tiny, prompts, tmp_path / "run", *argv, "--stop_at=4")
-    assert_same(go(tiny, prompts, tmp_path / "run", *argv, "--resume=auto"), whole)
-    go(tiny, prompts, tmp_path / "other", *argv, "--stop_at=4")
-    own.write_text("".join(own.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(BadInput, match="online.ratings: not what this run began with"):
-        go(tiny, prompts, tmp_path / "other", *argv, "--resume=auto")
-
-
-def test_ratings_may_have_names_that_the_prompts_lack(tiny, prompts, ratings, tmp_path):
-    own = tmp_path / "ratings.jsonl"
-    own.write_text(ratings.read_text().replace('"label"', '"good"'))
-    argv = (f"--online.ratings={own}", "--data.columns=label=good", "--online.max_iterations=1")
-    assert go(tiny, prompts, tmp_path / "run", *argv)["rows"]
-
-
 def test_an_iteration_that_moved_nothing_is_said_and_the_next_one_begins(
     tiny, prompts, tmp_path, capsys
 ):

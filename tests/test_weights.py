@@ -515,20 +515,6 @@ def test_token_ids_beyond_the_embedding_are_refused_where_they_are_used(tiny, ra
     assert not (tmp_path / "run").exists()
 
 
-def test_token_ids_beyond_the_embedding_are_refused_in_offline_ratings_of_online_kto(
-    tiny, ratings, tmp_path
-):
-    source, data = tmp_path / "in", tmp_path / "data.jsonl"
-    shutil.copytree(tiny, source)
-    with_token(source, 512)
-    record = {"prompt": "a", "completion": "b <new>", "label": True}
-    data.write_text(ratings.read_text() + json.dumps(record) + "\n")
-    argv = ("--max_steps=1", "--batch_size=4", f"--online.ratings={data}")
-    handed = dict(program="online", checker=lambda answers: [True] * len(answers))
-    match = f"^{data}:17: token: id 512, but the embedding of {source} has 512 rows$"
-    refused(match, lambda: train(source, ratings, tmp_path / "run", *argv, **handed))
-
-
 @pytest.mark.parametrize("token", [7, ["a"], {"content": 7}])
 def test_an_eos_that_is_no_text_or_no_id_is_refused(token, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
