@@ -107,7 +107,7 @@ class RunResults(NamedTuple):
     settings: dict[str, str]  # dotted name -> value; without the seed and BOOKKEEPING
     tables: dict[str, pd.DataFrame]  # by step: raw (metrics.csv), train (running mean of raw), val
     samples: pd.DataFrame  # by prompt: the answers before and after training
-    about: dict[str, str]  # program, model, data, began, versions, commit
+    about: dict[str, str]  # program, the line that names it with commit and versions, model, data
     checks: tuple["Check", "Check"]  # before and after training
 
 
@@ -143,21 +143,6 @@ def parse_settings(text: str) -> dict[str, str]:
         if name not in BOOKKEEPING:
             settings[visible(name)] = repr(value)
     return settings
-
-
-def parse_starts(text: str) -> dict[str, str]:
-    """starts.jsonl: when the run began, and the program, versions and commit of all its starts."""
-    starts = [json.loads(line) for line in text.splitlines()]
-    out = {"began": visible(starts[0]["date"])}
-    for name in ("program", "commit", "versions"):
-        texts = []
-        for start in starts:
-            value = start[name]
-            if isinstance(value, dict):
-                value = " ".join(f"{package} {x}" for package, x in value.items())
-            texts.append(visible(Path(value).name if name == "program" else value or ""))
-        out[name] = ", then ".join(dict.fromkeys(texts))
-    return out
 
 
 def parse_table(text: str) -> pd.DataFrame:
@@ -197,9 +182,9 @@ def read_run(folder: str) -> RunResults:
     path = Path(folder)
     settings = parse_file("settings", path / "settings.yaml", parse_settings)
     about = {name: settings.get(name, "").strip("'\"") for name in ("model", "data.train")}
-    starts = path / "starts.jsonl"
-    if starts.exists():  # older versions did not write it
-        about = parse_file("starts", starts, parse_starts) | about
+    made_by = visible((path / "settings.yaml").read_text().partition("\n")[0])
+    if made_by.startswith("# "):  # which program wrote it, its commit and versions
+        about = {"program": made_by[2:].partition(",")[0], "made by": made_by[2:]} | about
         settings["program"] = repr(about["program"])
     seed = settings.pop("seed", None)
     # This entry keeps finished and unfinished runs in different groups: no mean over both.

@@ -17,7 +17,7 @@ What a run also needs, outside of its checkpoints:
 | iterations/N/ | the reference of iteration N, if it moves |
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |
-| starts.jsonl | when it began and went on, with which program, commit and versions (for report.py) |
+| settings.yaml | the run's settings; its first line names program, commit and versions |
 
 A checkpoint's folder is whole or not there (files.publish_folder). Fabric's own save moves a file out
 of the temporary directory and can leave half of it under its final name.

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import re
@@ -207,31 +206,10 @@ class RunFolder:
                 _clear_litter(self.path / name)
             if self.is_own:
                 _put_newer_aside(self.path / "checkpoints", self.state.step)
-        write_atomically(self.path / "settings.yaml", dump_yaml(cfg))
-        self._record_start()
+        text = made_by(self.program) + dump_yaml(cfg)
+        write_atomically(self.path / "settings.yaml", text)
         for line in (*self.lines, f"run folder: {self.path}"):
             say(line)
-
-    def _record_start(self) -> None:
-        """Add a line to starts.jsonl: when which program began or went on at which step, and by which
-        versions."""
-        versions = {"python": platform.python_version()}
-        for name in ("torch", "lightning", "litgpt"):
-            with contextlib.suppress(PackageNotFoundError):
-                versions[name] = version(name)
-        start = {
-            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "program": str(self.program),
-            "step": self.state.step if self.state else 0,
-            "commit": commit_of(ROOT),
-            "versions": versions,
-        }
-        file = self.path / "starts.jsonl"
-        before = b""
-        if file.is_file() and not file.is_symlink():
-            before = file.read_bytes()
-        # not appended to: in a copy by links (cp -al) the file is another run's, too
-        write_atomically(file, before + json.dumps(start).encode() + b"\n")
 
     def close(self) -> None:
         """Give the lock back."""
@@ -240,6 +218,16 @@ class RunFolder:
             self.lock = None
 
     __del__ = close
+
+
+def made_by(program: Path) -> str:
+    """The comment at the top of settings.yaml: which program started last, of which commit, and the
+    versions of its libraries."""
+    parts = [program.name, f"commit {commit_of(ROOT)}", f"python {platform.python_version()}"]
+    for name in ("torch", "lightning", "litgpt"):
+        with contextlib.suppress(PackageNotFoundError):
+            parts.append(f"{name} {version(name)}")
+    return f"# {', '.join(parts)}\n"
 
 
 def commit_of(folder: Path) -> str | None:
