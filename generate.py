@@ -100,14 +100,12 @@ def generate(
     max_new: int,
     seed: int,
     before_token: Callable[[], None] | None = None,
-    on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Answers to `prompts` (arrays of token ids), at most max_new tokens each, with the EOS if it came to one. Every
     rank returns the same list.
 
     before_token is called before every decode step, equally often on every rank, so it may be a collective; what it
-    raises, on all ranks alike, ends the sampling. on_token(place, token) is called for each token as it is sampled, on
-    the rank that samples it.
+    raises, on all ranks alike, ends the sampling.
 
     Each answer draws from a random generator of its own, so it depends on (seed, its place in `prompts`) and, but for
     rounding, on no other prompt. Ranks take prompts in turn and run equally many forwards: a sharded policy would hang
@@ -115,7 +113,7 @@ def generate(
     """
     was_training = policy.training
     policy.eval()
-    sampler = _Sampler(fabric, policy, tokenizer, args, seed, before_token, on_token)
+    sampler = _Sampler(fabric, policy, tokenizer, args, seed, before_token)
     max_new = min(max_new, sampler.context)
     answer_AY = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: no token
     rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
@@ -153,12 +151,10 @@ class _Sampler:
         args: Sampling,
         seed: int,
         before_token,
-        on_token,
     ):
         self.fabric, self.policy, self.tokenizer = fabric, policy, tokenizer
         self.module = getattr(policy, "module", policy)
         self.args, self.seed, self.before_token = args, seed, before_token
-        self.on_token = on_token
         self.eos_ids = torch.tensor(tokenizer.stops, device=fabric.device)
         self.context = self.module.max_seq_length
 
@@ -214,9 +210,6 @@ class _Sampler:
                 seen_BV.scatter_(1, new_B[:, None], True)
             if not dummy:
                 answer_AY[answer_B, y] = torch.where(y < room_B, new_B, -1)
-            if self.on_token is not None and not dummy:
-                for number, token in zip(answer_B.tolist(), new_B.tolist()):
-                    self.on_token(number, token)
             done_B = torch.isin(new_B, self.eos_ids) | (y + 1 >= room_B)
             if args.stop and not dummy:
                 done_B = done_B | self._has_stop_text(answer_AY[answer_B, : y + 1])
@@ -296,8 +289,6 @@ class Ask(Sampling):
     prompt: list[str] = field(default_factory=list)
     """What to answer; may be given several times. Without one: a conversation, turn by turn. Goes
     through the chat template if there is one."""
-    system: str = ""
-    """A system message before the user's first turn. Needs a chat template."""
     max_new_tokens: int | None = setting(None, at_least=1, below=2**24)
     """Longest answer in tokens. Default: 256, or what fits into the context."""
     plain: bool = False
@@ -328,32 +319,6 @@ def parse_ask(argv=None) -> Ask:
     return args
 
 
-class _AnswerPrinter:
-    """Prints an answer while it is sampled."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: list[str]):
-        self.tokenizer, self.stop = tokenizer, stop
-        # the text so far may end with the beginning of a stop text
-        self.held_back = max(map(len, stop), default=1) - 1
-        self.ids, self.printed = [], ""
-
-    def add(self, _answer: int, token: int) -> None:
-        self.ids.append(token)
-        text = completion_text(self.tokenizer, self.ids, self.stop)
-        text = text[: max(0, len(text) - self.held_back)]
-        if not text.endswith("\ufffd"):  # the first bytes of a letter
-            self._print(text)
-
-    def end(self, answer: str) -> None:
-        self._print(answer)
-        print()
-
-    def _print(self, text: str) -> None:
-        if text.startswith(self.printed):
-            print(text[len(self.printed) :], end="", flush=True)
-            self.printed = text
-
-
 class Chat:
     """One model on one device, and its answers to dialogues."""
 
@@ -379,15 +344,11 @@ class Chat:
         Raises BadInput if the template refuses the dialogue, or if it is longer than the model's context.
         """
         if self.by_template:
-            if self.args.system:
-                turns = [{"role": "system", "content": self.args.system}, *turns]
             try:
                 text, *_ = self.tokenizer.render(Record(turns, [], None))
             except Fault as e:
                 raise BadInput(f"prompt: {e}") from None
             (ids,) = self.tokenizer.encode([text])  # a template writes the BOS itself
-        elif self.args.system:
-            raise BadInput("system: needs a chat template (and not --plain)")
         else:
             (ids,) = self.tokenizer.encode([turns[-1]["content"]])
             ids = self.tokenizer.with_bos(ids)
@@ -396,49 +357,35 @@ class Chat:
             raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}")
         return np.array(ids, dtype="int32")
 
-    def answers(self, dialogues: list[list[dict]], seed: int, on_token=None) -> list[str]:
+    def answers(self, dialogues: list[list[dict]], seed: int) -> list[str]:
         """The model's next turn in each dialogue, as text. Raises BadInput (see ids)."""
         args = self.args
         prompts = [self.ids(turns) for turns in dialogues]
         room = self.policy.max_seq_length - max(map(len, prompts))
         max_new = args.max_new_tokens or min(256, room)
-        answers = generate(
-            self.fabric,
-            self.policy,
-            prompts,
-            self.tokenizer,
-            args,
-            max_new,
-            seed,
-            on_token=on_token,
-        )
+        answers = generate(self.fabric, self.policy, prompts, self.tokenizer, args, max_new, seed)
         return [completion_text(self.tokenizer, ids, args.stop) for ids in answers]
 
     def talk(self) -> None:
         """A conversation with the terminal, until its end (Ctrl-D)."""
-        print("/clear forgets the conversation; Ctrl-D ends it")
-        history = []
-        n = 0  # turns answered; /clear does not reset it
+        turns, n = [], 0  # n: turns answered
         while True:
             try:
                 line = input("> ").strip()
             except EOFError:
                 print()
                 return
-            if line == "/clear":
-                history = []
-                continue
             if not line:
                 continue
-            turns = [*history, {"role": "user", "content": line}]
+            turns.append({"role": "user", "content": line})
             try:
-                printer = _AnswerPrinter(self.tokenizer, self.args.stop)
-                (answer,) = self.answers([turns], self.args.seed + n, printer.add)
-            except BadInput as e:  # for one, the conversation is too long; /clear helps
-                print(f"{e}; /clear forgets what was said before")
+                (answer,) = self.answers([turns], self.args.seed + n)
+            except BadInput as e:
+                print(f"{e}; a new conversation begins")
+                turns = []
                 continue
-            printer.end(answer)
-            history = [*turns, {"role": "assistant", "content": answer}]
+            print(answer)
+            turns.append({"role": "assistant", "content": answer})
             n += 1
 
 

@@ -373,27 +373,6 @@ def test_all_ranks_call_before_token_equally_often_so_it_may_be_a_collective():
     assert ranks(2, work) == [12, 12]
 
 
-def test_a_conversation_is_printed_token_by_token_and_a_stop_text_never(capsys):
-    printer = generate._AnswerPrinter(letters(), ["de", "xyz"])
-    said = []
-    for token in (0, 1, 2, 3, 4):  # a b c d e
-        printer.add(0, token)
-        said.append(capsys.readouterr().out)
-    assert said == ["", "", "a", "b", ""], "the last two letters may begin xyz"
-    printer.end("abc")
-    assert capsys.readouterr().out == "c\n"
-
-
-def test_each_token_is_handed_over_as_it_is_sampled(tiny):
-    policy, prompts = policy_of("gpt2", tiny), prompts_of([3, 9, 1], vocabulary=512)
-    seen = [[], [], []]
-    policy.max_seq_length = 48
-    got = generate.generate(
-        FABRIC, policy, prompts, letters(), Sampling(), 12, 3, None, lambda i, t: seen[i].append(t)
-    )
-    assert got == seen
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
@@ -491,11 +470,8 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    lines, asked, real = (
-        iter(["one", "", "two", "/clear", "three", "x " * 300]),
-        [],
-        generate.generate,
-    )
+    lines = iter(["one", "", "two", "x " * 300, "three"])
+    asked, real = [], generate.generate
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
 
     def noted(fabric, policy, prompts, tokenizer, *args, **given):
@@ -503,14 +479,14 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
         return real(fabric, policy, prompts, tokenizer, *args, **given)
 
     monkeypatch.setattr(generate, "generate", noted)
-    argv = ["--model", str(tmp_path), "--max_new_tokens", "3", "--system", "Be brief."]
+    argv = ["--model", str(tmp_path), "--max_new_tokens", "3"]
     with pytest.raises(StopIteration):  # at a terminal the end is an EOFError
         generate.main(argv)
     first, second, third = asked
-    assert first == "[system] Be brief. [user] one "
+    assert first == "[user] one "
     assert second.startswith(f"{first}[assistant] ") and second.endswith("[user] two ")
-    assert third == "[system] Be brief. [user] three "
     assert "tokens fit this model, got" in capsys.readouterr().out, "a long turn ends nothing"
+    assert third == "[user] three "
 
 
 def test_a_template_is_told_the_day(tiny, tmp_path):
