@@ -34,9 +34,6 @@ RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--onli
        "--precision=32-true", "--keep_last=99", "--eval.samples=0", "--data.max_completion=12")  # fmt: skip
 
 
-LORA_A = "transformer.h.0.attn.qkv.lora_A"
-
-
 def even(answers) -> list[bool]:
     return [len(a.completion) % 2 == 0 for a in answers]
 
