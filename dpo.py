@@ -14,17 +14,16 @@ Shape letters: G examples of a step, B of a micro-batch, K = 2 completions (chos
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from data import to_device
-from runs.cli import docstring_of, parse
-from runs.errors import run_cli
-from runs.metrics import join_columns, mean
-from runs.settings import PreferenceSettings, RunSettings, setting
+from runs.console import run_cli
+from runs.settings import RunSettings, docstring_of, parse
 from setup import setup
-from train import Objective, Trainer
+from train import Objective, PreferenceSettings, Trainer, join_columns, mean
 
 # Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats; d = the true reward
 # of the chosen completion minus that of the rejected one, which only RPO knows.
@@ -71,7 +70,7 @@ LOSSES = {
 class DPOSettings(PreferenceSettings):
     """The objective."""
 
-    loss: str = setting("dpo", choices=tuple(LOSSES))
+    loss: Literal[tuple(LOSSES)] = "dpo"
     """dpo (arXiv 2305.18290), ipo (2310.12036), rpo_sq, rpo_bwd_kl or rpo_fwd_kl (2406.11704,
     NeMo-Aligner's)."""
     gt_reward_scale: float = 1.0

@@ -1,7 +1,8 @@
 """Answers of the policy to held-out prompts, and what a checker says of them."""
 
 import json
-import numbers
+import math
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,10 @@ import numpy as np
 from generate import completion_text, generate
 from records.examples import Example
 from records.tokenizer import Tokenizer
-from runs.console import Wait, format_before_after, say
-from runs.devices import on_rank_0
-from runs.errors import BadInput, parse_file, printable, user_error
-from runs.files import write_json
-from runs.settings import RunSettings
-from runs.stop import Stop
+from runs.console import progress, say
+from runs.devices import Stop, on_rank_0
+from runs.logger import write_json
+from runs.settings import RunSettings, refuse_unless
 
 
 class Answer(NamedTuple):
@@ -58,26 +57,17 @@ def ask_checker(checker: Checker, answers: list[Answer]) -> list[bool | float]:
     """The checker's verdicts, as Python's own bools and floats. Raises BadInput with the number of the
     first answer whose verdict is neither."""
     given = checker(list(answers))  # it may sort or empty its own list
-    try:
-        verdicts = [x.item() if hasattr(x, "item") else x for x in given]  # numpy's, torch's
-    except (TypeError, ValueError, RuntimeError):
-        raise BadInput(
-            f"checker: expected a list of {len(answers)} verdicts, got {printable(repr(given))}"
-        ) from None
-    if len(verdicts) != len(answers):
-        raise BadInput(
-            f"checker: {len(answers)} answers need as many verdicts, got {len(verdicts)}"
-        )
+    verdicts = [x.item() if hasattr(x, "item") else x for x in given]  # numpy's, torch's
+    refuse_unless(
+        len(verdicts) == len(answers),
+        f"checker: {len(answers)} answers need as many verdicts, got {len(verdicts)}",
+    )
     for i, verdict in enumerate(verdicts):
-        if type(verdict) is bool:
-            continue
-        if not isinstance(verdict, numbers.Real) or not 0 <= verdict <= 1:  # NaN too
-            raise BadInput(
-                f"checker: answer {i}: expected True, False or a number from 0 to 1, "
-                f"got {printable(repr(verdict))}"
-            )
-        verdicts[i] = float(verdict)
-    return verdicts
+        refuse_unless(
+            isinstance(verdict, bool | int | float) and 0 <= verdict <= 1,
+            f"checker: answer {i}: expected True, False or a number from 0 to 1, got {verdict!r}",
+        )
+    return [x if isinstance(x, bool) else float(x) for x in verdicts]
 
 
 def count_by_field(answers: list[Answer], verdicts: list[bool | float]) -> dict:
@@ -148,9 +138,8 @@ class Evaluator:
             return [], []
         args, tokenizer, new = self.cfg.eval, self.tokenizer, self.max_new_tokens
         check_stop = partial(self.stop.check, self.fabric.device)
-        shorter = f"a smaller {setting} or eval.max_new_tokens"
         prompts = [e.prompt for e in examples]
-        with Wait(title, len(prompts) * new, shorter=shorter):
+        with progress(title, len(prompts) * new):
             all_ids = generate(
                 self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, check_stop
             )
@@ -158,15 +147,11 @@ class Evaluator:
         return all_ids, answers
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:
-        """The checker's verdicts; asked on rank 0 for all ranks. Raises BadInput."""
-        if self.checker is None:
-            raise BadInput("eval.check: there is no checker to ask: demo, or main(checker=...)")
-
-        def ask():
-            with Wait("the checker"), self.stop.interruptible(alone=True):
-                return ask_checker(self.checker, answers)
-
-        return on_rank_0(self.fabric, ask)
+        """The checker's verdicts, on rank 0 alone: no collective. Raises BadInput."""
+        refuse_unless(
+            self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
+        )
+        return ask_checker(self.checker, answers)
 
     def check(self, name: str, step: int) -> dict | None:
         """Sample answers to the held-out prompts and have them checked; also written as
@@ -183,7 +168,7 @@ class Evaluator:
                 e._replace(completions=(np.array(ids, np.int32),))
                 for e, ids in zip(examples, all_ids)
             ]
-            verdicts = self.judge(answers)
+            verdicts = on_rank_0(self.fabric, lambda: self.judge(answers))
             self.last_check = {
                 "step": step,
                 "right": sum(verdicts),
@@ -205,11 +190,82 @@ class Evaluator:
         """Write the check of the last step as eval/after.json (after a resume it is asked anew), and
         print the accuracy and some answers beside those from before the run."""
         after, file = self.check("after", step), self.folder / "before.json"
-        if not after or not file.exists():
-            return
-        try:
-            with user_error(None, file, Exception):  # of a damaged file anything may be wrong
-                before = parse_file(None, file, json.loads, at_most=2**32)
-                say(format_before_after(before, after))
-        except BadInput as e:
-            say(f"no comparison with the answers before the run: {e}")
+        if after and file.exists():
+            before = json.loads(file.read_text())
+            say(format_before_after(before, after))
+
+
+# ---- before and after ----------------------------------------------------------------------------
+
+
+def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table of texts as lines that fit the terminal; each cell has at most 34 characters.
+
+    The first column is a prompt. A long prompt is cut at its beginning, because all prompts of a
+    chat template begin with the same words; other cells are cut at their end.
+    """
+    terminal_width = shutil.get_terminal_size((110, 0)).columns
+    cell_width = min(34, terminal_width // len(head) - 2)
+    table = []
+    for row in (head, *rows):
+        prompt, *others = [cell.replace("\n", " ") for cell in row]
+        if len(prompt) > cell_width:
+            prompt = "…" + prompt[len(prompt) - cell_width + 1 :]
+        table.append([prompt, *[cell[:cell_width] for cell in others]])
+    widths = [max(len(cell) for cell in column) for column in zip(*table)]
+    lines = []
+    for row in table:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  " + "  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def wilson_interval(k: float, n: int) -> tuple[float, float]:
+    """The 95% confidence interval (low, high) of a share k / n, with n at least 1 (Wilson 1927).
+
+    The usual k/n ± 2 sigma is too narrow near 0 and 1, and may leave [0, 1].
+    """
+    z = 1.96  # 95% of a normal distribution lie within so many standard deviations
+    middle = (k + z * z / 2) / (n + z * z)
+    half_width = z * math.sqrt(k * (n - k) / n + z * z / 4) / (n + z * z)
+    return max(0.0, middle - half_width), min(1.0, middle + half_width)
+
+
+def format_by_field(before: dict, after: dict) -> list[str]:
+    """Lines of right answers by the values of the records' fields; none where nothing was counted."""
+    lines = []
+    for name, counts in after["by"].items():
+        width = max(map(len, (name, *counts)))
+        lines.append(f"  {name:<{width}}  before   after     of")
+        for value, (right, total) in counts.items():
+            right_before, total_before = before["by"][name][value]
+            shares = f"{100 * (right_before / total_before):5.1f}%  {100 * (right / total):5.1f}%"
+            lines.append(f"  {value:<{width}}  {shares}  {total:5}")
+    return lines
+
+
+def format_before_after(before: dict, after: dict, n: int = 5) -> str:
+    """The checker's accuracy before and after training, with 95% intervals, and n answers.
+
+    `before` and `after` are verdicts of Evaluator.check: {"right": how many answers the checker
+    accepts, "of": how many there are, "answers": [{"prompt": ..., "completion": ...}, ...]}, with
+    the same prompts in the same order. Answers that changed come first.
+    """
+    lines = ["", "held-out accuracy by the checker (95% interval)"]
+    for name, verdict in (("before", before), ("after", after)):
+        right, total = verdict["right"], verdict["of"]
+        low, high = wilson_interval(right, total)
+        percent = f"{100 * (right / total):5.1f}%"
+        interval = f"({100 * low:.1f} to {100 * high:.1f})"
+        if isinstance(right, float):  # a sum of numbers from 0 to 1
+            right = f"{right:.1f}"
+        lines.append(f"  {name:<7} {percent}  {interval}  {right} of {total}")
+    gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
+    lines += [f"  gain    {gain:+5.1f} points", *format_by_field(before, after), ""]
+
+    rows = []
+    for old, new in zip(before["answers"], after["answers"]):
+        rows.append((old["prompt"], old["completion"], new["completion"]))
+    rows.sort(key=lambda row: row[1] == row[2])  # those that changed first
+    lines.append(format_table(("prompt", "before", "after"), rows[:n]))
+    return "\n".join(lines)

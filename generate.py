@@ -12,32 +12,25 @@ Shape letters:
     N  packed tokens of the B prompts
 """
 
+import contextlib
 import math
-import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import date as Date
+from dataclasses import dataclass
+from datetime import date
 
 import numpy as np
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from data import pack, to_device
-from hub.lora import merge_for_sampling
-from model import KVCache
-from records.forms import Fault, Record
-from records.tokenizer import Tokenizer
-from runs.cli import parse_command
-from runs.console import advance
-from runs.devices import (
-    all_reduce,
-    avoid_cudnn_attention,
-    free_memory,
-    keep_freed_memory,
-    keep_gathered,
-)
-from runs.errors import BadInput, run_cli, user_error
-from runs.settings import Sampling, check_fields, setting
+from attention import KVCache
+from lora import merge_for_sampling
+from packing import pack, to_device
+from records.forms import Record
+from records.tokenizer import Texts, Tokenizer
+from runs.console import advance, run_cli
+from runs.devices import all_reduce, free_memory, keep_gathered, prepare_machine
+from runs.settings import Sampling, parse_command, refuse_unless
 
 # ---- one token ----------------------------------------------------------------------------------
 
@@ -195,6 +188,8 @@ class _Sampler:
             if self.before_token is not None:
                 self.before_token()
             logits_BV = self.policy(cache)
+            if y == 0:
+                advance(0)  # the prompts are read
             if args.repetition_penalty != 1:
                 if seen_BV is None:
                     seen_UV = logits_BV.new_zeros(
@@ -239,7 +234,7 @@ class _Sampler:
         """Progress counts the tokens that all answers could have: an answer that ends has all of those
         that were left to it."""
         ranks = self.fabric.world_size
-        advance(ranks * (going_on + (rows - going_on) * left), tokens=ranks * rows)
+        advance(ranks * (going_on + (rows - going_on) * left))
 
     def _has_stop_text(self, answer_BY):
         """(B,) bool: whether an answer's text so far has one of the stop texts."""
@@ -281,127 +276,70 @@ def completion_text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) 
 
 @dataclass(frozen=True)
 class Ask(Sampling):
-    """python generate.py --model out/<run> [--prompt TEXT ...] talks to a run, or to any model that
-    kto.py takes."""
+    """python generate.py --model out/<run> [--prompt TEXT] asks a run, or any model that kto.py takes."""
 
     model: str = ""
     """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes."""
-    prompt: list[str] = field(default_factory=list)
-    """What to answer; may be given several times. Without one: a conversation, turn by turn. Goes
-    through the chat template if there is one."""
-    max_new_tokens: int | None = setting(None, at_least=1, below=2**24)
+    prompt: str = ""
+    """What to answer, through the chat template if there is one. Default: a conversation, turn by turn,
+    until an empty line or Ctrl-D."""
+    max_new_tokens: PositiveInt | None = None
     """Longest answer in tokens. Default: 256, or what fits into the context."""
     plain: bool = False
-    """Leave the chat template aside."""
-    date: str | None = None
-    """The day that chat templates print: 2026-01-31. Default: today."""
-    seed: int = setting(1, at_least=0, below=2**32)
-    """Prompt number i draws from (seed, i), turn number i of a conversation from (seed + i, 0)."""
-
-
-def parse_ask(argv=None) -> Ask:
-    """The command line's settings. Raises BadInput."""
-    words = []
-    for word in sys.argv[1:] if argv is None else argv:
-        # --prompt may be given several times; jsonargparse appends to a list where it reads --prompt+=
-        if words[-1:] == ["--prompt"]:
-            words[-1] = f"--prompt+={word}"
-        else:
-            words.append(re.sub("^--prompt=", "--prompt+=", word))
-    args = parse_command(Ask, __doc__, words)
-    check_fields(args)
-    args.validate("generate")
-    if not args.model:
-        raise BadInput("model: required: a run's folder, or any model that kto.py takes")
-    if args.date:
-        with user_error("date"):
-            Date.fromisoformat(args.date)
-    return args
+    """true: leave the chat template aside."""
+    seed: NonNegativeInt = 1
+    """An answer draws from it; turn number i of a conversation from seed + i."""
 
 
 class Chat:
-    """One model on one device, and its answers to dialogues."""
+    """One model on one device."""
 
     def __init__(self, args: Ask):
         from lightning.fabric import Fabric
 
-        import model
-        from hub.folders import fetch_model
+        from hub import find_model
+        from load import load_model
 
-        self.args = args
-        folder = fetch_model(args.model)
-        keep_freed_memory()
-        avoid_cudnn_attention()
-        self.fabric = Fabric(devices=1)
+        source = find_model(args.model)
+        prepare_machine()
+        self.args, self.fabric = args, Fabric(devices=1)
         dtype = torch.bfloat16 if self.fabric.device.type == "cuda" else torch.float32
-        self.tokenizer = Tokenizer(folder, date=args.date or Date.today().isoformat())
-        self.policy = self.fabric.to_device(model.load_model(folder, dtype=dtype))
-        self.by_template = bool(self.tokenizer.template) and not args.plain
+        today = date.today().isoformat()
+        self.tokenizer = Tokenizer(source.tokenizer, source.chat_template, today)
+        self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
 
-    def ids(self, turns: list[dict]) -> np.ndarray:
-        """The token ids of a dialogue that ends with the user's turn; without a template, of this turn alone.
-
-        Raises BadInput if the template refuses the dialogue, or if it is longer than the model's context.
-        """
-        if self.by_template:
-            try:
-                text, *_ = self.tokenizer.render(Record(turns, [], None))
-            except Fault as e:
-                raise BadInput(f"prompt: {e}") from None
-            (ids,) = self.tokenizer.encode([text])  # a template writes the BOS itself
-        else:
-            (ids,) = self.tokenizer.encode([turns[-1]["content"]])
-            ids = self.tokenizer.with_bos(ids)
-        context = self.policy.max_seq_length
-        if not 0 < len(ids) < context:
-            raise BadInput(f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}")
-        return np.array(ids, dtype="int32")
-
-    def answers(self, dialogues: list[list[dict]], seed: int) -> list[str]:
-        """The model's next turn in each dialogue, as text. Raises BadInput (see ids)."""
+    def answer(self, turns: list[dict], seed: int) -> str:
+        """The model's next turn in a dialogue; without a chat template it sees the last turn alone. Raises
+        BadInput if the template refuses the dialogue, or if it does not fit into the context."""
         args = self.args
-        prompts = [self.ids(turns) for turns in dialogues]
-        room = self.policy.max_seq_length - max(map(len, prompts))
-        max_new = args.max_new_tokens or min(256, room)
+        if self.tokenizer.template and not args.plain:
+            texts = self.tokenizer.render(Record(turns, []))
+        else:
+            texts = Texts(turns[-1]["content"], [], by_template=False)
+        ((ids, _),) = self.tokenizer.encode_all([texts])
+        context = self.policy.max_seq_length
+        refuse_unless(
+            0 < len(ids) < context,
+            f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
+        )
+        max_new = args.max_new_tokens or min(256, context - len(ids))
+        prompts = [np.array(ids, dtype="int32")]
         answers = generate(self.fabric, self.policy, prompts, self.tokenizer, args, max_new, seed)
-        return [completion_text(self.tokenizer, ids, args.stop) for ids in answers]
-
-    def talk(self) -> None:
-        """A conversation with the terminal, until its end (Ctrl-D)."""
-        turns, n = [], 0  # n: turns answered
-        while True:
-            try:
-                line = input("> ").strip()
-            except EOFError:
-                print()
-                return
-            if not line:
-                continue
-            turns.append({"role": "user", "content": line})
-            try:
-                (answer,) = self.answers([turns], self.args.seed + n)
-            except BadInput as e:
-                print(f"{e}; a new conversation begins")
-                turns = []
-                continue
-            print(answer)
-            turns.append({"role": "assistant", "content": answer})
-            n += 1
+        return completion_text(self.tokenizer, answers[0], args.stop)
 
 
 def main(argv=None) -> None:
-    args = parse_ask(argv)
-    chat = Chat(args)
-    if not args.prompt:
-        chat.talk()
-        return
-    dialogues = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
-    answers = chat.answers(dialogues, args.seed)
-    if len(answers) == 1:
-        print(answers[0])
-        return
-    for prompt, answer in zip(args.prompt, answers):
-        print(f"{prompt}{answer}")
+    args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
+    args.validate("generate")
+    refuse_unless(args.model, "model: required: a run's folder, or any model that kto.py takes")
+    chat, turns = Chat(args), []
+    lines = [args.prompt] if args.prompt else iter(lambda: input("> "), "")
+    with contextlib.suppress(EOFError):  # Ctrl-D
+        for line in lines:
+            turns.append({"role": "user", "content": line})
+            answer = chat.answer(turns, args.seed + len(turns) // 2)
+            print(answer)
+            turns.append({"role": "assistant", "content": answer})
 
 
 if __name__ == "__main__":

@@ -20,27 +20,27 @@ Shape letters: G examples of a step, B of a micro-batch, K completions of a prom
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from jsonargparse.typing import NonNegativeFloat
 
-from runs.cli import docstring_of, parse
-from runs.errors import run_cli
-from runs.metrics import auc, join_columns, mean
-from runs.settings import PreferenceSettings, RunSettings, refuse_unless, setting
+from runs.console import run_cli
+from runs.settings import RunSettings, docstring_of, parse, refuse_unless
 from setup import setup
-from train import Objective, Trainer
+from train import Objective, PreferenceSettings, Trainer, join_columns, mean
 
 
 @dataclass(frozen=True)
 class KTOSettings(PreferenceSettings):
     """The objective."""
 
-    loss: str = setting("kto", choices=("kto", "apo_zero_unpaired"))
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto, or apo_zero_unpaired (arXiv 2408.06266: z = 0, no mismatched pairs)."""
-    desirable_weight: float = setting(1.0, at_least=0)
+    desirable_weight: NonNegativeFloat = 1.0
     """Weight of a thumbs up (the paper's lambda_D). python data.py FILE says what the paper
     suggests."""
-    undesirable_weight: float = setting(1.0, at_least=0)
+    undesirable_weight: NonNegativeFloat = 1.0
     """Weight of a thumbs down (lambda_U)."""
 
 
@@ -119,6 +119,17 @@ class KTO(Objective):
             "auc": auc(r_G[desirable_G], r_G[~desirable_G]) if has_both and has_moved else None,
         }
         return join_columns(means, row)
+
+
+def auc(high: torch.Tensor, low: torch.Tensor) -> float:
+    """The probability that a value of `high` is above a value of `low`; a tie counts one half.
+
+    Both are 1-D tensors with at least one value.
+    """
+    low = low.sort().values
+    n_below = torch.searchsorted(low, high, right=False).double()
+    n_below_or_equal = torch.searchsorted(low, high, right=True).double()
+    return ((n_below + n_below_or_equal).mean() / 2 / len(low)).item()
 
 
 def main(argv=None, objective=KTO, settings=Settings, trainer=Trainer, **given) -> None:

@@ -11,20 +11,20 @@ iteration begins (online.reference).
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
+from jsonargparse.typing import PositiveInt
 
 from data import next_items
-from evaluate import as_answer, was_cut
+from evaluate import as_answer, format_table, was_cut
 from generate import completion_text
 from kto import KTO, KTOSettings
 from records.examples import Example
 from rollout import NO_BF16_MERGING, iterations, policy_answers, rated_examples
-from runs.cli import docstring_of, parse
-from runs.console import format_table, say
-from runs.errors import BadInput, run_cli
+from runs.console import BadInput, run_cli, say
 from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, refuse_unless, setting
+from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
 from setup import Run, setup
 from train import Trainer
 
@@ -33,23 +33,23 @@ from train import Trainer
 class OnlineSettings(Sampling):
     """The iterations, and how answers are sampled."""
 
-    max_iterations: int = setting(6, at_least=1)
+    max_iterations: PositiveInt = 6
     """Iterations; --epochs counts within each."""
-    prompts_per_iteration: int | None = setting(256, at_least=1)
+    prompts_per_iteration: PositiveInt | None = 256
     """Prompts answered in an iteration, the next ones of a seeded order; null, or more than there are: all."""
-    num_generations: int = setting(1, at_least=1)
+    num_generations: PositiveInt = 1
     """Answers to each prompt of an iteration."""
-    reference: str = setting("last", choices=("first", "last"))
+    reference: Literal["first", "last"] = "last"
     """last: the policy as it is when an iteration begins. first: the model that the run started
     from, or --reference."""
-    cut: str = setting("judge", choices=("judge", "wrong", "drop"))
+    cut: Literal["judge", "wrong", "drop"] = "judge"
     """What becomes of an answer that ended at the length limit. judge: the checker decides (it sees
     that the answer was cut). wrong: thumbs down. drop: weight 0. Its own loss is 0; it still
     counts in z, in the plain means of metrics.csv, and in batch_size, by which a step's loss is divided."""
     balance: bool = False
     """Weigh the examples of an iteration so that those rated up and those rated down count equally, as
     the KTO paper advises. Otherwise a policy that is mostly wrong mainly learns what not to say."""
-    rollout_batch_size: int = setting(512, at_least=1)
+    rollout_batch_size: PositiveInt = 512
     """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
     numbers depend on it, so another value gives other answers. To save memory set batch_size or cache_gb."""
 

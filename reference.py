@@ -1,22 +1,19 @@
 """The frozen model that a policy is compared with: its log-probs, or a cache of them on the disk."""
 
 import hashlib
-import json
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load, save
+from torch import nn
 
-from data import PackedBatch, to_device
-from hub.lora import disable_adapters
+from lora import disable_adapters
+from packing import PackedBatch, to_device
+from runs.checkpoint import disk_error
+from runs.console import BadInput, rank, say, user_error
 from runs.devices import all_reduce
-from runs.errors import BadInput, user_error
-from runs.files import write_atomically
 from runs.settings import RunSettings
-
-SAVE_EVERY = 60  # seconds between two saves of a cache that grows
 
 
 class Reference:
@@ -39,26 +36,37 @@ class Reference:
     __call__ = compute
 
 
+@torch.no_grad()
+def freeze(model: nn.Module, precision: str) -> nn.Module:
+    """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
+    matrix that is the embedding, too. Autocast would cast them at each use: log-probs stay the same bits."""
+    model.requires_grad_(False).eval()
+    if precision == "bf16-mixed":
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
+                module.to(torch.bfloat16)
+    return model
+
+
 class CachedReference:
     """A reference whose log-probs are kept in a folder, by the content of prompt and completion.
 
-    It computes what the folder does not have, until `release` frees the model. Runs and ranks can
-    share a folder: a save of one rank is a file named by its content. Raises BadInput.
+    It computes what the folder does not have, until `release` frees the model and writes them. Runs and
+    ranks can share a folder: each writes a file named by its content.
     """
 
-    def __init__(self, fabric, reference: Reference, cfg: RunSettings, identity: dict[str, str]):
+    def __init__(self, fabric, reference: Reference, cfg: RunSettings, hashes: dict[str, str]):
         self.fabric, self.reference, self.dtype = fabric, reference, torch.get_default_dtype()
         self.folder = Path(cfg.reference_cache).expanduser()
         # what the values depend on, besides prompt and completion
-        models = [x for k, x in sorted(identity.items()) if k.startswith(("model ", "reference "))]
-        depends = [*models, cfg.precision + (cfg.lora.quantize or ""), cfg.data.score_prompt]
-        self.key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
+        models = [x for name, x in sorted(hashes.items()) if name != "records"]
+        depends = [*models, cfg.precision, cfg.lora.quantize, cfg.data.score_prompt]
+        self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
         self.known: dict[bytes, float] = {}
-        self.unsaved: dict[bytes, float] = {}
-        self.n_computed, self.saved_at = 0, time.monotonic()
-        with user_error("reference_cache", self.folder, Exception):
+        self.computed: dict[bytes, float] = {}
+        with user_error("reference_cache", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._read()
+        self._read()
 
     @property
     def released(self) -> bool:
@@ -70,66 +78,46 @@ class CachedReference:
 
     def __call__(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
         """-> log-probs (B, K) in nats, from the folder where it has them. prompt_cache is not used: the
-        prompts' keys may never have been computed."""
+        prompts' keys may never have been computed. Raises BadInput."""
         keys, device = packed.digests(), packed.token_N.device
         is_missing = any(key not in self.known for row in keys for key in row)
-        if self.released:
-            if is_missing:
-                raise BadInput(
-                    "reference_cache: these examples, or their mismatched pairs, are not those of the "
-                    "first fit, and the reference is no longer in memory: run without the cache"
-                )
-        else:
+        if not self.released:
             # all ranks compute if one rank must: a sharded reference is a collective
             votes = torch.tensor(float(is_missing), device=device)
             if all_reduce(votes) > 0:
-                self._add(keys, self.compute(packed).tolist())
+                for row, values in zip(keys, self.compute(packed).tolist()):
+                    new = {key: x for key, x in zip(row, values) if key not in self.known}
+                    self.known |= new
+                    self.computed |= new
+        elif is_missing:
+            raise BadInput(
+                "reference_cache: these examples, or their mismatched pairs, are not those of the "
+                "first fit, and the reference is no longer in memory: run without the cache"
+            )
         logps = [[self.known[key] for key in row] for row in keys]
         return to_device(torch.tensor(logps, dtype=self.dtype), device)
 
-    def _add(self, keys: list[list[bytes]], logps: list[list[float]]) -> None:
-        for row, values in zip(keys, logps):
-            new = {key: value for key, value in zip(row, values) if key not in self.known}
-            self.known |= new
-            self.unsaved |= new
-            self.n_computed += len(new)
-        if time.monotonic() - self.saved_at > SAVE_EVERY:
-            self.save()
-
     def release(self) -> None:
-        """Free the model: everything that the run needs is known now."""
-        self.save()
+        """Write what was computed, and free the model: everything that the run needs is known now."""
+        if self.computed:
+            joined = np.frombuffer(b"".join(self.computed), np.uint8)
+            keys = torch.from_numpy(joined.reshape(len(self.computed), -1).copy())
+            logps = torch.tensor(list(self.computed.values()), dtype=torch.float64)
+            content = save({"key": keys, "logp": logps})
+            name = f"{self.key}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+            new = self.folder / f".{name}.{rank()}.tmp"
+            with disk_error(new):
+                new.write_bytes(content)
+                new.rename(self.folder / name)
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
         self.reference = None
-
-    def summary(self) -> str:
-        return f"{self.n_computed:,} log-probs computed, {len(self.known):,} known in {self.folder}"
-
-    # ---- the folder
+        n, known = len(self.computed), len(self.known)
+        say(f"reference: {n:,} log-probs computed, {known:,} known in {self.folder}")
 
     def _read(self) -> None:
         for file in sorted(self.folder.glob(f"{self.key}-*.safetensors")):
-            content = file.read_bytes()
-            if file.name != self._file_name(content):
-                raise BadInput(
-                    f"reference_cache: {file}: damaged: delete it, its log-probs are computed again"
-                )
-            tensors = load(content)
+            tensors = load(file.read_bytes())
             keys = map(bytes, tensors["key"].numpy())
             self.known |= zip(keys, tensors["logp"].tolist())
-
-    def _file_name(self, content: bytes) -> str:
-        return f"{self.key}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-
-    def save(self) -> None:
-        """Write what is not written yet."""
-        self.saved_at = time.monotonic()
-        if not self.unsaved:
-            return
-        keys = np.frombuffer(b"".join(self.unsaved), np.uint8).reshape(len(self.unsaved), -1).copy()
-        logps = torch.tensor(list(self.unsaved.values()), dtype=torch.float64)
-        content = save({"key": torch.from_numpy(keys), "logp": logps})
-        write_atomically(self.folder / self._file_name(content), content)
-        self.unsaved = {}

@@ -13,37 +13,36 @@ state carries on (with LoRA it restarts, since the adapters are merged into the 
 from dataclasses import dataclass, field
 
 import numpy as np
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveInt
 
 from data import epoch_order
 from dpo import DPO, DPOSettings
+from evaluate import format_table
 from generate import completion_text
 from records.examples import Example
 from rollout import NO_BF16_MERGING, iterations, policy_answers, read_answers
-from runs.cli import docstring_of, parse
-from runs.console import format_table, say
-from runs.errors import run_cli
-from runs.metrics import mean
+from runs.console import run_cli, say
 from runs.optimizer import Plan, iteration_plans
-from runs.settings import RunSettings, Sampling, refuse_unless, setting
+from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
 from setup import Run, setup
-from train import Trainer
+from train import Trainer, mean
 
 
 @dataclass(frozen=True)
 class SPINSettings(Sampling):
     """The iterations, and how answers are sampled."""
 
-    max_iterations: int = setting(3, at_least=1)
+    max_iterations: PositiveInt = 3
     """Iterations; --epochs counts within each."""
     beta: float | list[float] = 0.1
     """Strength of the pull to the iteration's reference: one number, or one for each iteration."""
-    mix: float = setting(0.0, at_least=0, at_most=1)
+    mix: ClosedUnitInterval = 0.0
     """Add this fraction of the last iteration's answers to an iteration's own; 1.0, the paper's
     practice, adds all."""
-    rollout_batch_size: int = setting(512, at_least=1)
+    rollout_batch_size: PositiveInt = 512
     """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
     numbers depend on it, so another value gives other answers. To save memory set batch_size or cache_gb."""
-    sft_loss_weight: float = setting(0.0, at_least=0)
+    sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the demonstrations."""
     average_logps: bool = False
     """Divide log-ratios by the number of scored tokens."""

@@ -2,230 +2,82 @@
 
     python sweep.py kto.py --seed 1,2,3 --kto.beta 0.1,0.3 --optim.lr 1e-3
 
-Values separated by commas make a grid of runs, in out/sweep-kto (--name NAME:
-out/sweep-NAME), with a report at the end. The same command again skips finished
-runs and resumes killed ones.
+Values separated by commas make the grid. A value that has commas itself stands in double quotes:
+--lora.targets '"query,value",mlp' are two values. Each run has a folder in out/sweep-kto (another one:
+--out_dir), with what it printed in log.txt. The same command again skips finished runs and goes on with
+the others.
 """
 
-import re
+import argparse
+import csv
 import shlex
 import sys
-import time
-from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGTERM, signal
-from subprocess import DEVNULL, Popen
-from typing import NamedTuple
-from urllib.parse import quote
-
-import yaml
+from signal import SIGINT, signal
+from subprocess import DEVNULL, run
 
 import report
-from runs.errors import BadInput, run_cli
-
-# The log of a run has, for each attempt, the command and below it what the command printed.
-# The command of an attempt:
-#   $ /usr/bin/python -u kto.py --seed=1 --stop_at=10 --out_dir=out/sweep-kto/run --resume=auto
-COMMAND_LINE = re.compile(r"^\$ .* --resume=auto$", re.MULTILINE)
-# The step in such a command:
-#   --stop_at=10
-STOP_AT = re.compile(r" --stop_at=(\d+) ")
-# What a run prints when stop_at, max_time or a signal ends it:
-#   stopped by max_time at step 120 of 300, saved; go on with
-STOPPED_LINE = re.compile(r"^stopped by \w+", re.MULTILINE)
-# What a run prints when it fails:
-#   error: data.train: ratings.jsonl: no such .jsonl, .json, .csv, .tsv or .parquet file
-ERROR_LINE = re.compile(r"^error: (.*)", re.MULTILINE)
+from runs.console import Failed, run_cli
+from runs.settings import split_options
 
 
-# ---- the grid -----------------------------------------------------------------------------------
-
-
-def split_values(name: str, text: str) -> list[str]:
-    """The values of a setting, split at commas. A comma in brackets or quotes is a part of its
-    value: 1,"2,3",[4,5] are three values. Raises BadInput where brackets or quotes do not close."""
-    try:
-        nodes = yaml.compose(f"[{text}]").value
-    except yaml.YAMLError:
-        raise BadInput(f"sweep: {name}: {text}: unbalanced brackets or quotes") from None
-    values = []
-    for node in nodes:
-        if isinstance(node.value, str):
-            values.append(node.value)  # without its quotes
-        else:  # a list or a dict, as it is written; - 1 for the bracket before the text
-            values.append(text[node.start_mark.index - 1 : node.end_mark.index - 1])
-    return values
-
-
-def parse_grid(argv: list[str]) -> dict[str, list[str]]:
-    """{"--setting": its values} of a command line of `--setting values` and `--setting=values`.
-    Raises BadInput when a setting has no value, is given twice, or is the sweep's own."""
-    words = []
-    for word in argv:
-        if word.startswith("--"):
-            words += word.split("=", 1)
-        else:
-            words.append(word)
-    if len(words) % 2:
-        words.append("--")  # the last setting has no value; refused below
-    grid = {}
-    for name, text in zip(words[::2], words[1::2]):
-        if not name.startswith("--") or text.startswith("--"):
-            raise BadInput(f"sweep: {name}: expected --setting value")
-        if name in ("--out_dir", "--resume"):
-            raise BadInput(f"sweep: {name}: leave it out; the sweep sets it for each run")
-        if name in grid:
-            raise BadInput(f"sweep: {name}: give each setting once")
-        grid[name] = split_values(name, text) if "," in text else [text]
-    return grid
-
-
-def run_name(settings: dict[str, str], grid: dict[str, list[str]]) -> str:
-    """The name of a run's folder: the settings that vary in the grid, as seed=1,kto.beta=0.3."""
-    varied = []
-    for name, value in settings.items():
-        if len(grid[name]) > 1:
-            setting = name.removeprefix("--")
-            varied.append(quote(f"{setting}={value}", safe="="))
-    folder_name = ",".join(varied) or "run"
-    if len(folder_name) > 200:  # file systems allow 255 bytes
-        folder_name = folder_name[:99] + sha256(folder_name.encode()).hexdigest()
-    return folder_name
-
-
-# ---- one run ------------------------------------------------------------------------------------
-
-
-class Outcome(NamedTuple):
-    """How a run of the grid went."""
-
-    text: str  # for the console
-    interrupted: bool = False  # by Ctrl-C or a signal: the sweep ends
-    failed: bool = False
-    in_report: bool = True  # False where the folder holds a run with other settings
-
-
-def skip_finished(command_line: str, log: str, folder: Path) -> Outcome | None:
-    """The outcome of a run that need not start because it finished, or reached its stop_at, in an
-    earlier sweep; None when it has to start.
-
-    command_line: the command as the log would have it. log: the log of earlier attempts.
-    """
-    reason = None
-    stop_at = STOP_AT.search(command_line)
-    # A run that was stopped after its export may have no score of the test split.
-    was_stopped = STOPPED_LINE.search(COMMAND_LINE.split(log)[-1])
-    if (folder / "final").exists() and not was_stopped:
-        reason = "finished"
-    elif stop_at and (folder / "checkpoints" / f"step-{stop_at[1]:0>8}").exists():
-        reason = "stopped by stop_at"
-    if reason is None:
-        return None
-
-    attempts = COMMAND_LINE.findall(log)
-    old = shlex.split(attempts[-1]) if attempts else []
-    new = shlex.split(command_line)
-    same_settings = sorted(old) == sorted(new)  # perhaps in another order
-    # The run may have begun with this command (and --stop_at) and gone on with another one.
-    was_an_attempt = f"{command_line}\n" in log
-    if same_settings or was_an_attempt:
-        return Outcome(f"skipped, {reason}")
-    only_old = [word for word in old if word not in new]
-    only_new = [word for word in new if word not in old]
-    difference = " ".join([*only_old, "before,", *only_new, "now"])
-    text = f"skipped, {reason} with other settings ({difference}): use another --name"
-    return Outcome(text, in_report=False)
-
-
-def run_one(command: list[str], folder: Path) -> Outcome:
-    """Run a command as a child process, unless its run is finished, with its output in FOLDER.log.
-
-    A signal to the sweep, as from Ctrl-C, goes to the child, which saves and ends. Raises BadInput
-    when the command is wrong (exit code 2): the other runs of the grid would have the same mistake.
-    """
-    began = time.monotonic()
-    command_line = f"$ {shlex.join(command)}"
-    log_file = f"{folder}.log"
-    with open(log_file, "a+", errors="replace") as log:
+def run_one(command: list[str], folder: Path) -> str:
+    """Run a command, unless it has finished before. -> how it ended. Raises Failed."""
+    finished = f"finished: {shlex.join(command)}\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log.txt", "a+") as log:
         log.seek(0)
-        skipped = skip_finished(command_line, log.read(), folder)
-        if skipped:
-            return skipped
-        log.write(f"{command_line}\n")
-        log.flush()
-        output_begins = log.tell()
-        # In a session of its own: a terminal sends Ctrl-C to the sweep only, which passes it on.
-        child = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        signals = []
-
-        def pass_on(number, frame):
-            child.send_signal(SIGINT)
-            signals.append(number)
-
-        before = {number: signal(number, pass_on) for number in (SIGINT, SIGTERM, SIGHUP)}
-        code = child.wait()
-        for number, handler in before.items():  # between two runs Ctrl-C ends the sweep
-            signal(number, handler)
-        log.seek(output_begins)
-        output = log.read()
-
-    took = f"{time.monotonic() - began:.0f} s"
-    if signals:
-        return Outcome(f"stopped after {took}", interrupted=True)
-    stopped = STOPPED_LINE.search(output)  # by the run's own settings stop_at or max_time
-    if code == 0 and stopped:
-        return Outcome(f"{stopped[0]} after {took}")
-    if code == 0 and (folder / "final").exists():
-        return Outcome(f"finished after {took}")
-    errors = ERROR_LINE.findall(output)[-3:]
-    if code == 2:
-        raise BadInput("\n".join(errors) or f"see {log_file}")
-    lines = [f"failed after {took}, code {code}, see {log_file}", *errors]
-    return Outcome("\n  error: ".join(lines), failed=True)
-
-
-# ---- all runs -----------------------------------------------------------------------------------
+        # A finished run is also started if the command is another one than before: it then refuses
+        # to go on with other settings.
+        if finished in log.read():
+            return "finished before"
+        before = signal(SIGINT, lambda *_: None)  # Ctrl-C reaches the run too, which saves and ends
+        code = run(command, stdin=DEVNULL, stdout=log, stderr=log).returncode
+        signal(SIGINT, before)
+        if code in (130, -SIGINT):
+            raise SystemExit("stopped; the same command goes on")
+        if code:
+            log.seek(0)
+            last_line = [*log][-1:]
+            raise Failed(f"failed, code {code}: {''.join(last_line).strip()}")
+        if not (folder / "final").exists():
+            return "stopped"  # by its own stop_at or max_time
+        log.write(finished)
+        return "finished"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the grid of a command line (default: sys.argv), then the report over its runs. Raises
-    BadInput for a wrong command, SystemExit with a message when a run failed or was interrupted."""
-    if argv is None:
-        argv = sys.argv[1:]
-    if "-h" in argv or "--help" in argv:
-        print(__doc__.strip())
-        return
-    program = argv[0] if argv else "program"
-    if not program.endswith(".py") or not Path(program).is_file():
-        raise BadInput(f"sweep: {program}: expected the path of a .py file")
-    grid = parse_grid(argv[1:])
-    sweep_name = ",".join(grid.pop("--name", [Path(program).stem]))
-    out = Path("out", "sweep-" + quote(sweep_name, safe=""))
-    out.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("program", type=Path, help="kto.py, another program, or a copy of one")
+    parser.add_argument("--out_dir", type=Path, help="the folder of all runs and of the report")
+    args, words = parser.parse_known_args(argv)
+    out = args.out_dir or Path("out", f"sweep-{args.program.stem}")
+    grid = []
+    for option in filter(None, split_options(words)):
+        name, _, values = "=".join(option).partition("=")
+        grid.append([f"{name}={value}" for value in next(csv.reader([values]), [""])])
 
-    failed = []  # names of runs
-    reported = []  # run folders
-    combinations = list(product(*grid.values()))
-    for k, values in enumerate(combinations, start=1):
-        settings = dict(zip(grid, values))
-        name = run_name(settings, grid)
+    failed, reported = [], []
+    for settings in product(*grid):
+        varied = [x[2:] for x, values in zip(settings, grid) if len(values) > 1]
+        name = ",".join(varied).replace("/", "_") or "run"
         folder = out / name
-        arguments = [f"{setting}={value}" for setting, value in settings.items()]
-        arguments += [f"--out_dir={folder}", "--resume=auto"]
-        print(f"{k}/{len(combinations)}  {name}", end="  ", flush=True)
-        outcome = run_one([sys.executable, "-u", program, *arguments], folder)
-        print(outcome.text)
-        if outcome.interrupted:
-            raise SystemExit(f"go on with\n  python {shlex.join(sys.argv)}")
-        if outcome.failed:
+        command = [sys.executable, str(args.program), *settings]
+        print(name, end="  ", flush=True)
+        try:
+            print(run_one([*command, f"--out_dir={folder}", "--resume=auto"], folder))
+        except Failed as e:
+            print(e)
             failed.append(name)
-        if outcome.in_report and (folder / "metrics.csv").exists():
+        if (folder / "val.csv").exists():  # the run came as far as its first step
             reported.append(str(folder))
     if reported:
-        report.main([*reported, "--out", f"{out}/report.html"], skip=True)
+        report.main(reported)
     if failed:
-        raise SystemExit(f"failed: {' '.join(failed)}")
+        raise Failed(f"failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -16,14 +16,16 @@ import math
 import numbers
 import time
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
-import model
+from attention import PromptCache
 from data import (
     Batch,
     LossView,
@@ -34,18 +36,42 @@ from data import (
     mismatched,
     step_batches,
 )
-from records.examples import Example, Examples
+from records.examples import Example
 from reference import CachedReference
-from runs.console import LONGEST_PAUSE, SILENT, Wait, advance, duration, say
+from runs.console import Failed, Interrupted, advance, progress, say
 from runs.devices import all_reduce
-from runs.errors import Failed, Interrupted
-from runs.files import write_json
-from runs.metrics import join_columns, mean
+from runs.logger import write_json
 from runs.optimizer import Plan, clip_gradient, is_due, is_end, lr_at, make_plan, steps_of
+from runs.settings import refuse_unless
 from setup import Run, export_models, load_best_weights, saved_state
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
 OWN_ANSWERS = 64  # that own_kl scores at least: all would take as long as sampling them
+
+
+@dataclass(frozen=True)
+class PreferenceSettings:
+    """What the objectives of kto.py and dpo.py share."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull back to the reference; a larger one keeps the policy closer."""
+    average_logps: bool = False
+    """Divide log-ratios by the number of scored tokens, in z too."""
+    preference_loss_weight: NonNegativeFloat = 1.0
+    """Weight of the preference loss."""
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of the desirable (chosen) completions."""
+    sft_average_logps: bool | None = None
+    """Divide that log-likelihood by its number of tokens. Default: as average_logps."""
+
+    @property
+    def sft_average(self) -> bool:
+        return self.average_logps if self.sft_average_logps is None else self.sft_average_logps
+
+    def validate(self, group: str) -> None:
+        both = f"{group}: preference_loss_weight and sft_loss_weight are both 0"
+        losses = self.preference_loss_weight, self.sft_loss_weight
+        refuse_unless(max(losses) > 0, f"{both}: nothing to learn")
 
 
 class KL(NamedTuple):
@@ -171,16 +197,10 @@ class Trainer:
     def __exit__(self, kind, error, trace):
         """The end of a run, of whatever kind. Interrupted is no error: what there is is saved."""
         run, failed = self.run, kind not in (None, Interrupted)
-        try:
-            if kind is Interrupted:
-                traceback.clear_frames(trace)  # they hold the model, which must be gone at the end
-                run.stop.set_agreed(error.args[0])
-                run.save_and_say_how_to_go_on()
-        except BaseException:
-            failed = True
-            raise
-        finally:
-            run.close(failed)
+        if kind is Interrupted:
+            traceback.clear_frames(trace)  # they hold the model, which must be gone at the end
+            run.save_and_say_how_to_go_on()
+        run.close(failed)
         if not failed and run.stop.signal:
             raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
         return not failed
@@ -194,7 +214,7 @@ class Trainer:
             "fit: the default plan has ended: give one that begins here"
         )
         self.has_fitted = True
-        examples = Examples.of(run.examples["train"] if examples is None else examples)
+        examples = run.examples["train"] if examples is None else examples
         plan = plan or make_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)
@@ -202,7 +222,7 @@ class Trainer:
         for batch in step_batches(run, examples, plan):
             began = time.perf_counter()
             run.policy.module.measures_entropy = self.row_is_due(run.state.step + 1, plan)
-            with self.wait_for_step(batch):
+            with self.progress_of_step(batch):
                 columns, kl = self.forward_backward(batch)
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
@@ -226,13 +246,11 @@ class Trainer:
                 return False
         return True
 
-    def wait_for_step(self, batch: Batch) -> Wait:
-        """The progress of a long step: from five seconds on in the first step, from a minute on in later ones."""
-        run = self.run
-        step = run.state.step + 1
-        total = passed_examples(batch, run.objective, run.fabric.world_size)
-        silent = SILENT if step == self.first_step else LONGEST_PAUSE
-        return Wait(f"step {step}", total, silent=silent)
+    def progress_of_step(self, batch: Batch):
+        """Of a long step: from five seconds on in the first step, from a minute on in later ones."""
+        step = self.run.state.step + 1
+        total = passed_examples(batch, self.run.objective, self.run.fabric.world_size)
+        return progress(f"step {step}", total, silent=5 if step == self.first_step else 60)
 
     def forward_backward(self, batch: Batch) -> tuple[dict, KL]:
         """Add the step's gradient to the policy's. -> {column: (G,)} and KL, of all ranks"""
@@ -242,7 +260,7 @@ class Trainer:
         if run.objective.kl_pairs and len(micros) == 1:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
-            cache = model.PromptCache()
+            cache = PromptCache()
             packed = self.pack_own(batch, micros[0].index)
             first_forward = packed, self.forward(packed, cache)
             score_pairs = partial(self.forward, prompt_cache=cache)
@@ -279,7 +297,7 @@ class Trainer:
         G, has_pairs, ref_logps = len(batch.examples), batch.partners is not None, None
         logratio_G = torch.zeros(G, device=device, dtype=torch.float64)
         for micro in batch.micro_batches if objective.needs_no_gradient_pass else []:
-            prompt_cache = model.PromptCache() if has_pairs else None
+            prompt_cache = PromptCache() if has_pairs else None
             if objective.needs_reference:
                 packed = self.pack(batch, micro.index)
                 ref_own = run.reference(packed, prompt_cache)
@@ -298,7 +316,8 @@ class Trainer:
                 if not micro.filler:
                     logratio_G[packed.index_B] = logratio_B.double()
             advance(len(micro.index))
-            run.stop.check(device)
+            if not run.policy.training:  # a step is never left in its middle (devices.Stop)
+                run.stop.check(device)
         step = batch.step_view(device)
         # an example without a partner is left out of the mean
         logratio_n = all_reduce(logratio_G)[step.kl_index] if has_pairs else logratio_G[:0]
@@ -447,29 +466,24 @@ class Trainer:
             return examples
         return examples[: steps_of(self.run.cfg.limit_val, len(examples))]
 
-    def score(
-        self, examples, title: str = "validation", shorter: str = "a smaller limit_val"
-    ) -> dict:
+    def score(self, examples, title: str = "validation") -> dict:
         """-> a row of val.csv"""
         if not examples[0].completions:  # prompts alone: only a checker has something to say
             return {}
-        columns, kl = self.score_examples(examples, title, shorter)
+        columns, kl = self.score_examples(examples, title)
         return self.run.objective.metrics(columns, kl)
 
     @torch.no_grad()
-    def score_examples(
-        self, examples, title: str = "scoring", shorter: str = ""
-    ) -> tuple[dict, KL]:
+    def score_examples(self, examples, title: str = "scoring") -> tuple[dict, KL]:
         """A step without a gradient over all these examples, in their order, with the policy as it is.
         One z for all of them, so the numbers depend on neither batch size nor ranks. -> what a loss
-        gives of each, {column: (n,)}, and KL; of all ranks, on the CPU. A collective. title, shorter: of
-        its Wait."""
-        run, columns = self.run, {}
-        objective = run.objective
+        gives of each, {column: (n,)}, and KL; of all ranks, on the CPU. A collective. title: of its
+        progress."""
+        run, columns, objective = self.run, {}, self.run.objective
         run.policy.eval()
         batch = make_batch(run, examples, objective)
         total = passed_examples(batch, objective, run.fabric.world_size)
-        with Wait(title, total, shorter=shorter):
+        with progress(title, total):
             before = self.no_gradient_pass(batch, self.forward, objective)
             for micro in batch.micro_batches:
                 packed = self.pack_own(batch, micro.index)
@@ -498,13 +512,12 @@ class Trainer:
         if not val:
             return False
         run.state.unvalidated = True
-        with run.stop.interruptible():
-            row = self.score(val)
-            if run.evaluator.checker:
-                share = run.evaluator.accuracy(step) if self.check_is_due(plan) else None
-                own_kl = None if share is None else self.own_kl(run.evaluator.checked_answers)
-                row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
-            samples = run.evaluator.samples(step)
+        row = self.score(val)
+        if run.evaluator.checker:
+            share = run.evaluator.accuracy(step) if self.check_is_due(plan) else None
+            own_kl = None if share is None else self.own_kl(run.evaluator.checked_answers)
+            row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
+        samples = run.evaluator.samples(step)
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
         run.logger.validation(step, row, samples)
@@ -522,13 +535,11 @@ class Trainer:
         run.policy.eval()
         total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
         batch = Batch(answers, cut=run.cut)
-        with Wait("kl/own", len(batch.micro_batches), "micro-batches"):
-            for micro in batch.micro_batches:
-                packed = self.pack(batch, micro.index)
-                r_B = (self.forward(packed) - reference.compute(packed))[:, 0]
-                total += r_B.double().sum() * (not micro.filler)
-                advance()
-                run.stop.check(run.fabric.device)
+        for micro in batch.micro_batches:
+            packed = self.pack(batch, micro.index)
+            r_B = (self.forward(packed) - reference.compute(packed))[:, 0]
+            total += r_B.double().sum() * (not micro.filler)
+            run.stop.check(run.fabric.device)
         run.policy.train()
         return all_reduce(total).item() / len(answers)
 
@@ -540,10 +551,7 @@ class Trainer:
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
         starts_equal = step == run.reference_step and not cfg.reference
         if starts_equal and run.objective.needs_reference:
-            batch = make_batch(run, examples[: cfg.batch_size], run.objective)
-            with Wait("comparing policy and reference"), run.stop.interruptible():
-                seconds = self.check_start(batch)
-            self.say_how_long(seconds * run.throughput.passed_tokens(batch.examples), plan)
+            self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0 or run.state.unvalidated:
@@ -551,22 +559,18 @@ class Trainer:
         run.policy.train()
 
     @torch.no_grad()
-    def check_start(self, batch: Batch) -> float:
+    def check_start(self, batch: Batch) -> None:
         """Raise Failed unless the reference is the model that the run starts from: r is exactly 0 on
-        own completions and on borrowed ones. -> seconds that a token's forward takes"""
+        own completions and on borrowed ones."""
         run = self.run
         run.policy.eval()
         index = batch.micro_batches[0].index[:CHECKED]
-        caches, differences, tokens = (model.PromptCache(), model.PromptCache()), [], 0
-        began = time.perf_counter()
+        caches, differences = (PromptCache(), PromptCache()), []
         for borrowed in (False, True) if batch.partners is not None else (False,):
             packed = self.pack(batch, index, borrowed)
             logps = self.forward(packed, caches[0])
             differences.append((logps - run.reference.compute(packed, caches[1])).abs().max())
-            # of the borrowed ones the completions alone are computed
-            tokens += len(packed.completion_M if borrowed else packed.token_N)
         largest = all_reduce(torch.stack(differences).max().double(), "max").item()
-        seconds = (time.perf_counter() - began) / 2 / tokens / run.fabric.world_size
         if largest != 0:
             reason = "the reference is not the model that the run starts from"
             if not math.isfinite(largest):
@@ -575,18 +579,6 @@ class Trainer:
                 f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: {reason}"
             )
         say(f"step {run.state.step}: policy and reference agree to the bit")
-        return seconds
-
-    def say_how_long(self, seconds: float, plan: Plan) -> None:
-        """Before the first step, if a step takes more than a minute: how long, and what makes it
-        shorter. Not on a GPU: its first passes wait for kernels to be loaded, and say nothing about later ones."""
-        if seconds < 60 or self.run.fabric.device.type != "cpu":
-            return
-        n = plan.total - self.run.state.step
-        say(
-            f"a step takes about {duration(seconds)}, all {n:,} steps {duration(n * seconds)}: shorter "
-            "with a smaller batch_size or data.max_completion, or with lora.rank"
-        )
 
     def precompute(self, examples, plan: Plan) -> None:
         """Compute all log-probs of the reference that the run will need, and release it."""
@@ -598,26 +590,19 @@ class Trainer:
         steps = range(run.state.step + 1, plan.end + 1)
         batches = (batch_of_step(run, examples, plan, step) for step in steps)
         splits = [self.held_out(name) for name in ("val", "test")]
-        held_out = (make_batch(run, split, run.objective) for split in splits if split)
+        held_out = (make_batch(run, x, run.objective) for x in splits if x)
         n = len(steps) * run.cfg.batch_size + sum(map(len, splits))
-        share = n // run.fabric.world_size
-        try:
-            with Wait("precomputing log-probs", share), run.stop.interruptible():
-                for batch in chain(batches, held_out):
-                    self.no_gradient_pass(batch, zeros, run.objective)
-        finally:
-            run.reference.save()
+        run.policy.eval()
+        with progress("precomputing log-probs", n // run.fabric.world_size):
+            for batch in chain(batches, held_out):
+                self.no_gradient_pass(batch, zeros, run.objective)
         run.reference.release()
-        say(f"reference: {run.reference.summary()}")
 
     def finish(self) -> None:
         """Export the models, compare answers with those before, score the test split."""
         run = self.run
-        run.logger.sync()  # fails where the run's folder is gone
-        with Wait("the export"):
-            export_models(run)
-        with run.stop.interruptible():
-            run.evaluator.compare(run.state.step)
+        export_models(run)
+        run.evaluator.compare(run.state.step)
         say(f"\nexported to {run.folder.path / 'final'}")
         self.score_test()
 
@@ -626,15 +611,29 @@ class Trainer:
         run, test = self.run, self.held_out("test")
         if not test or not test[0].completions:
             return
-        with run.stop.interruptible():
-            scores = {"final": self.score(test, "the test split", "")}
-            if load_best_weights(run):
-                scores["best"] = self.score(test, "the test split", "")
+        scores = {"final": self.score(test, "the test split")}
+        if load_best_weights(run):
+            scores["best"] = self.score(test, "the test split")
         for name, row in scores.items():
             cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
             say(f"test, {name} weights: {', '.join(cells)}")
         if run.fabric.global_rank == 0:
             write_json(run.folder.path / "eval" / "test.json", scores)
+
+
+def mean(x: torch.Tensor) -> float | None:
+    """The mean of a 1-D tensor. None, which is an empty cell, when the tensor is empty."""
+    return x.mean().item() if len(x) else None
+
+
+def join_columns(own: dict, programs: dict) -> dict:
+    """The columns of a loss of one's own and those of the program. Raises Failed if both have a name:
+    one would silently replace the other."""
+    if shared := sorted(own.keys() & programs.keys()):
+        raise Failed(
+            f"loss: {', '.join(shared)}: the program has a column of this name: rename yours"
+        )
+    return own | programs
 
 
 def passed_examples(batch: Batch, objective: Objective, ranks: int) -> int:

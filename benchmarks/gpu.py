@@ -223,7 +223,7 @@ def main() -> None:
         trl = sys.executable if importlib.util.find_spec("trl") else vs_trl.environment()
     data_sheet, gemm_rate, gpu_name = 0.0, 0.0, "no GPU"
     if has_gpu:
-        from runs.metrics import peak_flops
+        from runs.logger import peak_flops
 
         data_sheet = peak_flops(torch.device("cuda"), "bf16-mixed")
         gemm_rate = gemm()

@@ -228,7 +228,7 @@ class Sampler:
     def __init__(self, folder, temperature: float = TEMPERATURE):
         from lightning.fabric import Fabric
 
-        from model import load_model
+        from load import load_model
         from records.tokenizer import Tokenizer
 
         self.fabric = Fabric(accelerator="cpu", devices=1, precision=COMMON["precision"])
@@ -248,7 +248,7 @@ class Sampler:
         with tempfile.TemporaryDirectory() as folder:
             file = str(write_records(Path(folder) / "asked.jsonl", records))
             data = Data(train=file, extra=extra_fields(records), **limits)
-            return list(load_examples(file, self.tokenizer, "prompts", data).examples)
+            return load_examples(file, self.tokenizer, "prompts", data)[0]
 
     def answer(self, records: list[dict], seed: int) -> tuple[list[dict], list]:
         """-> for each record {"completion", "tokens", "cut", "right"}; and its (prompt, answer), token ids."""
@@ -277,7 +277,7 @@ class Sampler:
         import numpy as np
         import torch
 
-        from data import pack
+        from packing import pack
 
         scores = []
         self.policy.eval()
@@ -442,7 +442,7 @@ def counted(name: str) -> list[dict]:
 
 def print_tables() -> None:
     """Shares over all seeds with their intervals; medians of the rest."""
-    from runs.console import wilson_interval
+    from evaluate import wilson_interval
 
     print(
         "| method | seeds | held-out topics | held-out kinds | KL, nats | tokens | distinct words | cut ",
@@ -494,7 +494,7 @@ def draw(file: Path) -> None:
     """Accuracy, with its 95% interval, against KL: a point for each run."""
     from matplotlib.figure import Figure
 
-    from runs.console import wilson_interval
+    from evaluate import wilson_interval
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -555,7 +555,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:  # a process that run() started
-        from runs.errors import run_cli
+        from runs.console import run_cli
 
         run_cli(lambda: train(*sys.argv[2:]))
     elif sys.argv[1:2] == ["judge"]:  # a process that grpo_trl.py started

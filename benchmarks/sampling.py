@@ -27,6 +27,7 @@ from litgpt.generate.base import batched_generate_fn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import generate  # noqa: E402
+import load  # noqa: E402
 import model  # noqa: E402
 from records.tokenizer import Tokenizer  # noqa: E402
 from runs.settings import Sampling  # noqa: E402
@@ -141,7 +142,7 @@ def real(folder: str, precision: str) -> None:
 
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
-    ours = model.load_model(Path(folder)).to(dtype)
+    ours = load.load_model(folder, dtype=dtype)
     policy = fabric.setup_module(ours)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = Tokenizer(Path(folder))

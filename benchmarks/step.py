@@ -240,14 +240,15 @@ def share() -> None:
     import numpy as np
     import torch
 
-    import model
-    from data import pack
+    import load
+    from attention import PromptCache
+    from packing import pack
 
     columns = "| pass | size | prompt/completion | speed-up | ceiling by FLOPs | reached |"
     print(table_head(columns))
     rng = np.random.default_rng(1)
     for size, x, y in [("8M", 200, 120), ("8M", 400, 60), ("30M", 400, 60)]:
-        gpt = model.load_model(vs_trl.model_folder(size, SIZES[size]))
+        gpt = load.load_model(vs_trl.model_folder(size, SIZES[size]))
         layers, width, _, vocab = SIZES[size]
         prompts = [rng.integers(1, vocab, x) for _ in range(8)]
         first = [(rng.integers(1, vocab, y),) for _ in range(8)]
@@ -256,7 +257,7 @@ def share() -> None:
         pack_both = pack(prompts, [a + b for a, b in zip(first, second)])
 
         def kto(shared: bool):
-            cache = model.PromptCache() if shared else None
+            cache = PromptCache() if shared else None
             logp = gpt(pack_1, cache)
             with torch.no_grad():
                 gpt(pack_2, cache)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import kto  # noqa: E402
 import online  # noqa: E402
-from runs.errors import run_cli  # noqa: E402
+from runs.console import run_cli  # noqa: E402
 from train import Trainer  # noqa: E402
 
 RESULTS = HERE / "z_variants.jsonl"

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import litgpt
 import numpy as np
 import torch
+import transformers
 from lightning.fabric import Fabric
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -32,11 +32,11 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import generate  # noqa: E402
+import load  # noqa: E402
 import model  # noqa: E402
-from data import PackedBatch, pack  # noqa: E402
 from demo.check import is_sorted, plain, quoted  # noqa: E402
-from hub.export import export_weights  # noqa: E402
-from hub.families import read_config  # noqa: E402
+from hub import litgpt_rows  # noqa: E402
+from packing import PackedBatch, pack  # noqa: E402
 from records import tokenizer as tokens  # noqa: E402
 from runs.settings import Sampling  # noqa: E402
 
@@ -168,10 +168,9 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     held-out prompts."""
     torch.manual_seed(1)
     tokenizer = tokens.Tokenizer(folder)
-    config = CONFIG | {"vocab_size": tokenizer.n_vocab}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    sizes, *_ = read_config(folder)
-    gpt = model.GPT(litgpt.Config(**sizes))
+    config = CONFIG | {"vocab_size": len(tokenizer.hf)}
+    hf_config = transformers.GPT2Config(**config)
+    gpt = model.GPT(model.litgpt_config(hf_config))
     gpt.apply(gpt._init_weights)
     gpt.lm_head.weight = gpt.transformer.wte.weight
     optimizer = torch.optim.AdamW(gpt.parameters(), LR, (0.9, 0.99), weight_decay=0.0)
@@ -186,8 +185,11 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
         optimizer.zero_grad()
         if step % 250 == 0:
             print(f"step {step}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
-    parameters = {name: p.detach() for name, p in gpt.unique_parameters().items()}
-    export_weights(parameters, folder, folder)
+    hf = transformers.GPT2LMHeadModel(hf_config)
+    theirs, ours = hf.state_dict(), gpt.state_dict()
+    for name, rows in litgpt_rows(theirs).items():
+        theirs[name].copy_(rows.of(ours[rows.name]))
+    hf.save_pretrained(folder)
 
 
 def careless_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]) -> PackedBatch:
@@ -208,7 +210,7 @@ def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
     """(prompt, answer) for each of these prompts that the base model answers with EOS at the end, sampled with at
     most 24 tokens."""
     tokenizer = tokens.Tokenizer(base)
-    gpt = model.load_model(base)
+    gpt = load.load_model(base)
     fabric = Fabric(accelerator="cpu", devices=1)
     args = Sampling(temperature=1.0, batch_size=500)
     ids = [np.array(prompt, dtype="int32") for prompt in tokenizer.encode(asked)]

@@ -8,7 +8,7 @@ sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is start
 from torch.nn.functional import logsigmoid
 
 from kto import main
-from runs.errors import run_cli
+from runs.console import run_cli
 from runs.settings import RunSettings
 from train import Objective
 

@@ -5,7 +5,7 @@ import sys
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from kto import KTO, main
-from runs.errors import run_cli
+from runs.console import run_cli
 
 
 class EMA(KTO):

@@ -3,6 +3,8 @@
 import sys
 from dataclasses import dataclass, field
 
+from jsonargparse.typing import PositiveFloat
+
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 import numpy as np
@@ -10,14 +12,13 @@ import torch
 
 import online
 from evaluate import as_answer
-from runs.errors import run_cli
-from runs.settings import setting
+from runs.console import run_cli
 from train import Objective
 
 
 @dataclass(frozen=True)
 class GRPOSettings:
-    clip: float = setting(0.2, above=0)
+    clip: PositiveFloat = 0.2
     """How far from 1 the ratio of policy and sampler counts."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from dpo import main
-from runs.errors import run_cli
+from runs.console import run_cli
 from runs.settings import RunSettings
 from train import Objective
 

@@ -31,9 +31,9 @@ from typing import NamedTuple
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from online import main
-from runs.console import say
-from runs.errors import run_cli
-from runs.files import ROOT, write_atomically
+from runs.checkpoint import write_whole
+from runs.console import run_cli, say
+from runs.settings import ROOT
 
 CONFIG = ROOT / "config" / "smollm2_online.yaml"
 FOLDER = "out/instructions"
@@ -250,7 +250,7 @@ def write_data(
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, records in parts.items():
         lines = [json.dumps(record, ensure_ascii=False) for record in records]
-        write_atomically(Path(folder) / f"{name}.jsonl", "\n".join([*lines, ""]))
+        write_whole(Path(folder) / f"{name}.jsonl", "\n".join([*lines, ""]))
         say(f"{folder}/{name}.jsonl: {len(lines):,} prompts")
 
 

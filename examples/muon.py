@@ -7,7 +7,7 @@ sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is start
 import torch
 
 from kto import main
-from runs.errors import run_cli
+from runs.console import run_cli
 from runs.optimizer import make_optimizer
 
 

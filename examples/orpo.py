@@ -3,20 +3,22 @@
 import sys
 from dataclasses import dataclass, field
 
+from jsonargparse.typing import NonNegativeFloat
+
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from dpo import main
-from runs.errors import run_cli
-from runs.settings import RunSettings, setting
+from runs.console import run_cli
+from runs.settings import RunSettings
 from train import Objective
 
 
 @dataclass(frozen=True)
 class ORPOSettings:
-    alpha: float = setting(0.1, at_least=0)
+    alpha: NonNegativeFloat = 0.1
     """Weight of the odds ratio beside the likelihood of the chosen completion (the paper's lambda)."""
 
 

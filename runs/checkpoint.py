@@ -1,49 +1,50 @@
-"""A checkpoint: everything that a bit-identical continuation of a run needs.
+"""A run on disk: its folder and lock, what a resume compares, and checkpoints.
 
-| file in checkpoints/step-N/ | holds |
+| in the run's folder | holds |
 | --- | --- |
-| shard-*.safetensors | trained weights, the optimizer's tensors, the random state of every rank |
-| state.json | RunState; the optimizer's numbers that are no tensors; the names of the shard files |
-| settings.yaml | the run's settings |
-| manifest.json | a hash of each of these files; written last |
-
-What a run also needs, outside of its checkpoints:
-
-| file in the run's folder | holds |
-| --- | --- |
-| metrics.csv, val.csv | rows; a checkpoint knows how many there were, and their hash (RunState.rows) |
-| iterations/answers-N.jsonl | SPIN and online KTO: what iteration N learns from; line 1 has a hash of the others |
-| iterations/rated-N.jsonl | online KTO: what `rate` made of these answers |
-| iterations/N/ | the reference of iteration N, if it moves |
+| checkpoints/step-N/*.safetensors | trained weights, a moving reference, optimizer, random states |
+| checkpoints/step-N/state.json | RunState; the optimizer's numbers that are no tensors |
+| settings.yaml, also in step-N/ | the settings; on top the commit and versions of the last start |
+| metrics.csv, val.csv | rows; a resume removes those after its checkpoint's step |
+| iterations/ | SPIN and online KTO: answers and ratings (rollout.py) |
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |
-| settings.yaml | the run's settings; its first line names program, commit and versions |
 
-A checkpoint's folder is whole or not there (files.publish_folder). Fabric's own save moves a file out
-of the temporary directory and can leave half of it under its final name.
+A checkpoint is written beside its final name and then renamed: it is whole or not there. In it every rank
+writes and reads its own part, by torch.distributed.checkpoint, and nothing is gathered. Its tensors are
+named `kind|parameter` or `optimizer|parameter|moment`; the kinds are weights, reference and optimizer.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import inspect
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
-import typing
+import time
+import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import lightning
 import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
-from runs.cli import dump_yaml
-from runs.devices import all_reduce
-from runs.errors import BadInput, printable, user_error
-from runs.files import publish_folder, verify_folder
-from runs.settings import MAX_INT, RunSettings, flatten
-from runs.shards import load_shards, open_shards, save_shards, sort_metadata
-from runs.small_files import parse_yaml, read_object, require_fields
-from runs.tensors import LazyTensors, rename_tensors
-
-# columns of val.csv that are empty at step 0, where r is 0, or where the checker is not asked
-SOMETIMES_EMPTY = {"accuracy", "accuracy/about_z", "auc", "checker_accuracy", "kl/own"}
+from runs.console import BadInput, Failed, say, user_error
+from runs.devices import on_rank_0
+from runs.settings import ROOT, RunSettings, changed_settings, dump_yaml, flatten, refuse_unless
 
 
 @dataclass
@@ -52,12 +53,10 @@ class RunState:
 
     program: str = ""
     """The file that was started."""
-    program_hash: str = ""
-    """SHA-256 of that file."""
     chat_template: str = ""
     """The text of data.chat_template, if one was given."""
-    identity: dict[str, str] = field(default_factory=dict)
-    """Hashes of model, reference, tokenizer and data: a resume must find the same."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Of model, reference, tokenizer and data: a resume must find the same."""
     step: int = 0
     """Optimizer steps done."""
     unvalidated: bool = False
@@ -73,25 +72,23 @@ class RunState:
     best_value: float | None = None
     objective: dict = field(default_factory=dict)
     """Objective.state_dict()."""
-    rows: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """File name: [number of its lines with the header, their SHA-256], of metrics.csv and val.csv
-    (Csv.sync)."""
 
     @property
-    def has_merged_adapters(self) -> bool:
-        """With LoRA: whether the adapters of earlier iterations were merged into the base."""
+    def reference_has_moved(self) -> bool:
+        """Whether the reference is no longer the model that the run began with. With LoRA the adapters of
+        earlier iterations are then merged into the base."""
         return self.moving_reference and self.iteration > 1
 
     def remember_if_best(self, row: dict, column: str | None) -> bool:
         """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
-        at step 0, which has no checkpoint, nor where the cell is empty or not finite. Raises BadInput if val.csv has no
-        such column, or one that stays empty."""
+        at step 0, which has no checkpoint, nor where the cell is empty or not finite. Raises BadInput if
+        val.csv has no such column."""
         if column is None:
             return False
-        value = row.get(column)
-        if column not in row or (value is None and column not in SOMETIMES_EMPTY):
-            filled = ", ".join(name for name, x in row.items() if x is not None)
-            raise BadInput(f"keep_best: {column}: not in val.csv, which has {filled}")
+        refuse_unless(
+            column in row, f"keep_best: {column}: not in val.csv, which has {', '.join(row)}"
+        )
+        value = row[column]
         if value is None or not math.isfinite(value) or self.step == 0:
             return False
         if column.endswith("loss") or column.split("/")[0] == "kl":
@@ -105,21 +102,220 @@ class RunState:
 def program_file(objective: type) -> Path:
     """The file that was started; where there is none (a notebook), the objective's own."""
     started = Path(sys.argv[0])
-    script = hasattr(sys.modules["__main__"], "__file__")
-    if script and started.suffix == ".py" and started.is_file():
+    if hasattr(sys.modules["__main__"], "__file__") and started.suffix == ".py":
         return started
     return Path(inspect.getfile(objective))
+
+
+# ---- files that are whole or not there -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def disk_error(path: Path):
+    """Raise Failed with the path and the reason if the disk is full or gone."""
+    try:
+        yield
+    except CheckpointException as e:
+        error, _ = next(iter(e.failures.values()))
+        raise Failed(f"{path}: not saved: {getattr(error, 'strerror', None) or error}") from None
+    except (OSError, SafetensorError) as e:
+        raise Failed(f"{path}: not saved: {getattr(e, 'strerror', None) or e}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is whole or not there, also after a kill. Raises Failed."""
+    new = path.with_name(f".{path.name}.tmp")
+    with disk_error(path):
+        path.parent.mkdir(exist_ok=True)
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+
+
+def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> None:
+    """Make the folder `out` so that it is whole or not there: write(folder) makes the files in a folder
+    beside it, which is then renamed. Rank 0 writes, or every rank. A collective. Raises Failed."""
+    new = out.with_name(f".{out.name}.tmp")
+
+    def begin():
+        with disk_error(out):
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+
+    def end():
+        with disk_error(out):
+            for path in new.iterdir():
+                with open(path, "rb") as f:
+                    os.fsync(f.fileno())
+            shutil.rmtree(out, ignore_errors=True)
+            new.rename(out)
+
+    on_rank_0(fabric, begin)
+    if on_every_rank or fabric.global_rank == 0:
+        try:
+            with disk_error(out):
+                write(new)
+        except Failed:
+            shutil.rmtree(new, ignore_errors=True)  # on a full disk it is in the way
+            raise
+    fabric.barrier()
+    on_rank_0(fabric, end)
+
+
+# ---- the run's folder ----------------------------------------------------------------------------
+
+
+def weights_hash(weights: Mapping[str, torch.Tensor]) -> str:
+    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
+    h = hashlib.sha256()
+    for name in sorted(weights):
+        x = weights[name].detach().cpu().contiguous()
+        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        h.update(x.flatten().view(torch.uint8).numpy())
+    return h.hexdigest()
+
+
+def checkpoints_by_step(out: Path) -> dict[int, Path]:
+    """The checkpoints of a run by step, in order."""
+    paths = sorted((out / "checkpoints").glob("step-*"))
+    return {int(path.name.removeprefix("step-")): path for path in paths}
+
+
+def checkpoint_folder(out: Path, step: int) -> Path:
+    return out / "checkpoints" / f"step-{step:08d}"
+
+
+def prune_checkpoints(out: Path, keep_last: int, best_step: int | None) -> None:
+    """Remove old checkpoints, but neither the newest `keep_last` nor the best one."""
+    for step, path in list(checkpoints_by_step(out).items())[:-keep_last]:
+        if step != best_step:
+            # renamed first: a checkpoint that is half removed must not look like one
+            removed = path.rename(path.with_name(f".{path.name}.tmp"))
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def refuse_held_folder(cfg: RunSettings) -> None:
+    """Raise BadInput if out_dir holds a run that these settings would not go on with."""
+    out = Path(cfg.out_dir or "")
+    rows = out / "metrics.csv"  # empty where a run was refused before its first step
+    has_rows = rows.exists() and rows.stat().st_size > 0
+    held = cfg.out_dir and (has_rows or checkpoints_by_step(out))
+    refuse_unless(
+        cfg.resume or not held,
+        f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder starts "
+        "anew",
+    )
+
+
+class RunFolder:
+    """The folder of a run, locked for this process. Rank 0 decides for all ranks.
+
+    path: the folder. checkpoint: the folder of the checkpoint that this start goes on from, or None;
+    state: its RunState; is_own: whether that checkpoint is of the run in `path` (else this run
+    branches off another one). Raises BadInput if two runs would be mixed.
+    """
+
+    def __init__(self, fabric, cfg: RunSettings, program: Path):
+        self.lock, self.program = None, program
+        self.path, self.checkpoint = on_rank_0(fabric, lambda: self._take(cfg))
+        self.state = read_state(self.checkpoint)[0] if self.checkpoint else None
+        self.is_own = self.checkpoint in checkpoints_by_step(self.path).values()
+
+    def _take(self, cfg: RunSettings) -> tuple[Path, Path | None]:
+        """Create and lock the folder, find the checkpoint. -> both"""
+        refuse_held_folder(cfg)
+        name = f"out/{self.program.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        same_second = len(list(Path().glob(f"{name}*")))
+        out = Path(cfg.out_dir or (f"{name}-{same_second + 1}" if same_second else name))
+        with user_error("out_dir", out):
+            out.mkdir(parents=True, exist_ok=True)
+            self.lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT)
+            try:  # until the file is closed or this process ends, in whatever way
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BadInput(f"out_dir: {out}: in use by another process") from None
+        own = checkpoints_by_step(out)
+        if cfg.resume == "auto":
+            if not own:
+                say(f"nothing to resume in {out}: starting")
+            return out, own[max(own)] if own else None
+        if not cfg.resume:
+            return out, None
+        checkpoint = Path(cfg.resume)
+        exists = (checkpoint / "state.json").is_file()
+        refuse_unless(exists, f"resume: {cfg.resume}: no such checkpoint folder")
+        is_own = checkpoint.resolve().parent.parent == out.resolve()
+        refuse_unless(
+            is_own or not own,
+            f"out_dir: {out} holds another run: a run that branches off {checkpoint} needs a folder "
+            "of its own",
+        )
+        return out, out / "checkpoints" / checkpoint.name if is_own else checkpoint
+
+    def begin(self, cfg: RunSettings, hashes: dict[str, str]) -> None:
+        """Compare with the checkpoint, and only then write into the folder: put newer checkpoints aside,
+        and write the settings. Raises BadInput."""
+        if self.state:
+            say(_compare(self.checkpoint, self.state, cfg, self.program, hashes))
+        for old in (self.path / "checkpoints").glob(".*.tmp"):  # of a killed process
+            shutil.rmtree(old, ignore_errors=True)
+        for step, path in checkpoints_by_step(self.path).items():
+            if self.is_own and step > self.state.step:  # of a continuation that is left behind
+                aside = path.with_name(f"abandoned-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        write_whole(
+            self.path / "settings.yaml", f"# {self.program}, {versions()}\n{dump_yaml(cfg)}"
+        )
+        say(f"run folder: {self.path}")
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+def _compare(checkpoint: Path, state: RunState, cfg, program: Path, hashes: dict) -> str:
+    """Raise BadInput if this program with these settings, models and records is not the run of the
+    checkpoint. -> a line to say"""
+    refuse_unless(
+        Path(state.program).name == program.name,
+        f"resume: {checkpoint}: a run of {state.program}, not of {program}",
+    )
+    saved, new = flatten(read_settings(checkpoint)), flatten(cfg)
+    fixed, cut = changed_settings(saved, new)
+    faults = [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
+    file = checkpoint.parent.parent / "settings.yaml"
+    advice = f"; a resume uses the run's own settings (--config {file})"
+    refuse_unless(not faults, "\n".join(faults) + advice)
+    other = [name for name in hashes if hashes[name] != state.hashes.get(name)]
+    refuse_unless(
+        not other, "\n".join(f"resume: {name}: not what this run began with" for name in other)
+    )
+    rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
+    return f"resumed from {checkpoint}{rounding}"
+
+
+def versions() -> str:
+    """The project's commit, if this is a git clone, and the versions of what computes."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = "unknown"
+    if (ROOT / ".git").exists():
+        with contextlib.suppress(OSError):
+            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return f"commit {commit}, torch {torch.__version__}, lightning {lightning.__version__}"
 
 
 # ---- save ----------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
-    fabric, folder: Path, policy, optimizer, state: RunState, cfg: RunSettings
+    fabric, folder: Path, policy, optimizer, reference: dict, state: RunState, cfg: RunSettings
 ) -> None:
-    """Write a checkpoint; every rank writes its own part. A collective. Raises Failed."""
+    """Write a checkpoint. reference: the weights of a moving reference by name, else empty. A collective.
+    Raises Failed."""
     params = policy.unique_parameters()
     tensors = {f"weights|{n}": p.detach() for n, p in params.items() if p.requires_grad}
+    tensors |= {f"reference|{n}": p.detach() for n, p in reference.items()}
     name_of = {id(p): name for name, p in params.items()}
     numbers = {}
     for p, moments in optimizer.optimizer.state.items():
@@ -132,27 +328,26 @@ def save_checkpoint(
                 tensors[f"optimizer|{key}"] = x
             else:
                 numbers[key] = x
-    tensors["random|state_R"] = _random_states(fabric)
+    tensors[f"random|{fabric.global_rank}"] = _generator(fabric).get_state()
+    # a file for each kind and moment: a rank holds only one file's bytes at once
+    names = [*tensors, *(f"random|{r}" for r in range(fabric.world_size))]  # of all ranks
+    part_of = {name: (name.split("|")[0], *name.split("|")[2:]) for name in names}
+    parts = sorted(set(part_of.values()))
+    file_of = {name: parts.index(part) + 1 for name, part in part_of.items()}
 
     def write(new: Path):
-        save_shards(new, tensors)
+        writer = HuggingFaceStorageWriter(str(new), file_of, save_distributed=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that a single process saves alone
+            dcp.save(tensors, storage_writer=writer)
         if fabric.global_rank == 0:
-            names = sorted(file.name for file in new.iterdir())
-            for name in names:
-                sort_metadata(new / name)
-            content = {"run": asdict(state), "optimizer": numbers, "shards": names}
+            content = {"run": asdict(state), "optimizer": numbers}
             (new / "state.json").write_text(json.dumps(content))
             (new / "settings.yaml").write_text(dump_yaml(cfg))
+            if state.chat_template:  # for hub.find_model
+                (new / "chat_template.jinja").write_text(state.chat_template)
 
     publish_folder(fabric, write, folder, on_every_rank=True)
-
-
-def _random_states(fabric) -> torch.Tensor:
-    """The random state of every rank: (ranks, bytes). A collective."""
-    own = _generator(fabric).get_state().to(fabric.device)
-    state_R = own.new_zeros(fabric.world_size, len(own))
-    state_R[fabric.global_rank] = own
-    return all_reduce(state_R)
 
 
 def _generator(fabric) -> torch.Generator:
@@ -165,105 +360,77 @@ def _generator(fabric) -> torch.Generator:
 # ---- read ----------------------------------------------------------------------------------------
 
 
-def verify_checkpoint(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is whole."""
-    required = ["state.json", "settings.yaml"]
-    if fault := verify_folder(folder, required):
-        return fault
-    try:
-        content = _read_state_file(folder)
-    except BadInput as e:
-        return str(e)
-    shards = set(content["shards"])
-    for name in sorted(shards - set(read_object(folder / "manifest.json"))):
-        return f"manifest.json names no {name}"
-    # torch reads every such file that lies there
-    for name in sorted({file.name for file in folder.glob("*.safetensors")} - shards):
-        return f"{printable(name)}: not a file of this checkpoint: remove it"
-    return None
-
-
-def _read_state_file(folder: Path) -> dict:
-    """state.json, with its fields and RunState's of the right types. Raises BadInput."""
-    file = folder / "state.json"
-    content = read_object(file)
-    kinds = typing.get_type_hints(RunState)
-    run = content.get("run")
-    # older versions did not save the shards; newer ones may save more of a run
-    if "shards" not in content or not isinstance(run, dict) or run.keys() - kinds.keys():
-        raise BadInput(f"{folder}: a checkpoint of another version of this program")
-    require_fields(file, content, {"run": dict, "optimizer": dict, "shards": list[str]})
-    require_fields(file, run, {name: kinds[name] for name in run})
-    for name in ("step", "iteration"):
-        if not 0 <= run.get(name, 0) < MAX_INT:
-            expected = f"{name}: expected 0 or more and below {MAX_INT}"
-            raise BadInput(f"{file}: {expected}, got {printable(run[name])}")
-    return content
-
-
 def read_state(folder: Path) -> tuple[RunState, dict]:
-    """-> the run's state and the optimizer's numbers that are no tensors. Raises BadInput, also for a
-    checkpoint of another version."""
-    content = _read_state_file(folder)
-    return RunState(**content["run"]), content["optimizer"]
+    """-> the run's state and the optimizer's numbers that are no tensors. Raises BadInput."""
+    with user_error("resume", folder, (OSError, KeyError, TypeError)):
+        content = json.loads((folder / "state.json").read_text())
+        return RunState(**content["run"]), content["optimizer"]
 
 
 def read_settings(folder: Path) -> dict:
-    """settings.yaml of a checkpoint: groups of settings, of which those that all programs share have
-    the right types. Raises BadInput."""
-    file = folder / "settings.yaml"
-    settings = read_object(file, parse_yaml)
-    saved, kinds = flatten(settings), flatten(RunSettings)
-    # read from any checkpoint; an older version may lack others
-    needed = {"model", "data.train", "precision", "lora.rank"}
-    require_fields(file, saved, {n: k for n, k in kinds.items() if n in saved or n in needed})
-    return settings
+    """settings.yaml of a run or a checkpoint, as groups of settings."""
+    return yaml.safe_load((folder / "settings.yaml").read_text())
 
 
-def read_checkpoint_weights(folder: Path) -> LazyTensors:
-    """The trained weights of a checkpoint, whole, each read when it is asked for. Without those of the
-    objective's module."""
-    weights = open_shards(folder, "weights")
-    names = [name for name in weights if not name.startswith("objective_module.")]
-    return rename_tensors(weights, {name: name for name in names})
+def _read_tensors(folder: Path, place) -> dict[str, torch.Tensor]:
+    """Read those tensors of a checkpoint for which place(kind, name, size, dtype) gives one to read into:
+    a rank reads the shards that it holds, however many ranks wrote them. -> them by `kind|name`"""
+    reader = HuggingFaceStorageReader(str(folder))
+    tensors = {}
+    for key, found in reader.read_metadata().state_dict_metadata.items():
+        kind, _, name = key.partition("|")
+        x = place(kind, name, found.size, found.properties.dtype)
+        if x is not None:
+            tensors[key] = x
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that no rank waits for another, as we want
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
-def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Put a checkpoint's weights into `weights`, sharded or not. Raises BadInput."""
+def read_checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, whole, by the policy's names: the trained ones, and with LoRA a base into
+    which adapters were merged. Without those of the objective's module."""
+    has_moved = read_state(folder)[0].reference_has_moved and read_settings(folder)["lora"]["rank"]
+    kinds = ("weights", "reference") if has_moved else ("weights",)
 
-    def place(name, like):
-        if name not in weights or weights[name].shape != like.shape:
-            raise BadInput(f"{folder}: {printable(name)}: not of this model")
-        # it shares the weight's memory, so the shards are read into the weight itself
-        return weights[name].detach()
+    def place(kind, name, size, dtype):
+        if kind in kinds and not name.startswith("objective_module."):
+            return torch.empty(size, dtype=dtype)
 
-    loaded = load_shards(folder, "weights", place)
-    missing = [name for name, p in weights.items() if p.requires_grad and name not in loaded]
-    if missing:
-        raise BadInput(f"{folder}: holds no {missing[0]}: not of this model")
+    return {key.partition("|")[2]: x for key, x in _read_tensors(folder, place).items()}
 
 
-def load_checkpoint(fabric, folder: Path, policy, optimizer) -> None:
-    """Put a checkpoint's weights, optimizer state and random state in place. Raises BadInput."""
-    params = policy.unique_parameters()
-    _, numbers = read_state(folder)
+def load_weights(folder: Path, params: dict[str, torch.Tensor]) -> None:
+    """Put a checkpoint's trained weights into `params`, sharded or not."""
+    # it shares the weight's memory, so the shards are read into the weight itself
+    _read_tensors(
+        folder, lambda kind, name, *_: params[name].detach() if kind == "weights" else None
+    )
 
-    def empty_moment(key: str, like):
-        name, _moment = key.rsplit("|", 1)
-        p = params[name]
-        if p.shape == like.shape:  # sharded as the weight is
-            return torch.zeros_like(p, dtype=like.dtype)
-        return torch.zeros(like.shape, dtype=like.dtype, device=p.device)
 
-    load_weights(folder, params)
-    moments = load_shards(folder, "optimizer", empty_moment)
-    for key, x in (moments | numbers).items():
+def load_checkpoint(fabric, folder: Path, policy, optimizer, reference: dict) -> None:
+    """Put a checkpoint's weights, optimizer state and random state in place, and those of a moving
+    reference into `reference`, its weights by name."""
+    params, moments = policy.unique_parameters(), optimizer.optimizer.state
+    weights = {"weights": params, "reference": reference}
+
+    def place(kind, name, size, dtype):
+        if kind in weights:
+            return weights[kind][name].detach()
+        if kind == "random":  # at a larger number of ranks the others keep their own
+            return torch.empty(size, dtype=dtype) if name == str(fabric.global_rank) else None
+        p, moment = params[name.rpartition("|")[0]], name.rpartition("|")[2]
+        if p.shape == size:  # sharded as the weight is
+            x = torch.zeros_like(p, dtype=dtype)
+        else:
+            x = torch.zeros(size, dtype=dtype, device=p.device)
+        moments[p][moment] = x
+        return x
+
+    random = _read_tensors(folder, place).get(f"random|{fabric.global_rank}")
+    for key, x in read_state(folder)[1].items():
         name, _, moment = key.rpartition("|")
-        if name not in params:
-            raise BadInput(f"{folder}: {printable(key)}: not of this model")
-        optimizer.optimizer.state[params[name]][moment] = x
-    random = load_shards(folder, "random", lambda _name, like: torch.empty_like(like, device="cpu"))
-    state_R = random["state_R"]
-    if len(state_R) == fabric.world_size:  # at another number of ranks they keep their own state
-        with user_error(None, folder, RuntimeError):
-            _generator(fabric).set_state(state_R[fabric.global_rank].clone())
+        moments[params[name]][moment] = x
+    if random is not None:
+        _generator(fabric).set_state(random)

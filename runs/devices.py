@@ -1,4 +1,4 @@
-"""From --devices and --strategy to processes that compute together: launch, shard, collectives.
+"""From --devices and --strategy to processes that compute together: launch, shard, collectives, stop.
 
 All of this is Fabric's and torch's; this file chooses among it, and works around what it gets wrong.
 """
@@ -11,7 +11,11 @@ import inspect
 import logging
 import math
 import os
+import signal
+import time
 import warnings
+from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 from lightning.fabric import Fabric
@@ -22,37 +26,61 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from runs.errors import BadInput, Failed, Interrupted, launched_fabrics
-from runs.settings import RunSettings
+from runs.console import BadInput, Failed, Interrupted, launched, rank, say
+from runs.settings import RunSettings, refuse_unless
 
 
-def resolve_devices(cfg: RunSettings) -> dict[str, object]:
-    """The settings devices, num_nodes, accelerator and precision, filled in. torchrun and SLURM fix
-    the number of processes: a run that ignored it would silently be several runs. Raises
-    BadInput."""
+def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, object]:
+    """The settings devices, num_nodes, accelerator and precision, filled in for a model of this size.
+    torchrun and SLURM fix the number of processes: a run that ignored it would silently be several
+    runs. Raises BadInput."""
     devices, nodes = cfg.devices, cfg.num_nodes
     if started := int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-        if devices not in (1, started):
-            raise BadInput(
-                f"devices: {devices}, but the launcher started {started} processes on this node"
-            )
+        refuse_unless(
+            devices in (1, started),
+            f"devices: {devices}, but the launcher started {started} processes on this node",
+        )
         devices = started
         nodes = max(1, int(os.environ["WORLD_SIZE"]) // started)
     # srun starts this program once a task. Fabric uses these processes only where their number is the
     # one that the settings ask for; any other number would be so many runs of the same settings.
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
-    if not started and tasks not in (1, devices * nodes):
-        raise BadInput(
-            f"devices: {devices} on each of {nodes} nodes, but srun started {tasks} processes"
-        )
+    refuse_unless(
+        started or tasks in (1, devices * nodes),
+        f"devices: {devices} on each of {nodes} nodes, but srun started {tasks} processes",
+    )
     gpus, accelerator = torch.cuda.device_count(), cfg.accelerator
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
-    if accelerator == "gpu" and devices > gpus:
-        raise BadInput(f"accelerator: gpu, devices: {devices}, but this machine has {gpus} GPUs")
-    precision = cfg.precision or ("bf16-mixed" if accelerator == "gpu" else "32-true")
+    refuse_unless(
+        accelerator == "cpu" or devices <= gpus,
+        f"accelerator: gpu, devices: {devices}, but this machine has {gpus} GPUs",
+    )
+    precision = cfg.precision or default_precision(accelerator, n_layer, n_embd)
+    if accelerator == "cpu" and "bf16" in precision and not multiplies_bfloat16():
+        say(f"precision: {precision}: this CPU emulates bfloat16, about six times slower")
     return dict(devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision)
+
+
+def default_precision(accelerator: str, n_layer: int, n_embd: int) -> str:
+    """What this machine multiplies. A CPU with products of bfloat16 gains from them where the blocks have
+    more than 50M weights: 1.6 to 1.7 times at 135M (benchmarks/RESULTS.md)."""
+    precision, reason = "32-true", "since this CPU has no products of bfloat16"
+    if accelerator == "gpu":
+        precision, reason = "bf16-mixed", "as on every GPU"
+    elif multiplies_bfloat16():
+        reason = "since the model is small"
+        if 12 * n_layer * n_embd**2 > 50e6:
+            precision, reason = "bf16-mixed", "since this CPU has products of bfloat16"
+    say(f"precision: {precision}, {reason}")
+    return precision
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has products of bfloat16: AVX512-BF16 or AMX."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def shard_module(module, mesh, bf16: bool):
@@ -100,13 +128,17 @@ def make_strategy(name: str, n_devices: int, bf16: bool):
     return name
 
 
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed tensors of up to 32 MB for the next ones.
+def prepare_machine() -> None:
+    """What makes torch fast here.
 
-    By default it gives much of it back, and the kernel clears the same pages for the next forward: a
-    small model's step took 1.1 to 1.2 times as long (benchmarks/RESULTS.md). Larger tensors are given back at
-    once, as before. What the user's environment says about malloc stays.
+    glibc keeps the memory of freed tensors of up to 32 MB for the next ones. By default it gives much of
+    it back, and the kernel clears the same pages for the next forward: a small model's step took 1.1 to
+    1.2 times as long (benchmarks/RESULTS.md). What the user's environment says about malloc stays.
+
+    Attention on a GPU uses flash or memory-efficient kernels, not cuDNN's, which come first on an H100
+    (torch 2.11) and build a plan for each new shape; ours are new all the time.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     trim_threshold, mmap_threshold = -1, -3  # numbers of the two settings in glibc's malloc.h
@@ -116,24 +148,13 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
-def avoid_cudnn_attention() -> None:
-    """Let torch's attention use its flash or memory-efficient kernels on a GPU, not cuDNN's.
-
-    cuDNN comes first on an H100 (torch 2.11), and builds a plan for each new shape, which takes tens of milliseconds or
-    more. Our shapes are new all the time: a token longer, or a row fewer.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def launch(cfg: RunSettings) -> Fabric:
     """A Fabric with all its processes running and seeded alike. Raises BadInput."""
-    keep_freed_memory()
-    avoid_cudnn_attention()
+    prepare_machine()
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # 64-true: else Fabric casts what a forward returns to float32. Else the one before Run.close, if a
-    # run in this process has ended without it
+    # 64-true: else Fabric casts what a forward returns to float32
     torch.set_default_dtype(torch.float64 if cfg.precision == "64-true" else torch.float32)
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
@@ -146,11 +167,14 @@ def launch(cfg: RunSettings) -> Fabric:
         # bf16-true: we load the base in bfloat16 ourselves, and adapters stay in float32
         precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
     )
-    launched_fabrics.append(fabric)
     fabric.launch()
+    if fabric.world_size > 1:
+        launched.append(fabric)
     expected = max(n_devices, int(os.environ.get("WORLD_SIZE", n_devices)))
-    if fabric.world_size != expected:
-        raise BadInput(f"devices: {fabric.world_size} processes run, but {expected} were expected")
+    refuse_unless(
+        fabric.world_size == expected,
+        f"devices: {fabric.world_size} processes run, but {expected} were expected",
+    )
     torch.manual_seed(cfg.seed)
     return fabric
 
@@ -158,6 +182,7 @@ def launch(cfg: RunSettings) -> Fabric:
 def leave_process_group(fabric: Fabric) -> None:
     """End the processes together, after their models are gone: gloo aborts now and then if a model
     is alive when its process group is destroyed (pytorch issue 190489)."""
+    launched.clear()
     if torch.distributed.is_initialized():
         gc.collect()
         fabric.barrier()
@@ -175,28 +200,112 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return x
 
 
-_rank_0_works = False  # whether rank 0 is in on_rank_0: there the other ranks take part in nothing
-
-
 def on_rank_0(fabric, work):
     """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or Interrupted is
-    raised on all ranks. A collective, but within another on_rank_0."""
-    global _rank_0_works
-    if _rank_0_works:
-        return work()
+    raised on all ranks. A collective: no collective may be in `work`."""
     answer = error = None
     if fabric.global_rank == 0:
-        _rank_0_works = True
         try:
             answer = work()
         except (BadInput, Failed, Interrupted) as e:
             error = e
-        finally:
-            _rank_0_works = False
     answer, error = fabric.broadcast((answer, error))
     if error:
         raise error
     return answer
+
+
+# ---- sharded tensors -----------------------------------------------------------------------------
+
+
+def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x on the device of `like`, and sharded like it if `like` is sharded and has x's shape. Sharding is a
+    collective that takes the values of rank 0."""
+    x = x.to(like.device)
+    if isinstance(like, DTensor) and not isinstance(x, DTensor) and x.shape == like.shape:
+        return distribute_tensor(x, like.device_mesh, like.placements)
+    return x
+
+
+def gather_tensor(x: torch.Tensor) -> torch.Tensor:
+    """The full tensor on the CPU. A collective if x is sharded."""
+    full = x.full_tensor() if isinstance(x, DTensor) else x
+    return full.detach().cpu()
+
+
+@torch.no_grad()
+def set_weights(module, weights: Mapping[str, torch.Tensor] | None) -> None:
+    """Copy weights into a module's parameters of the same names; parameters that `weights` lacks stay.
+
+    A collective if the module is sharded: rank 0 gives the weights of all parameters, the other ranks may give None.
+    """
+    for name, p in module.unique_parameters().items():
+        if weights is None:
+            p.copy_(place_like(torch.empty(p.shape, dtype=p.dtype), p))
+        elif name in weights:
+            p.copy_(place_like(weights[name].detach().to(p.dtype), p))
+
+
+# ---- when a run ends early -----------------------------------------------------------------------
+
+
+class Stop:
+    """Whether to stop, and why: a signal, the time limit or a step. All ranks end after the same step.
+
+    The first signal sets a flag, at which the loop looks after each step; sampling, checks and validation
+    look between two units of work. The second signal is Python's own. Nothing ends between the
+    micro-batches of a step: the random state that is saved would be one of mid-step.
+
+    reason: for the line that says so. signal: the number of the signal that arrived, or 0.
+    """
+
+    def __init__(self, max_time: timedelta | None, at_step: int | None):
+        self.deadline = time.monotonic() + max_time.total_seconds() if max_time else math.inf
+        self.at_step, self.signal, self.reason = at_step, 0, ""
+        self.agreed = 0.0  # the largest code of all ranks
+        numbers = signal.SIGINT, signal.SIGTERM
+        self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
+
+    def close(self) -> None:
+        """Leave the signals to those who had them before."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number, _frame) -> None:
+        self.signal = number
+        self.close()
+        if rank() == 0:  # not print: the signal may have come in the middle of another one
+            name = signal.Signals(number).name
+            os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
+
+    def code(self) -> float:
+        """What this rank knows: 0 go on; 0.5 the time is up; else a signal's number."""
+        return self.signal or 0.5 * (time.monotonic() > self.deadline)
+
+    def set_agreed(self, code: float) -> None:
+        """The largest code of all ranks, which they exchange in each step (Trainer.check_finite)."""
+        self.agreed = code
+        if code >= 1:
+            self.signal, self.reason = int(code), signal.Signals(int(code)).name
+        elif code:
+            self.reason = "max_time"
+
+    def requested(self, step: int) -> bool:
+        """Whether to end after this step, whose code is agreed on. A signal that arrives after the ranks'
+        exchange waits for the next step's."""
+        if step == self.at_step:
+            self.reason = "stop_at"
+        return step == self.at_step or self.agreed > 0
+
+    def check(self, device, time_limit: bool = False) -> None:
+        """Raise Interrupted if a signal asks the run to end, or the time limit where that counts. A
+        collective, between two units of work that may end there."""
+        code = self.code()
+        if torch.distributed.is_initialized():
+            code = all_reduce(torch.tensor(code, dtype=torch.float64, device=device), "max").item()
+        if code >= 1 or (code and time_limit):
+            self.set_agreed(code)
+            raise Interrupted
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -1,269 +1,300 @@
-"""What a run writes between two checkpoints: csv files, eval/*.json, a tracker.
+"""What a run writes besides checkpoints: csv files, eval/step-N.json, a tracker, lines and tables; and the
+numbers that a row is made of.
 
-metrics.csv (training) and val.csv (validation) survive a kill and a resume: a checkpoint claims
-the rows written so far (Csv.sync), and a resume continues after them (read_claimed_rows).
+metrics.csv (training) and val.csv (validation) survive a kill: a resume removes the rows after its
+checkpoint's step and writes them again.
 """
 
-import contextlib
 import csv
-import errno
-import hashlib
-import os
-import re
+import json
+import math
+import resource
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
-from runs.console import VALIDATION_CELLS, Progress, fit_80_columns, format_cells, say
-from runs.errors import BadInput, disk_error, parse_file, printable, rank, read_regular
-from runs.files import open_no_link, write_atomically, write_json
-from runs.metrics import join_columns
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from tqdm import tqdm
+
+from runs.checkpoint import write_whole
+from runs.console import Lines, fit_80_columns, rank, say, user_error
 from runs.optimizer import Plan
 from runs.settings import RunSettings
 
-TABLES = ("metrics.csv", "val.csv")  # the files whose rows a checkpoint claims
+# Column of a row -> how the console shows its value; other columns are only in the files.
+STEP_CELLS = {
+    "loss": "loss {:.4f}",
+    "kl": "kl {:.4f}",
+    "rewards/margins": "margins {:.4f}",
+    "tokens/s": "tok/s {:,.0f}",
+}
+VALIDATION_CELLS = {
+    "loss": "loss {:.4f}",
+    "kl": "kl {:.4f}",
+    "accuracy": "accuracy {:.4f}",
+    "rewards/margins": "margins {:.4f}",
+    "checker_accuracy": "checker {:.4f}",
+}
+KL_CLAMPED = "kl 0 (clamped)"  # a bare "kl 0.0000" would look like a bug
 
 
-# ---- csv files ----------------------------------------------------------------------------------
+# ---- speed and memory ------------------------------------------------------------------------
+
+
+# Part of a GPU's name -> its dense bf16 FLOP/s by the data sheet. The first name that fits is
+# taken, so "H100 PCIe" stands before "H100". Fabric's own table asks for longer names than drivers report.
+BF16_PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "4090": 165e12,
+}
+
+
+class Throughput:
+    """Speed over the steps from one row of metrics.csv to the next, and peak memory so far.
+
+    policy: the model itself, before Fabric wraps it. FLOPs are the useful ones: 2 for each weight, token
+    and pass, without the attention scores. One pass is one forward. A backward counts as 2 passes, or as
+    1 with LoRA, where the weight matrices need no gradient. kl_pairs: each completion is scored a second
+    time, as another prompt's mismatched one; that prompt's own pass serves both. reference: whether it
+    runs in the step (it does not when its log-probs are precomputed).
+    """
+
+    def __init__(self, fabric, precision: str, policy, kl_pairs: bool, reference: bool, lora: bool):
+        self.device = fabric.device
+        self.prompt_passes = (2 if lora else 3) + reference
+        self.completion_passes = self.prompt_passes + kl_pairs * (1 + reference)
+        self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
+        self.n_block_weights = 0
+        for name, parameter in policy.blocks.named_parameters():
+            if "lora_" not in name:
+                # A 4-bit parameter is packed; its quant_state has the shape of the matrix.
+                shape = getattr(parameter, "quant_state", parameter).shape
+                self.n_block_weights += shape.numel()
+        self.peak_flops = peak_flops(fabric.device, precision) * fabric.world_size
+        self.tokens = self.flops = self.seconds = 0
+
+    def add(self, examples, seconds: float) -> None:
+        """Count an optimizer step. examples: those of all ranks. seconds: its wall-clock time."""
+        n_prompt = sum(len(e.prompt) for e in examples)
+        n_completion = sum(len(y) for e in examples for y in e.completions)
+        completion_work = self.completion_passes * n_completion
+        block_work = self.n_block_weights * (self.prompt_passes * n_prompt + completion_work)
+        # the head skips prompt tokens
+        self.flops += 2 * (block_work + self.n_head_weights * completion_work)
+        self.tokens += n_prompt + n_completion
+        self.seconds += seconds
+
+    def read(self) -> dict:
+        """The columns of a row: over the steps since the last call tokens and TFLOPs per second, mfu
+        (the share of the peak FLOP/s; None without a known peak) and seconds; and the process's peak
+        memory so far in GB."""
+        flops_per_second = self.flops / self.seconds
+        row = {
+            "tokens/s": self.tokens / self.seconds,
+            "seconds": self.seconds,
+            "memory_gb": self.memory(),
+            "tflops/s": flops_per_second / 1e12,
+            "mfu": flops_per_second / self.peak_flops if self.peak_flops else None,
+        }
+        self.tokens = self.flops = self.seconds = 0
+        return row
+
+    def memory(self) -> float:
+        """Peak memory of this process so far, in GB: of PyTorch's allocator on a GPU, the resident
+        set on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """The peak FLOP/s of a known GPU by its data sheet, without sparsity; 0.0 for other devices."""
+    if device.type != "cuda":
+        return 0.0
+    if "bf16" not in precision:
+        return get_available_flops(device, torch.float32) or 0.0
+    gpu = torch.cuda.get_device_name(device)
+    for name, peak in BF16_PEAKS.items():
+        if name in gpu:
+            return peak
+    return get_available_flops(device, torch.bfloat16) or 0.0
+
+
+# ---- files and trackers --------------------------------------------------------------------------
 
 
 class Csv:
-    """A csv file to which rows are added; each row is in the file when row() returns.
+    """A csv file to which rows are added; each row is in the file when row() returns. last: the rows after
+    this step are removed first (-1: all)."""
 
-    claimed_rows: the header and rows that a resumed run continues after (see read_claimed_rows);
-    empty for a new file. An older file at `path` is replaced.
-    """
-
-    def __init__(self, path: Path, claimed_rows: bytes = b""):
-        self.path = path
+    def __init__(self, path: Path, last: int):
         self.names: list[str] | None = None  # the columns; None until the first row
-        if claimed_rows:
-            header = claimed_rows.decode().split("\n")[0]
+        text = path.read_text() if path.exists() else ""
+        # a killed process may have left half a line
+        header, *rows = [x for x in text.splitlines(keepends=True) if x.endswith("\n")] or [""]
+        rows = [row for row in rows if int(row.split(",")[0]) <= last]
+        if rows:
             self.names = next(csv.reader([header]))
-        write_atomically(path, claimed_rows)  # a new file, also where a link stood
-        with disk_error(path):
-            self.file = open(path, "a", encoding="utf-8", newline="", opener=open_no_link)
-
-    @contextlib.contextmanager
-    def _writing(self):
-        """Raises Failed when a write fails, and when the open file no longer stands at `path`:
-        somebody moved or deleted the run folder, and rows would be lost without a word."""
-        with disk_error(self.path):
-            if not os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
-                raise FileNotFoundError(errno.ENOENT, "another file is there now")
-            yield
+        write_whole(path, "".join([header, *rows]) if rows else "")
+        self.file = open(path, "a", encoding="utf-8", newline="")
 
     def row(self, values: dict) -> None:
         """Add a row. The names in the first row of the file are its columns: a later name that is
-        not among them is dropped; a missing one, or None, is an empty cell. Raises Failed."""
-        with self._writing():
-            is_first = self.names is None
-            if is_first:
-                self.names = list(values)
-            writer = csv.DictWriter(
-                self.file, self.names, restval="", extrasaction="ignore", lineterminator="\n"
-            )
-            if is_first:
-                writer.writeheader()
-            writer.writerow(values)
-            self.file.flush()
-
-    def sync(self) -> list:
-        """Wait until the file is on the disk, and return what a checkpoint claims of it:
-        [number of lines with the header, SHA-256 of the lines]. Raises Failed."""
-        with self._writing():
-            os.fsync(self.file.fileno())
-            content = self.path.read_bytes()
-        return [content.count(b"\n"), hashlib.sha256(content).hexdigest()]
-
-
-def read_claimed_rows(path: Path, claim: list | None, checkpoint: Path) -> bytes:
-    """The header and the rows of a csv file that a checkpoint claims. Later rows are left out: the
-    resumed run writes them again.
-
-    claim: what Csv.sync returned when `checkpoint` was saved. With None, or a claim of 0 lines, the
-    result is empty. Raises BadInput when the file does not begin with the claimed lines.
-    """
-    if claim is None or claim[0] == 0:
-        return b""
-    n_lines, claimed_hash = claim
-    try:
-        content = read_regular(path)
-    except OSError:  # a file that cannot be read has none of the claimed rows
-        content = b""
-    claimed_rows = b"".join(content.splitlines(keepends=True)[:n_lines])
-    if hashlib.sha256(claimed_rows).hexdigest() == claimed_hash:
-        return claimed_rows
-    steps = re.findall(rb"^(\d+),.*\n", content, re.M)
-    listed = printable(", ".join(step.decode() for step in steps), 200) or "none"
-    raise BadInput(
-        f"resume: {path}: not the {n_lines - 1} rows that {checkpoint.name} was saved with (steps in "
-        f"the file: {listed}); put the file back, or continue in a new folder: "
-        f"--resume {checkpoint} --out_dir <a new folder>"
-    )
-
-
-# ---- trackers -----------------------------------------------------------------------------------
-
-
-class Tracker:
-    """logger csv: nothing besides the files that are always written."""
-
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        """Log the numbers of a step by their names."""
-
-    def samples(self, rows: list[dict], step: int) -> None:
-        """Log answers of the policy: [{"prompt": ..., "completion": ...}, ...]."""
-
-    def close(self) -> None:
-        """Write what is not written yet."""
-
-
-class TensorBoard(Tracker):
-    """logger tensorboard: event files in RUN/tensorboard."""
-
-    def __init__(self, out: Path):
-        from tensorboardX import SummaryWriter
-
-        self.writer = SummaryWriter(str(out / "tensorboard"), flush_secs=5)
-
-    def scalars(self, values, step):
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def samples(self, rows, step):
-        text = "\n\n".join(f"{row['prompt']} **{row['completion']}**" for row in rows)
-        self.writer.add_text("val/samples", text, step)
-
-    def close(self):
-        # Not flush(): it does not wait for the writer's own queue, and the last values would be lost.
-        self.writer.close()
-
-
-class Wandb(Tracker):
-    """logger wandb. A resumed run continues the same wandb run, whose id is in RUN/wandb_id.
-
-    There is no close(): wandb ends its run when Python exits, and marks it as crashed after an
-    exception. Raises BadInput when wandb cannot start, as without a key or a network.
-    """
-
-    def __init__(self, out: Path, cfg: RunSettings, resumed: bool):
-        import wandb
-
-        self.wandb = wandb
-        id_file = out / "wandb_id"
-        run_id = None
-        if resumed and id_file.exists():
-            run_id = parse_file(None, id_file)
-        try:
-            self.run = wandb.init(
-                project=cfg.project,
-                dir=out,
-                config=asdict(cfg),
-                name=out.name,
-                id=run_id,
-                resume="allow",
-            )
-        except Exception as e:  # wandb raises different classes for a missing key, no network, ...
-            reason = " ".join(str(e).split())
-            raise BadInput(
-                f"logger: wandb: {reason}; WANDB_MODE=offline needs neither a key nor a network"
-            ) from None
-        write_atomically(id_file, self.run.id)
-
-    def scalars(self, values, step):
-        self.run.log(values, step=step)
-
-    def samples(self, rows, step):
-        table = self.wandb.Table(["prompt", "completion"], [list(row.values()) for row in rows])
-        self.run.log({"val/samples": table}, step=step)
-
-
-def make_tracker(cfg: RunSettings, out: Path, resumed: bool) -> Tracker:
-    """The tracker that cfg.logger names, for the run folder `out`."""
-    if cfg.logger == "wandb":
-        return Wandb(out, cfg, resumed)
-    if cfg.logger == "tensorboard":
-        return TensorBoard(out)
-    return Tracker()
-
-
-# ---- all of them --------------------------------------------------------------------------------
+        not among them is dropped; a missing one, or None, is an empty cell."""
+        is_first = self.names is None
+        if is_first:
+            self.names = list(values)
+        writer = csv.DictWriter(
+            self.file, self.names, restval="", extrasaction="ignore", lineterminator="\n"
+        )
+        if is_first:
+            writer.writeheader()
+        writer.writerow(values)
+        self.file.flush()
 
 
 class Logger:
-    """All that a run writes between two checkpoints. On ranks other than 0 every method does nothing.
+    """Rows, samples and progress of a run. On ranks other than 0 every method does nothing.
 
-    claimed_rows: in a resumed run, the claimed rows of each file of TABLES; None in a new run.
+    step: the step of the checkpoint that a resume goes on from, whose rows stay; -1 for a new run or a
+    branch. unvalidated: whether that step's validation is still owed.
     """
 
-    def __init__(self, cfg: RunSettings, claimed_rows: list[bytes] | None = None):
+    def __init__(self, cfg: RunSettings, step: int, unvalidated: bool):
         self.main = rank() == 0
-        self.cfg = cfg
-        self.out = Path(cfg.out_dir)
-        self.progress: Progress | None = None  # begin() makes it
+        self.cfg, self.out, self.bar = cfg, Path(cfg.out_dir), None
         if self.main:
-            metrics_rows, val_rows = claimed_rows or (b"", b"")
-            self.metrics = Csv(self.out / "metrics.csv", metrics_rows)
-            self.val = Csv(self.out / "val.csv", val_rows)
-            self.tracker = make_tracker(cfg, self.out, resumed=claimed_rows is not None)
+            self.metrics = Csv(self.out / "metrics.csv", step)
+            self.val = Csv(self.out / "val.csv", step - unvalidated)
+            self._begin_tracker(is_resume=step >= 0)
+
+    def _begin_tracker(self, is_resume: bool) -> None:
+        if self.cfg.logger == "tensorboard":
+            from tensorboardX import SummaryWriter
+
+            self.tracker = SummaryWriter(str(self.out / "tensorboard"), flush_secs=5)
+        elif self.cfg.logger == "wandb":
+            import wandb
+
+            id_file = self.out / "wandb_id"  # a resumed run continues the same wandb run
+            with user_error("logger: wandb (WANDB_MODE=offline needs no key)", None, Exception):
+                self.tracker = wandb.init(
+                    project=self.cfg.project,
+                    dir=self.out,
+                    config=asdict(self.cfg),
+                    name=self.out.name,
+                    id=id_file.read_text() if is_resume and id_file.exists() else None,
+                    resume="allow",
+                )
+            write_whole(id_file, self.tracker.id)
+
+    def _track(self, row: dict, prefix: str, step: int, samples: list[dict] = ()) -> None:
+        """Hand the numbers of a row, and answers of the policy, to the tracker."""
+        numbers = {prefix + name: value for name, value in row.items() if value is not None}
+        if self.cfg.logger == "tensorboard":
+            for name, value in numbers.items():
+                self.tracker.add_scalar(name, value, step)
+            if samples:
+                text = "\n\n".join(f"{x['prompt']} **{x['completion']}**" for x in samples)
+                self.tracker.add_text("val/samples", text, step)
+        elif self.cfg.logger == "wandb":
+            import wandb
+
+            if samples:
+                rows = [list(x.values()) for x in samples]
+                numbers["val/samples"] = wandb.Table(["prompt", "completion"], rows)
+            self.tracker.log(numbers, step=step)
 
     def begin(self, plan: Plan, n: int, batch_size: int, start: int) -> None:
-        """Say how long the run is, and start the progress display. Later calls (of the later
-        iterations of SPIN or online.py) do nothing.
+        """Say how long the run is. Later calls (of the later iterations of SPIN or online.py) do nothing.
 
         n: the number of training examples. start: the step that a resumed run continues after.
         """
-        if not self.main or self.progress is not None:
+        if not self.main or self.bar is not None:
             return
         left_out = n - plan.per_epoch * batch_size
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
-        self.progress = Progress(plan.total, start, self.cfg.progress)
+        self.is_terminal = sys.stderr.isatty()
+        self.every = max(1, round(plan.total / 20))  # steps between two lines
+        self.next_line, self.printed = 0, time.monotonic()
+        self.bar = tqdm(
+            total=plan.total,
+            initial=start,
+            # the last part, a bar, fills a terminal's line
+            bar_format="step {n}/{total}: {desc}ETA {remaining}" + " {bar}" * self.is_terminal,
+            file=None if self.is_terminal else Lines(),
+            mininterval=0.1 if self.is_terminal else math.inf,
+            smoothing=0,
+            delay=1e-9,  # nothing before the first step
+            dynamic_ncols=True,
+            leave=False,
+            disable=not self.cfg.progress,
+        )
+        self.start = start
 
     def step(self, step: int, row: dict | None, seconds: float) -> None:
-        """After an optimizer step, which took so many seconds. row: its row of metrics.csv, or None where no row is
-        due."""
+        """After an optimizer step, which took so many seconds. row: its row of metrics.csv, or None where
+        no row is due. Elsewhere than on a terminal a run prints about twenty lines, or one a minute."""
         if not self.main:
             return
         if row:
-            self.metrics.row(join_columns({"step": step}, row))
-            numbers = {name: value for name, value in row.items() if value is not None}
-            self.tracker.scalars(numbers, step)
-        self.progress.step(step, row, seconds)
+            self.metrics.row({"step": step} | row)
+            self._track(row, "", step)
+        if self.bar.disable:
+            return
+        if self.bar.n == self.start:  # what came before the first step is no part of the ETA
+            self.bar.start_t = time.time() - seconds
+        self.bar.update()
+        is_late = time.monotonic() - self.printed > 60
+        is_due = step >= self.next_line or step == self.bar.total or is_late
+        if row and (self.is_terminal or is_due):
+            formats = STEP_CELLS | ({"kl": KL_CLAMPED} if row.get("kl/clamped") else {})
+            self.bar.set_description_str(" ".join([*format_cells(row, formats), ""]))
+            self.next_line = step - step % self.every + self.every
+            self.printed = time.monotonic()
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
         if not self.main:
             return
-        self.val.row(join_columns({"step": step}, row))
+        self.val.row({"step": step} | row)
         cells = format_cells(row, VALIDATION_CELLS)
         if "accuracy" in row and row["accuracy"] is None:
             cells.append("no accuracy (r is 0)" if step == 0 else "no accuracy")
-        shown = ", ".join(cells) or "samples only"
-        self.progress.say(fit_80_columns(f"validation at step {step}", shown))
-        numbers = {f"val/{name}": value for name, value in row.items() if value is not None}
-        self.tracker.scalars(numbers, step)
-        if samples:
-            self.tracker.samples(samples, step)
+        if self.cfg.progress:
+            text = ", ".join(cells) or "samples only"
+            say(fit_80_columns(f"validation at step {step}: {text}"))
+        self._track(row, "val/", step, samples)
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
 
-    def sync(self) -> dict[str, list]:
-        """Wait until all rows are on the disk. Returns what a checkpoint claims: file name -> what
-        Csv.sync returns; nothing on ranks other than 0. Raises Failed."""
-        if not self.main:
-            return {}
-        return {"metrics.csv": self.metrics.sync(), "val.csv": self.val.sync()}
-
     def close(self) -> None:
-        """Close the files, the tracker and the progress bar."""
+        """Close the files, the tracker and the progress bar. wandb ends its run when Python exits, and marks
+        it as crashed after an exception."""
         if not self.main:
             return
-        for table in (self.metrics, self.val):
-            # Closing flushes. An error there is a row that did not fit on the disk, and the error
-            # of that row has been raised already.
-            with contextlib.suppress(OSError):
-                table.file.close()
-        self.tracker.close()
-        if self.progress is not None:
-            self.progress.close()
+        self.metrics.file.close()
+        self.val.file.close()
+        if self.cfg.logger == "tensorboard":
+            self.tracker.close()
+        if self.bar is not None:
+            self.bar.close()
+
+
+def write_json(path: Path, value) -> None:
+    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def format_cells(row: dict, formats: dict[str, str]) -> list[str]:
+    """The values of `row` that have a format, as texts. A missing column and None are left out."""
+    cells = formats.items()
+    return [text.format(row[name]) for name, text in cells if row.get(name) is not None]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from runs.errors import BadInput
+from runs.console import BadInput
 from runs.settings import Optim, RunSettings
 
 

@@ -1,85 +1,54 @@
-"""Settings that every program shares. The string under a field is its --help; `setting(...)` says what it may be. null
-always means off."""
+"""Settings that every program shares, and how they are read: files, the command line, the demo's defaults.
 
+A field's type says what it may be, the sentence under it is its --help, null means off. jsonargparse reads
+and checks the values; ours is the order of files and options, the nearest name, and one line for an error.
+"""
+
+import argparse
 import dataclasses
-import math
+import difflib
+import inspect
+import json
 import re
+import sys
+import types
 import typing
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
 
-from runs.errors import BadInput, printable
+import docstring_parser
+import jsonargparse
+import yaml
+from jsonargparse.typing import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    restricted_number_type,
+)
 
-DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
-CPU_ACTIVATIONS = 4e9  # bytes
-LORA_TARGETS = ("query", "key", "value", "projection", "mlp", "head")
-MAX_INT, MAX_FLOAT = 10**12, 1e30  # of any number; float32 ends at 3e38
+from runs.console import BadInput, say
 
-NO_BF16 = """precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no \
-weight of 0.02); use bf16-mixed, or LoRA"""
+ROOT = Path(__file__).parent.parent  # of the project
 
-
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def setting(default, *, at_least=None, above=None, at_most=None, below=None, choices=None):
-    """A field of a settings class with a default and the values that it may have. null is always
-    allowed where the field's type has None."""
-    limits = dict(at_least=at_least, above=above, at_most=at_most, below=below, choices=choices)
-    return field(default=default, metadata=limits)
-
-
-SOURCE = {"path": "source"}  # of a field: a path, several data files, or an id on the Hub
-FOLDER = {"path": "folder"}  # a folder that the run may make
-RUN = {"path": "run"}  # a run's folder, or a checkpoint in it
+BelowOne = restricted_number_type("BelowOne", float, [(">=", 0), ("<", 1)])
+UpToOne = restricted_number_type("UpToOne", float, [(">", 0), ("<=", 1)])
 
 
-def path_setting(default: str | None = None):
-    """A field that holds a path, or the id of something on the Hub."""
-    return field(default=default, metadata=SOURCE)
+def find_path(source: str) -> Path:
+    """A path as given. The demo's own files are also found from another working directory."""
+    path = Path(source).expanduser()
+    if source.startswith("demo/") and not path.exists():
+        return ROOT / source
+    return path
 
 
 def refuse_unless(ok, message: str) -> None:
     """Raise BadInput with this message unless `ok`."""
     if not ok:
         raise BadInput(message)
-
-
-def check_fields(settings, prefix: str = "") -> None:
-    """Raise BadInput for a field, also of a group, whose value its `setting` does not allow."""
-    for f in dataclasses.fields(settings):
-        name, value = prefix + f.name, getattr(settings, f.name)
-        if dataclasses.is_dataclass(value):
-            check_fields(value, f"{name}.")
-        elif value is not None:
-            check_value(name, value, f.metadata)
-
-
-def check_value(name: str, value, limits) -> None:
-    """Raise BadInput for a value outside of its limits (see `setting`)."""
-    got = f"got {printable(value)}"
-    if choices := limits.get("choices"):
-        refuse_unless(value in choices, f"{name}: expected {', '.join(choices)}; {got}")
-    if limits.get("path"):
-        control = re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value)
-        # safetensors opens only paths in UTF-8
-        expected = f"{name}: expected a path in UTF-8 or an id"
-        refuse_unless(value and not control, f"{expected}, got '{printable(value)}'")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    refuse_unless(math.isfinite(value), f"{name}: expected a finite number, {got}")
-    for words, holds in (
-        ("at_least", lambda limit: value >= limit),
-        ("above", lambda limit: value > limit),
-        ("at_most", lambda limit: value <= limit),
-        ("below", lambda limit: value < limit),
-    ):
-        limit = limits.get(words)
-        if limit is not None:
-            refuse_unless(
-                holds(limit), f"{name}: expected {words.replace('_', ' ')} {limit}, {got}"
-            )
-    most = MAX_FLOAT if isinstance(value, float) else MAX_INT
-    refuse_unless(abs(value) < most, f"{name}: expected below {most}, {got}")
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -89,13 +58,13 @@ def check_value(name: str, value, limits) -> None:
 class Data:
     """Which records to learn from, and how they become tokens."""
 
-    train: str = field(metadata=SOURCE)
+    train: str
     """Rated or paired records: a .jsonl, .json, .csv, .tsv (also .gz) or .parquet file, a folder of
     save_to_disk or a Hub id (id, id:split or id:config:split). Several by commas, patterns
     (more/*.jsonl), shares of a mix: a.jsonl:0.7,b.jsonl:0.3."""
-    val: str | None = path_setting()
+    val: str | None = None
     """Records to validate on, in the same forms."""
-    test: str | None = path_setting()
+    test: str | None = None
     """Records evaluated once at the end, with the final weights and with the best ones."""
     split: str | None = None
     """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a prompt stay together."""
@@ -104,13 +73,13 @@ class Data:
     group_by_prompt: bool = False
     """The examples of one prompt stay side by side in each epoch's order: a step has most or all of
     them, and computes their prompt once."""
-    max_prompt: int | None = setting(None, at_least=1)
+    max_prompt: PositiveInt | None = None
     """Longest prompt in tokens; a longer one loses its beginning. Default: 1024, or half the
     context, or less where data.max_completion leaves less."""
-    max_completion: int | None = setting(None, at_least=1)
+    max_completion: PositiveInt | None = None
     """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or
     what fits into the context beside data.max_prompt."""
-    chat_template: str | None = path_setting()
+    chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template. It is used in place of the tokenizer's
     own."""
     score_prompt: bool = False
@@ -140,11 +109,11 @@ def with_limits(data: Data, context: int) -> Data:
         max_prompt = max(1, min(1024, context // 2, context - (max_completion or 1)))
     if max_completion is None:
         max_completion = min(1024, context - max_prompt)
-    if max_completion < 1 or max_prompt + max_completion > context:
-        raise BadInput(
-            f"data.max_prompt {max_prompt} + data.max_completion {max(1, max_completion)} exceed the "
-            f"context of {context}"
-        )
+    refuse_unless(
+        max_completion >= 1 and max_prompt + max_completion <= context,
+        f"data.max_prompt {max_prompt} + data.max_completion {max(1, max_completion)} exceed the "
+        f"context of {context}",
+    )
     return dataclasses.replace(data, max_prompt=max_prompt, max_completion=max_completion)
 
 
@@ -152,18 +121,18 @@ def with_limits(data: Data, context: int) -> Data:
 class Lora:
     """Low-rank adapters (arXiv 2106.09685). The reference is then the model with its adapters off."""
 
-    rank: int | None = setting(None, at_least=1, below=2**13)
+    rank: PositiveInt | None = None
     """Rank of the adapters. null: no adapters, every weight is trained."""
-    alpha: int = setting(16, at_least=1, below=2**31)
+    alpha: PositiveInt = 16
     """The adapters' output is multiplied by alpha / rank."""
-    dropout: float = setting(0.0, at_least=0, below=1)
+    dropout: BelowOne = 0.0
     """Dropout before the adapters. Above 0 policy and reference differ even at step 0."""
-    targets: str = ",".join(LORA_TARGETS[:-1])
+    targets: str = "query,key,value,projection,mlp"
     """Which linear layers get adapters, by commas: any of query, key, value, projection, mlp, head;
     or PEFT's names: q_proj, o_proj, all-linear, ..."""
-    quantize: str | None = setting(None, choices=("nf4",))
-    """Hold the frozen matrices of all blocks in nf4 (QLoRA, by bitsandbytes). The export has them
-    as they were. null: not quantised."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: hold the frozen matrices of all blocks in 4 bits (QLoRA, by bitsandbytes). The export has
+    them as they were. null: not quantised."""
 
 
 @dataclass(frozen=True)
@@ -171,54 +140,61 @@ class Optim:
     """AdamW. The learning rate: warmup, constant, decay to min_lr. Weight decay leaves out norms, biases
     and embeddings."""
 
-    name: str = setting("adamw", choices=("adamw", "adamw8bit"))
+    name: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw, or adamw8bit: optimizer states in 8 bits, through bitsandbytes."""
-    lr: float = setting(1e-6, at_least=0)
+    lr: NonNegativeFloat = 1e-6
     """Peak learning rate; at 0 the run only evaluates."""
-    min_lr: float = setting(0.0, at_least=0)
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule."""
-    schedule: str = setting("cosine", choices=("cosine", "linear", "constant"))
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warmup; constant: it does not."""
-    warmup: int | float = setting(0, at_least=0)
+    warmup: int | float = 0
     """Steps of linear warmup from 0; a float is a fraction of an epoch (SPIN, online KTO: of the first
     iteration's)."""
-    constant: int | float = setting(0, at_least=0)
+    constant: int | float = 0
     """Steps at the peak between warmup and decay; a float as for warmup."""
-    weight_decay: float = setting(0.0, at_least=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    beta1: float = setting(0.9, at_least=0, below=1)
+    beta1: BelowOne = 0.9
     """Decay of the gradient's running mean."""
-    beta2: float = setting(0.999, at_least=0, below=1)
+    beta2: BelowOne = 0.999
     """Decay of the squared gradient's running mean."""
-    eps: float = setting(1e-8, above=0)
+    eps: PositiveFloat = 1e-8
     """Added to the denominator."""
-    clip: float | None = setting(1.0, above=0)
+    clip: PositiveFloat | None = 1.0
     """Largest gradient norm; a larger gradient is scaled down to it. null: no clipping."""
+
+    def validate(self, group: str) -> None:
+        for name in ("warmup", "constant"):
+            refuse_unless(getattr(self, name) >= 0, f"{group}.{name}: expected 0 or more")
+        refuse_unless(
+            self.min_lr <= self.lr, f"{group}.min_lr: {self.min_lr} is above lr, {self.lr}"
+        )
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How completions are sampled from a policy."""
 
-    temperature: float = setting(1.0, at_least=0)
+    temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_k: int | None = setting(None, at_least=1)
+    top_k: PositiveInt | None = None
     """Sample among the k likeliest tokens only. null: among all."""
-    top_p: float = setting(1.0, above=0, at_most=1)
+    top_p: UpToOne = 1.0
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
-    repetition_penalty: float = setting(1.0, above=0)
+    repetition_penalty: PositiveFloat = 1.0
     """Divides the positive logits of tokens that are there already, and multiplies negative ones; 1
     changes nothing."""
     stop: list[str] = field(default_factory=list)
     """A completion also ends at the first of these texts, not only at EOS. Its text ends before it; its token
     ids, from which spin.py and online.py learn, include it."""
-    min_new_tokens: int = setting(0, at_least=0)
+    min_new_tokens: NonNegativeInt = 0
     """No EOS before this many tokens."""
-    max_new_tokens: int | None = setting(None, at_least=1, below=2**24)
+    max_new_tokens: PositiveInt | None = None
     """Longest sampled completion. Default: data.max_completion."""
-    batch_size: int = setting(256, at_least=1)
+    batch_size: PositiveInt = 256
     """Prompts answered at once on a device."""
-    cache_gb: float | None = setting(None, above=0)
+    cache_gb: PositiveFloat | None = None
     """Memory for their keys and values on a device; prompts that do not fit are answered afterwards.
     Default: half of the free memory of a GPU (to a power of two), 8 on a CPU."""
 
@@ -230,42 +206,17 @@ class Sampling:
 class Eval(Sampling):
     """Completions of the policy: saved at each validation, checked before and after the run."""
 
-    check: str | None = setting(None, choices=("demo",))
+    check: Literal["demo"] | None = None
     """A checker that decides which answers are right: demo's. Your own is given in code,
     main(checker=...). null: no checker."""
-    check_interval: int | float | None = setting(None, above=0)
+    check_interval: int | float | None = None
     """Steps (a float: epochs) between checks of the answers; always at step 0 and at the end of the run, with a float
     or null also at the end of each iteration of SPIN and online KTO."""
-    prompts: int = setting(100, at_least=0)
+    prompts: NonNegativeInt = 100
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
-    samples: int = setting(4, at_least=0)
+    samples: NonNegativeInt = 4
     """Number of completions that are saved at each validation (eval/), and shown by tensorboard and wandb."""
-
-
-@dataclass(frozen=True)
-class PreferenceSettings:
-    """What the objectives of kto.py and dpo.py share."""
-
-    beta: float = setting(0.1, above=0)
-    """Strength of the pull back to the reference; a larger one keeps the policy closer."""
-    average_logps: bool = False
-    """Divide log-ratios by the number of scored tokens, in z too."""
-    preference_loss_weight: float = setting(1.0, at_least=0)
-    """Weight of the preference loss."""
-    sft_loss_weight: float = setting(0.0, at_least=0)
-    """Weight of the negative log-likelihood of the desirable (chosen) completions."""
-    sft_average_logps: bool | None = None
-    """Divide that log-likelihood by its number of tokens. Default: as average_logps."""
-
-    @property
-    def sft_average(self) -> bool:
-        return self.average_logps if self.sft_average_logps is None else self.sft_average_logps
-
-    def validate(self, group: str) -> None:
-        both = f"{group}: preference_loss_weight and sft_loss_weight are both 0"
-        losses = self.preference_loss_weight, self.sft_loss_weight
-        refuse_unless(max(losses) > 0, f"{both}: nothing to learn")
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -275,54 +226,55 @@ class PreferenceSettings:
 class RunSettings:
     """Settings shared by all programs. A program's own are a subclass with one more group."""
 
-    model: str = field(metadata=SOURCE)
+    model: str
     """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
     ours or one of its checkpoints."""
     data: Data
-    reference: str | None = path_setting()
+    reference: str | None = None
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
-    reference_cache: str | None = field(default=None, metadata=FOLDER)
+    reference_cache: str | None = None
     """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
     All log-probs that the run needs are computed before its first step, or found there; then the
     reference is released."""
-    out_dir: str | None = field(default=None, metadata=RUN)
+    out_dir: str | None = None
     """Folder of this run. Default: a new one under out/."""
-    resume: str | None = field(default=None, metadata=RUN)
-    """auto: from out_dir's newest whole checkpoint, if there is one. Or a checkpoint's folder."""
-    seed: int = setting(1, at_least=0, below=2**32)
+    resume: str | None = None
+    """auto: from out_dir's newest checkpoint, if there is one. Or a checkpoint's folder."""
+    seed: NonNegativeInt = 1
     """Seeds the order of the examples, adapters, dropout and sampling."""
     deterministic: bool = False
     """Bit-identical reruns on a GPU too, at some cost in speed. On a CPU they always are."""
 
-    accelerator: str = setting("auto", choices=("auto", "cpu", "gpu"))
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """auto, cpu or gpu."""
-    devices: int = setting(1, at_least=1, below=2**16)
+    devices: PositiveInt = 1
     """Devices per node. Under torchrun: its number of processes."""
-    num_nodes: int = setting(1, at_least=1, below=2**16)
+    num_nodes: PositiveInt = 1
     """Nodes."""
-    strategy: str = setting("auto", choices=("auto", "ddp", "fsdp"))
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
-    precision: str | None = setting(None, choices=("32-true", "bf16-mixed", "bf16-true", "64-true"))
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] | None = None
     """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
-    in fp32). Default: bf16-mixed on a GPU, 32-true on a CPU."""
+    in fp32). Default: what this machine multiplies: bf16-mixed on a GPU, and on a CPU with AVX512-BF16 or
+    AMX where the model is large enough to gain; else 32-true."""
 
-    epochs: int = setting(1, at_least=1)
+    epochs: PositiveInt = 1
     """Passes over data.train; the smaller of epochs and max_steps ends the run."""
-    max_steps: int | None = setting(None, above=0)
+    max_steps: PositiveInt | None = None
     """Optimizer steps."""
-    max_time: str | None = None
-    """Stop, saved and resumable, after this long: HH:MM:SS or D-HH:MM:SS, in quotes in a YAML file."""
-    stop_at: int | None = setting(None, at_least=1)
+    max_time: timedelta | None = None
+    """Stop, saved and resumable, after this long: HH:MM:SS, in quotes in a YAML file."""
+    stop_at: PositiveInt | None = None
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
-    limit_train: int | float | None = setting(None, above=0)
+    limit_train: int | float | None = None
     """Use this many steps of each epoch; a float is a fraction of it."""
-    limit_val: int | float | None = setting(None, above=0)
+    limit_val: int | float | None = None
     """Validate on the first examples only, this many; a float is a fraction of them."""
-    batch_size: int = setting(64, at_least=1)
+    batch_size: PositiveInt = 64
     """Examples per optimizer step over all devices. The only batch size that the gradient depends on."""
-    micro_batch_size: int | None = setting(None, above=0)
+    micro_batch_size: PositiveInt | None = None
     """Examples per forward on a device. It changes memory and speed only."""
-    micro_batch_tokens: int | None = setting(None, above=0)
+    micro_batch_tokens: PositiveInt | None = None
     """Tokens per forward instead, also without gradient; a longer example is computed alone. Default:
     16384; on a CPU fewer where they would need more than 4 GB."""
     activation_checkpointing: bool = False
@@ -332,20 +284,20 @@ class RunSettings:
     optim: Optim = field(default_factory=Optim)
     eval: Eval = field(default_factory=Eval)
 
-    log_interval: int = setting(1, at_least=1)
+    log_interval: PositiveInt = 1
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
-    val_interval: int | float | None = setting(1.0, above=0)
+    val_interval: int | float | None = 1.0
     """Steps (a float: epochs) between validations; always at step 0 and at the end of the run, with a float or null
     also at the end of each iteration of SPIN and online KTO."""
-    save_interval: int | float | None = setting(1.0, above=0)
+    save_interval: int | float | None = 1.0
     """Steps (a float: epochs) between checkpoints; also at the end of the run and of each iteration of SPIN and
     online KTO, at a new best by keep_best, or when stopped."""
-    keep_last: int = setting(2, at_least=1)
+    keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
     """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
     name ends with loss, the highest of any other."""
-    logger: str = setting("csv", choices=("csv", "tensorboard", "wandb"))
+    logger: Literal["csv", "tensorboard", "wandb"] = "csv"
     """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
     project: str = "kto"
     """Project name for wandb."""
@@ -353,79 +305,59 @@ class RunSettings:
     """A progress bar on a terminal, a line now and then elsewhere."""
 
     def validate(self) -> None:
-        """Raise BadInput for values that a field does not allow, and for fields that do not go
-        together."""
-        check_fields(self)
+        """Raise BadInput for fields that do not go together. jsonargparse has checked each field by its
+        type."""
         for name, group in vars(self).items():
             if hasattr(group, "validate"):
                 group.validate(name)
-        if self.max_time is not None:
-            refuse_unless(self.seconds() > 0, "max_time: expected more than 0")
-        self._validate_models()
-        self._validate_together()
-
-    def _validate_models(self) -> None:
-        quantize, fsdp = self.lora.quantize, self.strategy == "fsdp"
-        double = self.precision == "64-true"
-        refuse_unless(
-            self.lora.targets, f"lora.targets: expected some of {', '.join(LORA_TARGETS)}"
+        intervals = flatten(self)
+        for name in (
+            "val_interval",
+            "save_interval",
+            "limit_train",
+            "limit_val",
+            "eval.check_interval",
+        ):
+            value = intervals[name]
+            refuse_unless(value is None or value > 0, f"{name}: expected above 0, got {value}")
+        fsdp, double, quantize = (
+            self.strategy == "fsdp",
+            self.precision == "64-true",
+            self.lora.quantize,
         )
-        refuse_unless(
-            self.lora.rank or not quantize,
-            "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
-        )
-        refuse_unless(
-            not (quantize and fsdp),
-            f"lora.quantize: {quantize} does not work with strategy fsdp; use ddp",
-        )
-        refuse_unless(
-            not (quantize and double),
-            f"lora.quantize: {quantize} does not work with precision 64-true",
-        )
-        refuse_unless(self.precision != "bf16-true" or self.lora.rank, NO_BF16)
-        refuse_unless(
-            not (double and fsdp), "precision: 64-true does not work with strategy fsdp; use ddp"
-        )
-        refuse_unless(
-            not (self.optim.name == "adamw8bit" and fsdp),
-            "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
-        )
-
-    def _validate_together(self) -> None:
-        optim = self.optim
-        refuse_unless(
-            optim.min_lr <= optim.lr, f"optim.min_lr: {optim.min_lr} is above optim.lr, {optim.lr}"
-        )
-        refuse_unless(
-            not (self.micro_batch_size and self.micro_batch_tokens),
-            "micro_batch_size and micro_batch_tokens: give one, not both",
-        )
-        refuse_unless(
-            self.resume != "auto" or self.out_dir, "resume: auto needs --out_dir, the run's own"
-        )
-        validated = self.data.val or self.data.split
-        refuse_unless(validated or not self.keep_best, "keep_best: needs data.val or data.split")
-
-    def seconds(self) -> float:
-        """max_time in seconds."""
-        pattern = r"(?:(\d{1,5})-)?(\d{1,6}):(\d\d):(\d\d)"  # D-HH:MM:SS
-        m = re.fullmatch(pattern, self.max_time or "", re.ASCII)
-        got = printable(self.max_time)
-        refuse_unless(m, f"max_time: expected HH:MM:SS or D-HH:MM:SS, got {got}")
-        days, hours, minutes, seconds = (int(x or 0) for x in m.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
-
-
-def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int | None:
-    """Tokens of a micro-batch, at most; None where micro_batch_size counts its examples. On a CPU the
-    default is smaller where the activations of so many tokens would take more than 4 GB, at 20 numbers
-    of 4 bytes for a token, a layer and a unit of its width."""
-    if cfg.micro_batch_tokens or cfg.micro_batch_size:
-        return cfg.micro_batch_tokens
-    if cfg.accelerator != "cpu":
-        return DEFAULT_TOKENS
-    tokens = int(CPU_ACTIVATIONS / (80 * n_layer * n_embd)) // 256 * 256
-    return min(DEFAULT_TOKENS, max(256, tokens))
+        for is_wrong, message in (
+            (
+                quantize and not self.lora.rank,
+                "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
+            ),
+            (
+                quantize and fsdp,
+                "lora.quantize: nf4 does not work with strategy fsdp; use ddp",
+            ),
+            (
+                quantize and double,
+                "lora.quantize: nf4 does not work with precision 64-true",
+            ),
+            (
+                self.precision == "bf16-true" and not self.lora.rank,
+                "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 "
+                "moves no weight of 0.02); use bf16-mixed, or LoRA",
+            ),
+            (double and fsdp, "precision: 64-true does not work with strategy fsdp; use ddp"),
+            (
+                self.optim.name == "adamw8bit" and fsdp,
+                "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
+            ),
+            (
+                self.micro_batch_size and self.micro_batch_tokens,
+                "micro_batch_size and micro_batch_tokens: give one, not both",
+            ),
+            (
+                self.resume == "auto" and not self.out_dir,
+                "resume: auto needs --out_dir, the run's own",
+            ),
+        ):
+            refuse_unless(not is_wrong, message)
 
 
 # ---- what a resume may change --------------------------------------------------------------------
@@ -439,16 +371,29 @@ CUT_SETTINGS = {
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
-    "logger", "project", "progress", "max_time", "stop_at",
-    "eval.samples", "eval.batch_size",
+    "logger", "project", "progress", "max_time", "stop_at", "eval.samples", "eval.batch_size",
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
 }  # fmt: skip
-
-# Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the setting
-# itself it compares only whether it is given.
+# Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the
+# setting itself it compares only whether it is given.
 CONTENT_SETTINGS = {
     "model", "reference", "data.train", "data.val", "data.test", "data.chat_template",
 }  # fmt: skip
+
+
+def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
+    """Compare the flat settings of a saved run with new ones. -> names of the changed settings that a
+    resume cannot change, and of the changed ones of CUT_SETTINGS."""
+    changed = []
+    for name, value in new.items():
+        before = old.get(name)
+        both_given = name in CONTENT_SETTINGS and None not in (value, before)
+        # 1 and 1.0 differ: a step and an epoch. The types of jsonargparse count as numbers.
+        is_same = before == value and isinstance(before, float) == isinstance(value, float)
+        if not both_given and not is_same:
+            changed.append(name)
+    fixed = [name for name in changed if name not in FREE_SETTINGS]
+    return fixed, [name for name in changed if name in CUT_SETTINGS]
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:
@@ -457,8 +402,7 @@ def flatten(settings, prefix: str = "") -> dict[str, object]:
     if isinstance(settings, type):
         settings = typing.get_type_hints(settings)
     out = {}
-    items = settings if isinstance(settings, dict) else vars(settings)
-    for name, value in items.items():
+    for name, value in (settings if isinstance(settings, dict) else vars(settings)).items():
         if isinstance(value, dict) or dataclasses.is_dataclass(value):
             out |= flatten(value, f"{prefix}{name}.")
         else:
@@ -466,22 +410,197 @@ def flatten(settings, prefix: str = "") -> dict[str, object]:
     return out
 
 
-def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
-    """Compare the flat settings of a saved run with new ones. -> dotted names of the changed
-    settings that a resume cannot change, and of the changed ones of CUT_SETTINGS. A setting that
-    the saved run does not have counts as changed."""
-    changed, kinds = [], flatten(RunSettings)
-    for name, value in new.items():
-        both_given = name in CONTENT_SETTINGS and None not in (value, old.get(name))
-        if name not in old or not both_given and _differ(old[name], value, kinds.get(name)):
-            changed.append(name)
-    fixed = [name for name in changed if name not in FREE_SETTINGS]
-    return fixed, [name for name in changed if name in CUT_SETTINGS]
+def dump_yaml(settings) -> str:
+    """YAML that parses back into equal settings. Through JSON: yaml does not know jsonargparse's types."""
+    return yaml.safe_dump(
+        json.loads(json.dumps(dataclasses.asdict(settings), default=str)), sort_keys=False
+    )
 
 
-def _differ(old, new, kind: type | None) -> bool:
-    """Whether two values of a setting of this type mean different things."""
-    if {int, float} <= set(typing.get_args(kind)):
-        # 1 is a step or an example, 1.0 an epoch or all of them
-        return (type(old), old) != (type(new), new)
-    return old != new
+# ---- from the command line to settings -----------------------------------------------------------
+
+# The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
+# count otherwise: see its --help.
+NAMES_ELSEWHERE = {
+    "dataset_name": "data.train",
+    "eval_steps": "val_interval",
+    "gradient_accumulation_steps": "batch_size",
+    "gradient_checkpointing": "activation_checkpointing",
+    "learning_rate": "optim.lr",
+    "load_in_4bit": "lora.quantize",
+    "logging_steps": "log_interval",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_r": "lora.rank",
+    "lora_target_modules": "lora.targets",
+    "loss_type": "loss",
+    "max_completion_length": "data.max_completion",
+    "max_grad_norm": "optim.clip",
+    "max_length": "data.max_prompt",
+    "model_name_or_path": "model",
+    "num_train_epochs": "epochs",
+    "output_dir": "out_dir",
+    "per_device_train_batch_size": "micro_batch_size",
+    "ref_model": "reference",
+    "report_to": "logger",
+    "save_steps": "save_interval",
+    "save_total_limit": "keep_last",
+    "torch_dtype": "precision",
+    "use_peft": "lora.rank",
+    "warmup_ratio": "optim.warmup",
+}
+
+
+def docstring_of(objective) -> str:
+    """Of the file that an objective stands in: the --help of a fork shows its own."""
+    return getattr(inspect.getmodule(objective), "__doc__", None) or ""
+
+
+def parse(cls, argv: list[str] | None, doc: str, demo: str):
+    """Settings of type `cls` from the command line (or from argv). Command-line options override
+    --config files, wherever they stand; a later file overrides an earlier one.
+
+    Without --model and --config the run starts from `demo`, a file of config/. With one of them it
+    is the user's own run, which must name data.train. With data.train alone the demo's model stays,
+    but neither its validation data nor its checker. Raises BadInput.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
+    defaults = []
+    if not {"model", "config"} & names:
+        defaults = _demo_arguments(cls, names, demo)
+    elif "config" not in names:
+        say(f"your model: defaults, not config/{demo} (--print_config shows them)")
+    settings = parse_command(cls, doc, words, defaults)
+    settings.validate()
+    if settings.lora.rank and settings.optim.lr == Optim().lr:
+        say(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
+    return settings
+
+
+def split_options(words: list[str]) -> list[list[str]]:
+    """[["--seed", "1"], ["--debug"], ...]; words before the first option are one more list."""
+    options = [[]]
+    for word in map(str, words):
+        if word.startswith("--"):
+            options.append([])
+        options[-1].append(word)
+    return options
+
+
+def _demo_arguments(cls, names: set[str], demo: str) -> list[str]:
+    """The demo's settings as arguments: those that `cls` has, since a fork may lack the others."""
+    known, arguments = flatten(cls), []
+    for name, value in flatten(yaml.safe_load((ROOT / "config" / demo).read_text())).items():
+        if name in known:
+            text = value if isinstance(value, str) else json.dumps(value)
+            arguments.append(f"--{name}={text}")
+    if "data.train" in names:
+        say("your data.train: the demo's validation data and checker are left out")
+        arguments += ["--data.val=null", "--eval.check=null"]
+    return arguments
+
+
+def parse_command(cls, doc: str, words: list[str], defaults: list[str] = ()):
+    """The settings of a command: its --config files first, then `defaults`, then its other words. Raises
+    BadInput."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog=Path(sys.argv[0]).name,
+        usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
+        description=doc.split("\n\n")[0],
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    about = "A YAML file of these settings."
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help=about)
+    parser.add_class_arguments(cls, None, as_group=False)
+    _add_help(parser, cls)
+    files, others = [], []
+    for option in split_options(words):
+        is_file = option and option[0].split("=")[0] == "--config"
+        (files if is_file else others).extend(option)
+    known = flatten(cls)
+    try:
+        parsed = parser.instantiate_classes(parser.parse_args([*files, *defaults, *others]))
+        settings = cls(**{f.name: parsed[f.name] for f in dataclasses.fields(cls)})
+        values = flatten(settings)
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as e:
+        raise BadInput(_one_line(str(e), known, files, others)) from None
+    for name, kind in known.items():
+        # jsonargparse lets null in a file pass, and a value in place of a group
+        optional = type(None) in typing.get_args(kind)
+        is_right = name in values and (optional or values[name] is not None)
+        refuse_unless(is_right, f"{name}: expected {_type_name(kind)}, got null")
+    return settings
+
+
+def _add_help(parser, cls) -> None:
+    """The sentences under inherited fields: jsonargparse reads those of the class itself only."""
+    options = parser._option_string_actions
+    groups = {"": cls}
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            groups[f"{name}."] = kind
+            options[f"--{name}"].help = argparse.SUPPRESS  # a file for one group: not among ours
+    for prefix, group in groups.items():
+        for base in group.__mro__[1:-1]:
+            for one in docstring_parser.parse_from_object(base).params:
+                options[f"--{prefix}{one.arg_name}"].help = " ".join(one.description.split())
+
+
+def _type_name(kind) -> str:
+    """What a setting may be, in words: `int (v>0)`; `kto, apo_zero_unpaired`; `str or null`."""
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(typing.get_args(kind))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(map(_type_name, typing.get_args(kind)))
+    if hasattr(kind, "_expression"):  # of jsonargparse.typing
+        return f"{kind._type.__name__} ({kind._expression})"
+    words = {type(None): "null", timedelta: "HH:MM:SS"}
+    return words.get(kind) or getattr(kind, "__name__", str(kind))
+
+
+def _one_line(message: str, known: dict, files: list[str], others: list[str]) -> str:
+    """jsonargparse's message as `name: reason`; of a name in a file as `file: name: reason`. files, others:
+    the words of the command line. The examples are of jsonargparse 4.41."""
+    # Unrecognized arguments: --bta 1
+    # Validation failed: Key 'bta' is not expected
+    # Validation failed: Group 'kto' does not accept nested key 'bta'
+    unknown = (
+        r"arguments: -*([\w.-]+)|Key '(.+)' is not|Group '(.+)' does not accept nested key '(.+)'"
+    )
+    if m := re.search(unknown, message):
+        where = [x.removeprefix("--config=") for x in files if x != "--config" and not m[1]]
+        return ": ".join([*where, _no_such_setting(".".join(filter(None, m.groups())), known)])
+    # Key "data.train" is required but not included in config object or its value is None.
+    if m := re.search(r'[Kk]ey "([\w.]+)" is required', message):
+        return f"{m[1]}: required"
+    # Parser key "epochs": Not of type PositiveInt: 0 does not conform to restriction v>0
+    # Parser key "lora.rank": Does not validate against any of the Union subtypes ... Given value: 0
+    m = re.search(r'key "([\w.]+)":', message)
+    if m and m[1] in known:
+        value = re.search(r"Given value: (.*)|: (\S+) does not|: '(.*)'$", message)
+        given = [x for x in split_options(others) if x and x[0].split("=")[0] == f"--{m[1]}"]
+        got = (
+            value[value.lastindex]
+            if value
+            else " ".join(given[-1])[len(m[1]) + 3 :]
+            if given
+            else ""
+        )
+        return f"{m[1]}: expected {_type_name(known[m[1]])}" + (f", got {got}" if got else "")
+    if m and m[1] != "config":
+        return _no_such_setting(m[1], known)
+    # argument --epochs: expected one argument
+    return " ".join(message.removeprefix("argument --").split())
+
+
+def _no_such_setting(name: str, known: dict) -> str:
+    if inside := [x for x in known if x.startswith(f"{name}.")]:
+        return f"{name}: a group: expected a setting in it, such as {inside[0]}"
+    wanted = name.replace("-", "_")
+    wanted = NAMES_ELSEWHERE.get(wanted, wanted)
+    similar = [x for x in known if x == wanted or x.endswith(f".{wanted}")]
+    similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+    return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")

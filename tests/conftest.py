@@ -6,7 +6,7 @@ import gc
 import io
 import json
 import os
-import re
+import pkgutil
 import runpy
 import shutil
 import signal
@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -41,31 +40,15 @@ ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
 
 
-def pytest_itemcollected(item):
-    for mark in item.iter_markers("survive"):
-        item.user_properties.append(("row", mark.args[0]))
-
-
 def pytest_terminal_summary(terminalreporter, config):
-    """Print how many tests passed for each row of `python -m pytest -m survive` (R1, R2, ...: what a run survives), or
-    what the tests of `python -m pytest -n 0 -m gpu` measured."""
+    """Print what the tests of `python -m pytest -n 0 -m gpu` measured."""
     if config.option.markexpr == "gpu":
         for outcome in ("passed", "failed", "error"):
             for report in terminalreporter.getreports(outcome):
                 told = "; ".join(text for _, text in report.user_properties)
                 name = report.nodeid.split("::test_")[-1]
-                terminalreporter.write_line(
-                    f"{outcome:<6} {report.duration:5.1f} s  {name}  {told}"
-                )
-    if config.option.markexpr != "survive":
-        return
-    rows = defaultdict(list)
-    for outcome in ("passed", "failed", "error"):
-        for report in terminalreporter.getreports(outcome):
-            for _, row in report.user_properties:
-                rows[row].append(outcome == "passed")
-    for row, passed in sorted(rows.items(), key=lambda item: int(item[0][1:])):
-        terminalreporter.write_line(f"{row:<4} {sum(passed)}/{len(passed)}")
+                line = f"{outcome:<6} {report.duration:5.1f} s  {name}  {told}"
+                terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +73,7 @@ def clone(tmp_path_factory) -> Path:
     """A copy of the repository as a user has it, made of links; the files of the demo's data have the first few records
     only."""
     folder = tmp_path_factory.mktemp("clone")
-    names = ("runs", "hub", "records", "config", "examples")
+    names = ("runs", "records", "config", "examples")
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in names)]:
         (folder / path.name).symlink_to(path)
     (folder / "demo").mkdir()
@@ -114,19 +97,13 @@ def default_dtype():
 def ranks(n: int, work):
     """Call work(rank) in n forked processes that form a process group (gloo). -> their results, by rank. An error in
     one of them fails the test."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     pipes, pids = [], []
-    for rank in range(n):
+    for rank, env in enumerate(environments_of_ranks(n)):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            os.environ |= dict(LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", GROUP_RANK="0")
-            os.environ |= dict(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
-            os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            os.environ["TORCHELASTIC_RUN_ID"] = "test"
+            os.environ |= env
             torch.set_num_threads(1)
             try:
                 out = ("ok", work(rank))
@@ -178,44 +155,32 @@ def demos(tmp_path_factory) -> Path:
 
 
 def checkpoint_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, by name. kind: weights or optimizer (see runs/shards.py)."""
-    from runs.shards import open_shards
+    """The tensors of a checkpoint of one process, by name. kind: weights, reference or optimizer."""
+    from safetensors.torch import load_file
 
-    return dict(open_shards(folder, kind))
-
-
-def first_shard(folder: Path) -> Path:
-    """The first of a checkpoint's files of weights and optimizer state."""
-    return sorted(folder.glob("shard-*.safetensors"))[0]
-
-
-def last_of_each(argv) -> list[str]:
-    """Of --name=value given several times the last one: a program would refuse two values. So a test adds to a list of
-    arguments what it wants otherwise."""
-    words = {}
-    for i, word in enumerate(map(str, argv)):
-        words[word.split("=")[0] if re.match("--.*=", word) else i] = word
-    return list(words.values())
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return {n.partition("|")[2]: x for n, x in tensors.items() if n.startswith(f"{kind}|")}
 
 
 def start(program: str, argv: list[str], **given) -> None:
     """Call a program's main in this process, with sys.argv as from a command line. given: what a fork hands over."""
-    module, argv = import_module(program), last_of_each(argv)
+    module, argv = import_module(program), [str(x) for x in argv]
     with mock.patch.object(sys, "argv", [module.__file__, *argv]):
         module.main(argv, **given)
 
 
 class Started:
-    """A program, or one rank of it, in a process of its own. It is forked, so that it need not import anything again.
+    """A program in a process of its own. It is forked, so that it need not import anything again.
 
-    program: the name of a module with main(), or the path of a .py file, which is run as a script. stdout: a file
-    descriptor in place of a file in `folder`. first: called in the process before the program. env: environment
-    variables."""
+    program: the name of a module with main(), or the path of a .py file, which is run as a script. first: called in
+    the process before the program. env: environment variables."""
 
-    def __init__(self, folder: Path, program: str, argv, stdout=None, first=None, **env):
-        from runs import errors
-
-        argv = last_of_each(argv)
+    def __init__(self, folder: Path, program: str, argv, first=None, **env):
+        for name in ("kto", "spin", "online"):
+            import_module(name)  # once, before all forks
+        folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / f"{name}-{env.get('RANK', 0)}" for name in ("stdout", "stderr")]
         self.pid = os.fork()
         if self.pid == 0:
@@ -223,33 +188,30 @@ class Started:
             atexit._clear()  # the hooks of the parent; those of the program run below
             try:
                 os.environ |= env
-                self._redirect(stdout, env.pop("PYTHONIOENCODING", "utf-8"))
+                for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):
+                    os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)
+                    setattr(sys, name, open(fd, "w", closefd=False))
                 if first:
                     first()
-                if program.endswith(".py"):  # as a user types it
-                    sys.argv = [program, *argv]
-                    runpy.run_path(program, run_name="__main__")
-                else:
-                    module = import_module(program)
-                    sys.argv = [module.__file__, *argv]
-                    errors.run_cli(module.main)
+                self._run(program, [str(x) for x in argv])
                 code = 0
             except SystemExit as e:
                 code = e.code or 0
             finally:
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
-                os._exit(code if isinstance(code, int) else 1)
+                os._exit(code)
 
-    def _redirect(self, stdout, encoding):
-        for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):
-            own = stdout is None or fd == 2
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) if own else stdout, fd)
-            stream = io.TextIOWrapper(open(fd, "wb", closefd=False), encoding)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
+    def _run(self, program: str, argv: list[str]) -> None:
+        if program.endswith(".py"):  # as a user types it
+            sys.argv = [program, *argv]
+            runpy.run_path(program, run_name="__main__")
+        else:
+            module = import_module(program)
+            sys.argv = [module.__file__, *argv]
+            import_module("runs.console").run_cli(module.main)
 
-    def ended(self, within: float = 60) -> tuple[int, str, str]:
+    def ended(self, within: float = 90) -> tuple[int, str, str]:
         """Wait for the end, at most `within` seconds. -> exit code (minus the number of the signal that ended it),
         stdout, stderr"""
         deadline = time.monotonic() + within
@@ -259,11 +221,80 @@ class Started:
                 os.waitpid(self.pid, 0)
                 raise AssertionError(f"still alive after {within} s")
             time.sleep(0.01)
-        texts = [p.read_text(errors="replace") if p.exists() else "" for p in self.files]
+        texts = [p.read_text() if p.exists() else "" for p in self.files]
         return os.waitstatus_to_exitcode(done[1]), *texts
 
     def signal(self, number) -> None:
         os.kill(self.pid, number)
+
+
+def started_ranks(n: int, folder: Path, program: str, argv, first=None) -> list[Started]:
+    """A program as a launcher starts it on n processes, in the order of their ranks. first(rank)"""
+    if n == 1:
+        return [Started(folder, program, argv, first=lambda: first and first(0))]
+    children = []
+    for rank, env in enumerate(environments_of_ranks(n)):
+        child = Started(folder, program, argv, lambda rank=rank: first and first(rank), **env)
+        children.append(child)
+    return children
+
+
+def environments_of_ranks(n: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of n processes on one node."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    all_ranks = dict(NODE_RANK=0, GROUP_RANK=0, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
+    all_ranks |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="test")
+    envs = [all_ranks | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(n)]
+    return [{name: str(value) for name, value in env.items()} for env in envs]
+
+
+def at_call(path: str, n: int, act) -> None:
+    """From now on act() is called before the nth call of a function, such as train.clip_gradient."""
+    owner, name = path.rsplit(".", 1)
+    owner, calls = pkgutil.resolve_name(owner), []
+    real = getattr(owner, name)
+
+    def spied(*args, **options):
+        calls.append(1)
+        if len(calls) == n:
+            act()
+        return real(*args, **options)
+
+    setattr(owner, name, spied)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(path: str, call: int, work) -> None:
+    """Call work() in a forked process, which is killed at a call of a function."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            at_call(path, call, die)
+            work()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def kill_at(path: str, call: int, n: int, folder: Path, program: str, argv) -> None:
+    """Start a program on n processes. Rank 0 is killed (SIGKILL) at a call of a function, then the others, each by its
+    id."""
+
+    def first(rank):
+        if rank == 0:
+            at_call(path, call, die)
+
+    child, *others = started_ranks(n, folder, program, argv, first)
+    code, _, stderr = child.ended()
+    for other in others:
+        other.signal(signal.SIGKILL)
+        other.ended()
+    assert code == -signal.SIGKILL, f"{path} was not called {call} times: {code} {stderr}"
 
 
 def until(condition, within: float = 60) -> None:
@@ -307,44 +338,3 @@ def assert_same(a: dict, b: dict):
     assert numbers(a) == numbers(b)
     assert a["weights"].keys() == b["weights"].keys()
     assert all(torch.equal(x, b["weights"][n]) for n, x in a["weights"].items())
-
-
-def killed(n: int, out: Path, name: str, lines: int, work) -> None:
-    """Call work(rank) on n forked ranks and kill them with SIGKILL as soon as the file `name` of the run `out` has this
-    many lines. On a busy machine the run may have ended before it is killed: then it is restored and run again."""
-    before = out.with_name(f"{out.name}-before")
-    if out.exists():
-        shutil.copytree(out, before)
-    for _ in range(5):
-        parent = os.fork()
-        if parent == 0:
-            os.setpgrp()
-            try:
-                ranks(n, work)
-            finally:
-                os._exit(0)
-        file, deadline = out / name, time.monotonic() + 120
-        while not (file.exists() and file.read_text().count("\n") >= lines):
-            assert time.monotonic() < deadline
-            if os.waitpid(parent, os.WNOHANG)[0]:
-                parent = 0
-                break
-            time.sleep(0.002)
-        if parent:
-            os.killpg(parent, signal.SIGKILL)
-            os.waitpid(parent, 0)
-        if not (out / "final").exists():
-            shutil.rmtree(before, ignore_errors=True)
-            return
-        shutil.rmtree(out)
-        if before.exists():
-            shutil.copytree(before, out)
-    raise AssertionError("killed too late, five times")
-
-
-def killed_and_resumed(n: int, out: Path, moments, work) -> dict:
-    """Call work(rank, "--resume=auto") on n ranks; kill it at each of the moments (file name, lines) and resume it. ->
-    the result of rank 0"""
-    for name, lines in moments:
-        killed(n, out, name, lines, lambda rank: work(rank, "--resume=auto"))
-    return ranks(n, lambda rank: work(rank, "--resume=auto"))[0]

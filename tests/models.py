@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import litgpt
 import numpy as np
 import pytest
 import torch
@@ -10,9 +11,10 @@ import transformers
 from conftest import ROOT
 from torch import nn
 
+import attention
 import model
-from data import pack
-from runs.errors import BadInput
+from packing import pack
+from runs.console import BadInput
 
 SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 GQA = dict(SMALL, max_position_embeddings=64, intermediate_size=80, num_key_value_heads=2)
@@ -76,12 +78,21 @@ def gpt2_from_hf(config, state, weights):
     state.setdefault("lm_head.weight", state["transformer.wte.weight"])
 
 
+def gpt_of(sizes: dict) -> model.GPT:
+    """Our GPT from arguments of litgpt's Config, with the windows that they name."""
+    gpt = model.GPT(litgpt.Config(**sizes))
+    for block in gpt.blocks:
+        if block.attn.apply_sliding_window_attention:
+            block.attn.window = gpt.config.sliding_window_size
+    return gpt
+
+
 def logits(gpt, ids) -> torch.Tensor:
     """Next-token logits (tokens, V) at all positions. The pack's completion has one token, which is a target only, so
     the input is `ids` alone."""
     batch = pack([np.array(ids)], [(np.array(ids[:1]),)])
-    attention = model.PackedAttention(batch)
-    return gpt.head(gpt.hidden(batch.token_N[None], batch.position_N[None], attention))[0]
+    seen = attention.PackedAttention(batch)
+    return gpt.head(gpt.hidden(batch.token_N[None], batch.position_N[None], seen))[0]
 
 
 def same(a, b, tolerance=0.0) -> bool:

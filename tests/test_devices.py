@@ -1,7 +1,8 @@
-"""Blocks of a sharded policy that stay gathered while it samples, and freed memory that is used again."""
+"""How many processes there are, which precision they compute in, when they stop; and memory."""
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 
@@ -10,7 +11,93 @@ import torch
 from conftest import ROOT
 from torch import nn
 
+import kto
 from runs import devices
+from runs.console import BadInput
+from runs.devices import Stop, resolve_devices
+from runs.settings import Data
+
+DEMO, LARGE = (3, 96), (30, 576)  # layers, width
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def resolved(size=DEMO, accelerator="cpu", **given) -> dict:
+    return resolve_devices(kto.Settings("m", Data("t"), accelerator=accelerator, **given), *size)
+
+
+def test_a_launchers_number_of_processes_is_taken_or_contradicted(monkeypatch):
+    asked = dict(devices=3, num_nodes=2, accelerator="cpu", precision="32-true")
+    assert resolved(**asked) == asked, "no launcher"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = resolved()
+    assert (found["devices"], found["num_nodes"]) == (2, 2)
+    with pytest.raises(BadInput, match="^devices: 3, but the launcher started 2 processes"):
+        resolved(devices=3)
+
+
+def test_srun_starts_as_many_processes_as_the_settings_ask_for_or_one(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(BadInput, match="^devices: 1 on each of 1 nodes, but srun started 8 proc"):
+        resolved()
+    assert resolved(devices=4, num_nodes=2)["devices"] == 4, "srun -N 2 -n 8"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert resolved(devices=4)["devices"] == 4, "Fabric launches them itself"
+
+
+def test_more_gpus_than_there_are_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolved(accelerator="auto", devices=2)["accelerator"] == "gpu"
+    with pytest.raises(BadInput, match="^accelerator: gpu, devices: 3, but this machine has 2 GPU"):
+        resolved(accelerator="auto", devices=3)
+
+
+@pytest.mark.parametrize(
+    "gpus, multiplies, size, precision, reason",
+    [
+        (1, False, DEMO, "bf16-mixed", "as on every GPU"),
+        (0, True, LARGE, "bf16-mixed", "since this CPU has products of bfloat16"),
+        (0, True, DEMO, "32-true", "since the model is small"),
+        (0, False, LARGE, "32-true", "since this CPU has no products of bfloat16"),
+    ],
+)
+def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_said(
+    gpus, multiplies, size, precision, reason, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    assert resolved(size, "auto")["precision"] == precision
+    assert capsys.readouterr().out == f"precision: {precision}, {reason}\n"
+    assert resolved(size, "auto", precision="64-true")["precision"] == "64-true"
+    assert capsys.readouterr().out == "", "it was asked for"
+
+
+def test_bfloat16_that_is_asked_for_and_emulated_is_said(monkeypatch, capsys):
+    for multiplies, lines in ((True, 0), (False, 1)):
+        monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+        assert resolved(LARGE, precision="bf16-mixed")["precision"] == "bf16-mixed"
+        said = "precision: bf16-mixed: this CPU emulates bfloat16, about six times slower\n"
+        assert capsys.readouterr().out == said * lines
+
+
+def test_a_signal_that_comes_after_the_ranks_have_agreed_waits_for_the_next_step(capfd):
+    stop = Stop(None, 9)
+    try:
+        stop.set_agreed(stop.code())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.requested(1)
+        stop.set_agreed(stop.code())
+        assert stop.requested(2) and stop.reason == "SIGTERM"
+    finally:
+        stop.close()
+
+
+# ---- memory --------------------------------------------------------------------------------------
 
 
 class Block(nn.Linear):
@@ -27,32 +114,20 @@ class Block(nn.Linear):
         self.told.append("reshard")
 
 
-@pytest.fixture
-def policy(monkeypatch):
+def test_blocks_are_kept_only_if_the_rank_with_the_least_memory_has_room(monkeypatch):
     monkeypatch.setattr(devices, "FSDPModule", Block)
-    return nn.Sequential(Block(), Block())
-
-
-def test_blocks_are_kept_only_if_the_rank_with_the_least_memory_has_room(policy, monkeypatch):
     for least, told in ((1e9, [False, True, "reshard"]), (1.0, [])):
+        policy = nn.Sequential(Block(), Block())
         monkeypatch.setattr(devices, "all_reduce", lambda x, op: x.clamp(max=least))
-        for block in policy:
-            block.told.clear()
-        with devices.keep_gathered(policy, torch.device("cpu")):
-            pass
+        with pytest.raises(KeyError), devices.keep_gathered(policy, torch.device("cpu")):
+            raise KeyError  # they are given back after an error, too
         assert [block.told for block in policy] == [told, told]
-
-
-def test_blocks_are_given_back_after_an_error(policy):
-    with pytest.raises(KeyError), devices.keep_gathered(policy, torch.device("cpu")):
-        raise KeyError
-    assert [block.told for block in policy] == [[False, True, "reshard"]] * 2
 
 
 FAULTS = """
 import resource, torch
-from runs.devices import keep_freed_memory
-keep_freed_memory()
+from runs.devices import prepare_machine
+prepare_machine()
 def use():
     tensors = [torch.ones(n, 2**18) for n in (4, 16, 8)]  # of 4, 16 and 8 MB
 for _ in range(3):

@@ -2,12 +2,11 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, ranks, train
+from conftest import PARITY, assert_same, ranks, train
 from models import gpt2_from_hf
 from safetensors.torch import load_file
 from test_kto import POLICY, REF, Table, sigmoid, trainer_of
@@ -15,10 +14,9 @@ from test_kto import score as score_batch
 from test_step import assert_equal, start
 
 import dpo
-import model
+import load
 from data import make_batch
 from records.examples import Example
-from runs.errors import BadInput
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "dpo.json").read_text())}
 
@@ -29,6 +27,7 @@ def pair(prompt, chosen, rejected, rewards=(None, None)):
 
 
 def score(args, policy, reference, examples):
+    """-> columns, metrics"""
     objective = dpo.DPO(args)
     batch = make_batch(trainer_of(objective).run, examples, objective)
     return score_batch(objective, policy, reference, batch)[1:]
@@ -37,7 +36,7 @@ def score(args, policy, reference, examples):
 @pytest.mark.parametrize("name", CASES)
 def test_it_matches_another_implementations_recorded_numbers(name):
     case = CASES[name]
-    policy, reference = model.load_model(PARITY / "policy"), model.load_model(PARITY / "ref")
+    policy, reference = load.load_model(PARITY / "policy"), load.load_model(PARITY / "ref")
     fields = ("input_ids", "attention_mask", "completion_mask")
     ids, mask, on = (np.array(case["batch"][k]) for k in fields)
     n = len(ids) // 2  # the chosen rows, then the rejected ones
@@ -94,21 +93,24 @@ def test_the_kl_forms_stay_finite_where_a_sigmoid_rounds_to_one(name):
     assert value[0].item() == pytest.approx(by_hand[name], rel=1e-5)
 
 
-EXAMPLES = [pair([9], [0], [1, 1], (0.9, 0.2)), pair([9, 8], [2] * 3, [3] * 4)]
-
-
-def test_margins_rewards_and_the_sft_term_by_hand():
+def by_hand(rewards=(), weights=(1.0, 1.0), policy=POLICY, **args):
+    """Columns and metrics of two pairs in float64, of a policy and a reference that are tables."""
     torch.set_default_dtype(torch.float64)
-    args = dpo.DPOSettings(beta=0.2, sft_loss_weight=0.3, preference_loss_weight=0.6)
-    columns, row = score(args, Table(POLICY), Table(REF), EXAMPLES)
-    r = [[0.5, 2 * -0.5], [3 * 0.1, 4 * 0.75]]
-    h = [r[0][0] - r[0][1], r[1][0] - r[1][1]]
+    examples = [pair([9], [0], [1, 1], *rewards), pair([9, 8], [2] * 3, [3] * 4)]
+    examples = [e._replace(weight=w) for e, w in zip(examples, weights)]
+    return score(dpo.DPOSettings(**args), Table(policy), Table(REF), examples)
+
+
+def test_margins_rewards_weights_and_the_sft_term_by_hand():
+    args = dict(beta=0.2, sft_loss_weight=0.3, preference_loss_weight=0.6)
+    columns, row = by_hand(weights=(2.5, 0.0), **args)
+    h = [0.5 - 2 * -0.5, 3 * 0.1 - 4 * 0.75]
+    preference = [-math.log(sigmoid(0.2 * x)) for x in h]
     assert columns["h"].tolist() == pytest.approx(h)
-    nll = (1.0 + 9.0) / 2
-    preference = -sum(math.log(sigmoid(0.2 * x)) for x in h) / 2
-    assert row["preference_loss"] == pytest.approx(preference)
-    assert row["sft_loss"] == pytest.approx(nll)
-    assert row["loss"] == pytest.approx(0.6 * preference + 0.3 * nll)
+    assert columns["preference_loss"].tolist() == pytest.approx(preference)
+    assert columns["sft_loss"].tolist() == pytest.approx([1.0, 9.0])
+    # a record's weight multiplies its whole loss
+    assert row["loss"] == pytest.approx(2.5 * (0.6 * preference[0] + 0.3 * 1.0) / 2)
     assert row["rewards/chosen"] == pytest.approx(0.2 * (0.5 + 0.3) / 2)
     assert row["rewards/rejected"] == pytest.approx(0.2 * (-1 + 3) / 2)
     assert row["rewards/margins"] == pytest.approx(0.2 * sum(h) / 2)
@@ -117,118 +119,63 @@ def test_margins_rewards_and_the_sft_term_by_hand():
     assert row["logps/rejected"] == pytest.approx((-5 - 2) / 2)
 
 
-def test_a_records_weight_multiplies_its_whole_loss():
-    torch.set_default_dtype(torch.float64)
-    args = dpo.DPOSettings(beta=0.2, sft_loss_weight=0.3, preference_loss_weight=0.6)
-    weighted = [e._replace(weight=w) for e, w in zip(EXAMPLES, (2.5, 0.0))]
-    columns, _ = score(args, Table(POLICY), Table(REF), weighted)
-    preference = [-math.log(sigmoid(0.2 * h)) for h in (1.5, 0.3 - 3)]
-    assert columns["preference_loss"].tolist() == pytest.approx(preference)
-    assert columns["sft_loss"].tolist() == pytest.approx([1.0, 9.0])
-    total = [2.5 * (0.6 * preference[0] + 0.3 * 1.0), 0.0]
-    assert columns["loss"].tolist() == pytest.approx(total)
-
-
 def test_average_logps_divides_each_completion_by_its_own_length():
-    torch.set_default_dtype(torch.float64)
-    args = dpo.DPOSettings(average_logps=True)
-    columns, row = score(args, Table(POLICY), Table(REF), EXAMPLES)
+    columns, row = by_hand(average_logps=True)
     assert columns["h"].tolist() == pytest.approx([0.5 + 0.5, 0.1 - 0.75])
     assert row["sft_loss"] == pytest.approx((1.0 + 3.0) / 2)
-    args = dpo.DPOSettings(average_logps=True, sft_average_logps=False)
-    _, row = score(args, Table(POLICY), Table(REF), EXAMPLES)
+    _, row = by_hand(average_logps=True, sft_average_logps=False)
     assert row["sft_loss"] == pytest.approx((1.0 + 9.0) / 2)
 
 
 def test_a_records_rewards_win_over_the_defaults():
-    torch.set_default_dtype(torch.float64)
-    rewards = dict(gt_reward_scale=2.0, chosen_reward=0.8, rejected_reward=-0.1)
-    args = dpo.DPOSettings(loss="rpo_sq", beta=0.2, **rewards)
-    columns, _ = score(args, Table(POLICY), Table(REF), EXAMPLES)
-    by_hand = [(0.2 * 1.5 - 2 * 0.7) ** 2, (0.2 * -2.7 - 2 * 0.9) ** 2]
-    assert columns["preference_loss"].tolist() == pytest.approx(by_hand)
-    _, row = score(args, Table(POLICY), Table(POLICY), EXAMPLES)
-    assert row["preference_loss"] == pytest.approx((1.4**2 + 1.8**2) / 2)
-
-
-@pytest.mark.parametrize("loss", dpo.LOSSES)
-def test_the_known_value_at_the_start_is_what_equal_models_give(loss):
-    torch.set_default_dtype(torch.float64)
-    args = dpo.DPOSettings(loss=loss, beta=0.5, gt_reward_scale=2.0)
-    _, row = score(args, Table(POLICY), Table(POLICY), EXAMPLES)
-    known = (BY_HAND[loss](0.0, 2.0 * 0.7) + BY_HAND[loss](0.0, 2.0 * 1.0)) / 2
-    assert row["preference_loss"] == pytest.approx(known, rel=1e-12)
+    args = dict(
+        loss="rpo_sq", beta=0.2, gt_reward_scale=2.0, chosen_reward=0.8, rejected_reward=-0.1
+    )
+    columns, _ = by_hand(rewards=[(0.9, 0.2)], **args)
+    expected = [(0.2 * 1.5 - 2 * 0.7) ** 2, (0.2 * -2.7 - 2 * 0.9) ** 2]
+    assert columns["preference_loss"].tolist() == pytest.approx(expected)
+    _, row = by_hand(policy=REF, **args)  # equal models: h = 0
+    assert row["preference_loss"] == pytest.approx(1.8**2) and row["accuracy"] is None
 
 
 COMMON = ("--batch_size=3", "--max_steps=10", "--epochs=9", "--optim.lr=1e-3", "--dpo.beta=0.3",
           "--save_interval=null", "--dpo.sft_loss_weight=0.01")  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true"])
-def test_the_cut_is_free_here_too(precision, tiny, pairs, tmp_path):
+def test_the_cut_is_free_here_too(tiny, pairs, tmp_path):
     def run(n, name, *argv):
-        out, argv = tmp_path / name, (f"--precision={precision}", *COMMON, *argv)
-        run = ranks(n, lambda rank: train(tiny, pairs, out, *argv, program="dpo"))[0]
+        argv = ("--precision=64-true", *COMMON, *argv)
+        run = ranks(n, lambda _: train(tiny, pairs, tmp_path / name, *argv, program="dpo"))[0]
         for row in run["rows"]:
             row["kl"] = 0.0  # dpo has none
         return run
 
-    whole, base, double = (
-        run(1, "whole", "--micro_batch_size=3"),
-        start(tiny),
-        precision == "64-true",
-    )
-    runs = [(1, "one", "--micro_batch_size=1"), (1, "tokens", "--micro_batch_tokens=90")]
-    runs.append((2, "ddp", "--strategy=ddp"))
-    if not double:
-        runs.append((2, "fsdp", "--strategy=fsdp", "--micro_batch_size=1"))
-    for n, name, *argv in runs:
-        assert_equal(run(n, name, *argv), whole, base, double)
+    whole = run(1, "whole", "--micro_batch_size=3")
+    assert_equal(run(1, "one", "--micro_batch_size=1"), whole, start(tiny), True)
+    assert_equal(run(2, "ddp", "--strategy=ddp"), whole, start(tiny), True)
 
 
 def test_a_pair_of_weight_2_beside_one_of_weight_0_is_that_pair_twice(tiny, pairs, tmp_path):
-    records = [json.loads(line) for line in pairs.read_text().splitlines()]
-    weighted = [{**records[0], "weight": 2}, {**records[1], "weight": 0.0}, *records[2:]]
-    twice = [records[0], records[0], *records[2:]]
-    runs, val = [], []
-    for name, some in (("weighted", weighted), ("twice", twice)):
+    """In training and in validation."""
+    first, second, *others = map(json.loads, pairs.read_text().splitlines())
+    cases = {"weighted": [first | {"weight": 2}, second | {"weight": 0.0}], "twice": [first, first]}
+    losses = []
+    for name, two in cases.items():
         file, out = tmp_path / f"{name}.jsonl", tmp_path / name
-        file.write_text("".join(json.dumps(r) + "\n" for r in some))
-        argv = ("--batch_size=8", "--epochs=3", "--optim.lr=1e-3", "--precision=64-true",
-                "--dpo.sft_loss_weight=0.1")  # fmt: skip
-        runs.append(train(tiny, file, out, f"--data.val={file}", *argv, program="dpo"))
-        head, *rows = ([*x.split(",")] for x in (out / "val.csv").read_text().splitlines())
-        val.append([float(row[head.index("loss")]) for row in rows])
-    for name in ("loss", "grad_norm"):
-        one, two = ([row[name] for row in run["rows"]] for run in runs)
-        assert one == pytest.approx(two, rel=1e-9)
-    assert len(val[0]) == 4 and val[0] == pytest.approx(val[1], rel=1e-9), "validation weighs too"
-    one, two = (run["rows"][2]["rewards/margins"] for run in runs)
-    assert abs(one - two) > 1e-2, "else the two pairs are alike"
+        file.write_text("".join(json.dumps(r) + "\n" for r in [*two, *others]))
+        argv = ("--batch_size=8", "--epochs=3", "--optim.lr=1e-3", "--precision=64-true")
+        rows = train(tiny, file, out, f"--data.val={file}", *argv, program="dpo")["rows"]
+        head, *val = (x.split(",") for x in (out / "val.csv").read_text().splitlines())
+        val = [float(row[head.index("loss")]) for row in val]
+        losses.append([*val, *(row[k] for row in rows for k in ("loss", "grad_norm"))])
+    assert len(val) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert "kl" not in head and "accuracy" in head
 
 
-def test_it_resumes_bit_for_bit_and_validates_and_takes_another_reference(
-    tiny, pairs, tmp_path, monkeypatch
-):
+def test_it_resumes_to_the_bit_with_adapters_and_another_reference(tiny, pairs, tmp_path):
     argv = ("--batch_size=3", "--max_steps=5", "--epochs=9", "--optim.lr=1e-3", "--lora.rank=2",
             f"--data.val={pairs}", f"--reference={tiny}", "--precision=32-true")  # fmt: skip
     whole = train(tiny, pairs, tmp_path / "whole", *argv, program="dpo")
-    monkeypatch.setattr(dpo.Settings, "seconds", lambda self: 1e-9)
-    train(tiny, pairs, tmp_path / "run", *argv, "--max_time=00:00:01", program="dpo")
-    monkeypatch.undo()
+    train(tiny, pairs, tmp_path / "run", *argv, "--stop_at=2", program="dpo")
     run = train(tiny, pairs, tmp_path / "run", *argv, "--resume=auto", program="dpo")
-    assert [r["loss"] for r in run["rows"]] == [r["loss"] for r in whole["rows"]]
-    assert all(torch.equal(x, whole["weights"][n]) for n, x in run["weights"].items())
-    head = (tmp_path / "run" / "val.csv").read_text().split("\n")[0].split(",")
-    assert "kl" not in head and {"accuracy", "rewards/margins"} <= set(head)
-
-
-def test_rated_records_are_refused_with_a_hint(tiny, ratings, tmp_path):
-    with pytest.raises(BadInput, match="pairs are needed here"):
-        train(tiny, ratings, tmp_path / "run", program="dpo")
-
-
-def test_kto_and_its_loop_do_not_know_of_dpo():
-    for name in ("kto.py", "train.py", "setup.py", "evaluate.py", "data.py"):
-        text = Path(dpo.__file__).with_name(name).read_text().lower()
-        assert "dpo" not in text.replace("threadpool", ""), name
+    assert_same(run, whole)

@@ -10,18 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import litgpt
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import PARITY, assert_same, train
-from models import GQA, made, ragged, shaken
+from models import GQA, gpt_of, made, ragged, shaken
 
+import attention
 import generate
 import kto
-import model
-from data import pack
+import load
+from packing import pack
 from records.tokenizer import Tokenizer
 from runs.settings import Sampling
 from train import Trainer
@@ -73,23 +73,25 @@ HEADS |= {"gemma": (4, 2, 256), "falcon": (8, 1, 64), "tiny": (4, 2, 8)}
 @pytest.mark.parametrize("heads", HEADS)
 def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch, measured):
     H, G, D = HEADS[heads]
-    config = litgpt.Config(
+    config = dict(
         block_size=64, n_layer=2, n_embd=H * D, n_head=H, n_query_groups=G, head_size=D,
         intermediate_size=64, vocab_size=61, padded_vocab_size=61, rotary_percentage=1.0,
         parallel_residual=False, bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
         sliding_window_size=window,
     )  # fmt: skip
-    gpt = shaken(model.GPT(config)).to(DEVICE)
+    gpt = shaken(gpt_of(config)).to(DEVICE)
     batch, other = (pack(*ragged(K, 61, seed)) for seed in (0, 1))
     prompts, completions = ragged(K, 61, 0)
     other = pack(prompts, ragged(K, 61, 1)[1])
     one = pack(prompts, [tuple(c[:1] for c in cs) for cs in completions])
-    calls, real = [], model.varlen_attn
-    monkeypatch.setattr(model, "varlen_attn", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+    calls, real = [], attention.varlen_attn
+    monkeypatch.setattr(
+        attention, "varlen_attn", lambda *a, **k: (calls.append(1), real(*a, **k))[1]
+    )
 
     def run(dtype):
         gpt.to(dtype).zero_grad()
-        cache = model.PromptCache()
+        cache = attention.PromptCache()
         first = gpt(batch.to(DEVICE), cache)
         with torch.no_grad():
             others = [gpt(b.to(DEVICE), cache) for b in (other, one)]
@@ -99,7 +101,7 @@ def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch
 
     exact, flash = run(torch.float32), run(torch.bfloat16)
     assert bool(calls) == (DEVICE == "cuda")
-    monkeypatch.setattr(model, "flash_fits", lambda attn, q: False)
+    monkeypatch.setattr(attention, "flash_fits", lambda attn, q: False)
     tiles = run(torch.bfloat16)
     for name, a, b, c in zip(("log-probs", "gradients"), flash, tiles, exact):
         off, allowed = (a - c).norm() / c.norm(), (b - c).norm() / c.norm()
@@ -207,7 +209,7 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(tiny, monkeypatch):
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="gpu" if DEVICE == "cuda" else "cpu", devices=1)
-    gpt, tokenizer = model.load_model(tiny).to(DEVICE).eval(), Tokenizer(tiny)
+    gpt, tokenizer = load.load_model(tiny).to(DEVICE).eval(), Tokenizer(tiny)
     prompts = [p.astype("int32") for p in ragged(1, 512, 3)[0]]
     args = Sampling(temperature=0, batch_size=3)
     answers = generate.generate(fabric, gpt, prompts, tokenizer, args, 8, 1)
@@ -215,8 +217,8 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(tiny, monkeypatch):
         ids = prompt.tolist()
         for token in answer:
             batch = pack([torch.tensor(ids).numpy()], [(prompt[:1],)]).to(DEVICE)
-            attention = model.PackedAttention(batch)
-            h = gpt.hidden(batch.token_N[None], batch.position_N[None], attention)
+            seen = attention.PackedAttention(batch)
+            h = gpt.hidden(batch.token_N[None], batch.position_N[None], seen)
             assert token == gpt.head(h[0, -1:]).argmax().item()
             ids.append(token)
 

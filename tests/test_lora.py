@@ -3,19 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from models import HF, logits, made, ragged, same, trained
+from models import HF, logits, made, ragged, refused, same, trained
 
+import load
 import model
-from data import pack
-from hub.export import export_weights
-from hub.lora import (
-    adapter_arguments,
-    disable_adapters,
-    merge_adapters,
-    merge_for_sampling,
-    reset_adapters,
-)
-from runs.errors import BadInput
+from hub import Source, export
+from lora import disable_adapters, merge_for_sampling, merged_weights, reset_adapters
+from packing import pack
+from runs.console import BadInput
 from runs.settings import Lora
 
 
@@ -25,18 +20,11 @@ def folders(tiny, tmp_path):
     return {"gpt2": tiny, "llama": tmp_path / "llama"}
 
 
-def test_an_empty_name_among_the_targets_is_refused_in_a_litgpt_folder_too():
-    assert adapter_arguments(Lora(rank=2, targets="query"), None)["lora_query"]
-    for targets in ("query,", ",", "query, ,mlp"):
-        with pytest.raises(BadInput, match="^lora.targets: expected some of"):
-            adapter_arguments(Lora(rank=2, targets=targets), None)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name, folders):
     folder, batch = folders[name], pack(*ragged(2, 97, 0))
-    base = model.load_model(folder)(batch)
-    gpt = model.load_model(folder, Lora(rank=2, dropout=0.5))
+    base = load.load_model(folder)(batch)
+    gpt = load.load_model(folder, Lora(rank=2, dropout=0.5))
     gpt.eval()
     assert torch.equal(gpt(batch), base)
     trainable = {n for n, p in gpt.named_parameters() if p.requires_grad}
@@ -51,7 +39,7 @@ def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name
 
 
 def test_adapters_come_back_on_after_an_error_and_a_model_without_any_is_refused(tiny):
-    batch, gpt = pack(*ragged(1, 97, 0)), model.load_model(tiny, Lora(rank=2))
+    batch, gpt = pack(*ragged(1, 97, 0)), load.load_model(tiny, Lora(rank=2))
     trained(gpt, batch)
     on = gpt(batch)
     with pytest.raises(KeyError), disable_adapters(gpt):
@@ -59,24 +47,23 @@ def test_adapters_come_back_on_after_an_error_and_a_model_without_any_is_refused
         raise KeyError
     assert torch.equal(gpt(batch), on)
     match = "reference would be the policy"
-    with pytest.raises(AssertionError, match=match), disable_adapters(model.load_model(tiny)):
+    with pytest.raises(AssertionError, match=match), disable_adapters(load.load_model(tiny)):
         pass
 
 
 def test_adapters_are_in_float32_though_their_matrices_are_not(tiny):
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        for name, p in model.load_model(tiny, Lora(rank=2), dtype).named_parameters():
+        for name, p in load.load_model(tiny, Lora(rank=2), dtype).named_parameters():
             assert p.dtype == (wide if "lora_" in name else dtype)
 
 
 def test_adapters_start_again_as_the_base_and_by_the_seed_alone(tiny):
-    batch, gpt = pack(*ragged(1, 97, 0)), model.load_model(tiny, Lora(rank=2))
+    batch, gpt = pack(*ragged(1, 97, 0)), load.load_model(tiny, Lora(rank=2))
     base = gpt(batch)
 
     def matrices(seed) -> torch.Tensor:
-        placed = []
-        reset_adapters(trained(gpt, batch), seed, lambda x, like: placed.append(x) or x)
-        assert len(placed) == 2 * 4 and torch.equal(gpt(batch), base)
+        reset_adapters(trained(gpt, batch), seed)
+        assert torch.equal(gpt(batch), base)
         a = [p.detach().flatten() for n, p in gpt.named_parameters() if "lora_A" in n]
         return torch.cat(a)
 
@@ -96,15 +83,15 @@ TARGETS.append(Lora().targets.split(","))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path):
     folder, ids = folders[name], list(range(20))
-    gpt = model.load_model(folder, Lora(rank=3, alpha=12, targets=",".join(targets)))
+    gpt = load.load_model(folder, Lora(rank=3, alpha=12, targets=",".join(targets)))
     trained(gpt, pack(*ragged(1, 97, 0)))
-    full = merge_adapters(gpt.unique_parameters(), gpt)
-    export_weights(full, folder, tmp_path / "out")
+    full = merged_weights(gpt)
+    export(Source(folder), gpt.rows, full, tmp_path / "out")
     with torch.no_grad():
-        adapted, base = logits(gpt, ids), logits(model.load_model(folder), ids)
+        adapted, base = logits(gpt, ids), logits(load.load_model(folder), ids)
         assert not same(adapted, base, 1e-2), "else merging nothing would pass"
-        assert same(logits(model.load_model(tmp_path / "out"), ids), adapted, 1e-5)
-    plain = model.load_model(folder).unique_parameters()
+        assert same(logits(load.load_model(tmp_path / "out"), ids), adapted, 1e-5)
+    plain = load.load_model(folder).unique_parameters()
     assert full.keys() == plain.keys()
     moved = {n.split(".")[-2] for n in full if not torch.equal(full[n], plain[n])}
     assert moved <= {"qkv", "proj", "fc", "fc_1", "fc_2"}
@@ -113,7 +100,7 @@ def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders):
     ids = list(range(20))
-    gpt = model.load_model(folders[name], Lora(rank=3, alpha=12, targets="query,value,mlp"))
+    gpt = load.load_model(folders[name], Lora(rank=3, alpha=12, targets="query,value,mlp"))
     trained(gpt, pack(*ragged(1, 97, 0)))
     before = {n: (p, p.detach().clone()) for n, p in gpt.named_parameters()}
     products = []
@@ -140,18 +127,38 @@ def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
     lora = Lora(rank=2, targets="head")
     with pytest.raises(BadInput, match="lora.targets: head: .* tied"):
-        model.load_model(folders["gpt2"], lora)
-    gpt, batch = model.load_model(folders["llama"], lora), pack(*ragged(1, 97, 0))
+        load.load_model(folders["gpt2"], lora)
+    gpt, batch = load.load_model(folders["llama"], lora), pack(*ragged(1, 97, 0))
     base = gpt(batch)
     trained(gpt, batch)
-    full = merge_adapters(gpt.unique_parameters(), gpt)
-    plain = model.load_model(folders["llama"])
+    full = merged_weights(gpt)
+    plain = load.load_model(folders["llama"])
     plain.load_state_dict(full)
     assert not same(gpt(batch), base, 1e-2) and same(plain(batch), gpt(batch), 1e-4)
 
 
 def test_rank_0_is_a_model_without_adapters(tiny):
-    plain = model.load_model(tiny, Lora(rank=0))
+    plain = load.load_model(tiny, Lora(rank=0))
     assert type(plain) is model.GPT and all(p.requires_grad for p in plain.parameters())
     batch = pack([np.array([1, 2])], [(np.array([3]),)])
-    assert torch.equal(plain(batch), model.load_model(tiny)(batch))
+    assert torch.equal(plain(batch), load.load_model(tiny)(batch))
+
+
+def test_targets_have_our_words_and_peft_s_names(folders):
+    def adapters(name, targets: str) -> dict:
+        gpt = load.load_model(folders[name], Lora(rank=2, targets=targets))
+        return {n: p.shape for n, p in gpt.named_parameters() if "lora_" in n}
+
+    assert adapters("llama", "q_proj, v_proj") == adapters("llama", "query,value")
+    assert adapters("llama", "query,value") != adapters("llama", "query")
+    mlp = "gate_proj,up_proj,down_proj"
+    assert adapters("llama", f"{mlp},self_attn.o_proj") == adapters("llama", "mlp,projection")
+    blocks = "query,key,value,projection,mlp"
+    assert adapters("llama", "all-linear") == adapters("llama", blocks)
+    assert not any("lm_head" in n for n in adapters("llama", "all-linear"))
+    assert adapters("llama", "lm_head") == adapters("llama", "head")
+    assert adapters("gpt2", "c_attn") == adapters("gpt2", "query,key,value")
+    assert adapters("gpt2", "c_proj") != adapters("gpt2", "attn.c_proj")
+    for name, target in (("llama", "c_attn"), ("gpt2", "proj"), ("llama", "query,"), ("llama", "")):
+        lora = Lora(rank=2, targets=target)
+        refused("^lora.targets: expected some of .*", load.load_model, folders[name], lora)

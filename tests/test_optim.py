@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 import kto
-import model
+import load
 from runs.optimizer import (
     Plan,
     clip_gradient,
@@ -46,15 +46,11 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
         ({}, 10, 10),
         ({"epochs": 3}, 10, 30),
         ({"epochs": 3, "max_steps": 7}, 10, 7),
-        ({"epochs": 3, "max_steps": 70}, 10, 30),
         ({"epochs": 3, "limit_train": 4}, 4, 12),
         ({"epochs": 3, "limit_train": 0.3}, 3, 9),
         ({"epochs": 3, "limit_train": 1}, 1, 3),
         ({"epochs": 3, "limit_train": 1.0}, 10, 30),
-        ({"limit_train": 99}, 10, 10),
-        ({"limit_train": 2.0}, 10, 10),
         ({"limit_train": 0.001}, 1, 1),
-        ({"epochs": 2, "limit_train": 4, "max_steps": 5}, 4, 5),
     ],
 )
 def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_out(
@@ -101,11 +97,6 @@ def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
     return [lr_at(step, plan, o) for step in range(1, total + 1)]
 
 
-def test_the_warmup_is_a_straight_line_to_the_peak():
-    assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
-    assert rates(3, lr=2.0, warmup=4) == [0.5, 1.0, 1.5], "a run may end in its warmup"
-
-
 def test_linear_goes_from_the_peak_to_min_lr():
     # 2 up, 2 flat, then 0.9 down in 6
     expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]
@@ -120,23 +111,10 @@ def test_cosine_goes_from_the_peak_to_min_lr():
     assert computed == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_min_lr_is_where_the_run_ends_so_no_step_is_wasted_on_it(schedule):
-    o = Optim(lr=1.0, min_lr=0.25, warmup=3, schedule=schedule)
-    assert lr_at(21, Plan(10, 20), o) == pytest.approx(0.25)
-    assert lr_at(20, Plan(10, 20), o) > 0.25
-
-
-def test_the_constant_schedule_stays_and_needs_no_min_lr():
+def test_the_constant_schedule_stays_after_a_warmup_that_is_a_line():
+    assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
     assert rates(4, lr=3.0, min_lr=1.0, schedule="constant") == [3.0] * 4
-
-
-def test_warmup_and_constant_may_be_fractions_of_an_epoch():
-    linear = dict(total=20, lr=1.0, schedule="linear")
-    assert rates(**linear, warmup=0.4, constant=0.3) == rates(**linear, warmup=4, constant=3)
-    assert rates(**linear, warmup=1.0)[9:11] == [1.0, 1.0]
-    assert rates(**linear, warmup=1)[:2] == [1.0, 1.0], "1 is a step, 1.0 an epoch"
-    assert rates(4, lr=1.0, warmup=0.0, constant=0.0, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
+    assert rates(4, lr=1.0, warmup=2, constant=9) == [0.5, 1.0, 1.0, 1.0], "longer than the run"
 
 
 def test_a_fraction_of_an_epoch_means_as_many_steps_in_every_iteration():
@@ -149,16 +127,6 @@ def test_a_fraction_of_an_epoch_means_as_many_steps_in_every_iteration():
     o = Optim(lr=1.0, schedule="constant", warmup=1.2)  # 12 steps, over the border
     computed = [lr_at(step, p, o) for p in plans for step in range(p.begin + 1, p.end + 1)]
     assert computed[:12] == pytest.approx([step / 12 for step in range(1, 13)])
-
-
-def test_a_stretch_longer_than_the_run_does_no_harm():
-    assert rates(4, lr=1.0, constant=9) == [1.0] * 4
-    assert rates(4, lr=1.0, warmup=2, constant=2) == [0.5, 1.0, 1.0, 1.0]
-
-
-def test_a_rate_of_0_is_0_throughout():
-    for schedule in ("cosine", "linear", "constant"):
-        assert rates(5, lr=0.0, warmup=2, schedule=schedule) == [0.0] * 5
 
 
 # ---- AdamW ---------------------------------------------------------------------------------------
@@ -178,7 +146,7 @@ def decayed(module) -> dict[str, bool]:
 
 
 def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(tiny):
-    shrinks = decayed(model.load_model(tiny))
+    shrinks = decayed(load.load_model(tiny))
     assert shrinks["transformer.h.0.attn.qkv.weight"] and shrinks["transformer.h.1.mlp.proj.weight"]
     unchanged = [name for name, does_shrink in shrinks.items() if not does_shrink]
     names = ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head")
@@ -188,19 +156,8 @@ def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(
     assert sum(shrinks.values()) == 8, "four matrices in each of two layers"
 
 
-def test_a_head_of_its_own_decays_and_a_tied_one_does_not():
-    def build(tie):
-        wte, head = nn.Embedding(8, 4), nn.Linear(4, 8)
-        if tie:
-            head.weight = wte.weight
-        return nn.ModuleDict({"wte": wte, "ln": nn.LayerNorm(4), "head": head})
-
-    assert [name for name, shrinks in decayed(build(False)).items() if shrinks] == ["head.weight"]
-    assert not any(decayed(build(True)).values())
-
-
 def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
-    policy = model.load_model(tiny, Lora(rank=2))
+    policy = load.load_model(tiny, Lora(rank=2))
     shrinks = decayed(policy)
     assert shrinks and all("lora_" in name for name in shrinks) and all(shrinks.values())
     assert len(make_optimizer(policy, run_settings()).param_groups) == 1, "no empty group"
@@ -253,11 +210,8 @@ def clipped(gradient: list[float], max_norm: float | None) -> tuple[float, list[
 def test_clipping_scales_to_the_norm_and_returns_what_it_was():
     norm, gradient = clipped([3.0, 4.0], 1.0)
     assert norm == 5.0 and gradient == pytest.approx([0.6, 0.8], rel=1e-6)
-    assert clipped([3.0, 4.0], 6.0) == (5.0, [3.0, 4.0]), "below the limit it is left alone"
-
-
-def test_without_a_limit_nothing_is_clipped_but_the_norm_is_returned():
-    assert clipped([3.0, 4.0], None) == (5.0, [3.0, 4.0])
+    for limit in (6.0, None):
+        assert clipped([3.0, 4.0], limit) == (5.0, [3.0, 4.0]), "below the limit it is left alone"
 
 
 def test_a_norm_that_is_not_finite_is_returned_for_the_loop_to_refuse():

@@ -14,11 +14,11 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import ROOT, last_of_each, ranks
+from conftest import ROOT, ranks
 from models import GQA, made
 
 import kto
-from runs.cli import parse
+from runs.settings import parse
 
 README = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
 FORKS = (ROOT / "docs" / "forks.md").read_text()
@@ -69,16 +69,16 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
             argv += ["--max_steps", "1", "--eval.prompts", "2", "--eval.samples", "0"]
             argv = [a.replace("1,2", "1").replace("0.1,0.3", "0.3") for a in argv]
         monkeypatch.setattr(sys, "argv", [program, *argv])
-        module = "records.preview" if program == "data.py" else program.removesuffix(".py")
-        main = import_module(module).main
+        module = "records.examples" if program == "data.py" else program.removesuffix(".py")
+        main = import_module(module).main if program != "data.py" else import_module(module).page
         try:
             main()
         except SystemExit as e:
             assert not e.code, command
         said = capsys.readouterr().out
-        expected = {"report.py": "report.html", "sweep.py": "report.html", "generate.py": ""}
+        expected = {"report.py": "report.md", "sweep.py": "report.md", "generate.py": ""}
         expected |= {"--help": "--kto.beta", "--print_config": "  beta: "}
-        expected |= {"data.py": "an example by tokens"}
+        expected |= {"data.py": "prompt tokens: median"}
         keys = [x for x in (program, *argv) if x in expected]
         assert (expected[keys[-1]] if keys else "exported to") in said, command
 
@@ -111,7 +111,7 @@ def test_every_config_trains_three_steps(
     settings = yaml.safe_load(config.read_text())
     model = llama if re.search("Llama|Qwen", settings["model"]) else tiny
     argv = few_steps(["--config", str(config)], model, kinds.get(program, ratings))
-    argv = last_of_each([*argv, "--max_steps=3", "--epochs=9", f"--out_dir={tmp_path / 'run'}"])
+    argv = [*argv, "--max_steps=3", "--epochs=9", f"--out_dir={tmp_path / 'run'}"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
     main = import_module(program).main

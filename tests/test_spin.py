@@ -1,30 +1,27 @@
 """SPIN: iterations whose reference is the last policy; the same loop, the same guarantees."""
 
 import csv
-import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, checkpoint_tensors, killed_and_resumed, ranks, train
+from conftest import assert_same, checkpoint_tensors, numbers, train
 from models import same_weights
-from safetensors.torch import load_file
 
 import data
-import model
+import load
 import rollout
 import spin
-from data import pack
-from hub.lora import merge_adapters
+from lora import merged_weights
+from packing import pack
 from records.examples import load_examples
 from records.tokenizer import Tokenizer
-from runs import tensors
-from runs.cli import parse
-from runs.errors import BadInput
-from runs.folder import checkpoints_by_step
-from runs.optimizer import iteration_plans
-from runs.settings import Data, Lora
+from runs.checkpoint import checkpoint_folder, checkpoints_by_step
+from runs.console import BadInput
+from runs.devices import set_weights
+from runs.settings import Data, Lora, parse
 
 RUN = ("--batch_size=4", "--epochs=2", "--optim.lr=1e-3", "--spin.max_iterations=3",
        "--spin.max_new_tokens=6", "--spin.rollout_batch_size=3", "--save_interval=2",
@@ -35,22 +32,15 @@ def go(tiny, demos, out, *argv):
     return train(tiny, demos, out, *RUN, *argv, program="spin")
 
 
-def weights(out, name):
-    return load_file(out / name / "weights.safetensors")
-
-
-def weights_at(out, step: int):
-    return checkpoint_tensors(out / f"checkpoints/step-{step:08d}", "weights")
-
-
-def data_of(policy) -> dict:
-    return {n: p.data for n, p in policy.unique_parameters().items()}
+def saved(out, step: int, kind: str) -> dict:
+    """weights, reference or optimizer of a checkpoint."""
+    return checkpoint_tensors(checkpoint_folder(out, step), kind)
 
 
 def ids_of(out, i: int) -> list[list[int]]:
     """The answers of iteration i."""
     lines = (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
-    return [json.loads(line)["ids"] for line in lines[1:]]
+    return [json.loads(line)["ids"] for line in lines]
 
 
 def test_with_mixed_answers_each_iteration_is_validated_and_saved_once_at_its_end(
@@ -58,90 +48,68 @@ def test_with_mixed_answers_each_iteration_is_validated_and_saved_once_at_its_en
 ):
     """From the second iteration on an epoch has more steps."""
     argv = (f"--data.val={demos}", "--spin.mix=0.5", "--epochs=1", "--save_interval=1.0")
-    argv += ("--eval.samples=0",)
-    go(tiny, demos, tmp_path, *argv)
-    with open(tmp_path / "metrics.csv") as f:
-        rows = list(csv.DictReader(f))
-    pairs = zip(rows, [*rows[1:], None])
-    ends = [a["step"] for a, b in pairs if b is None or float(b["epoch"]) < float(a["epoch"])]
-    assert len(ends) == 3 and int(ends[1]) - int(ends[0]) > int(ends[0])
+    rows = go(tiny, demos, tmp_path, *argv)["rows"]
+    ends = [a["step"] for a, b in zip(rows, rows[1:]) if b["epoch"] < a["epoch"]] + [8.0]
+    assert ends == [2, 5, 8]
     with open(tmp_path / "val.csv") as f:
-        assert [row["step"] for row in csv.DictReader(f)] == ["0", *ends]
-    saved = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "checkpoints").glob("step-*"))
-    assert saved == [int(x) for x in ends]
+        assert [float(row["step"]) for row in csv.DictReader(f)] == [0, *ends]
+    assert list(checkpoints_by_step(tmp_path)) == ends
 
 
 def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
     tiny, demos, tmp_path, capsys
 ):
     rows = go(tiny, demos, tmp_path)["rows"]
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    epochs = [row["epoch"] for row in rows[:5]]
-    assert epochs == [0.5, 1.0, 1.5, 2.0, 0.5], "epochs count in each iteration"
-    assert same_weights(weights(tmp_path, "iterations/1"), data_of(model.load_model(tiny)))
-    for i, step in ((2, 4), (3, 8)):
-        assert same_weights(weights(tmp_path, f"iterations/{i}"), weights_at(tmp_path, step))
-        assert abs(rows[step]["rewards/margins"]) < 1e-5 < rows[step - 1]["rewards/margins"]
+    epochs = [row["epoch"] for row in rows]
+    assert epochs == [0.5, 1.0, 1.5, 2.0] * 3, "epochs count in each iteration"
+    assert not saved(tmp_path, 4, "reference"), "the model that the run began with"
+    for end in (4, 8):
+        reference = saved(tmp_path, end + 2, "reference")
+        assert same_weights(reference, saved(tmp_path, end, "weights"))
+        assert abs(rows[end]["rewards/margins"]) < 1e-5 < rows[end - 1]["rewards/margins"]
     said = capsys.readouterr().out
     assert said.count("policy and reference agree to the bit") == 3, "checked in every iteration"
+    state = saved(tmp_path, 6, "optimizer")
+    assert {int(x) for n, x in state.items() if n.endswith("|step")} == {6}, "it carries on"
 
 
 def test_lora_merges_its_adapters_and_begins_anew(tiny, demos, tmp_path, capsys):
     rows = go(tiny, demos, tmp_path, "--lora.rank=2", "--optim.lr=1e-2")["rows"]
-    bases = [weights(tmp_path, f"iterations/{i}") for i in (1, 2, 3)]
-    policy = model.load_model(tiny, Lora(rank=2))
-    assert same_weights(bases[0], {n: x for n, x in data_of(policy).items() if "lora_" not in n})
-    for i, step in ((1, 4), (2, 8)):  # base and adapters as at the iteration's end
-        tensors.set_weights(policy, weights_at(tmp_path, step) | bases[i - 1])
-        plain = merge_adapters(data_of(policy), policy)
-        assert all(torch.equal(x, plain[n.replace(".linear.", ".")]) for n, x in bases[i].items())
-        assert not same_weights(bases[i], bases[i - 1])
-        assert abs(rows[step]["rewards/margins"]) < 1e-5
-    state = checkpoint_tensors(tmp_path / "checkpoints" / "step-00000006", "optimizer")
+    policy = load.load_model(tiny, Lora(rank=2))
+    for end in (4, 8):  # base and adapters as at the iteration's end
+        set_weights(policy, saved(tmp_path, end, "weights") | saved(tmp_path, end, "reference"))
+        merged = merged_weights(policy)
+        base = saved(tmp_path, end + 2, "reference")
+        assert all(torch.equal(x, merged[n.replace(".linear.", ".")]) for n, x in base.items())
+        assert abs(rows[end]["rewards/margins"]) < 1e-5
+    state = saved(tmp_path, 6, "optimizer")
     steps = {int(x) for n, x in state.items() if n.endswith("|step")}
     assert steps == {2}, "its optimizer restarts with it"
     assert capsys.readouterr().out.count("agree to the bit") == 3
 
 
-def test_full_fine_tuning_carries_the_optimizers_state_on(tiny, demos, tmp_path):
-    go(tiny, demos, tmp_path)
-    state = checkpoint_tensors(tmp_path / "checkpoints" / "step-00000006", "optimizer")
-    assert {int(x) for n, x in state.items() if n.endswith("|step")} == {6}
+@pytest.mark.parametrize("more", [(), ("--lora.rank=2",)])
+def test_a_branch_from_an_iterations_end_goes_on_as_the_run_did(more, tiny, demos, tmp_path):
+    whole = go(tiny, demos, tmp_path / "whole", *more)
+    end = checkpoint_folder(tmp_path / "whole", 8)
+    branch = go(tiny, demos, tmp_path / "branch", *more, f"--resume={end}")
+    assert numbers(branch) == numbers(whole)[8:]
+    assert_same(branch, {"rows": whole["rows"][8:], "weights": whole["weights"]})
+    middle = checkpoint_folder(tmp_path / "whole", 6)
+    with pytest.raises(
+        BadInput, match="answers-2.jsonl: not what this iteration learns from: go on"
+    ):
+        go(tiny, demos, tmp_path / "other", *more, f"--resume={middle}")
 
 
 def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, demos, tmp_path):
-    """A policy that does not move and prompts that are all alike: answers differ by their random
-    numbers alone."""
-    record, same = demos.read_text().splitlines()[0], tmp_path / "same.jsonl"
-    same.write_text(f"{record}\n" * 8)
-    argv = ("--optim.lr=1e-12", "--batch_size=8", "--epochs=1", "--spin.rollout_batch_size=4")
+    """A policy that does not move and prompts that are all alike: only the random numbers differ."""
+    same = tmp_path / "same.jsonl"
+    same.write_text(demos.read_text().splitlines(keepends=True)[0] * 8)
+    argv = ("--optim.lr=0", "--batch_size=8", "--epochs=1", "--spin.rollout_batch_size=4")
     go(tiny, same, tmp_path / "run", *argv)
     answers = [ids_of(tmp_path / "run", i) for i in (1, 2, 3)]
-    batches = [str(own[at : at + 4]) for own in answers for at in (0, 4)]
-    assert len(set(batches)) == 6
-    first, *others = (weights(tmp_path / "run", f"iterations/{i}") for i in (1, 2, 3))
-    assert all((x - y[n]).abs().max() < 1e-9 for y in others for n, x in first.items())
-
-
-MODES = [(1, "auto", ()), (1, "auto", ("--lora.rank=2", "--lora.dropout=0.2")),
-         pytest.param(2, "ddp", (), marks=pytest.mark.slow),
-         (2, "fsdp", ("--lora.rank=2",))]  # fmt: skip
-
-
-@pytest.mark.parametrize("n,strategy,more", MODES)
-def test_a_run_killed_while_answering_or_learning_and_resumed_is_the_same_run(
-    n, strategy, more, tiny, demos, tmp_path
-):
-    def run(out, *argv):
-        argv = (f"--strategy={strategy}", "--spin.mix=0.5", f"--data.val={demos}", *more, *argv)
-        return go(tiny, demos, out, *argv)
-
-    whole, *_ = ranks(n, lambda rank: run(tmp_path / "whole"))
-    names, out = [f"iterations/answers-{i}.jsonl" for i in (1, 2, 3)], tmp_path / "run"
-    moments = [(names[0], 4), (names[1], 4), ("metrics.csv", 8)]
-    assert_same(killed_and_resumed(n, out, moments, lambda rank, *more: run(out, *more)), whole)
-    for name in names:
-        assert (out / name).read_text() == (tmp_path / "whole" / name).read_text()
+    assert len({str(own[at : at + 4]) for own in answers for at in (0, 4)}) == 6
 
 
 def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
@@ -155,25 +123,19 @@ def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
 
     def answered(*argv) -> list[int]:
         asked.clear()
-        go(tiny, demos, tmp_path, "--spin.max_iterations=1", *argv)
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        go(tiny, demos, tmp_path, "--spin.max_iterations=1", "--resume=auto", *argv)
         return list(asked)
-
-    def forget(name):
-        (tmp_path / "metrics.csv").unlink()
-        for step in checkpoints_by_step(tmp_path / "checkpoints").values():
-            step.rename(step.with_name(f"{name}-{step.name}"))
 
     monkeypatch.setattr(rollout, "generate", generate)
     assert answered() == [3, 3, 2]
-    forget("gone")
     file = tmp_path / "iterations" / "answers-1.jsonl"
     whole = file.read_text()
-    assert answered("--resume=auto") == [] and file.read_text() == whole
-    forget("lost")
-    header, lines = rollout._read_lines(file)
-    rollout._write_lines(file, header, lines[:3])  # as a kill in the second batch leaves it
-    assert answered("--resume=auto") == [3, 2] and file.read_text() == whole
-    forget("left")
+    assert answered() == [] and file.read_text() == whole
+    lines = whole.splitlines(keepends=True)
+    for left in (lines[:3], [*lines[:4], lines[4][:9]]):  # killed in the second batch
+        file.write_text("".join(left))
+        assert answered() == [3, 2] and file.read_text() == whole
     assert answered("--spin.temperature=0.5") == [3, 3, 2], "another temperature: other answers"
 
 
@@ -198,22 +160,8 @@ def test_the_pairs_are_the_humans_completion_and_the_policys_own(
             allowed = own if beta == 0.7 else own[:1]
             assert list(e.completions[1]) in [answers[i] for answers in allowed]
             assert e.completions[0][-1] == 0, "the human's ends with EOS"
-    said = capsys.readouterr().out
-    assert "iteration 2: beta 0.7, 12 pairs" in said, "eight, and half the last's eight"
+    assert "iteration 2: beta 0.7, 12 pairs" in capsys.readouterr().out, "and half the last's eight"
     assert any(len(ids) == 6 and ids[-1] != 0 for ids in own[0]), "at its limit it has no EOS"
-
-
-def settings(*argv):
-    return parse(spin.Settings, ["--model=m", "--data.train=d", *argv], "", "none")
-
-
-def test_the_plan_spans_all_iterations():
-    cfg = settings("--batch_size=10", "--epochs=3")
-    plans = iteration_plans(cfg, [47, 47 + 23, 47 + 23])
-    made = [(p.per_epoch, p.begin, p.end, p.total) for p in plans]
-    assert made == [(4, 0, 12, 54), (7, 12, 33, 54), (7, 33, 54, 54)]
-    plans = iteration_plans(dataclasses.replace(cfg, max_steps=20), [47, 47 + 23, 47 + 23])
-    assert [(p.begin, p.end, p.total) for p in plans] == [(0, 12, 20), (12, 20, 20)]
 
 
 def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_path):
@@ -221,21 +169,21 @@ def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_pat
     rows = (tmp_path / "val.csv").read_text().splitlines()
     assert rows[0] == "step,loss"
     limits = Data(train="", max_prompt=64, max_completion=64)
-    examples = load_examples(str(demos), Tokenizer(tiny), "demonstrations", limits).examples
-    gpt = model.load_model(tiny)
+    examples = load_examples(str(demos), Tokenizer(tiny), "demonstrations", limits)[0]
+    gpt = load.load_model(tiny)
     with torch.no_grad():
         logps = [gpt(pack([e.prompt], [e.completions])).item() for e in examples]
     nll = [-logp / len(e.completions[0]) for logp, e in zip(logps, examples)]
     assert float(rows[1].split(",")[1]) == pytest.approx(np.mean(nll), rel=1e-5)
 
 
-REFUSED = [(["--reference=x"], "the policy as an iteration begins"), (["--spin.beta=[0.1]"], "3 of them"),
-           (["--precision=bf16-true", "--lora.rank=2"], "would lose them to rounding"),
-           (["--spin.mix=2"], "mix"),
-           (["--spin.beta=0"], "above 0")]  # fmt: skip
+REFUSED = [("--reference=x", "the policy as an iteration begins"), ("--spin.beta=[0.1]", "3 of them"),
+           ("--precision=bf16-true --lora.rank=2", "would lose them to rounding"),
+           ("--spin.mix=2", "spin.mix"), ("--spin.beta=0", "above 0"),
+           ("--reference_cache=x", "reference_cache: SPIN")]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv,word", REFUSED)
 def test_what_cannot_be_meant_is_refused(argv, word):
     with pytest.raises(BadInput, match=word):
-        settings(*argv)
+        parse(spin.Settings, ["--model=m", "--data.train=d", *argv.split()], "", "none")

@@ -1,29 +1,25 @@
 """The cut is free: micro-batches, token budgets, processes, sharding never change the numbers."""
 
 import json
-import shlex
 import shutil
-import threading
 from unittest import mock
 
-import conftest
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import PARITY, assert_same, numbers, ranks, train
+from conftest import PARITY, numbers, ranks, train
 from lightning.fabric import Fabric
-from models import GQA, gpt2_from_hf, made
+from models import GQA, made
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import data
-import kto
+import load
 import model
-import train as train_module
-from runs import checkpoint
-from runs.errors import BadInput, Failed
-from runs.folder import checkpoints_by_step
+from reference import Reference
+from runs.checkpoint import checkpoints_by_step
+from runs.console import BadInput, Failed
 from train import Trainer
 
 # 10 steps of 7 from 24 examples (3 an epoch): not 7 by 2 or 3, not 24 by 7, not 10 by 3 divides
@@ -39,55 +35,72 @@ CUTS = {
     "activation checkpointing": ("--micro_batch_size=7", "--activation_checkpointing=true"),
 }
 
+# How far two cuts may differ. The proof is float64: 1e-9, with AdamW as it is by default.
+#
+# In float32 the gradient of a weight has an error of 5e-9 (in the mean over the weights; the largest is
+# 1e-7); the gradients themselves are 1e-2. AdamW's first step moves a weight by lr * g / (|g| + eps).
+# So by default, with eps = 1e-8, a weight whose gradient is as small as this error may move by anything
+# from -lr to lr. In this run it is one weight of 45,952, with g = -2.4e-8. It makes 99% of the distance
+# between two cuts, and 1e-5 of the next loss. How far it moves depends on the order in which the
+# processor's kernels add (try ATEN_CPU_CAPABILITY=avx2 or default): there is no good bound on it.
+#
+# So the runs in float32 have eps = 1e-5. A step then changes by at most lr / eps times the error of the
+# gradient, which is 1e-2 lr, and only where |g| < eps, in three weights of a thousand: 1e-2 * sqrt(3e-3)
+# = 5e-4 of the distance travelled. float32 (unit 6e-8) holds the log-prob of a completion, 100 nats, to
+# about ten units, 6e-5; z is a mean of differences of such numbers. The loss changes by at most
+# beta / 4 * 1.2 = 0.15 of that. Measured with three sets of kernels: 3e-6 of the distance, z 5e-6,
+# loss 1e-6, norm 4e-6.
+EPS = {"64-true": (), "32-true": ("--optim.eps=1e-5",)}
+IN_FLOAT32 = {"kl": 1e-4, "loss": 2e-5, "entropy": 2e-5, "grad_norm": 1e-4}
+
 
 @pytest.fixture(scope="module")
 def whole(tiny, ratings, tmp_path_factory):
     """The same runs with a step's examples all in one forward, on one device, by precision."""
-    out, kept = tmp_path_factory.mktemp("whole"), {}
+    out, known = tmp_path_factory.mktemp("whole"), {}
 
     def run(precision, *argv):
         key = (precision, *argv)
-        if key not in kept:
-            dtype, where = torch.get_default_dtype(), out / str(len(kept))
-            argv = (f"--precision={precision}", "--micro_batch_size=7", *COMMON, *argv)
-            kept[key] = train(tiny, ratings, where, *argv)
+        if key not in known:
+            argv = (
+                f"--precision={precision}",
+                *EPS[precision],
+                "--micro_batch_size=7",
+                *COMMON,
+                *argv,
+            )
+            dtype = torch.get_default_dtype()
+            known[key] = train(tiny, ratings, out / str(len(known)), *argv)
             torch.set_default_dtype(dtype)
-        return kept[key]
+        return known[key]
 
     return run
 
 
 def start(tiny):
-    return {n: p.detach() for n, p in model.load_model(tiny).unique_parameters().items()}
+    return load_file(tiny / "model.safetensors")
 
 
 def flat(weights, base):
-    """The distance travelled, one vector, but for GPT-2's key biases: they shift all scores of a
-    query alike, so their gradient is zero but for rounding, which AdamW turns into steps of full
-    size (LOG.md)."""
-    state: dict = {}
-    gpt2_from_hf(None, state, weights)
-    parts = []
-    for n, p in sorted(base.items()):
-        moved = (state[n].double() - p.double()).flatten()
-        third = len(moved) // 3
-        parts += [moved[:third], moved[2 * third :]] if n.endswith("qkv.bias") else [moved]
-    return torch.cat(parts)
+    """The distance travelled, as one vector."""
+    return torch.cat(
+        [(weights[n].double() - x.double()).flatten() for n, x in sorted(base.items())]
+    )
 
 
 def assert_equal(a, b, base, double: bool):
     assert len(a["rows"]) == len(b["rows"]) == 10
     for x, y in zip(a["rows"], b["rows"]):
-        tolerances = {"loss": 1e-5, "kl": 1e-4, "grad_norm": 1e-4 * y["grad_norm"], "entropy": 1e-4}
-        for name, tolerance in tolerances.items():
-            limit = 1e-9 * max(1.0, abs(y[name])) if double else tolerance
+        for name, limit in IN_FLOAT32.items():
+            if double:
+                limit = 1e-9 * max(1.0, abs(y[name]))
+            elif name == "grad_norm":
+                limit *= y[name]
             differs = f"step {y['step']:.0f}: {name} {x[name]} is not {y[name]}"
             assert abs(x[name] - y[name]) <= limit, differs
     one, two = flat(a["weights"], base), flat(b["weights"], base)
-    if double:
-        assert abs(one.norm() - two.norm()) <= 1e-9 * two.norm()
     assert two.norm() > 0.1, "else nothing was learned and all is equal"
-    assert (one - two).norm() <= (1e-9 if double else 1e-3) * two.norm()
+    assert (one - two).norm() <= (1e-9 if double else 5e-4) * two.norm()
 
 
 def test_the_run_that_all_others_are_compared_with_sees_the_clamp_act_and_not_act(whole):
@@ -97,25 +110,20 @@ def test_the_run_that_all_others_are_compared_with_sees_the_clamp_act_and_not_ac
     assert min(norms) < 2.5 < max(norms), "and clipping too"
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true"])
+@pytest.mark.parametrize("precision", EPS)
 @pytest.mark.parametrize("name", CUTS)
 def test_a_cut_on_one_device_changes_nothing(name, precision, whole, tiny, ratings, tmp_path):
-    argv = (f"--precision={precision}", *COMMON, *CUTS[name])
+    argv = (f"--precision={precision}", *EPS[precision], *COMMON, *CUTS[name])
     run = train(tiny, ratings, tmp_path / "run", *argv)
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
 EQUAL = {
-    "fp32, whole": ("--precision=32-true",),
-    "bf16-mixed, whole": ("--precision=bf16-mixed",),
+    "fp32": ("--precision=32-true",),
+    "bf16-mixed": ("--precision=bf16-mixed",),
     "bf16-mixed, micro-batches": ("--precision=bf16-mixed", "--micro_batch_size=1"),
     "bf16-mixed, LoRA": ("--precision=bf16-mixed", "--lora.rank=2"),
-    "bf16-true, LoRA": ("--precision=bf16-true", "--lora.rank=2"),
-    "bf16-true, LoRA, micro-batches": (
-        "--precision=bf16-true",
-        "--lora.rank=2",
-        "--micro_batch_size=1",
-    ),
+    "bf16-true, LoRA": ("--precision=bf16-true", "--lora.rank=2", "--micro_batch_size=1"),
 }
 
 
@@ -129,6 +137,29 @@ def test_before_the_first_update_every_log_ratio_is_exactly_0(name, tiny, rating
         assert first[column] == 0, column
     assert first["accuracy"] is first["auc"] is None, "there is no side to be on"
     assert second["kl/stderr"] > 0 and second["accuracy"] is not None
+
+
+@pytest.mark.parametrize("more", ["--precision=bf16-mixed", "--precision=bf16-true --lora.rank=4"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_two_processes_the_start_check_finds_no_difference(
+    strategy, more, tiny, ratings, tmp_path, capfd
+):
+    argv = ("--batch_size=6", "--max_steps=1", f"--strategy={strategy}", *more.split())
+    ranks(2, lambda rank: train(tiny, ratings, tmp_path / "run", *argv) and None)
+    assert capfd.readouterr().out.count("step 0: policy and reference agree to the bit") == 1
+
+
+@pytest.mark.parametrize(
+    "factor, reason", [(1 + 1e-6, "the reference is not"), (np.nan, "the weights do not")]
+)
+def test_a_reference_that_is_not_the_start_ends_the_run(
+    factor, reason, tiny, ratings, tmp_path, monkeypatch
+):
+    real = Reference.compute
+    monkeypatch.setattr(Reference, "compute", lambda self, *given: real(self, *given) * factor)
+    match = f"^step 0: policy and reference differ by .* nats: {reason}"
+    with pytest.raises(Failed, match=match):
+        train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=1")
 
 
 def test_answers_to_one_prompt_share_it_and_change_nothing(tiny, tmp_path):
@@ -167,7 +198,13 @@ TWO = [
 
 @pytest.mark.parametrize("precision,strategy,cut", TWO)
 def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, ratings, tmp_path):
-    argv = (f"--precision={precision}", f"--strategy={strategy}", *cut.split(), *COMMON)
+    argv = (
+        f"--precision={precision}",
+        f"--strategy={strategy}",
+        *EPS[precision],
+        *cut.split(),
+        *COMMON,
+    )
     run, other = ranks(2, lambda rank: train(tiny, ratings, tmp_path / "run", *argv))
     assert run["rows"] == other["rows"]
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
@@ -226,21 +263,13 @@ def test_sharded_gradients_are_never_whole_between_micro_batches(tiny, ratings, 
 def test_a_run_goes_on_at_another_number_of_processes(
     save, goes_on, whole, tiny, ratings, tmp_path
 ):
-    argv = ("--precision=32-true", "--micro_batch_size=7", *COMMON)
+    argv = ("--precision=32-true", *EPS["32-true"], "--micro_batch_size=7", *COMMON)
     for (n, strategy), more in ((save, "--stop_at=4"), (goes_on, "--resume=auto")):
         given = (*argv, f"--strategy={strategy}", f"--devices={n}", more)
         run, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "run", *given))
-        *_, last = checkpoints_by_step(tmp_path / "run" / "checkpoints").values()
-        parts = len(list(last.glob("shard-*.safetensors")))
-        # every rank its own of the weights and of both moments; the step is shared out
-        assert 3 * n < parts <= 4 * n if strategy == "fsdp" else parts >= 4
-        whole_file = (last / "manifest.json").read_text()
-        named = json.loads(whole_file)
-        missing = next(name for name in named if name.startswith("shard-"))
-        del named[missing]
-        (last / "manifest.json").write_text(json.dumps(named))
-        assert checkpoint.verify_checkpoint(last) == f"manifest.json names no {missing}"
-        (last / "manifest.json").write_text(whole_file)
+        *_, last = checkpoints_by_step(tmp_path / "run").values()
+        if strategy == "fsdp":  # every rank its own of the weights and of both moments
+            assert len(list(last.glob("*.safetensors"))) > 3 * n
     assert_equal(run, whole("32-true"), start(tiny), False)
 
 
@@ -252,7 +281,7 @@ def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, mo
     assert not spy.called
     train(tiny, ratings, tmp_path / "on", *argv, "--activation_checkpointing=true")
     assert (
-        len({call.args[0] for call in spy.call_args_list}) == model.load_model(tiny).config.n_layer
+        len({call.args[0] for call in spy.call_args_list}) == load.load_model(tiny).config.n_layer
     )
 
 
@@ -293,69 +322,10 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     assert tokens[0] == tokens[1] == tokens[2] - sum(len(e.prompt) for e in drawn[0])
 
 
-WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
-
-
-@pytest.fixture
-def waits(monkeypatch) -> list[int]:
-    """On a GPU these calls wait for the device, so does an index that is a list or a mask: how many
-    the main thread makes in each step, not counting an algorithm's metrics, which are on the CPU."""
-    counts, on_host = [], []
-
-    def count(name, real, waiting=lambda *args: True):
-        def counted(self, *args, **options):
-            main = threading.current_thread() is threading.main_thread()
-            if counts and main and not on_host and waiting(*args):
-                counts[-1] += 1
-            return real(self, *args, **options)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
-
-    def copies(index, *_):
-        parts = index if isinstance(index, tuple) else (index,)
-        masks = [i for i in parts if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
-        return bool(masks) or any(isinstance(i, list) for i in parts)
-
-    for name in WAITS:
-        count(name, getattr(torch.Tensor, name))
-    for name in ("__getitem__", "__setitem__"):
-        count(name, getattr(torch.Tensor, name), copies)
-
-    def around(owner, name, before, after):
-        real = getattr(owner, name)
-
-        def method(*args, **options):
-            before()
-            out = real(*args, **options)
-            after()
-            return out
-
-        monkeypatch.setattr(owner, name, method)
-
-    around(Trainer, "forward_backward", lambda: counts.append(0), lambda: None)
-    around(Trainer, "log", lambda: None, lambda: on_host.append(1))  # saving may wait
-    around(train_module, "step_batches", on_host.clear, lambda: None)
-    around(kto.KTO, "metrics", lambda: on_host.append(1), on_host.pop)
-    around(train_module, "entropy_of_step", lambda: on_host.append(1), on_host.pop)
-    around(Trainer, "forward_backward", on_host.clear, lambda: None)
-    return counts
-
-
-@pytest.mark.parametrize(
-    "cut", [["--micro_batch_size=7"], ["--micro_batch_size=2"], ["--lora.rank=2"]]
-)
-def test_the_host_waits_for_the_device_once_a_step_and_once_more_for_a_row_of_metrics(
-    cut, tiny, ratings, tmp_path, waits
-):
-    argv = ("--epochs=2", "--batch_size=7", "--log_interval=3", "--save_interval=null")
-    train(tiny, ratings, tmp_path / "run", *argv, *cut)
-    assert waits == [1, 1, 2, 1, 1, 2]
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_more_processes_than_examples_change_nothing(strategy, tiny, ratings, tmp_path):
     argv = ("--batch_size=2", "--optim.lr=1e-3", "--max_steps=10", "--precision=32-true",
-            "--save_interval=null")  # fmt: skip
+            *EPS["32-true"], "--save_interval=null")  # fmt: skip
     one = train(tiny, ratings, tmp_path / "one", "--micro_batch_size=2", *argv)
     argv = (f"--strategy={strategy}", *argv)
     run, *_ = ranks(3, lambda rank: train(tiny, ratings, tmp_path / "run", *argv))
@@ -366,7 +336,12 @@ def test_more_processes_than_examples_change_nothing(strategy, tiny, ratings, tm
 def test_lora_on_two_processes_changes_nothing(strategy, whole, tiny, ratings, tmp_path):
     argv = ("--lora.rank=4", "--lora.targets=query,value,mlp")
     one = whole("32-true", *argv)
-    many = (f"--strategy={strategy}", "--micro_batch_size=2", "--precision=32-true")
+    many = (
+        f"--strategy={strategy}",
+        "--micro_batch_size=2",
+        "--precision=32-true",
+        *EPS["32-true"],
+    )
     out = tmp_path / "run"
     run, _ = ranks(2, lambda rank: train(tiny, ratings, out, *many, *COMMON, *argv))
     assert_equal(run, one, start(tiny), False)
@@ -394,38 +369,6 @@ def test_validation_depends_on_neither_batch_size_nor_processes(
         assert x == pytest.approx(y, abs=2e-4)
     files = [(tmp_path / o / "eval" / "step-1.json").read_text() for o in "ab"]
     assert len({file.split('"samples"')[1] for file in files}) == 1
-
-
-@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
-def test_one_class_only_trains_on_two_processes(loss, tiny, ratings, tmp_path):
-    file = tmp_path / "up.jsonl"
-    records = [json.loads(line) for line in ratings.read_text().splitlines()[:8]]
-    file.write_text("".join(json.dumps({**r, "label": False}) + "\n" for r in records))
-    argv = (f"--kto.loss={loss}", "--batch_size=3", "--max_steps=2", "--kto.sft_loss_weight=1",
-            "--save_interval=null")  # fmt: skip
-    run, _ = ranks(2, lambda rank: train(tiny, file, tmp_path / "run", *argv))
-    one, two = run["rows"]
-    assert two["rewards/chosen"] is None and two["sft_loss"] == 0
-    assert (one["kl"] is None) == (loss != "kto")
-
-
-def test_the_start_check_holds_for_copy_and_lora_in_every_precision_and_strategy(
-    tiny, ratings, tmp_path, capfd
-):
-    argv = ("--batch_size=6", "--max_steps=1", "--save_interval=null")
-    modes = [("32-true",), ("bf16-mixed",), ("32-true", "--lora.rank=4", "--lora.dropout=0.1"),
-             ("bf16-mixed", "--lora.rank=4"), ("bf16-true", "--lora.rank=4")]  # fmt: skip
-    n = 0
-    for strategy in ("auto", "ddp", "fsdp"):
-        for precision, *lora in modes:
-            n += 1
-            args = (f"--strategy={strategy}", f"--precision={precision}", *lora, *argv)
-            if strategy == "auto":
-                train(tiny, ratings, tmp_path / str(n), *args)
-            else:
-                ranks(2, lambda rank: train(tiny, ratings, tmp_path / str(n), *args) and None)
-    said = capfd.readouterr().out
-    assert said.count("step 0: policy and reference agree to the bit") == n
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])
@@ -466,7 +409,7 @@ def test_another_reference_is_loaded_beside_the_policy_also_with_lora(
     vocab = tokenizer["model"]["vocab"]
     vocab["Ġbest"], vocab["Ġstandvo"] = vocab["Ġstandvo"], vocab["Ġbest"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(BadInput, match="another tokenizer or vocabulary"):
+    with pytest.raises(BadInput, match="another tokenizer"):
         train(tiny, ratings, tmp_path / "no", *argv)
 
 
@@ -478,7 +421,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_th
     bad = tmp_path / "bad"
     shutil.copytree(tiny, bad)
     weights = load_file(bad / "model.safetensors")
-    weights["transformer.wte.weight"][383] = float("nan")  # only records with it become NaN
+    weights["transformer.wpe.weight"][20:] = float("nan")  # only longer records become NaN
     save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
     argv = ("--batch_size=24", "--max_steps=1", f"--reference={tiny}")
     with pytest.raises(Failed) as e:
@@ -489,49 +432,20 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_th
     assert len(moved) == 3, "one step a step"
 
 
-def test_stop_at_stops_saved_and_the_command_that_it_prints_makes_it_the_same_run(
-    tiny, ratings, tmp_path, capsys
-):
-    whole = train(tiny, ratings, tmp_path / "whole", "--precision=32-true", *COMMON)
-    out, argv = tmp_path / "run", ("--precision=32-true", *COMMON, "--stop_at=3")
-    stopped = train(tiny, ratings, out, *argv)
-    assert len(stopped["rows"]) == 3 and stopped["weights"] is None
-    assert list(checkpoints_by_step(out / "checkpoints")) == [3]
-    rates = [[row["lr"] for row in run["rows"][:3]] for run in (stopped, whole)]
-    assert rates[0] == rates[1] and len(set(rates[0])) == 3, "the schedule is the whole run's"
-    *_, why, command = capsys.readouterr().out.splitlines()
-    assert why == "stopped by stop_at at step 3 of 10, saved; go on with"
-    python, program, *argv = shlex.split(command)
-    assert (python, program) == ("python", kto.__file__)
-    conftest.start("kto", argv)
-    assert_same(conftest.result(out), whole)
+ONE_TOKEN = [(1, "auto", ("CACHE",)), (2, "ddp", ()), (2, "fsdp", ("--lora.rank=2",))]
 
 
-ONE_TOKEN = [(1, "auto", ()), (1, "auto", ("--lora.rank=2",)), (1, "auto", ("CACHE",)),
-             (2, "ddp", ()), (2, "fsdp", ("--lora.rank=2",)), (2, "fsdp", ("CACHE",))]  # fmt: skip
-
-
-@pytest.mark.survive("R2")
-@pytest.mark.parametrize("data", ["cut to one token", "empty"])
 @pytest.mark.parametrize("n,strategy,more", ONE_TOKEN)
 def test_completions_of_one_token_train_as_in_any_other_cut(
-    n, strategy, more, data, tiny, ratings, tmp_path
+    n, strategy, more, tiny, ratings, tmp_path
 ):
-    file, cache = ratings, f"--reference_cache={tmp_path / 'cache'}"
-    argv = ("--batch_size=7", "--data.max_completion=1")
-    if data == "empty":  # but for EOS; all alike, so that there is no mismatched pair
-        records = map(json.loads, ratings.read_text().splitlines()[:8])
-        records, file = [{**r, "completion": ""} for r in records], tmp_path / "empty.jsonl"
-        file.write_text("".join(json.dumps(r) + "\n" for r in records))
-        argv = ("--batch_size=2",)
-    argv = (*argv, *(cache if x == "CACHE" else x for x in more), f"--data.val={file}",
-            "--max_steps=2", "--optim.lr=1e-3", "--precision=32-true")  # fmt: skip
+    cache = f"--reference_cache={tmp_path / 'cache'}"
+    argv = ("--batch_size=7", "--data.max_completion=1", f"--data.val={ratings}", "--max_steps=2",
+            "--optim.lr=1e-3", "--precision=32-true", *(cache if x == "CACHE" else x for x in more))  # fmt: skip
     many, one = (f"--strategy={strategy}", *argv), ("--micro_batch_size=1", *argv)
-    run, *_ = ranks(n, lambda rank: train(tiny, file, tmp_path / "run", *many))
-    other, *_ = ranks(1, lambda rank: train(tiny, file, tmp_path / "other", *one))
+    run, *_ = ranks(n, lambda rank: train(tiny, ratings, tmp_path / "run", *many))
+    other, *_ = ranks(1, lambda rank: train(tiny, ratings, tmp_path / "other", *one))
     for row, same in zip(run["rows"], other["rows"], strict=True):
-        assert (row["kl/pairs"] == 0) == (data == "empty")
         for name in ("loss", "kl", "kl/stderr", "grad_norm", "rewards/mean"):
-            one, two = row[name] or 0.0, same[name] or 0.0
-            assert one == pytest.approx(two, rel=1e-4, abs=1e-5)
-    assert data == "empty" or run["rows"][1]["kl/stderr"] > 1e-3, "else z proves nothing"
+            assert row[name] == pytest.approx(same[name], rel=1e-4, abs=1e-5)
+    assert run["rows"][1]["kl/stderr"] > 1e-3, "else z proves nothing"

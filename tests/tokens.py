@@ -157,8 +157,8 @@ def _byte_level(bos: str | None):
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The oracle: the tokenizers package, with nothing added."""
-    return tokenizer.processor.encode(text, add_special_tokens=False).ids
+    """The oracle: transformers, with nothing added."""
+    return tokenizer.hf.encode(text, add_special_tokens=False)
 
 
 def write(path: Path, *records) -> str:

@@ -1,0 +1,343 @@
+"""Who attends to whom: over a packed batch, whose completions share their prompts, or over a cache of keys and values.
+
+Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
+
+    B  examples of a micro-batch; in sampling, answers
+    K  completions of an example
+    U  prompts of a micro-batch: examples with one prompt share it
+    N  packed input tokens of a batch
+    P  those of the N that belong to prompts
+    M  those of the N that belong to completions
+    Q  queries, the tokens that a forward computes: all N, or the M where the prompts come from a PromptCache;
+       in sampling, one a sequence after the first forward
+    R  rows of Q queries: B in sampling after the first forward, else 1
+    T  targets: tokens that are predicted and scored
+    L  tokens of the longest completion
+    I  gathered keys, S  starts of attention's sequences: see data.PackedBatch
+    H  query heads (keys and values may have fewer: grouped-query attention)
+    D  size of a head
+"""
+
+import inspect
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+from packing import PackedBatch, to_device
+
+# Prompts (with their completions) of up to so many tokens together share one tile of attention. A larger tile means
+# fewer calls, but more scores that are computed only to be masked.
+TILE_TOKENS = 128
+
+# Torch 2.10 lacks some of these arguments (see flash_fits).
+VARLEN = inspect.signature(varlen_attn).parameters
+
+
+class PromptCache:
+    """Keys, values and last hidden states of a batch's prompts.
+
+    The first forward that gets the cache fills it. Later forwards, without gradient and over the same prompts with
+    other completions, read it.
+    """
+
+    def __init__(self):
+        self.batch: PackedBatch | None = None  # the one that filled the cache
+        self.tensors = {}  # name -> values for all N tokens of that batch
+
+
+class Tile(NamedTuple):
+    """One call of scaled_dot_product_attention: the next queries, over the first keys of their bin (see bins)."""
+
+    bin: int
+    n_queries: int
+    n_keys: int
+    mask: torch.Tensor | None  # (n_queries, n_keys), True: attend; None: plain causal attention
+
+
+class PackedAttention:
+    """Which token attends to which in a packed batch, for one forward. All layers share it, with its tiles' masks."""
+
+    def __init__(self, batch: PackedBatch, prompt_cache: PromptCache | None = None):
+        self.batch = batch
+        self.cache = prompt_cache
+        self.cached = False  # whether the prompts come from the cache
+        self.tiles_of_window = {}
+        if prompt_cache is None:
+            return
+        if prompt_cache.batch is None:
+            prompt_cache.batch = batch  # this forward fills it
+            return
+        self.cached = True
+        # only their lengths are compared
+        cached_prompts = [sizes[0] for sizes in prompt_cache.batch.segment_sizes]
+        prompts = [sizes[0] for sizes in batch.segment_sizes]
+        assert prompts == cached_prompts, "the cache is of other prompts: log-probs would be wrong"
+
+    def queries(self, x_N):
+        """The part of x_N that belongs to the Q queries."""
+        return x_N[self.batch.completion_M] if self.cached else x_N
+
+    def all_tokens(self, name, x, dim: int):
+        """Values of the Q queries -> values of all N tokens, along dimension `dim`.
+
+        The prompts' values come from the prompt cache, under `name`; a forward that fills the cache leaves them there.
+        """
+        if self.cache is None:
+            return x
+        # setdefault: a block that activation checkpointing runs again must not replace what was saved
+        cached = self.cache.tensors.setdefault(name, x.detach())
+        if not self.cached:
+            return x
+        prompt = cached.index_select(dim, self.cache.batch.prompt_P)
+        shape = list(x.shape)
+        shape[dim] = len(self.batch.token_N)
+        out = x.new_empty(shape)
+        # completions first: if token 0 stands in for them, its prompt's values must win
+        out.index_copy_(dim, self.batch.completion_M, x)
+        return out.index_copy_(dim, self.batch.prompt_P, prompt)
+
+    def attend(self, attn, q, k, v):
+        """q (1, H, Q, D), k and v (1, key heads, Q, D) of layer `attn` -> (1, H, Q, D)."""
+        k = self.all_tokens((attn, "k"), k, 2)
+        v = self.all_tokens((attn, "v"), v, 2)
+        if flash_fits(attn, q):
+            return self.flash(attn, q, k, v)
+        return self.tiled(attn, q, k, v)
+
+    def flash(self, attn, q, k, v):
+        """One call of flash attention for all sequences (data.PackedBatch says what these are)."""
+        batch = self.batch
+        if len(batch.key_I):
+            k, v = k[:, :, batch.key_I], v[:, :, batch.key_I]
+        if self.cached:
+            query_start_S = batch.completion_query_start_S
+            max_queries = batch.max_completion_queries
+        else:
+            query_start_S = batch.query_start_S
+            max_queries = batch.max_queries
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
+        # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
+        options = dict(scale=attn.scale, window_size=((attn.window or 0) - 1, 0))
+        if "enable_gqa" in VARLEN:
+            options["enable_gqa"] = k.shape[1] < q.shape[1]
+        # The kernel fails for a maximum of 1 if some sequences are empty (flash-attention issue 1537).
+        max_queries, max_keys = max(2, max_queries), max(2, batch.max_keys)
+        key_start_S = batch.key_start_S
+        out = varlen_attn(q, k, v, query_start_S, key_start_S, max_queries, max_keys, **options)
+        return out.transpose(0, 1)[None]
+
+    def tiled(self, attn, q, k, v):
+        """Attention where flash attention does not fit: tile by tile."""
+        if attn.window not in self.tiles_of_window:
+            self.tiles_of_window[attn.window] = self.tiles(attn.window)
+        bin_sizes, tiles = self.tiles_of_window[attn.window]
+        # split instead of slices: its backward is a single cat
+        k_bins, v_bins = k.split(bin_sizes, 2), v.split(bin_sizes, 2)
+        out = []
+        for q_tile, tile in zip(q.split([tile.n_queries for tile in tiles], 2), tiles):
+            k_tile, v_tile = k_bins[tile.bin], v_bins[tile.bin]
+            if tile.n_keys < bin_sizes[tile.bin]:
+                k_tile, v_tile = k_tile[:, :, : tile.n_keys], v_tile[:, :, : tile.n_keys]
+            out.append(sdpa(attn, q_tile, k_tile, v_tile, tile.mask))
+        return torch.cat(out, dim=2)
+
+    def tiles(self, window: int | None) -> tuple[list[int], list[Tile]]:
+        """The number of tokens of each bin, and the tiles in the order of their queries.
+
+        Short prompts form a bin with one tile under one mask. A long one is a bin of its own with a tile for each
+        segment, so that few scores are computed only to be masked.
+
+        The tile of a long prompt's completion is the same whether the prompt is computed or comes from a cache, so the
+        numbers are, too: before the first update a log-ratio is exactly 0, although policy and reference may do this
+        differently. Short prompts share a tile, and may differ by rounding.
+        """
+        batch = self.batch
+        sizes = batch.sizes
+        token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
+        token_Q = self.queries(token_N)
+        queries = self.query_counts()
+        bin_sizes, tiles = [], []
+        first_token = first_query = 0
+        for number, prompts in enumerate(self.bins()):
+            bin_size = sum(sizes[u] for u in prompts)
+            bin_sizes.append(bin_size)
+            # the bin's tiles: numbers of queries and keys, and whether attention is plain causal within the tile
+            if len(prompts) > 1:
+                n_queries = sum(sum(queries[u]) for u in prompts)
+                cuts = [(n_queries, bin_size, False)]
+            else:
+                u = prompts[0]
+                ends = list(itertools.accumulate(batch.segment_sizes[u]))
+                # only the prompt is plain causal: a completion must not see the other completions
+                causal = [end == ends[0] for end in ends]
+                cuts = list(zip(queries[u], ends, causal))
+            for n_queries, n_keys, causal in cuts:
+                if n_queries == 0:
+                    continue
+                mask = None
+                if window is not None or not causal:
+                    i = token_Q[first_query : first_query + n_queries, None]
+                    j = token_N[None, first_token : first_token + n_keys]
+                    mask = self.mask(i, j, window)
+                tiles.append(Tile(number, n_queries, n_keys, mask))
+                first_query += n_queries
+            first_token += bin_size
+        return bin_sizes, tiles
+
+    def bins(self) -> list[list[int]]:
+        """Consecutive prompts that share a tile: up to TILE_TOKENS tokens together, or a longer one alone."""
+        bins, bin_size = [], 0
+        for u, size in enumerate(self.batch.sizes):
+            if bins and bin_size + size <= TILE_TOKENS:
+                bins[-1].append(u)
+                bin_size += size
+            else:
+                bins.append([u])
+                bin_size = size
+        return bins
+
+    def query_counts(self) -> list[list[int]]:
+        """(U,) for each prompt: the queries of its segments."""
+        counts = [list(sizes) for sizes in self.batch.segment_sizes]
+        if self.cached:
+            for segments in counts:
+                segments[0] = 0
+            if not any(map(sum, counts)):
+                counts[0][0] = 1  # token 0 stands in: see PackedBatch.completion_M
+        return counts
+
+    def mask(self, i, j, window: int | None):
+        """Whether token i attends to token j: j has the same prompt and is not after i, belongs to the prompt itself or
+        to i's own completion, and is within the window."""
+        batch = self.batch
+        mask = (batch.prompt_N[i] == batch.prompt_N[j]) & (j <= i)
+        mask = mask & ((batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i]))
+        if window is not None:
+            mask = mask & (batch.position_N[i] - batch.position_N[j] < window)
+        return mask
+
+
+def flash_fits(attn, q) -> bool:
+    """Whether torch's flash attention can compute this layer: on an Ampere GPU or later, in bfloat16 or float16, with
+    a head size of up to 256 that is a multiple of 8, without softcap, and with a torch whose varlen_attn takes scale
+    and window_size (2.11)."""
+    if q.device.type != "cuda" or attn.cap is not None or "scale" not in VARLEN:
+        return False
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    D = q.shape[3]
+    return D <= 256 and D % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
+
+
+def sdpa(attn, q, k, v, mask):
+    """Attention of q (R, heads, queries, D) to k and v (R, key heads, keys, D) -> (R, heads, queries, D).
+
+    mask: boolean, True: attend; None: plain causal.
+    """
+    if k.shape[1] < q.shape[1]:
+        per_key_head = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(per_key_head, dim=1)
+        v = v.repeat_interleave(per_key_head, dim=1)
+    if attn.cap is None:
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=attn.scale
+        )
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    score = attn.cap * torch.tanh(q @ k.mT * attn.scale / attn.cap)
+    return score.masked_fill(~mask, -torch.inf).float().softmax(-1).to(v.dtype) @ v
+
+
+class KVCache:
+    """Keys and values of B sequences (prompts and their answers so far), for sampling.
+
+    Slot p of a sequence holds its position p, so prompts of different lengths need no padding: slots beyond a
+    sequence's position are masked, and overwritten later. The first forward takes the packed prompts, each of which it
+    computes once, however many sequences have it; each later one takes one token of each sequence (see `at`).
+    """
+
+    def __init__(self, batch: PackedBatch, slots: int):
+        self.slots = slots
+        # after the first forward: the slots that are in use, those of the longest sequence
+        self.length = 0
+        self.tensors = {}  # layer -> keys, values; each (B, key heads, slots, D)
+        self.masks = {}  # window -> mask of the current forward
+        # the tokens of the next forward
+        self.packed = PackedAttention(batch)  # None after the first forward
+        self.token_RQ = batch.token_N[None]
+        self.position_RQ = batch.position_N[None]
+        # which of the tokens predict the sequences' next ones
+        self.last_B = batch.source_T[batch.first_target_BK[:, 0]]
+        self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
+        # where the tokens' keys and values go: to these rows, and to the slots of their positions
+        self.row_of_token, self.copied_token = batch.prompt_N, None
+        if len(batch.key_I):  # prompts are shared: each of their tokens goes to several rows
+            self.copied_token = batch.key_I
+            sequence_I = torch.repeat_interleave(
+                batch.key_start_S.diff(), output_size=len(batch.key_I)
+            )
+            self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
+
+    def at(self, token_B, position_B, longest: int) -> None:
+        """Set the tokens of the next forward. `longest` is the largest of their positions."""
+        self.token_RQ = token_B[:, None]
+        self.position_RQ = position_B[:, None]
+        self.row_of_token, self.copied_token = self.row_B, None
+        self.last_B = self.row_B
+        self.packed = None
+        self.masks = {}
+        self.length = longest + 1
+
+    def keep(self, rows: list[int]) -> list[int]:
+        """Keep the sequences in these rows (ascending) and drop the others. The last ones move into the gaps.
+
+        Returns the row that each sequence had before, in the new order.
+        """
+        n = len(rows)
+        gaps = sorted(set(range(n)).difference(rows))
+        movers = [row for row in rows if row >= n]
+        self.row_B = self.row_B[:n]
+        if gaps:
+            to = to_device(torch.tensor(gaps), self.row_B.device)
+            source = to_device(torch.tensor(movers), self.row_B.device)
+        for layer, (k, v) in self.tensors.items():
+            if gaps:
+                k[to] = k[source]
+                v[to] = v[source]
+            self.tensors[layer] = k[:n], v[:n]
+        order = list(range(n))
+        for gap, mover in zip(gaps, movers):
+            order[gap] = mover
+        return order
+
+    def attend(self, attn, q, k, v):
+        """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Fills the slots of k and v."""
+        if attn not in self.tensors:
+            shape = len(self.row_B), k.shape[1], self.slots
+            self.tensors[attn] = k.new_zeros(*shape, k.shape[3]), v.new_zeros(*shape, v.shape[3])
+        new_k, new_v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
+        slot = self.position_RQ.flatten()
+        if self.copied_token is not None:
+            new_k, new_v = new_k[self.copied_token], new_v[self.copied_token]
+            slot = slot[self.copied_token]
+        cached_k, cached_v = self.tensors[attn]
+        cached_k[self.row_of_token, :, slot] = new_k
+        cached_v[self.row_of_token, :, slot] = new_v
+        if self.packed:
+            return self.packed.attend(attn, q, k, v)
+        k, v = cached_k[:, :, : self.length], cached_v[:, :, : self.length]
+        # The query heads that share a key head become queries of this head: keys need not be repeated.
+        grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
+        out = sdpa(attn, grouped, k, v, self.mask(attn.window))
+        return out.reshape(*q.shape[:3], v.shape[3])
+
+    def mask(self, window: int | None):
+        """(B, 1, 1, length): which slots the current tokens see."""
+        if window not in self.masks:
+            slot = torch.arange(self.length, device=self.position_RQ.device)
+            distance = (self.position_RQ - slot)[:, None, None]
+            self.masks[window] = (distance >= 0) & (distance < (window or self.length))
+        return self.masks[window]

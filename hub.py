@@ -1,0 +1,285 @@
+"""A model on disk: where it lies, its config, the names of its weights, its export.
+
+transformers reads and writes all of it. A checkpoint and a PEFT folder hold only what was trained:
+their Source has a base, and load.py puts them on it. This file knows no model class of ours."""
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+from runs.checkpoint import read_settings
+from runs.console import BadInput
+from runs.settings import find_path
+
+transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
+transformers.logging.disable_progress_bar()
+
+# Kinds of rotary positions that do not depend on the length of the text. longrope's do beyond the
+# original context, which is ours.
+ROPES = ("default", "linear", "llama3", "yarn", "longrope")
+# Fields of config.json that must be empty, or one of these.
+REFUSED = (
+    "quantization_config",
+    "attn_temperature_tuning",
+    "llama_4_scaling_beta",
+    "rope_type",
+)
+# Files that go from a source into an export: its own config.json (not what transformers makes of
+# it, which has our changes and which other versions may not read), of the tokenizer, of sampling,
+# and of the processors of images.
+COPIED = re.compile(
+    "config.json|tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|generation_config"
+    "|(pre)?processor"
+)
+
+# what old files hold besides weights
+OLD_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+
+# transformers' name of a part of GPT-2 or of a Llama-shaped model: litgpt's. q, k and v are one
+# matrix in litgpt.
+LITGPT_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "lm_head": "lm_head",
+    "input_layernorm": "norm_1",
+    "post_attention_layernorm": "norm_2",
+    "self_attn.q_proj": "attn.qkv",
+    "self_attn.k_proj": "attn.qkv",
+    "self_attn.v_proj": "attn.qkv",
+    "self_attn.o_proj": "attn.proj",
+    "self_attn.q_norm": "attn.norm_q",
+    "self_attn.k_norm": "attn.norm_k",
+    "mlp.gate_proj": "mlp.fc_1",
+    "mlp.up_proj": "mlp.fc_2",
+    "mlp.down_proj": "mlp.proj",
+    "transformer.wte": "transformer.wte",
+    "transformer.wpe": "transformer.wpe",
+    "transformer.ln_f": "transformer.ln_f",
+    "ln_1": "norm_1",
+    "ln_2": "norm_2",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.proj",
+    "mlp.c_fc": "mlp.fc",
+    "mlp.c_proj": "mlp.proj",
+}
+
+
+# ---- where a model lies --------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """A model on disk."""
+
+    folder: Path
+    """A Hugging Face or a litgpt folder; or, on a base, a checkpoint of a run or a PEFT folder."""
+    base: "Source | None" = None
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds config.json and all weights."""
+        return self.base.root if self.base else self.folder
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder whose tokenizer counts: many PEFT folders bring their own."""
+        if self.base and not (self.folder / "tokenizer_config.json").exists():
+            return self.base.tokenizer
+        return self.folder
+
+    @property
+    def chat_template(self) -> Path | None:
+        """The data.chat_template of a checkpoint's run."""
+        if self.base is None:
+            return None
+        file = self.folder / "chat_template.jinja"
+        return file if file.exists() else self.base.chat_template
+
+
+def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
+    """The model that a setting names: a Hugging Face folder or id, a litgpt folder, a run (its
+    `final`), a checkpoint of a run, or a PEFT folder. `what`: the setting. weights=False: a
+    download leaves them out. Raises BadInput."""
+    folder = find_path(name)
+    if (folder / "settings.yaml").exists() and not (folder / "state.json").exists():
+        folder = folder / "final"
+        if not folder.is_dir():
+            raise BadInput(
+                f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints"
+            )
+    if not folder.is_dir():
+        folder = _download(name, what, weights)
+    if (folder / "state.json").exists():
+        return Source(folder, find_model(read_settings(folder)["model"], what, weights))
+    if (folder / "adapter_config.json").exists():
+        base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+        return Source(folder, find_model(base, what, weights))
+    return Source(folder)
+
+
+def _download(name: str, what: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.jinja", "tokenizer.model"] + ["*.safetensors"] * weights
+    # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
+    unwanted = ["consolidated*", "*/*"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
+    except Exception as e:  # the hub's client has a dozen errors for a failed download
+        raise BadInput(
+            f"{what}: {name}: no such folder here, and not fetched from huggingface.co ({type(e).__name__}); "
+            "without a network, download it elsewhere and give the folder that holds config.json and model.safetensors"
+        ) from e
+
+
+def read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{file}: {e}") from None
+
+
+# ---- its config ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def their_errors(where):
+    """Turn what transformers raises into BadInput, one line."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as e:  # its configs and classes fail in a dozen ways
+        reason = " ".join(str(e).split())[:300]
+        raise BadInput(f"{where}: {type(e).__name__}: {reason}") from None
+
+
+def read_config(source: Source):
+    """transformers' config of a model, without dropout: policy and reference must be equal. Raises
+    BadInput, also for a model whose numbers the comparison at its start (see load.py), which has
+    short texts, could not vouch for."""
+    file = source.root / "config.json"
+    with their_errors(file):
+        config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
+    text = config.get_text_config()
+    for c in (config, text):
+        for name, value in c.to_dict().items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(c, name, 0.0)
+    # The comparison has short texts only: refuse positions that depend on a text's length.
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(x for x in rope.values() if isinstance(x, dict))]
+    for fields in (vars(config), vars(text), *ropes):
+        for name in REFUSED:
+            if (value := fields.get(name)) and value not in ROPES:
+                raise BadInput(f"{file}: {name}: {value} is not supported")
+    if type(getattr(text, "max_position_embeddings", None)) is not int:
+        raise BadInput(f"{file}: max_position_embeddings: missing: the context is not known")
+    return config
+
+
+def context_of(config) -> int:
+    """Tokens of the longest text that a model takes."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return text.max_position_embeddings
+    # a longer text would have other positions from its first token on
+    original = rope.get("original_max_position_embeddings")
+    return original or text.original_max_position_embeddings
+
+
+# ---- names of weights ---------- -----------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Where a weight of transformers' model lies in ours."""
+
+    name: str
+    """Our name of the weight."""
+    first: int = 0
+    """The first of its rows."""
+    end: int | None = None
+    """The row after the last one. None: it is the whole weight."""
+    transposed: bool = False
+    """Whether transformers has it as (inputs, outputs), as GPT-2's are."""
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """These rows of our weight, as transformers has them."""
+        rows = weight if self.end is None else weight[self.first : self.end]
+        return rows.T if self.transposed else rows
+
+
+def litgpt_rows(theirs: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
+    """For each weight of transformers' GPT-2, or of its Llama-shaped models, the rows of litgpt's
+    weight. Raises KeyError for a weight that litgpt's model does not have."""
+    rows, ends = {}, {}
+    for name, x in theirs.items():
+        # model.layers.0.mlp.up_proj.weight: layer 0, part mlp.up_proj, weight
+        layer, part, kind = re.fullmatch(r"(?:.+\.(\d+)\.)?(.+)\.(.+)", name).groups()
+        ours = f"{f'transformer.h.{layer}.' if layer else ''}{LITGPT_NAMES[part]}.{kind}"
+        transposed = ".c_" in name and x.dim() == 2
+        first = ends.get(ours, 0)
+        ends[ours] = first + x.shape[int(transposed)]
+        rows[name] = Rows(ours, first, ends[ours], transposed)
+    return rows
+
+
+# ---- read and write a whole model ----------------------------------------------------------------
+
+
+def read_whole(folder: Path, config, dtype: torch.dtype | None):
+    """transformers' model of a Hugging Face or a litgpt folder, on the CPU; None: in the dtype of
+    its files. Raises BadInput where weights are missing, unknown or of another shape: transformers
+    would only log it."""
+    auto, options = (
+        transformers.AutoModelForCausalLM,
+        dict(attn_implementation="eager", dtype=dtype),
+    )
+    if (folder / "lit_model.pth").exists():
+        with their_errors(folder):
+            hf = auto.from_config(config, **options)
+            ours = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+            ours, theirs = ours.get("model", ours), hf.state_dict()
+            hf.load_state_dict({n: r.of(ours[r.name]) for n, r in litgpt_rows(theirs).items()})
+            return hf.eval()
+    options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
+    with their_errors(folder):
+        hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
+    info["unexpected_keys"] = {n for n in info["unexpected_keys"] if not OLD_BUFFERS.fullmatch(n)}
+    faults = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+    if faults:
+        raise BadInput(f"{folder}: the weights do not fit config.json: {str(faults)[:300]}")
+    return hf.eval()
+
+
+@torch.no_grad()
+def export(
+    source: Source, rows: dict[str, Rows], weights: Mapping, out: Path, notes: Mapping = {}
+) -> None:
+    """Write a model as a Hugging Face folder: the source's with these weights in place of its own,
+    in the dtype of its files. rows: see model.Packed. notes: more files, {name: text}. Raises
+    BadInput."""
+    wide = (
+        next(iter(weights.values())).dtype == torch.float64
+    )  # precision 64-true: nothing is rounded
+    hf = read_whole(source.root, read_config(source), torch.float64 if wide else None)
+    theirs = hf.state_dict()
+    for name, r in rows.items():
+        if r.name in weights:  # a tied head is the embedding, and a vision tower stays as it is
+            theirs[name].copy_(r.of(weights[r.name]))
+    hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
+    hf.save_pretrained(out, max_shard_size="5GB")
+    for folder in (source.root, source.tokenizer):
+        for file in folder.iterdir():
+            if COPIED.match(file.name) and file.is_file():
+                shutil.copyfile(file, out / file.name)
+    for name, text in notes.items():
+        (out / name).write_text(text)

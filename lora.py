@@ -1,0 +1,343 @@
+"""Adapters (LoRA): made, disabled, merged and reset; PEFT's files; a base in 4 bits.
+
+An adapter of rank r is two matrices, A (r, inputs) and B (outputs, r). It adds scale * B @ A to the
+matrix W (outputs, inputs) of its layer. This file knows no model class: a model has blocks,
+lm_head, config, rows and has_experts (see model.Packed)."""
+
+import contextlib
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from litgpt.lora import LoRALinear, LoRAQKVLinear
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hub import Source, read_json, their_errors
+from runs.console import BadInput, rank
+from runs.devices import gather_tensor, place_like
+from runs.settings import Lora
+
+# The words of lora.targets for litgpt's layers; q, k and v are one layer. Layers of an MLP: mlp.
+WORDS = {
+    "attn.qkv": ("query", "key", "value"),
+    "attn.proj": ("projection",),
+    "lm_head": ("head",),
+}
+
+
+# ---- make ----------------------------------------------------------------------------------------
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> None:
+    """Put adapters at the layers that lora.targets names, by its words or by PEFT's names and rule.
+    They start at zero: the model computes what it did, to the bit. From then on they alone are
+    trained. Raises BadInput."""
+    model.requires_grad_(False)
+    for name, chosen in _chosen_layers(model, lora.targets).items():
+        old = model.get_submodule(name)
+        kind, own = LoRALinear, {}
+        if len(chosen) == 3:
+            c = model.config
+            kind, own = LoRAQKVLinear, dict(enable_lora=chosen, head_size=c.head_size)
+            own |= dict(n_head=c.n_head, n_query_groups=c.n_query_groups)
+        options = dict(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)
+        with torch.device("meta"):
+            new = kind(old.in_features, old.out_features, **options, **own)
+        new.linear, w = None, old.weight
+        # at least float32: in bfloat16 the small steps of AdamW would round to nothing
+        new.to_empty(device=w.device).to(torch.promote_types(w.dtype, torch.float32))
+        new.linear = old
+        new.reset_parameters()  # A random, B zero
+        model.set_submodule(name, new)
+    model.prepare_head()
+
+
+def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
+    """The layers that lora.targets names, and of litgpt's layer for q, k and v which of the
+    three."""
+    if targets == Lora.targets:
+        targets = "all-linear"
+    targets, found, layers = {target.strip() for target in targets.split(",")}, set(), {}
+    theirs = {}  # our name of a weight: transformers' names
+    for name, rows in model.rows.items():
+        theirs.setdefault(rows.name, []).append(name)
+    in_blocks = set(model.blocks.modules())
+    # PEFT puts adapters of these names at joined experts, too (0.21)
+    unfit = ("gate_proj", "up_proj", "down_proj") if model.has_experts else ()
+    for name, layer in model.named_modules():
+        is_linear = type(layer) is nn.Linear and (layer in in_blocks or name == "lm_head")
+        if not is_linear or name.endswith(unfit):
+            continue
+        words = WORDS.get(".".join(name.split(".")[-2:]), ("mlp" if ".mlp." in name else None,))
+        hits = []  # GPT-2 has one name for q, k and v
+        for word, weight in zip(words, theirs[f"{name}.weight"] * len(words)):
+            named = {word} if name == "lm_head" else {word, "all-linear"}
+            hits.append({t for t in targets if t in named or f".{weight}".endswith(f".{t}.weight")})
+        if any(hits):
+            layers[name] = tuple(map(bool, hits))
+            found.update(*hits)
+    for target in targets - found:
+        expected = "query, key, value, projection, mlp, head, all-linear or PEFT's names of layers"
+        raise BadInput(f"lora.targets: expected some of {expected}; got {target}")
+    if "lm_head" in layers and model.tied:
+        raise BadInput("lora.targets: head: it is tied to the embedding, so it takes no adapter")
+    return layers
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+@torch.no_grad()
+def reset_adapters(model: nn.Module, seed: int) -> None:
+    """Set the adapters back to a start: A random by this seed, the same on all ranks, B zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in _adapted_layers(model).values():
+        bound = 1 / math.sqrt(layer.lora_A.shape[1])  # litgpt's kaiming_uniform_ with a = sqrt(5)
+        a = torch.rand(layer.lora_A.shape, generator=generator, dtype=torch.float32)
+        a = a * 2 * bound - bound
+        layer.lora_A.copy_(place_like(a.to(layer.lora_A.dtype), layer.lora_A))
+        layer.lora_B.zero_()
+
+
+# ---- disable, merge ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def disable_adapters(model: nn.Module):
+    """Within this context the model computes what it would without adapters, to the bit."""
+    layers = _adapted_layers(model).values()
+    assert layers, "no LoRA layers here: the reference would be the policy itself"
+    for layer in layers:
+        layer.merged = True  # litgpt's layer then takes its matrix alone
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.merged = False
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
+    """Within this context the adapters are added to their matrices, and these and all other
+    matrices of a model with adapters are held in `dtype`: a decode step then has one product a
+    layer instead of three, and casts no matrix. Afterwards the layers have the very tensors that
+    they had. It leaves alone what is sharded or quantised."""
+    layers = {layer.linear: layer for layer in _adapted_layers(model).values()}
+    linears = []
+    if layers and not hasattr(model, "reshard"):  # FSDP2 has not sharded it
+        linears = [m for m in model.modules() if type(m) is nn.Linear]
+    weights = [linear.weight for linear in linears]
+    try:
+        for linear, w in zip(linears, weights):
+            if layer := layers.get(linear):
+                delta = layer.get_lora_AB()
+                w = w.to(delta.dtype) + delta
+                layer.merged = True  # litgpt's layer then takes its matrix alone
+            linear.weight = nn.Parameter(w.to(dtype), requires_grad=False)
+        yield
+    finally:
+        for linear, w in zip(linears, weights):
+            linear.weight = w
+        for layer in layers.values():
+            layer.merged = False
+
+
+class Adapter(NamedTuple):
+    """It adds scale * B @ A to the rows [first, end) of a weight."""
+
+    first: int
+    end: int
+    a: torch.Tensor
+    """(r, inputs)"""
+    b: torch.Tensor
+    """(end - first, r)"""
+    scale: float
+
+
+def gather_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
+    """The adapters of each weight, by its plain name, whole and on the CPU; litgpt's layer for q, k
+    and v has up to three. A collective if the model is sharded."""
+    adapters = {}
+    for name, layer in _adapted_layers(model).items():
+        a, b = gather_tensor(layer.lora_A), gather_tensor(layer.lora_B)
+        rows = [(0, len(b))]
+        if isinstance(layer, LoRAQKVLinear):
+            q, kv = layer.n_head * layer.head_size, layer.n_query_groups * layer.head_size
+            rows = [(0, q), (q, q + kv), (q + kv, q + 2 * kv)]
+            rows = [r for r, enabled in zip(rows, layer.enable_lora) if enabled]
+        b_parts = b.split([end - first for first, end in rows])
+        adapters[f"{name}.weight"] = [
+            Adapter(*r, *ab, layer.scaling) for r, *ab in zip(rows, a.chunk(len(rows)), b_parts)
+        ]
+    return adapters
+
+
+def plain_name(name: str) -> str:
+    """A weight's name in a model without adapters. A LoRA layer holds its matrix as .linear:
+    attn.qkv.linear.weight -> attn.qkv.weight"""
+    return name.replace(".linear.", ".")
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, torch.Tensor]:
+    """The weights of a model by their plain names, whole and on the CPU, with its adapters merged
+    in. base: weights in place of the model's own, where these are rounded. A collective if the
+    model is sharded: then rank 0 alone has their values."""
+    adapters, weights = gather_adapters(model), {}
+    for name, p in model.unique_parameters(with_objective=False).items():
+        if "lora_" in name:
+            continue
+        name = plain_name(name)
+        w = gather_tensor(p) if base is None else base[name].detach()
+        for x in adapters.get(name, ()):
+            delta = torch.zeros_like(w, dtype=x.a.dtype)
+            delta[x.first : x.end] = x.b @ x.a * x.scale
+            w = (w + delta).to(w.dtype)
+        if rank() and isinstance(p, DTensor):  # rank 0's counts; this one takes no memory
+            w = w.new_zeros(()).expand(w.shape)
+        weights[name] = w
+    return weights
+
+
+@torch.no_grad()
+def fold_adapters(model: nn.Module) -> None:
+    """Merge the adapters for good: the model is then a plain one."""
+    weights = merged_weights(model)
+    for name, layer in _adapted_layers(model).items():
+        layer.linear.weight.copy_(weights[f"{name}.weight"])
+        model.set_submodule(name, layer.linear)
+    model.prepare_head()
+
+
+# ---- PEFT's files --------------------------------------------------------------------------------
+
+
+def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """{transformers' name of a layer: A, B, scale} of a PEFT folder. Raises BadInput where it holds
+    another method than plain LoRA."""
+    config = read_json(folder / "adapter_config.json")
+    start = config.get("init_lora_weights")
+    others = "use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias"
+    refused = {n: x for n, x in config.items() if x and re.match(others, n)}
+    for name, own in (("peft_type", "LORA"), ("bias", "none")):
+        if config.get(name, own) != own:
+            refused[name] = config[name]
+    if start not in (None, True, False, "gaussian"):  # pissa, olora, ...: these change the base
+        refused["init_lora_weights"] = start
+    for name, value in refused.items():
+        raise BadInput(f"{folder}/adapter_config.json: {name}: {value} is not supported")
+    with their_errors(folder):
+        tensors = load_file(folder / "adapter_model.safetensors")
+    adapters = {}
+    for name, a in tensors.items():
+        # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
+        # model.layers.0.self_attn.q_proj
+        layer, kind = re.fullmatch(
+            r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight", name
+        ).groups()
+        if kind == "lora_B":
+            continue
+        # the pattern self_attn.q_proj is for all layers whose names end so; the first that fits
+        # counts
+        patterns = (config.get("alpha_pattern") or {}).items()
+        own = (alpha for pattern, alpha in patterns if re.fullmatch(rf"(.*\.)?({pattern})", layer))
+        alpha = next(own, config.get("lora_alpha", 8))
+        b = tensors[name.replace("lora_A", "lora_B")]
+        scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+        adapters[layer] = a.float(), b.float(), scale
+    return adapters
+
+
+@torch.no_grad()
+def fold_peft(model: nn.Module, folder: Path) -> None:
+    """Merge the adapters of a PEFT folder into a plain model. Raises BadInput."""
+    weights = model.state_dict()
+    for layer, (a, b, scale) in read_peft(folder).items():
+        with their_errors(f"{folder}: {layer}: not of this model"):
+            rows = model.rows[f"{layer}.weight"]
+            weights[rows.name][rows.first : rows.end].add_(b @ a * scale)
+
+
+def write_peft(
+    adapters: Mapping, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
+) -> None:
+    """Write gathered adapters of a model in PEFT's format. base: the model that they belong to. If
+    the source is made of PEFT folders, the file holds their adapters and ours together."""
+    scale = lora.alpha / lora.rank
+    factors = {}  # transformers' name of a layer: [(A, B)], for this one scale
+    for name, rows in model.rows.items():
+        for x in adapters.get(rows.name, ()):
+            # GPT-2 has one layer for q, k and v: our adapters side by side, each with its own rows
+            first, end = rows.first, rows.end or x.end
+            if first <= x.first and x.end <= end:
+                b = x.b.new_zeros(end - first, len(x.a))
+                b[x.first - first : x.end - first] = x.b
+                factors.setdefault(name.removesuffix(".weight"), []).append((x.a, b))
+    while source.base:
+        for layer, (a, b, own) in read_peft(source.folder).items():
+            factors.setdefault(layer, []).append((a, b * (own / scale)))
+        source = source.base
+    tensors, ranks = {}, {}
+    for layer, parts in factors.items():
+        a, b = torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts], 1)
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = b.contiguous()
+        ranks[layer] = len(a)
+    others = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
+        "target_modules": sorted(ranks), "rank_pattern": others,
+        "alpha_pattern": {layer: scale * rank for layer, rank in others.items()},
+        "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
+    }  # fmt: skip
+    save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ---- a base in 4 bits ----------------------------------------------------------------------------
+
+
+def quantize_base(model: nn.Module, device: torch.device | str) -> None:
+    """QLoRA (arXiv 2305.14314): put bitsandbytes' layers of 4 bits (nf4) in place of the frozen
+    linear layers of all blocks, on `device`. Adapters, biases and everything outside the blocks
+    stay as they are. Raises BadInput."""
+    # bitsandbytes warns at every forward that it casts its inputs, which is what we want
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes.nn as bnb  # slow to import
+
+    for name, old in list(model.blocks.named_modules()):
+        if type(old) is not nn.Linear:
+            continue
+        # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
+        if old.in_features % 64:
+            raise BadInput(
+                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
+                f"this model has {old.in_features}"
+            )
+        sizes = (old.in_features, old.out_features, old.bias is not None)
+        new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
+        new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
+        new.bias = old.bias
+        new.register_forward_pre_hook(_autocast_input)
+        # On a CPU eval() would repack the weights for good, and these pass no gradient on.
+        new.train = lambda mode=True, new=new: new
+        model.blocks.set_submodule(name, new)
+
+
+def _autocast_input(_linear: nn.Module, inputs: tuple):
+    """Cast the input under autocast, which does so for nn.Linear but not for bitsandbytes'
+    layers."""
+    x = inputs[0]
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
