@@ -192,7 +192,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the step that was just done, and remove old ones."""
         self.state.objective = saved_state(self.objective)
-        tensors = self.policy, self.optimizer, moving_reference(self)
+        moved = moving_reference(self.state, self.policy, self.reference)
+        tensors = self.policy, self.optimizer, moved
         new = checkpoint_folder(self.folder.path, self.state.step)
         save_checkpoint(self.fabric, new, *tensors, self.state, self.cfg)
         self.saved_step = self.state.step
@@ -223,13 +224,13 @@ class Run:
             leave_process_group(self.fabric)
 
 
-def moving_reference(run: Run) -> dict[str, torch.Tensor]:
+def moving_reference(state: RunState, policy, reference) -> dict[str, torch.Tensor]:
     """The weights of a reference that has moved, by name; with LoRA the policy's own base. Else empty."""
-    if not run.state.reference_has_moved:
+    if not state.reference_has_moved:
         return {}
-    if run.reference.frozen is not None:
-        return run.reference.frozen.unique_parameters()
-    return {n: p for n, p in run.policy.unique_parameters().items() if not p.requires_grad}
+    if reference.frozen is not None:
+        return reference.frozen.unique_parameters()
+    return {n: p for n, p in policy.unique_parameters().items() if not p.requires_grad}
 
 
 # ---- how it is made ------------------------------------------------------------------------------
@@ -302,9 +303,12 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     vars(objective).update(state.objective)
     if not folder.is_own:  # the other run's best checkpoint is not in this folder
         state.best_step = state.best_value = None
+    if folder.checkpoint:  # before the first file is opened: it may be of another model
+        moved = moving_reference(state, policy, reference)
+        load_checkpoint(fabric, folder.checkpoint, policy, optimizer, moved)
     last_row = state.step if folder.is_own else -1
     stop = Stop(cfg.max_time, cfg.stop_at)
-    run = Run(
+    return Run(
         cfg=cfg,
         fabric=fabric,
         cut=Cut(
@@ -333,9 +337,6 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
         rollout=rollout,
         saved_step=state.step if folder.is_own else 0,
     )
-    if folder.checkpoint:
-        load_checkpoint(fabric, folder.checkpoint, policy, optimizer, moving_reference(run))
-    return run
 
 
 def refuse_settings_of_objective(cfg: RunSettings, objective) -> None:

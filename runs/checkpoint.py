@@ -417,10 +417,13 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer, reference: dict) ->
 
     def place(kind, name, size, dtype):
         if kind in weights:
+            refuse_unless(name in weights[kind], f"{folder}: {name}: not of this model")
             return weights[kind][name].detach()
         if kind == "random":  # at a larger number of ranks the others keep their own
             return torch.empty(size, dtype=dtype) if name == str(fabric.global_rank) else None
-        p, moment = params[name.rpartition("|")[0]], name.rpartition("|")[2]
+        owner, _, moment = name.rpartition("|")
+        refuse_unless(owner in params, f"{folder}: {owner}: not of this model")
+        p = params[owner]
         if p.shape == size:  # sharded as the weight is
             x = torch.zeros_like(p, dtype=dtype)
         else:
@@ -428,7 +431,10 @@ def load_checkpoint(fabric, folder: Path, policy, optimizer, reference: dict) ->
         moments[p][moment] = x
         return x
 
-    random = _read_tensors(folder, place).get(f"random|{fabric.global_rank}")
+    read = _read_tensors(folder, place)
+    missing = [n for n, p in params.items() if p.requires_grad and f"weights|{n}" not in read]
+    refuse_unless(not missing, f"{folder}: holds no {', '.join(missing[:1])}: not of this model")
+    random = read.get(f"random|{fabric.global_rank}")
     for key, x in read_state(folder)[1].items():
         name, _, moment = key.rpartition("|")
         moments[params[name]][moment] = x
