@@ -250,6 +250,7 @@ class Logger:
             return
         if self.bar.n == self.start:  # what came before the first step is no part of the ETA
             self.bar.start_t = time.time() - seconds
+            self.bar.last_print_t = time.time()  # else close() takes it for one that was never shown
         self.bar.update()
         is_late = time.monotonic() - self.printed > 60
         is_due = step >= self.next_line or step == self.bar.total or is_late
