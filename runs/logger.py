@@ -177,7 +177,9 @@ class Logger:
         if self.cfg.logger == "tensorboard":
             from tensorboardX import SummaryWriter
 
-            self.tracker = SummaryWriter(str(self.out / "tensorboard"), flush_secs=5)
+            self.tracker = SummaryWriter(
+                str(self.out / "tensorboard"), flush_secs=5, filename_suffix=f".{time.time_ns()}"
+            )  # its own name has whole seconds: a quick resume would replace the file
         elif self.cfg.logger == "wandb":
             import wandb
 
@@ -250,7 +252,7 @@ class Logger:
             return
         if self.bar.n == self.start:  # what came before the first step is no part of the ETA
             self.bar.start_t = time.time() - seconds
-            self.bar.last_print_t = time.time()  # else close() takes it for one that was never shown
+            self.bar.last_print_t = time.time()  # else close() takes it for never shown
         self.bar.update()
         is_late = time.monotonic() - self.printed > 60
         is_due = step >= self.next_line or step == self.bar.total or is_late
