@@ -163,7 +163,7 @@ def where(kind="kto", size="8M", profile="200/120", precision="fp32") -> None:
             state["profiler"] = profiler(activities=[ProfilerActivity.CPU])
             state["profiler"].__enter__()
             state["began"] = time.perf_counter()
-        if step == self.progress.total:
+        if step == self.bar.total:
             state["wall"] = time.perf_counter() - state["began"]
             state["profiler"].__exit__(None, None, None)
             raise StopIteration

@@ -235,9 +235,9 @@ def ours(spec: dict) -> None:
         real_step(self, step, row, seconds)
         if profiler is None:
             ends.append(now())
-        if step == self.progress.total:
+        if step == self.bar.total:
             raise StopIteration  # leave the program: no checkpoint, no export
-        if step == self.progress.total - spec.get("profile", 0):
+        if step == self.bar.total - spec.get("profile", 0):
             kinds = torch.profiler.ProfilerActivity
             kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
             profiler = torch.profiler.profile(activities=[kind])
