@@ -207,7 +207,7 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown)
     assert text == r"'Could</s> \n'" and json.loads(numbers)[2] == 2
     pair = write(tmp_path / "p.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"})
     assert shown(pair, "--kind", "paired").startswith("train: 1 examples of 1 prompts\n")
-    with pytest.raises(BadInput, match="^max_prompt: expected at least 1"):
+    with pytest.raises(BadInput, match="^max_prompt: expected int"):
         shown(pair, "--max_prompt", "0")
     context = context_of(read_config(find_model(str(tiny))).get_text_config())
     with pytest.raises(BadInput, match=f"exceed the context of {context}$"):
@@ -250,7 +250,7 @@ def test_spins_answers_end_at_every_end_that_the_model_names(tiny, tmp_path):
         "--spin.max_new_tokens=20",
     )
     train(folder, demos, tmp_path / "run", *argv, program="spin")
-    lines = (tmp_path / "run" / "iterations" / "answers-1.jsonl").read_text().splitlines()[1:]
+    lines = (tmp_path / "run" / "iterations" / "answers-1.jsonl").read_text().splitlines()
     answers = [json.loads(line)["ids"] for line in lines]
     assert len(answers) == 8 and sum(a[-1] in ends for a in answers) > 4
     assert not any(i in ends for a in answers for i in a[:-1])

@@ -44,7 +44,7 @@ def llama(tiny, tmp_path_factory):
 
 
 def adapters_of(out) -> dict:
-    *_, last = checkpoints_by_step(out / "checkpoints").values()
+    *_, last = checkpoints_by_step(out).values()
     return checkpoint_tensors(last, "weights")
 
 
@@ -225,7 +225,7 @@ def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
     assert losses[-1] != losses[0]
     killed("runs.logger.Logger.step", 4, lambda: train(tiny, ratings, out, *argv))
     assert_same(train(tiny, ratings, out, "--resume=auto", *argv), whole)
-    last = list(checkpoints_by_step(out / "checkpoints").values())[-1]
+    last = list(checkpoints_by_step(out).values())[-1]
     states = checkpoint_tensors(last, "optimizer")
     assert states["transformer.wte.weight|state1"].dtype == torch.uint8
     assert np.prod(states["transformer.wte.weight|state1"].shape) == 512 * 32
