@@ -14,7 +14,6 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 from transformers import AutoTokenizer
 
 from records.forms import Record, as_turns, short_json
@@ -22,11 +21,7 @@ from runs.console import BadInput, parse_file, user_error
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 BATCH = 4096  # records that are encoded at once: an encoding holds much more than its ids
-# What a template finds as strftime_now where data.date is not given: nothing, for which some templates
-# have a fixed day; the others fail with this reason.
-NO_DATE = jinja2.Undefined(
-    "it asks for today's date, and two days would give two runs: give data.date"
-)
+NO_DATE = "it asks for today's date, and two days would give two runs: give data.date"
 
 
 class Texts(NamedTuple):
@@ -58,7 +53,7 @@ class Tokenizer:
             self.hf.chat_template = parse_file("data.chat_template", Path(chat_template))
         self.template = self.hf.chat_template
         with user_error("data.date", date):
-            self.strftime_now = Date.fromisoformat(date).strftime if date else NO_DATE
+            self.define_date = _define_date(date)
         self.bos, own_stop = self.hf.bos_token_id, self.hf.eos_token_id
         stops = [i for i in (own_stop, *model_stops(folder)) if i is not None]
         if not stops:
@@ -93,7 +88,7 @@ class Tokenizer:
                 self.hf.apply_chat_template,
                 tools=record.tools,
                 tokenize=False,
-                strftime_now=self.strftime_now,
+                chat_template=self.define_date + self.hf.get_chat_template(tools=record.tools),
                 **record.template_kwargs,
             )
             prompt = write(turns, add_generation_prompt=True)
@@ -103,7 +98,8 @@ class Tokenizer:
         except BadInput:
             raise
         except Exception as e:  # a template is a program: it may raise anything
-            raise BadInput(f"chat template: {e}".partition("\n")[0]) from None
+            reason = NO_DATE if "'no_date'" in str(e) else e
+            raise BadInput(f"chat template: {reason}".partition("\n")[0]) from None
         for name in names:
             if name not in "".join((prompt, *completions)):
                 raise BadInput(
@@ -156,6 +152,18 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these ids, special tokens left out."""
         return self.hf.decode(list(map(int, ids)), skip_special_tokens=True)
+
+
+def _define_date(date: str | None) -> str:
+    """What stands before a template, so that its strftime_now is of this day. Without a date there is
+    none: some templates have a fixed day for this case, in the others it is an error. Written in the
+    template's language, since transformers 5.23 lets no function of ours into its sandbox."""
+    if date is None:
+        return "{% set strftime_now = no_date %}\n"
+    day = Date.fromisoformat(date)
+    codes = "%-d %-m %d %m %b %B %a %A %y %Y %j %H %M %S".split()
+    filled = "".join(f"|replace('{code}', '{day.strftime(code)}')" for code in codes)
+    return "{% macro strftime_now(form) %}{{ form" + filled + " }}{% endmacro %}\n"
 
 
 def _completion_text(write, prompt: str, turns: list[dict], answer: dict) -> str:
