@@ -10,7 +10,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,7 +53,8 @@ class Example(NamedTuple):
 def load_examples(
     source: str, tokenizer: Tokenizer, kind: Kind, data: Data
 ) -> tuple[list[Example], Counter]:
-    """All examples of one or more sources, such as data.train names; and counts of what was cut, ...
+    """All examples of one or more sources (`a.jsonl,more/*.csv`), such as data.train names; and counts of
+    what was cut, dropped, ...
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
     each distinct prompt is one example without completions. `data`: the settings, with
@@ -62,17 +62,10 @@ def load_examples(
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
-    counts, parts, sources = Counter(), [], split_sources(source)
-    for files, _ in sources:
-        parts.append([])
-        for file in files:
-            parts[-1] += load_file(file, tokenizer, kind, data, counts)
-    if sources[0][1]:  # shares of a mix, which is as long as it can be without repeating an example
-        size = min(len(part) / share for part, (_, share) in zip(parts, sources))
-        for i, (_, share) in enumerate(sources):
-            n, part = round(share * size), parts[i]
-            parts[i] = [part[k * len(part) // n] for k in range(n)]  # evenly over the source
-    examples = sum(parts, [])
+    counts, examples = Counter(), []
+    for name in map(str.strip, source.split(",")):
+        for file in sorted(glob.glob(str(find_path(name)))) or [name]:
+            examples += load_file(file, tokenizer, kind, data, counts)
     if kind == "prompts":
         first = {}
         for example in examples:
@@ -83,11 +76,13 @@ def load_examples(
 
 def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: Counter) -> list:
     """The examples of one file; adds to the counts. Raises BadInput."""
-    columns, labels = column_names(data), label_values(data)
-    records, texts, examples, faults = [], [], [], []
+    columns = ALIASES | names_given("data.columns", data.columns)
+    labels = names_given("data.labels", data.labels)
+    records, texts, examples, faults = {}, [], [], []
     # 1. understand: what a line of the file holds becomes a Record
     for place, raw in read_records(file):
-        with collect(faults, f"{file}:{place}"):
+        where = f"{file}:{place}"
+        with collect(faults, where):
             if isinstance(raw, bytes):
                 raw = json.loads(raw, object_pairs_hook=unique_keys)
             try:
@@ -95,23 +90,22 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
             except Dropped:
                 counts["dropped by data.labels"] += 1
                 continue
-            records.append((f"{file}:{place}", record))
+            records[where] = record
             counts.update(f"with {name}, which nothing reads" for name in record.ignored)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it.
-    needs_template = any(record.has_messages or record.instruct for _, record in records)
-    by_template = bool(tokenizer.template) and needs_template
+    by_template = any(
+        record.has_messages or record.instruct and tokenizer.template for record in records.values()
+    )
     counts["by the chat template" if by_template else "plain"] += len(records)
-    for where, record in records:
+    for where, record in records.items():
         with collect(faults, where):
-            text = tokenizer.render(record, by_template)
-            # half of a surrogate pair is no text
-            "".join([text.prompt, *text.completions]).encode()
-            texts.append(text)
+            texts.append(tokenizer.render(record, by_template))
     if faults or not records:
         raise BadInput("\n".join(faults) or f"{file}: no records")
     # 3. encode: texts become token ids, with BOS and EOS
-    for (where, record), (prompt, completions) in zip(records, tokenizer.encode_all(texts)):
+    encoded = zip(records.items(), tokenizer.encode_all(texts))
+    for (where, record), (prompt, completions) in encoded:
         if not prompt or not all(completions):
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
         # 4. cut a prompt's beginning, where a BOS stays if there is room for more, and completions' ends
@@ -120,14 +114,22 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
         del prompt[n_bos : n_bos + too_many]
         counts["prompts cut"] += too_many > 0
         counts["completions cut"] += sum(len(ids) > data.max_completion for ids in completions)
-        completions = [np.array(ids[: data.max_completion], np.int32) for ids in completions]
-        both = np.array(prompt, np.int32), tuple(completions)
-        more = where, record.weight, record.extra
-        if kind == "rated" and record.label is None:  # the two ratings of a pair share its prompt
-            for y, label, reward in zip(completions, (True, False), record.rewards):
-                examples.append(Example(both[0], (y,), label, (reward, None), *more))
-        else:
-            examples.append(Example(*both, record.label is not False, record.rewards, *more))
+        completions = tuple(np.array(ids[: data.max_completion], np.int32) for ids in completions)
+        example = Example(
+            np.array(prompt, np.int32),
+            completions,
+            record.label is not False,
+            record.rewards,
+            where,
+            record.weight,
+            record.extra,
+        )
+        if kind != "rated" or record.label is not None:
+            examples.append(example)
+            continue
+        for y, label, reward in zip(completions, (True, False), record.rewards):
+            # the two ratings of a pair share its prompt
+            examples.append(example._replace(completions=(y,), label=label, rewards=(reward, None)))
     return examples
 
 
@@ -143,49 +145,23 @@ def collect(faults: list[str], where: str):
             raise BadInput("\n".join(faults)) from None
 
 
-def column_names(data: Data) -> dict[str, str]:
-    """A record's name of a field -> ours: ALIASES, and data.columns (`prompt=question`)."""
-    return ALIASES | {theirs: ours for ours, theirs in name_pairs("data.columns", data.columns)}
-
-
-def label_values(data: Data) -> dict[str, bool]:
-    """data.labels as {a label's text: desirable}: `up=4|5,down=1` becomes {"4": True, "5": True,
-    "1": False}. Raises BadInput."""
-    pairs, sides = name_pairs("data.labels", data.labels), {"up": True, "down": False}
-    with user_error("data.labels", data.labels, (ValueError, KeyError)):
-        return unique_keys((x, sides[side]) for side, xs in pairs for x in xs.split("|"))
-
-
-def name_pairs(setting: str, text: str | None) -> list[tuple[str, str]]:
-    """`a=b,c=d` as [("a", "b"), ("c", "d")]. Raises BadInput."""
-    pairs = re.findall("([^=,]+)=([^=,]+)", text or "")
-    if ",".join(map("=".join, pairs)) != (text or ""):
-        raise BadInput(f"{setting}: expected name=name, separated by commas; got {text}")
-    return pairs
+def names_given(setting: str, text: str | None) -> dict[str, str]:
+    """The records' names -> ours: `up=4|5,down=1` gives {"4": "up", "5": "up", "1": "down"}. Raises
+    BadInput."""
+    with user_error(setting, f"{text}: expected name=name, separated by commas"):
+        pairs = [pair.split("=") for pair in text.split(",")] if text else []
+        return unique_keys((x, ours) for ours, theirs in pairs for x in theirs.split("|"))
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def split_sources(sources: str) -> list[tuple[list[str], float]]:
-    """`a.jsonl:0.7,more/*.csv:0.3` -> [(["a.jsonl"], 0.7), (["more/b.csv", "more/c.csv"], 0.3)].
-    Either all sources have a share of the mix or none has (0). Raises BadInput."""
-    parts = []
-    for source in sources.split(","):
-        name, share = re.fullmatch(r"\s*(.*?)(?::(\d*\.?\d+))?\s*", source).groups()
-        files = sorted(glob.glob(str(find_path(name)))) or [name]
-        parts.append((files, float(share or 0)))
-    if len({share > 0 for _, share in parts}) > 1:
-        raise BadInput(f"{sources}: give every source a share of the mix above 0, or none")
-    return parts
-
-
 def absolute_sources(sources: str) -> str:
     """The same sources with absolute paths of files, folders and patterns, but ids of the Hub as they
     are: settings.yaml then means the same from any folder."""
-    parts = re.split(r"\s*,\s*", sources)
+    parts = [part.strip() for part in sources.split(",")]
     for i, part in enumerate(parts):
-        if find_path(part.partition(":")[0]).exists() or glob.has_magic(part):
+        if glob.glob(str(find_path(part.partition(":")[0]))):
             parts[i] = os.path.abspath(find_path(part))
     return ",".join(parts)
 
@@ -203,20 +179,19 @@ def read_records(source: str) -> Iterator[tuple[int, object]]:
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         elif path.suffix == ".json":
             yield from enumerate(json.loads(path.read_bytes(), object_pairs_hook=unique_keys), 1)
-        elif path.suffix in (".csv", ".tsv"):
+        elif path.suffix == ".csv":
             # Python's csv, not one that guesses types: that makes 1 of 01 and nothing of NA
             csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
             with open(path, encoding="utf-8-sig", newline="") as file:
-                delimiter = "\t" if path.suffix == ".tsv" else ","
-                rows = csv.DictReader(file, strict=True, delimiter=delimiter)
+                rows = csv.reader(file, strict=True)
                 try:
-                    unique_keys((name, "") for name in rows.fieldnames or ())
-                    for row in rows:
-                        if None in row or None in row.values():
+                    names = next(rows, [])
+                    for cells in filter(None, rows):  # a blank line has no cells
+                        if len(cells) != len(names):
                             raise ValueError("not as many cells as columns")
-                        yield rows.line_num, row
+                        yield rows.line_num, unique_keys(zip(names, cells))
                 except (csv.Error, ValueError) as e:
-                    raise BadInput(f"{source}:{rows.reader.line_num}: {e}") from None
+                    raise BadInput(f"{source}:{rows.line_num}: {e}") from None
         else:
             yield from enumerate(table(source, path), 1)
 
@@ -227,15 +202,13 @@ def table(source: str, path: Path):
     import datasets  # slow to import
 
     name, *rest = source.split(":")
-    split = rest[-1] if rest else "train"
-    nothing = (
-        "no file of a known form, no folder of save_to_disk and not fetched from huggingface.co"
-    )
+    *config, split = rest or ["train"]
+    nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
     with user_error(f"{source}: {nothing}", name, Exception):  # the package raises a dozen kinds
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
         if not find_path(name).is_dir():
-            return datasets.load_dataset(name, *rest[:-1], split=split)
+            return datasets.load_dataset(name, *config, split=split)
         rows = datasets.load_from_disk(find_path(name))
         return rows[split] if isinstance(rows, dict) else rows
 
@@ -248,17 +221,18 @@ def load_splits(
 ) -> dict[str, list[Example]]:
     """{"train", "val", "test": examples}, each described by say(table). A part that the settings do
     not name is empty. `data` as in load_examples. Raises BadInput."""
-    parts, counts = dict.fromkeys(("train", "val", "test"), []), {}
-    for name in parts:
-        if source := getattr(data, name):
-            parts[name], counts[name] = load_examples(source, tokenizer, kind, data)
+    parts, counts = {}, {}
+    for name in ("train", "val", "test"):
+        source = getattr(data, name)
+        loaded = load_examples(source, tokenizer, kind, data) if source else ([], {})
+        parts[name], counts[name] = loaded
     if data.split:
         if data.val or data.test:
             raise BadInput("data.split: it cuts data.train; give it, or data.val and data.test")
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     for name, examples in parts.items():
         if examples:
-            say(describe(name, examples, counts.get(name, {})))
+            say(describe(name, examples, counts[name]))
     return parts
 
 
@@ -269,10 +243,10 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
     other prompts, and ratings of one prompt stay together. Raises BadInput.
     """
     with user_error("data.split", parts):
-        sizes = [float(part) for part in parts.split(",")]
+        sizes = np.array(parts.split(","), float)
     if len(sizes) not in (2, 3) or not sizes[0] > 0 <= min(sizes):
         raise BadInput(f"data.split: expected two or three parts like 980,10,10; got {parts}")
-    upper_edges, split = np.cumsum(sizes) / sum(sizes), ([], [], [])
+    upper_edges, split = sizes.cumsum() / sizes.sum(), ([], [], [])
     for example in examples:
         digest = hashlib.sha256(example.prompt.tobytes()).digest()
         position = int.from_bytes(digest[:8], "big") / 2**64  # in [0, 1)
@@ -282,21 +256,21 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
 
 def describe(name: str, examples: list[Example], counts: dict[str, int]) -> str:
     """A table, as text, of what is about to be learned from, for a person to check before it starts."""
-    keys = [example.keys for example in examples]
+    keys = [e.keys for e in examples]
     head = f"{name}: {len(keys):,} examples of {len({prompt for prompt, *_ in keys}):,} prompts"
     if any(classes := count_labels(examples)):
         head += ", {:,} desirable, {:,} undesirable".format(*classes)
     lines = [head]
-    for what, texts in {
-        "prompt": [example.prompt for example in examples],
-        "completion": [ids for example in examples for ids in example.completions],
+    for what, lengths in {
+        "prompt": [len(e.prompt) for e in examples],
+        "completion": [len(ids) for e in examples for ids in e.completions],
     }.items():
-        if texts:
-            numbers = np.percentile(list(map(len, texts)), [50, 95, 100]).astype(int)
+        if lengths:
+            numbers = np.percentile(lengths, [50, 95, 100]).astype(int)
             lines.append("  {} tokens: median {}, 95% below {}, longest {}".format(what, *numbers))
     # duplicates repeat prompt, completions and label; contradictions repeat all but the label
     distinct = len(set(keys))
-    with_label = len({(key, example.label) for key, example in zip(keys, examples)})
+    with_label = len({(key, e.label) for key, e in zip(keys, examples)})
     found = {"duplicates": len(keys) - with_label, "contradictions": with_label - distinct} | counts
     lines.append("  " + ", ".join(f"{count:,} {what}" for what, count in found.items()))
     return "\n".join(lines)
@@ -304,8 +278,8 @@ def describe(name: str, examples: list[Example], counts: dict[str, int]) -> str:
 
 def count_labels(examples: list[Example]) -> tuple[int, int]:
     """How many ratings are desirable and undesirable. (0, 0) of anything but ratings."""
-    labels = Counter(example.label for example in examples if len(example.completions) == 1)
-    return labels[True], labels[False]
+    labels = [e.label for e in examples if len(e.completions) == 1]
+    return sum(labels), len(labels) - sum(labels)
 
 
 def suggest_class_weights(examples: list[Example]) -> str | None:
@@ -331,7 +305,10 @@ def examples_hash(parts: dict[str, list[Example]]) -> str:
     h = hashlib.sha256()
     for name, examples in parts.items():
         for e in examples:
-            h.update(repr((name, e.keys, e._replace(where="")[2:])).encode())
+            # the lengths say where a text ends
+            rest = name, *map(len, e.keys), e.label, e.rewards, e.weight, e.extra
+            h.update(repr(rest).encode())
+            h.update(b"".join(e.keys))
     return h.hexdigest()
 
 

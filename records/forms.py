@@ -6,7 +6,6 @@ form is refused with `field: reason` (the caller adds the file and the line); a 
 """
 
 import json
-import math
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal, NamedTuple
@@ -23,25 +22,23 @@ Turns = str | list[dict]  # a text, or messages: {"role", "content"}
 
 # Names that others give to our fields.
 ALIASES = {
-    **dict.fromkeys(("preference", "kto_tag"), "label"),
-    **dict.fromkeys(("response", "output"), "completion"),
+    "preference": "label",
+    "kto_tag": "label",
+    "response": "completion",
+    "output": "completion",
     "chosen_response": "chosen",
     "rejected_response": "rejected",
     "question": "instruction",
     "conversations": "messages",
 }
-PROMPTS = (
-    "prompt",
-    "instruction",
-    "input",
-)  # the first of these that a record has is what is asked
+# The first of these that a record has is what is asked.
+PROMPTS = ("prompt", "instruction", "input")
 # Of a label only what can mean nothing else; a csv file has texts alone.
-LABELS = dict.fromkeys(("True", "true", "TRUE", "1", "1.0", "chosen", "desirable"), True)
-LABELS |= dict.fromkeys(("False", "false", "FALSE", "0", "0.0", "rejected", "undesirable"), False)
-# The roles that chat templates know, and other names for them.
-ROLES = {x: x for x in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
-ROLES |= {"human": "user", "observation": "tool"}
-ROLES |= dict.fromkeys(("gpt", "bot", "model"), "assistant")
+LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
+LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
+# The roles that chat templates know, and ShareGPT's names for them.
+ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
+ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 class Record(NamedTuple):
@@ -57,9 +54,8 @@ class Record(NamedTuple):
     template_kwargs: dict = {}  # for the chat template
     extra: dict[str, str | float] = {}  # the fields that data.extra names
     ignored: tuple[str, ...] = ()  # names of fields that nothing reads
-    instruct: bool = (
-        False  # the prompt is an instruction: a turn of the user, if there is a chat template
-    )
+    # the prompt is an instruction: a turn of the user, if there is a chat template
+    instruct: bool = False
 
     @property
     def has_messages(self) -> bool:
@@ -80,18 +76,19 @@ def understand_record(
     """What a record says, whichever of the known forms it has. Raises BadInput, Dropped.
 
     record: what a line of a file holds. extra: fields that every record must also have (data.extra).
-    columns: the record's name of a field -> our name of it (ALIASES and data.columns). labels: the
-    text of a label -> desirable (data.labels).
+    columns: the record's name of a field -> our name of it (ALIASES and data.columns). labels: its
+    text of a label -> our text of it, such as up or down (data.labels).
     """
     if not isinstance(record, dict):
-        raise BadInput(f"record: expected an object, got {short_json(record)}")
+        raise BadInput(f"record: expected an object, got {record!r:.50}")
     # Whoever reads a field takes it out of `fields`: those that are left at the end are ignored.
     # In a table every row has every field; null says that this row has none.
     fields = unique_keys(
         (columns.get(name, name), x) for name, x in record.items() if x is not None
     )
-    extras = {name: _take({**fields}, name) for name in extra}
-    for name, value in extras.items():
+    extras = {}
+    for name in extra:
+        value = _take({**fields}, name)
         extras[name] = value if isinstance(value, str) else _number(value, name)
     instruct = "instruction" in fields and "prompt" not in fields
     system = fields.pop("system", None)
@@ -101,8 +98,8 @@ def understand_record(
     if understood.prompt == []:
         raise BadInput(f"prompt: missing; there is {', '.join(record)} (see data.columns)")
     if system:
-        message = _message({"role": "system", "content": system}, "system")
-        understood = understood._replace(prompt=[message, *as_turns(understood.prompt)])
+        prompt = [{"role": "system", "content": system}, *as_turns(understood.prompt)]
+        understood = understood._replace(prompt=prompt)
     if tools and not understood.has_messages:
         raise BadInput("tools: no messages here that a chat template would write them with")
     return understood._replace(
@@ -119,25 +116,22 @@ def _understand_form(fields: dict, kind: Kind, labels: dict | None) -> Record:
     """Prompt, completions and label, from the form that these fields have."""
     if kind == "prompts":
         prompt = _prompt(fields)
-        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        if prompt and as_turns(prompt)[-1]["role"] == "assistant":
             prompt = prompt[:-1]  # the end of a dialogue is its answer
         fields.clear()  # nothing else is wanted, so nothing is ignored
         return Record(prompt, [])
-    is_pair, is_rated = not fields.keys().isdisjoint(("chosen", "rejected")), "label" in fields
+    is_pair, is_rated = "chosen" in fields or "rejected" in fields, "label" in fields
     if is_pair and is_rated:
         raise BadInput("record: both a rating and a pair: which one is meant?")
     if kind == "paired" or is_pair and kind == "rated":
         record = _answered(fields, "chosen", "rejected")
-        rewards = (fields.pop(name, None) for name in ("chosen_reward", "rejected_reward"))
-        return record._replace(
-            rewards=tuple(x if x is None else _number(x, "reward") for x in rewards)
-        )
+        names = "chosen_reward", "rejected_reward"
+        rewards = tuple(_number(fields.pop(x), x) if x in fields else None for x in names)
+        return record._replace(rewards=rewards)
     label = _label(fields, labels) if is_rated or kind == "rated" else None
     if kind == "demonstrations" and label is False:
         raise BadInput("label: undesirable: this completion is not to be imitated")
-    is_dialogue = "messages" in fields and (
-        kind == "demonstrations" or fields.keys().isdisjoint(PROMPTS)
-    )
+    is_dialogue = "messages" in fields and "completion" not in fields
     return _answered(fields, "messages" if is_dialogue else "completion")._replace(label=label)
 
 
@@ -147,7 +141,6 @@ def _answered(fields: dict, *names: str) -> Record:
     answers = [_text_or_messages(fields, name) for name in names]
     if fields.keys().isdisjoint(PROMPTS) or names == ("messages",):
         prompt = as_turns(answers[0])[:-1]
-        fields.pop("mask", None)  # NeMo-Aligner's name of the role that is not learned from
     else:
         prompt = _prompt(fields)
     prompts, completions = zip(*(_join(prompt, x, name) for x, name in zip(answers, names)))
@@ -167,11 +160,8 @@ def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dic
     before = as_turns(prompt)
     if completion[: len(before)] == before:
         completion = completion[len(before) :]
-    roles = [turn["role"] for turn in completion]
-    if not roles or {roles[0], roles[-1]} != {"assistant"}:
-        raise BadInput(
-            f"{name}: expected one or more messages, the first and the last an assistant's"
-        )
+    if not completion or not completion[0]["role"] == completion[-1]["role"] == "assistant":
+        raise BadInput(f"{name}: expected messages, the first and the last an assistant's")
     *turns, answer = completion
     return [*before, *turns] if turns else prompt, answer
 
@@ -201,9 +191,9 @@ def unique_keys(items: Iterable[tuple[str, object]]) -> dict:
 def _prompt(fields: dict) -> Turns:
     """The prompt; or an instruction, and its input on the next line; or NeMo-Aligner's input; or else a
     dialogue, whose end may be an answer."""
-    names = [name for name in (*PROMPTS, "chosen", "messages") if name in fields] or PROMPTS
-    prompt = _text_or_messages(fields, names[0])
-    if names[:2] == ["instruction", "input"] and (more := _text_or_messages(fields, "input")):
+    name = next((x for x in (*PROMPTS, "chosen", "messages") if x in fields), "prompt")
+    prompt = _text_or_messages(fields, name)
+    if name == "instruction" and (more := fields.pop("input", "")):
         prompt = f"{prompt}\n{more}"
     return prompt
 
@@ -218,11 +208,7 @@ def _text_or_messages(fields: dict, name: str) -> Turns:
     value = _take(fields, name)
     if isinstance(value, str):
         return value
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise BadInput(f"{name}: expected a string or a list of messages, got {short_json(value)}")
-    return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
+    return [_message(x, name) for x in (value if isinstance(value, list) else [value])]
 
 
 def _message(value: object, name: str) -> dict:
@@ -233,42 +219,37 @@ def _message(value: object, name: str) -> dict:
         role = ROLES.get(str(message.get("role")).lower())
         if role and (isinstance(message.get("content"), str) or "tool_calls" in message):
             return {"content": None, **message, "role": role}
-    raise BadInput(
-        f"{name}: expected a message with a known role and a text; got {short_json(value)}"
-    )
+    expected = "a string, or messages with a known role and a text"
+    raise BadInput(f"{name}: expected {expected}; got {value!r:.50}")
 
 
 def _parsed(fields: dict, name: str):
     """An argument of the chat template. In a table it may be a text of JSON, since a column has one
     type for all rows."""
     value = fields.pop(name, None)
-    with user_error(name, value):
-        return json.loads(value) if value and isinstance(value, str) else value
+    if not value or not isinstance(value, str):
+        return value
+    with user_error(name):
+        return json.loads(value)
 
 
 def _label(fields: dict, labels: dict | None) -> bool:
     value = fields.pop("label", None) if labels else _take(fields, "label")
     text = f"{value:g}" if isinstance(value, float) else str(value)  # of a table: 4.0
-    if text in (labels or LABELS):
-        return (labels or LABELS)[text]
     if labels:
-        raise Dropped
+        if text not in labels:
+            raise Dropped
+        text = labels[text]
+    if text in LABELS:
+        return LABELS[text]
     expected = "true, false, 1, 0, chosen, rejected, desirable, undesirable"
-    raise BadInput(f"label: expected {expected}; got {short_json(value)} (see data.labels)")
+    raise BadInput(f"label: expected {expected}; got {value!r:.50} (see data.labels)")
 
 
 def _number(value: object, name: str, lowest: float = -1e30) -> float:
     """A number, or its text as in a csv file. Below 1e30 it is finite in float32, too."""
-    number = math.nan
-    with suppress(TypeError, ValueError, OverflowError):
-        number = math.nan if isinstance(value, bool) else float(value)
-    if not lowest <= number < 1e30:
-        expected = f"a finite number from {lowest:g} on"
-        raise BadInput(f"{name}: expected {expected}, got {short_json(value)}")
-    return number
-
-
-def short_json(value: object) -> str:
-    """A value as JSON for a message, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) < 50 else text[:46] + " ..."
+    with suppress(ValueError):  # by its text: those of True, [1], ... are no numbers
+        if lowest <= (number := float(str(value))) < 1e30:
+            return number
+    expected = f"a finite number from {lowest:g} on"
+    raise BadInput(f"{name}: expected {expected}, got {value!r:.50}")

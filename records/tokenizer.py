@@ -6,7 +6,6 @@ apart. Reading order: what a record goes through, render (messages to text) and 
 ids, with BOS and EOS).
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from datetime import date as Date
 from functools import partial
@@ -16,7 +15,8 @@ from typing import NamedTuple
 
 from transformers import AutoTokenizer
 
-from records.forms import Record, as_turns, short_json
+from hub import read_json
+from records.forms import Record, as_turns
 from runs.console import BadInput, parse_file, user_error
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
@@ -65,15 +65,15 @@ class Tokenizer:
 
     # ---- a record's way: render, encode ----------------------------------------------------------
 
-    def render(self, record: Record, by_template: bool = False) -> Texts:
+    def render(self, record: Record, by_template: bool = True) -> Texts:
         """The texts of a record's prompt and completions. Raises BadInput.
 
-        Texts stay as they are, unless they are to be written `by_template`. As soon as one of them
-        is a message, all go through the chat template: the prompt's text ends where the
-        assistant's turn begins, and a completion is what the template writes from there on.
+        A chat template writes them: the prompt's text ends where the assistant's turn begins, and a
+        completion is what the template writes from there on. A text becomes a turn. Not
+        `by_template`: the texts stay as they are.
         """
-        if not by_template and not record.has_messages:
-            return Texts(record.prompt, record.completions, by_template=False)
+        if not by_template:
+            return Texts(record.prompt, record.completions, by_template)
         if not self.template:
             raise BadInput(
                 "prompt: messages, but there is no chat template: give data.chat_template"
@@ -94,18 +94,16 @@ class Tokenizer:
             prompt = write(turns, add_generation_prompt=True)
             completions = [_completion_text(write, prompt, turns, answer) for answer in answers]
             tools = [call for turn in turns + answers for call in turn.get("tool_calls", [])]
-            names = [tool.get("function", tool)["name"] for tool in tools + (record.tools or [])]
+            for tool in tools + (record.tools or []):
+                name = tool.get("function", tool)["name"]
+                if name not in "".join((prompt, *completions)):
+                    raise BadInput(f"tools: the chat template does not write {name!r} anywhere")
         except BadInput:
             raise
         except Exception as e:  # a template is a program: it may raise anything
-            reason = NO_DATE if "'no_date'" in str(e) else e
+            reason = str(e).replace("'no_date' is undefined", NO_DATE)
             raise BadInput(f"chat template: {reason}".partition("\n")[0]) from None
-        for name in names:
-            if name not in "".join((prompt, *completions)):
-                raise BadInput(
-                    f"tools: the chat template does not write {short_json(name)} anywhere"
-                )
-        return Texts(prompt, completions, by_template=True)
+        return Texts(prompt, completions, by_template)
 
     def encode_all(self, all_texts: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
         """(ids of the prompt, ids of each completion) of each record's texts.
@@ -127,9 +125,7 @@ class Tokenizer:
                 if not texts.by_template:  # what stands in the text already is not doubled
                     if self.adds_bos and prompt[:1] != [self.bos]:
                         prompt = [self.bos, *prompt]
-                    completions = [
-                        x if x[-1:] == [self.eos] else [*x, self.eos] for x in completions
-                    ]
+                    completions = [x + [self.eos] * (x[-1:] != [self.eos]) for x in completions]
                 yield prompt, completions
 
     def _behind(self, prompt: list[int], ids: list[int], completion: str) -> list[int]:
@@ -138,12 +134,10 @@ class Tokenizer:
         Where one token has characters of both, the prompt keeps its own ids, and the completion is
         encoded behind a mark, so that it gets no space.
         """
-        if not self.adds_space:
-            return ids
-        if ids[: len(prompt)] == prompt:
-            return ids[len(prompt) :]
-        mark, marked = self.encode([MARK, MARK + completion])
-        return marked[len(mark) :]
+        before = prompt if self.adds_space else []
+        if ids[: len(before)] != before:
+            before, ids = self.encode([MARK, MARK + completion])
+        return ids[len(before) :]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, with nothing added."""
@@ -181,15 +175,14 @@ def _completion_text(write, prompt: str, turns: list[dict], answer: dict) -> str
     n = len(commonprefix((prompt, dialogue)))
     raise BadInput(
         "chat template: the rendered dialogue does not begin with the rendered prompt: "
-        f"{short_json(dialogue[n:])} in place of {short_json(prompt[n:])}"
+        f"{dialogue[n:]!r:.50} in place of {prompt[n:]!r:.50}"
     )
 
 
 def model_stops(folder: Path) -> list[int]:
     """The ids that end an answer by the model's own config: one, several or none."""
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            ids = parse_file(None, folder / name, json.loads).get("eos_token_id")
-            if ids is not None:
-                return ids if isinstance(ids, list) else [ids]
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        ids = read_json(file).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
     return []

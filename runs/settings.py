@@ -59,9 +59,8 @@ class Data:
     """Which records to learn from, and how they become tokens."""
 
     train: str
-    """Rated or paired records: a .jsonl, .json, .csv, .tsv (also .gz) or .parquet file, a folder of
-    save_to_disk or a Hub id (id, id:split or id:config:split). Several by commas, patterns
-    (more/*.jsonl), shares of a mix: a.jsonl:0.7,b.jsonl:0.3."""
+    """Rated or paired records: a .jsonl, .json, .csv or .parquet file, a folder of save_to_disk or a
+    Hub id (id, id:split or id:config:split). Several by commas or a pattern (more/*.jsonl)."""
     val: str | None = None
     """Records to validate on, in the same forms."""
     test: str | None = None

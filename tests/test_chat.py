@@ -160,7 +160,7 @@ def test_r1s_prompt_opens_the_thinking_and_its_completion_closes_it(real):
     assert behind == THOUGHT.removeprefix("<think>\n") + tokens.EOS_SEEK
     as_sampled = Record([user("Is it?")], [bot(THOUGHT.removeprefix("<think>\n"))], True)
     assert t.render(as_sampled)[1] == [behind]
-    with pytest.raises(BadInput, match='rendered prompt: "No.*" in place of "<think>'):
+    with pytest.raises(BadInput, match="rendered prompt: 'No.*' in place of '<think>"):
         t.render(Record([user("Is it?")], [bot("No.")], True))
 
 

@@ -339,11 +339,11 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
     for given, expected in {
         "a.jsonl": "{}/a.jsonl",
-        "a.jsonl:0.7, ./own/../a.jsonl:.3": "{}/a.jsonl:0.7,{}/a.jsonl:.3",
+        "a.jsonl, ./own/../a.jsonl": "{}/a.jsonl,{}/a.jsonl",
         "*.jsonl": "{}/*.jsonl",
         "own:train": "{}/own:train",
         "org/name:config:train": "org/name:config:train",
-        "org/name:0.5,a.jsonl:0.5": "org/name:0.5,{}/a.jsonl:0.5",
+        "org/name,a.jsonl": "org/name,{}/a.jsonl",
     }.items():
         absolute = expected.replace("{}", str(tmp_path))
         assert absolute_sources(given) == absolute_sources(absolute) == absolute, given

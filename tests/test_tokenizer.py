@@ -125,8 +125,8 @@ def test_tokenizer_model_alone_is_read(tmp_path):
 def test_a_string_beside_a_message_is_a_turn_too_and_two_strings_stay_plain():
     records = Record("p", [bot("c")]), Record([user("p")], ["c"]), DIALOGUE
     a, b, c = map(tokens.chat().render, records)
-    assert a == b == c == tokens.chat().render(Record("p", ["c"]), by_template=True)
-    assert tokens.chat().render(Record("p", ["c"])) == ("p", ["c"], False)
+    assert a == b == c == tokens.chat().render(Record("p", ["c"]))
+    assert tokens.chat().render(Record("p", ["c"]), False) == ("p", ["c"], False)
 
 
 def test_a_chat_completion_ends_as_the_template_ends_the_turn():
