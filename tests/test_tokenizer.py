@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokens
 from tokens import CHATML, EOS, bot, folder, ids_of, user
 
@@ -98,7 +99,6 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
 
 def test_tokenizer_model_alone_is_read(tmp_path):
     """A folder of Llama's kind, whose special tokens the text of a template may hold."""
-    sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.SentencePieceTrainer.train(
         input=str(tokens.CHAT.parent / "README.md"),
         model_prefix=str(tmp_path / "tokenizer"),
