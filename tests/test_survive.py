@@ -278,4 +278,4 @@ def test_a_full_disk_at_a_row_is_one_line(argv_of, tmp_path):
 
     first = lambda: at_call("runs.logger.Csv.row", 3, full)  # noqa: E731
     code, _, stderr = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first).ended()
-    assert (code, stderr) == (1, "error: output: No space left on device\n")
+    assert (code, stderr) == (1, "error: [Errno 28] No space left on device\n")
