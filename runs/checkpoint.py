@@ -248,9 +248,9 @@ class RunFolder:
         checkpoint."""
         saved, new = flatten(read_settings(self.checkpoint)), flatten(cfg)
         fixed, cut = changed_settings(saved, new)
-        faults = [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
         other = [name for name in hashes if hashes[name] != self.state.hashes.get(name)]
-        faults += [f"{name}: not what this run began with" for name in other]
+        faults = [f"{name}: not what this run began with" for name in other]
+        faults += [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
         file = self.checkpoint.parent.parent / "settings.yaml"
         advice = f"; a resume uses the run's own settings (--config {file})"
         refuse_unless(not faults, "\n".join(faults) + advice)
