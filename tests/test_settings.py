@@ -189,9 +189,7 @@ def test_every_setting_refuses_a_value_of_another_type_by_its_name(config):
 def test_null_is_refused_where_it_means_nothing(config):
     for name in "batch_size project".split():
         assert refused("--config", config({name: None})).startswith(f"{name}: expected ")
-    assert refused("--config", config({"data": {"train": None}})).startswith(
-        'Key "data.train" is required'
-    )
+    assert 'Key "data.train" is required' in refused("--config", config({"data": {"train": None}}))
     assert parse("--config", config({"val_interval": None})).val_interval is None
 
 
