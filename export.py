@@ -2,7 +2,7 @@
 
     python export.py out/run/checkpoints/step-00000100 --out FOLDER
 
-A PEFT folder is merged with its base in the same way. The folder is whole or not there.
+The folder is whole or not there.
 """
 
 import argparse
@@ -11,10 +11,11 @@ from pathlib import Path
 
 from lightning.fabric import Fabric
 
+from hub import find_model
+from run import export_checkpoint
 from runs.checkpoint import publish_folder
 from runs.console import run_cli
 from runs.settings import refuse_unless
-from setup import export_checkpoint
 
 
 def main(argv=None) -> None:
@@ -23,8 +24,11 @@ def main(argv=None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="where to write")
     args = parser.parse_args(argv)
     refuse_unless(not args.out.exists(), f"out: {args.out}: is there already")
+    source = find_model(str(args.checkpoint), "export")
+    is_ours = (source.folder / "state.json").exists()
+    refuse_unless(is_ours, f"export: {args.checkpoint}: not a checkpoint of a run")
     fabric = Fabric(accelerator="cpu", devices=1)
-    publish_folder(fabric, partial(export_checkpoint, args.checkpoint), args.out)
+    publish_folder(fabric, partial(export_checkpoint, source), args.out)
     print(f"exported to {args.out}")
 
 

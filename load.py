@@ -5,12 +5,14 @@ its weights, or the same instance goes on with our attention. Either must give t
 else it is refused."""
 
 import copy
+import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from attention import KVCache, PromptCache
 from hub import Source, find_model, read_config, read_whole, their_errors
@@ -18,7 +20,7 @@ from lora import add_adapters, fold_adapters, fold_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from packing import pack
 from reference import freeze
-from runs.checkpoint import read_checkpoint_weights, read_settings
+from runs.checkpoint import read_settings, read_state, read_tensors
 from runs.devices import set_weights
 from runs.settings import Lora
 
@@ -57,11 +59,24 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     if lora.rank:
         add_adapters(gpt, lora)
     with their_errors(folder):
-        unknown = gpt.load_state_dict(read_checkpoint_weights(folder), strict=False).unexpected_keys
+        unknown = gpt.load_state_dict(_checkpoint_weights(folder), strict=False).unexpected_keys
         if unknown:
             raise ValueError(f"{unknown[0]}: not of this model")
     fold_adapters(gpt)
     return gpt.requires_grad_(True)
+
+
+def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, whole, by the policy's names: the trained ones, and with LoRA a base into
+    which adapters were merged. Without those of the objective's module."""
+    has_moved = read_state(folder).reference_has_moved and read_settings(folder)["lora"]["rank"]
+    kinds = ("weights", "reference") if has_moved else ("weights",)
+
+    def place(kind, name, size, dtype):
+        if kind in kinds and not name.startswith("objective_module."):
+            return torch.empty(size, dtype=dtype)
+
+    return {key.partition("|")[2]: x for key, x in read_tensors(folder, place).items()}
 
 
 def _read(source: Source, dtype: torch.dtype) -> Packed:
@@ -141,7 +156,7 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
     check("token by token", logp_BL, expected_BKL[:, 0, :2])
 
 
-# ---- sharding -----------------------------------------------------------------
+# ---- sharding ------------------------------------------------------------------------------------
 
 
 def shard_over_ranks(
@@ -178,4 +193,36 @@ def shard_over_ranks(
         freeze(shell, precision)
     module = fabric.setup_module(shell)
     set_weights(module, whole.unique_parameters() if first else None)
+    return module
+
+
+def shard_module(module, mesh, bf16: bool):
+    """Shard a model on the meta device with FSDP2: each block, an untied embedding and head by
+    themselves, then what is left. `bf16`: linear layers are gathered in bfloat16, as autocast would
+    cast them; norms, embedding and adapters stay float32."""
+    # FSDP2 warns of views that a hook might change in place; no hook of ours does
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    mesh = mesh["data_parallel"]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    of_linears = {"mp_policy": policy} if bf16 else {}
+    for block in module.blocks:
+        if bf16:
+            linears = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
+            fully_shard(linears, mesh=mesh, **of_linears)
+        fully_shard(block, mesh=mesh)
+    if not module.tied and module.plain_head:
+        fully_shard(module.embedding, mesh=mesh)
+        fully_shard(module.lm_head, mesh=mesh, **of_linears)
+        register_fsdp_forward_method(module.lm_head, "logp")
+    # By default a root stays gathered for its backward; a frozen model has no backward.
+    is_frozen = not any(p.requires_grad for p in module.parameters())
+    fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
+    tied = module.tied
+    buffers = {name: x.to(mesh.device_type) for name, x in module.named_buffers()}  # cos and sin
+    module.to_empty(device=mesh.device_type)
+    for name, x in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, x)
+    if tied:
+        module.tie()
     return module

@@ -22,10 +22,10 @@ from generate import completion_text
 from kto import KTO, KTOSettings
 from records.examples import Example
 from rollout import NO_BF16_MERGING, iterations, policy_answers, rated_examples
+from run import Run, setup
 from runs.console import BadInput, run_cli, say
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
-from setup import Run, setup
 from train import Trainer
 
 

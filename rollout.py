@@ -167,7 +167,8 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
         write_whole(file, "\n".join([*lines, ""]))
         return lines
 
-    lines = on_rank_0(run.fabric, work)
+    lines, state = on_rank_0(run.fabric, lambda: (work(), run.objective.state_dict()))
+    vars(run.objective).update(state)  # rate may have changed it, on rank 0
     return [_rated_example(json.loads(line), e) for line, e in zip(lines, prompts)]
 
 

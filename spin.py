@@ -21,10 +21,10 @@ from evaluate import format_table
 from generate import completion_text
 from records.examples import Example
 from rollout import NO_BF16_MERGING, iterations, policy_answers, read_answers
+from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import Plan, iteration_plans
 from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
-from setup import Run, setup
 from train import Trainer, mean
 
 

@@ -1,7 +1,7 @@
 """Objective, what an algorithm is; and Trainer, THE loop.
 
 An algorithm is a subclass of Objective, in a file of its own: a loss, and what it logs. A Trainer
-runs the loop over a Run (setup.py), which owns all that lives during a run. Reading order:
+runs the loop over a Run (run.py), which owns all that lives during a run. Reading order:
 Objective, Trainer.fit, forward_backward, no_gradient_pass (z), evaluate.
 
 How a step is split into micro-batches, devices and shards changes memory and speed, never the loss,
@@ -38,12 +38,13 @@ from data import (
 )
 from records.examples import Example
 from reference import CachedReference
+from run import Run, saved_state
+from runs.checkpoint import checkpoint_folder
 from runs.console import Failed, Interrupted, advance, progress, say
 from runs.devices import all_reduce
 from runs.logger import write_json
 from runs.optimizer import Plan, clip_gradient, is_due, is_end, lr_at, make_plan, steps_of
 from runs.settings import refuse_unless
-from setup import Run, export_models, load_best_weights, saved_state
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
 OWN_ANSWERS = 64  # that own_kl scores at least: all would take as long as sampling them
@@ -599,25 +600,28 @@ class Trainer:
         run.reference.release()
 
     def finish(self) -> None:
-        """Export the models, compare answers with those before, score the test split."""
-        run = self.run
-        export_models(run)
-        run.evaluator.compare(run.state.step)
-        say(f"\nexported to {run.folder.path / 'final'}")
-        self.score_test()
-
-    def score_test(self) -> None:
-        """Score the test split with the policy as it is, and with the best weights."""
-        run, test = self.run, self.held_out("test")
-        if not test or not test[0].completions:
-            return
-        scores = {"final": self.score(test, "the test split")}
-        if load_best_weights(run):
-            scores["best"] = self.score(test, "the test split")
-        for name, row in scores.items():
-            cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
-            say(f"test, {name} weights: {', '.join(cells)}")
-        if run.fabric.global_rank == 0:
+        """Of the last weights, and then of the best ones: export them and score the test split. Answers of
+        the last ones are compared with those before the run."""
+        run, test, scores = self.run, self.held_out("test"), {}
+        last = run.state.step
+        if run.saved_step < last:  # a branch that has no step left
+            run.save()
+        for name, step in (("final", last), ("best", run.state.best_step)):
+            if step is None:
+                continue
+            if step != last:
+                run.load(checkpoint_folder(run.folder.path, step))
+            run.export(name, step)
+            if name == "final":
+                if run.cfg.lora.rank:
+                    run.export_adapters()
+                run.evaluator.compare(step)
+                say(f"\nexported to {run.folder.path / name}")
+            if test and test[0].completions and (name == "final" or step != last):
+                row = scores[name] = self.score(test, "the test split")
+                cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
+                say(f"test, {name} weights: {', '.join(cells)}")
+        if scores and run.fabric.global_rank == 0:
             write_json(run.folder.path / "eval" / "test.json", scores)
 
 

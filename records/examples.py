@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from hub import context_of, find_model, read_config
 from records.forms import ALIASES, Dropped, Kind, understand_record, unique_keys
 from records.tokenizer import Tokenizer
 from runs.console import BadInput, user_error
-from runs.settings import Data, find_path, parse_command, with_limits
+from runs.settings import Data, find_path, parse_command, refuse_unless
 
 MOST_FAULTS = 20  # bad records that are reported before reading stops
 
@@ -58,7 +58,7 @@ def load_examples(
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
     each distinct prompt is one example without completions. `data`: the settings, with
-    max_prompt and max_completion filled in (settings.with_limits).
+    max_prompt and max_completion filled in (with_limits).
 
     Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
     """
@@ -214,6 +214,22 @@ def table(source: str, path: Path):
 
 
 # ---- the parts of the data -----------------------------------------------------------------------
+
+
+def with_limits(data: Data, context: int) -> Data:
+    """Fill in max_prompt and max_completion so that both together fit into a model's context (in
+    tokens). Raises BadInput where the given ones do not."""
+    max_prompt, max_completion = data.max_prompt, data.max_completion
+    if max_prompt is None:
+        max_prompt = max(1, min(1024, context // 2, context - (max_completion or 1)))
+    if max_completion is None:
+        max_completion = min(1024, context - max_prompt)
+    refuse_unless(
+        max_completion >= 1 and max_prompt + max_completion <= context,
+        f"data.max_prompt {max_prompt} + data.max_completion {max(1, max_completion)} exceed the "
+        f"context of {context}",
+    )
+    return replace(data, max_prompt=max_prompt, max_completion=max_completion)
 
 
 def load_splits(

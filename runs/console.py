@@ -1,11 +1,8 @@
 """What a program says: lines on rank 0, progress, and errors that are one line with an exit code."""
 
 import contextlib
-import errno
-import json
 import os
 import sys
-import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -59,15 +56,10 @@ class Lines:
 
     def write(self, text: str) -> None:
         if text := text.strip():
-            say(fit_80_columns(text))
+            say(text)
 
     def flush(self) -> None:
         pass
-
-
-def fit_80_columns(line: str) -> str:
-    """The line, or as few lines as it needs."""
-    return textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False)
 
 
 @contextlib.contextmanager
@@ -123,14 +115,6 @@ def parse_file(setting: str | None, path, parse=str):
         return parse(Path(path).read_text(encoding="utf-8"))
 
 
-def parse_json(file) -> dict:
-    """The object in a JSON file. Raises BadInput."""
-    value = parse_file(None, file, json.loads)
-    if not isinstance(value, dict):
-        raise BadInput(f"{file}: expected an object, got {value}")
-    return value
-
-
 def run_cli(main) -> None:
     """Run main() as a program. A known error is one line, and an error on one rank ends all ranks."""
     try:
@@ -139,15 +123,11 @@ def run_cli(main) -> None:
         raise
     except BaseException as e:
         code = 2 if isinstance(e, BadInput) else 130 if isinstance(e, KeyboardInterrupt) else 1
-        is_disk = isinstance(e, OSError) and (e.filename or e.errno == errno.ENOSPC)
-        who = f"rank {rank()}: error" if rank() else "error"
-        if is_disk:
-            text = f"{who}: {e.filename or 'output'}: {e.strerror}\n"
-        elif isinstance(e, BadInput | Failed | KeyboardInterrupt):
+        text = traceback.format_exc()
+        if isinstance(e, BadInput | Failed | KeyboardInterrupt | OSError):
+            who = f"rank {rank()}: error" if rank() else "error"
             lines = str(e) or "stopped by SIGINT"
             text = "".join(f"{who}: {line}\n" for line in lines.split("\n"))
-        else:
-            text = traceback.format_exc()
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()

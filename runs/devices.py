@@ -5,27 +5,19 @@ All of this is Fabric's and torch's; this file chooses among it, and works aroun
 
 import contextlib
 import ctypes
-import functools
 import gc
-import inspect
 import logging
 import math
 import os
 import signal
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runs.console import BadInput, Failed, Interrupted, launched, rank, say
@@ -83,51 +75,6 @@ def multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def shard_module(module, mesh, bf16: bool):
-    """Shard a model on the meta device with FSDP2: each block, an untied embedding and head by
-    themselves, then what is left. `bf16`: linear layers are gathered in bfloat16, as autocast would
-    cast them; norms, embedding and adapters stay float32."""
-    # FSDP2 warns of views that a hook might change in place; no hook of ours does
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    mesh = mesh["data_parallel"]
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    of_linears = {"mp_policy": policy} if bf16 else {}
-    for block in module.blocks:
-        if bf16:
-            linears = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
-            fully_shard(linears, mesh=mesh, **of_linears)
-        fully_shard(block, mesh=mesh)
-    if not module.tied and module.plain_head:
-        fully_shard(module.embedding, mesh=mesh)
-        fully_shard(module.lm_head, mesh=mesh, **of_linears)
-        register_fsdp_forward_method(module.lm_head, "logp")
-    # By default a root stays gathered for its backward; a frozen model has no backward.
-    is_frozen = not any(p.requires_grad for p in module.parameters())
-    fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
-    tied = module.tied
-    buffers = {name: x.to(mesh.device_type) for name, x in module.named_buffers()}  # cos and sin
-    module.to_empty(device=mesh.device_type)
-    for name, x in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, x)
-    if tied:
-        module.tie()
-    return module
-
-
-def make_strategy(name: str, n_devices: int, bf16: bool):
-    """The Fabric strategy of the setting `strategy`."""
-    if name == "ddp" or (name == "auto" and n_devices > 1):
-        names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-        renamed = "forward_sync_buffers"  # its name since torch 2.13
-        sync = renamed if renamed in names else "broadcast_buffers"
-        return DDPStrategy(**{sync: False})  # our buffers are constant
-    if name == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
-        shard = functools.partial(shard_module, bf16=bf16)
-        return ModelParallelStrategy(shard, data_parallel_size=n_devices, tensor_parallel_size=1)
-    return name
-
-
 def prepare_machine() -> None:
     """What makes torch fast here.
 
@@ -148,8 +95,9 @@ def prepare_machine() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
-def launch(cfg: RunSettings) -> Fabric:
-    """A Fabric with all its processes running and seeded alike. Raises BadInput."""
+def launch(cfg: RunSettings, shard: Callable) -> Fabric:
+    """A Fabric with all its processes running and seeded alike. shard(module, mesh): shards a model for
+    strategy fsdp."""
     prepare_machine()
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -158,23 +106,25 @@ def launch(cfg: RunSettings) -> Fabric:
     torch.set_default_dtype(torch.float64 if cfg.precision == "64-true" else torch.float32)
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
-    n_devices = cfg.devices * cfg.num_nodes
+    n_devices, strategy = cfg.devices * cfg.num_nodes, cfg.strategy
+    if strategy == "ddp" or (strategy == "auto" and n_devices > 1):
+        # our buffers are constant; the option has a new name since torch 2.13
+        is_new = torch.__version__ >= "2.13"
+        strategy = DDPStrategy(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
+    elif strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
+        sizes = dict(data_parallel_size=n_devices, tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(shard, **sizes)
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,
         num_nodes=cfg.num_nodes,
-        strategy=make_strategy(cfg.strategy, n_devices, bf16=cfg.precision == "bf16-mixed"),
+        strategy=strategy,
         # bf16-true: we load the base in bfloat16 ourselves, and adapters stay in float32
         precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
     )
     fabric.launch()
     if fabric.world_size > 1:
         launched.append(fabric)
-    expected = max(n_devices, int(os.environ.get("WORLD_SIZE", n_devices)))
-    refuse_unless(
-        fabric.world_size == expected,
-        f"devices: {fabric.world_size} processes run, but {expected} were expected",
-    )
     torch.manual_seed(cfg.seed)
     return fabric
 
@@ -201,13 +151,13 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def on_rank_0(fabric, work):
-    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or Interrupted is
+    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed, Interrupted or OSError is
     raised on all ranks. A collective: no collective may be in `work`."""
     answer = error = None
     if fabric.global_rank == 0:
         try:
             answer = work()
-        except (BadInput, Failed, Interrupted) as e:
+        except (BadInput, Failed, Interrupted, OSError) as e:
             error = e
     answer, error = fabric.broadcast((answer, error))
     if error:
@@ -234,8 +184,9 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def set_weights(module, weights: Mapping[str, torch.Tensor] | None) -> None:
-    """Copy weights into a module's parameters of the same names; parameters that `weights` lacks stay.
+def set_weights(module, weights: Mapping | None, share: float = 1.0) -> None:
+    """Copy weights into a module's parameters of the same names, or move these by a share towards the
+    weights. Parameters that `weights` lacks stay.
 
     A collective if the module is sharded: rank 0 gives the weights of all parameters, the other ranks may give None.
     """
@@ -243,7 +194,8 @@ def set_weights(module, weights: Mapping[str, torch.Tensor] | None) -> None:
         if weights is None:
             p.copy_(place_like(torch.empty(p.shape, dtype=p.dtype), p))
         elif name in weights:
-            p.copy_(place_like(weights[name].detach().to(p.dtype), p))
+            new = place_like(weights[name].detach().to(p.dtype), p)
+            p.copy_(new if share == 1 else p.lerp(new, share))
 
 
 # ---- when a run ends early -----------------------------------------------------------------------

@@ -15,11 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from tqdm import tqdm
 
 from runs.checkpoint import write_whole
-from runs.console import Lines, fit_80_columns, rank, say, user_error
+from runs.console import Lines, rank, say, user_error
 from runs.optimizer import Plan
 from runs.settings import RunSettings
 
@@ -43,8 +42,8 @@ KL_CLAMPED = "kl 0 (clamped)"  # a bare "kl 0.0000" would look like a bug
 # ---- speed and memory ------------------------------------------------------------------------
 
 
-# Part of a GPU's name -> its dense bf16 FLOP/s by the data sheet. The first name that fits is
-# taken, so "H100 PCIe" stands before "H100". Fabric's own table asks for longer names than drivers report.
+# Part of a GPU's name -> its dense bf16 FLOP/s by the data sheet. The first name that fits is taken, so
+# "H100 PCIe" stands before "H100".
 BF16_PEAKS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -59,15 +58,16 @@ class Throughput:
 
     policy: the model itself, before Fabric wraps it. FLOPs are the useful ones: 2 for each weight, token
     and pass, without the attention scores. One pass is one forward. A backward counts as 2 passes, or as
-    1 with LoRA, where the weight matrices need no gradient. kl_pairs: each completion is scored a second
-    time, as another prompt's mismatched one; that prompt's own pass serves both. reference: whether it
-    runs in the step (it does not when its log-probs are precomputed).
+    1 with LoRA, where the weight matrices need no gradient. With kl_pairs each completion is scored a
+    second time, as another prompt's mismatched one; that prompt's own pass serves both.
     """
 
-    def __init__(self, fabric, precision: str, policy, kl_pairs: bool, reference: bool, lora: bool):
+    def __init__(self, fabric, cfg: RunSettings, policy, objective):
         self.device = fabric.device
-        self.prompt_passes = (2 if lora else 3) + reference
-        self.completion_passes = self.prompt_passes + kl_pairs * (1 + reference)
+        # of its cached log-probs the reference does not run in a step
+        reference = objective.needs_reference and not cfg.reference_cache
+        self.prompt_passes = (2 if cfg.lora.rank else 3) + reference
+        self.completion_passes = self.prompt_passes + objective.kl_pairs * (1 + reference)
         self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
         self.n_block_weights = 0
         for name, parameter in policy.blocks.named_parameters():
@@ -75,7 +75,7 @@ class Throughput:
                 # A 4-bit parameter is packed; its quant_state has the shape of the matrix.
                 shape = getattr(parameter, "quant_state", parameter).shape
                 self.n_block_weights += shape.numel()
-        self.peak_flops = peak_flops(fabric.device, precision) * fabric.world_size
+        self.peak_flops = peak_flops(fabric.device, cfg.precision) * fabric.world_size
         self.tokens = self.flops = self.seconds = 0
 
     def add(self, examples, seconds: float) -> None:
@@ -113,16 +113,11 @@ class Throughput:
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """The peak FLOP/s of a known GPU by its data sheet, without sparsity; 0.0 for other devices."""
-    if device.type != "cuda":
+    """The peak FLOP/s of a known GPU in bfloat16, by its data sheet, without sparsity; else 0.0."""
+    if device.type == "cpu" or "bf16" not in precision:
         return 0.0
-    if "bf16" not in precision:
-        return get_available_flops(device, torch.float32) or 0.0
     gpu = torch.cuda.get_device_name(device)
-    for name, peak in BF16_PEAKS.items():
-        if name in gpu:
-            return peak
-    return get_available_flops(device, torch.bfloat16) or 0.0
+    return next((peak for name, peak in BF16_PEAKS.items() if name in gpu), 0.0)
 
 
 # ---- files and trackers --------------------------------------------------------------------------
@@ -133,29 +128,27 @@ class Csv:
     this step are removed first (-1: all)."""
 
     def __init__(self, path: Path, last: int):
-        self.names: list[str] | None = None  # the columns; None until the first row
+        self.path = path
         text = path.read_text() if path.exists() else ""
         # a killed process may have left half a line
         header, *rows = [x for x in text.splitlines(keepends=True) if x.endswith("\n")] or [""]
         rows = [row for row in rows if int(row.split(",")[0]) <= last]
+        path.unlink(missing_ok=True)
         if rows:
             self.names = next(csv.reader([header]))
-        write_whole(path, "".join([header, *rows]) if rows else "")
-        self.file = open(path, "a", encoding="utf-8", newline="")
+            write_whole(path, "".join([header, *rows]))
 
     def row(self, values: dict) -> None:
         """Add a row. The names in the first row of the file are its columns: a later name that is
         not among them is dropped; a missing one, or None, is an empty cell."""
-        is_first = self.names is None
+        is_first = not self.path.exists()
         if is_first:
             self.names = list(values)
-        writer = csv.DictWriter(
-            self.file, self.names, restval="", extrasaction="ignore", lineterminator="\n"
-        )
-        if is_first:
-            writer.writeheader()
-        writer.writerow(values)
-        self.file.flush()
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self.names, extrasaction="ignore", lineterminator="\n")
+            if is_first:
+                writer.writeheader()
+            writer.writerow(values)
 
 
 class Logger:
@@ -168,10 +161,7 @@ class Logger:
     def __init__(self, cfg: RunSettings, step: int, unvalidated: bool):
         self.main = rank() == 0
         self.cfg, self.out, self.bar = cfg, Path(cfg.out_dir), None
-        if self.main:
-            self.metrics = Csv(self.out / "metrics.csv", step)
-            self.val = Csv(self.out / "val.csv", step - unvalidated)
-            self._begin_tracker(is_resume=step >= 0)
+        self.last_row, self.last_validation = step, step - unvalidated
 
     def _begin_tracker(self, is_resume: bool) -> None:
         if self.cfg.logger == "tensorboard":
@@ -213,18 +203,20 @@ class Logger:
             self.tracker.log(numbers, step=step)
 
     def begin(self, plan: Plan, n: int, batch_size: int, start: int) -> None:
-        """Say how long the run is. Later calls (of the later iterations of SPIN or online.py) do nothing.
+        """Open the files and say how long the run is. Later calls, of later iterations, do nothing.
 
         n: the number of training examples. start: the step that a resumed run continues after.
         """
         if not self.main or self.bar is not None:
             return
+        self.metrics = Csv(self.out / "metrics.csv", self.last_row)
+        self.val = Csv(self.out / "val.csv", self.last_validation)
+        self._begin_tracker(is_resume=self.last_row >= 0)
         left_out = n - plan.per_epoch * batch_size
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
         self.is_terminal = sys.stderr.isatty()
-        self.every = max(1, round(plan.total / 20))  # steps between two lines
-        self.next_line, self.printed = 0, time.monotonic()
+        self.start, self.twentieth, self.printed = start, -1, time.monotonic()
         self.bar = tqdm(
             total=plan.total,
             initial=start,
@@ -238,7 +230,6 @@ class Logger:
             leave=False,
             disable=not self.cfg.progress,
         )
-        self.start = start
 
     def step(self, step: int, row: dict | None, seconds: float) -> None:
         """After an optimizer step, which took so many seconds. row: its row of metrics.csv, or None where
@@ -254,13 +245,12 @@ class Logger:
             self.bar.start_t = time.time() - seconds
             self.bar.last_print_t = time.time()  # else close() takes it for never shown
         self.bar.update()
+        twentieth = 20 * step // self.bar.total
         is_late = time.monotonic() - self.printed > 60
-        is_due = step >= self.next_line or step == self.bar.total or is_late
-        if row and (self.is_terminal or is_due):
+        if row and (self.is_terminal or twentieth > self.twentieth or is_late):
             formats = STEP_CELLS | ({"kl": KL_CLAMPED} if row.get("kl/clamped") else {})
             self.bar.set_description_str(" ".join([*format_cells(row, formats), ""]))
-            self.next_line = step - step % self.every + self.every
-            self.printed = time.monotonic()
+            self.twentieth, self.printed = twentieth, time.monotonic()
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
@@ -271,23 +261,18 @@ class Logger:
         if "accuracy" in row and row["accuracy"] is None:
             cells.append("no accuracy (r is 0)" if step == 0 else "no accuracy")
         if self.cfg.progress:
-            text = ", ".join(cells) or "samples only"
-            say(fit_80_columns(f"validation at step {step}: {text}"))
+            say(f"validation at step {step}: {', '.join(cells) or 'samples only'}")
         self._track(row, "val/", step, samples)
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
 
     def close(self) -> None:
-        """Close the files, the tracker and the progress bar. wandb ends its run when Python exits, and marks
+        """Close the tracker and the progress bar. wandb ends its run when Python exits, and marks
         it as crashed after an exception."""
-        if not self.main:
-            return
-        self.metrics.file.close()
-        self.val.file.close()
-        if self.cfg.logger == "tensorboard":
-            self.tracker.close()
         if self.bar is not None:
             self.bar.close()
+            if self.cfg.logger == "tensorboard":
+                self.tracker.close()
 
 
 def write_json(path: Path, value) -> None:

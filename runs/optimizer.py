@@ -64,20 +64,14 @@ def make_plan(cfg: RunSettings, n: int) -> Plan:
     if cfg.limit_train:
         per_epoch = min(per_epoch, steps_of(cfg.limit_train, per_epoch))
     total = min(cfg.epochs * per_epoch, cfg.max_steps or math.inf)
-    return Plan(
-        per_epoch=per_epoch,
-        total=total,
-        begin=0,
-        end=total,
-    )
+    return Plan(per_epoch, total, end=total)
 
 
 def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
     """A plan for each iteration, one after the other; iteration i has sizes[i] examples. All plans
     have one schedule: the total of all iterations, and the first one's epoch. Iterations that begin
     after max_steps are left out."""
-    plans = []
-    begin = 0
+    plans, begin = [], 0
     for n in sizes:
         plan = make_plan(cfg, n)
         end = min(begin + cfg.epochs * plan.per_epoch, cfg.max_steps or math.inf)
@@ -102,10 +96,9 @@ def lr_at(step: int, plan: Plan, o: Optim) -> float:
     constant = steps_of(o.constant, epoch) if o.constant else 0
     decay_steps = max(1, plan.total - warmup - constant)
     progress = max(0, step - 1 - warmup - constant) / decay_steps  # 0 to 1
+    scale = 1 - progress
     if o.schedule == "cosine":
         scale = (1 + math.cos(math.pi * progress)) / 2
-    else:  # linear
-        scale = 1 - progress
     return o.min_lr + (o.lr - o.min_lr) * scale
 
 
@@ -120,23 +113,19 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
     A fork hands over another function of this form. Each step sets the learning rate of a group, times
     the group's "lr_scale" if it has one. The optimizer's `state` is saved and resumed. Of cfg.optim the
     loop uses lr, its schedule and clip; the rest has the effect that this function gives it."""
-    o, embeddings, scale_of = cfg.optim, set(), {}
+    o, scale_of = cfg.optim, {}
     if module := getattr(policy, "objective_module", None):
-        scale_of = dict.fromkeys(map(id, module.parameters()), getattr(module, "lr_scale", 1.0))
-    for submodule in policy.modules():
-        if isinstance(submodule, torch.nn.Embedding):
-            embeddings.add(id(submodule.weight))
+        scale_of = dict.fromkeys(module.parameters(), getattr(module, "lr_scale", 1.0))
+    embeddings = {m.weight for m in policy.modules() if isinstance(m, torch.nn.Embedding)}
     by_options = {}  # (whether it decays, lr_scale): parameters
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            decays = parameter.ndim >= 2 and id(parameter) not in embeddings
-            options = decays, scale_of.get(id(parameter), 1.0)
-            by_options.setdefault(options, []).append(parameter)
-    groups = []
-    for decays, scale in sorted(by_options, reverse=True):
-        decay = o.weight_decay if decays else 0.0
-        params = by_options[decays, scale]
-        groups.append({"params": params, "weight_decay": decay, "lr_scale": scale})
+    for p in policy.parameters():
+        if p.requires_grad:
+            decays = p.ndim >= 2 and p not in embeddings
+            by_options.setdefault((decays, scale_of.get(p, 1.0)), []).append(p)
+    groups = [
+        {"params": params, "weight_decay": o.weight_decay * decays, "lr_scale": scale}
+        for (decays, scale), params in sorted(by_options.items(), reverse=True)
+    ]
     options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
     if o.name == "adamw8bit":
         import bitsandbytes  # here, because it is slow to import

@@ -4,14 +4,12 @@ A field's type says what it may be, the sentence under it is its --help, null me
 and checks the values; ours is the order of files and options, the nearest name, and one line for an error.
 """
 
-import argparse
 import dataclasses
 import difflib
 import inspect
 import json
 import re
 import sys
-import types
 import typing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -96,24 +94,8 @@ class Data:
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
-        names = (name.strip() for name in (self.extra or "").split(","))
-        return tuple(name for name in names if name)
-
-
-def with_limits(data: Data, context: int) -> Data:
-    """Fill in max_prompt and max_completion so that both together fit into a model's context (in
-    tokens). Raises BadInput where the given ones do not."""
-    max_prompt, max_completion = data.max_prompt, data.max_completion
-    if max_prompt is None:
-        max_prompt = max(1, min(1024, context // 2, context - (max_completion or 1)))
-    if max_completion is None:
-        max_completion = min(1024, context - max_prompt)
-    refuse_unless(
-        max_completion >= 1 and max_prompt + max_completion <= context,
-        f"data.max_prompt {max_prompt} + data.max_completion {max(1, max_completion)} exceed the "
-        f"context of {context}",
-    )
-    return dataclasses.replace(data, max_prompt=max_prompt, max_completion=max_completion)
+        names = (self.extra or "").split(",")
+        return tuple(name.strip() for name in names if name.strip())
 
 
 @dataclass(frozen=True)
@@ -309,53 +291,33 @@ class RunSettings:
         for name, group in vars(self).items():
             if hasattr(group, "validate"):
                 group.validate(name)
-        intervals = flatten(self)
-        for name in (
-            "val_interval",
-            "save_interval",
-            "limit_train",
-            "limit_val",
-            "eval.check_interval",
-        ):
-            value = intervals[name]
-            refuse_unless(value is None or value > 0, f"{name}: expected above 0, got {value}")
-        fsdp, double, quantize = (
-            self.strategy == "fsdp",
-            self.precision == "64-true",
-            self.lora.quantize,
-        )
-        for is_wrong, message in (
-            (
-                quantize and not self.lora.rank,
-                "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
+        for name, value in flatten(self).items():
+            if value is not None and re.search("interval$|^limit_", name):
+                refuse_unless(value > 0, f"{name}: expected above 0, got {value}")
+        fsdp, quantize = self.strategy == "fsdp", self.lora.quantize
+        conflicts = {
+            "lora.quantize: a quantised model cannot be trained itself; set lora.rank": (
+                quantize and not self.lora.rank
             ),
-            (
-                quantize and fsdp,
-                "lora.quantize: nf4 does not work with strategy fsdp; use ddp",
+            "lora.quantize: nf4 does not work with strategy fsdp; use ddp": quantize and fsdp,
+            "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no "
+            "weight of 0.02); use bf16-mixed, or LoRA": (
+                self.precision == "bf16-true" and not self.lora.rank
             ),
-            (
-                quantize and double,
-                "lora.quantize: nf4 does not work with precision 64-true",
+            "precision: 64-true does not work with strategy fsdp; use ddp": (
+                self.precision == "64-true" and fsdp
             ),
-            (
-                self.precision == "bf16-true" and not self.lora.rank,
-                "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 "
-                "moves no weight of 0.02); use bf16-mixed, or LoRA",
+            "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp": (
+                self.optim.name == "adamw8bit" and fsdp
             ),
-            (double and fsdp, "precision: 64-true does not work with strategy fsdp; use ddp"),
-            (
-                self.optim.name == "adamw8bit" and fsdp,
-                "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp",
+            "micro_batch_size and micro_batch_tokens: give one, not both": (
+                self.micro_batch_size and self.micro_batch_tokens
             ),
-            (
-                self.micro_batch_size and self.micro_batch_tokens,
-                "micro_batch_size and micro_batch_tokens: give one, not both",
+            "resume: auto needs --out_dir, the run's own": (
+                self.resume == "auto" and not self.out_dir
             ),
-            (
-                self.resume == "auto" and not self.out_dir,
-                "resume: auto needs --out_dir, the run's own",
-            ),
-        ):
+        }
+        for message, is_wrong in conflicts.items():
             refuse_unless(not is_wrong, message)
 
 
@@ -465,9 +427,12 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
     """
     words = sys.argv[1:] if argv is None else argv
     names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
-    defaults = []
+    defaults = {}
     if not {"model", "config"} & names:
-        defaults = _demo_arguments(cls, names, demo)
+        defaults = flatten(yaml.safe_load((ROOT / "config" / demo).read_text()))
+        if "data.train" in names:
+            say("your data.train: the demo's validation data and checker are left out")
+            defaults |= {"data.val": None, "eval.check": None}
     elif "config" not in names:
         say(f"your model: defaults, not config/{demo} (--print_config shows them)")
     settings = parse_command(cls, doc, words, defaults)
@@ -487,119 +452,83 @@ def split_options(words: list[str]) -> list[list[str]]:
     return options
 
 
-def _demo_arguments(cls, names: set[str], demo: str) -> list[str]:
-    """The demo's settings as arguments: those that `cls` has, since a fork may lack the others."""
-    known, arguments = flatten(cls), []
-    for name, value in flatten(yaml.safe_load((ROOT / "config" / demo).read_text())).items():
-        if name in known:
-            text = value if isinstance(value, str) else json.dumps(value)
-            arguments.append(f"--{name}={text}")
-    if "data.train" in names:
-        say("your data.train: the demo's validation data and checker are left out")
-        arguments += ["--data.val=null", "--eval.check=null"]
-    return arguments
-
-
-def parse_command(cls, doc: str, words: list[str], defaults: list[str] = ()):
-    """The settings of a command: its --config files first, then `defaults`, then its other words. Raises
-    BadInput."""
+def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None):
+    """The settings of a command. defaults: values by dotted names, of which a fork's `cls` may lack some.
+    Raises BadInput."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
-        prog=Path(sys.argv[0]).name,
         usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
         description=doc.split("\n\n")[0],
         exit_on_error=False,
         allow_abbrev=False,
     )
-    about = "A YAML file of these settings."
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help=about)
+    is_file = jsonargparse.ActionConfigFile
+    parser.add_argument("--config", action=is_file, help="A YAML file of these settings.")
     parser.add_class_arguments(cls, None, as_group=False)
     _add_help(parser, cls)
-    files, others = [], []
-    for option in split_options(words):
-        is_file = option and option[0].split("=")[0] == "--config"
-        (files if is_file else others).extend(option)
     known = flatten(cls)
+    defaults = (defaults or {}).items()
+    parser.set_defaults({name: value for name, value in defaults if name in known})
+    # files first: an option overrides them wherever it stands
+    options = split_options(words)
+    options.sort(key=lambda option: not " ".join(option).startswith("--config"))
     try:
-        parsed = parser.instantiate_classes(parser.parse_args([*files, *defaults, *others]))
-        settings = cls(**{f.name: parsed[f.name] for f in dataclasses.fields(cls)})
+        parsed = parser.instantiate_classes(parser.parse_args(sum(options, [])))
+        parsed.pop("config")
+        settings = cls(**vars(parsed))
         values = flatten(settings)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as e:
-        raise BadInput(_one_line(str(e), known, files, others)) from None
+        raise BadInput(_one_line(str(e), known)) from None
     for name, kind in known.items():
         # jsonargparse lets null in a file pass, and a value in place of a group
-        optional = type(None) in typing.get_args(kind)
-        is_right = name in values and (optional or values[name] is not None)
+        is_right = values.get(name) is not None or type(None) in typing.get_args(kind)
         refuse_unless(is_right, f"{name}: expected {_type_name(kind)}, got null")
     return settings
 
 
 def _add_help(parser, cls) -> None:
     """The sentences under inherited fields: jsonargparse reads those of the class itself only."""
-    options = parser._option_string_actions
-    groups = {"": cls}
-    for name, kind in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            groups[f"{name}."] = kind
-            options[f"--{name}"].help = argparse.SUPPRESS  # a file for one group: not among ours
-    for prefix, group in groups.items():
-        for base in group.__mro__[1:-1]:
+    groups = {f"{name}.": kind for name, kind in typing.get_type_hints(cls).items()}
+    for prefix, group in {"": cls, **groups}.items():
+        for base in group.__mro__[1:-1] if dataclasses.is_dataclass(group) else ():
             for one in docstring_parser.parse_from_object(base).params:
-                options[f"--{prefix}{one.arg_name}"].help = " ".join(one.description.split())
+                option = parser._option_string_actions[f"--{prefix}{one.arg_name}"]
+                option.help = " ".join(one.description.split())
 
 
 def _type_name(kind) -> str:
-    """What a setting may be, in words: `int (v>0)`; `kto, apo_zero_unpaired`; `str or null`."""
-    if typing.get_origin(kind) is Literal:
-        return ", ".join(typing.get_args(kind))
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    """What a setting may be, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
+    if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
         return " or ".join(map(_type_name, typing.get_args(kind)))
-    if hasattr(kind, "_expression"):  # of jsonargparse.typing
-        return f"{kind._type.__name__} ({kind._expression})"
     words = {type(None): "null", timedelta: "HH:MM:SS"}
     return words.get(kind) or getattr(kind, "__name__", str(kind))
 
 
-def _one_line(message: str, known: dict, files: list[str], others: list[str]) -> str:
-    """jsonargparse's message as `name: reason`; of a name in a file as `file: name: reason`. files, others:
-    the words of the command line. The examples are of jsonargparse 4.41."""
+def _one_line(message: str, known: dict) -> str:
+    """jsonargparse's message (4.41) as `name: reason`. known: the settings that there are."""
     # Unrecognized arguments: --bta 1
     # Validation failed: Key 'bta' is not expected
     # Validation failed: Group 'kto' does not accept nested key 'bta'
     unknown = (
         r"arguments: -*([\w.-]+)|Key '(.+)' is not|Group '(.+)' does not accept nested key '(.+)'"
     )
-    if m := re.search(unknown, message):
-        where = [x.removeprefix("--config=") for x in files if x != "--config" and not m[1]]
-        return ": ".join([*where, _no_such_setting(".".join(filter(None, m.groups())), known)])
-    # Key "data.train" is required but not included in config object or its value is None.
-    if m := re.search(r'[Kk]ey "([\w.]+)" is required', message):
-        return f"{m[1]}: required"
+    m = re.search(unknown, message)
+    name = ".".join(filter(None, m.groups())) if m else ""
     # Parser key "epochs": Not of type PositiveInt: 0 does not conform to restriction v>0
     # Parser key "lora.rank": Does not validate against any of the Union subtypes ... Given value: 0
-    m = re.search(r'key "([\w.]+)":', message)
-    if m and m[1] in known:
-        value = re.search(r"Given value: (.*)|: (\S+) does not|: '(.*)'$", message)
-        given = [x for x in split_options(others) if x and x[0].split("=")[0] == f"--{m[1]}"]
-        got = (
-            value[value.lastindex]
-            if value
-            else " ".join(given[-1])[len(m[1]) + 3 :]
-            if given
-            else ""
-        )
-        return f"{m[1]}: expected {_type_name(known[m[1]])}" + (f", got {got}" if got else "")
-    if m and m[1] != "config":
-        return _no_such_setting(m[1], known)
-    # argument --epochs: expected one argument
-    return " ".join(message.removeprefix("argument --").split())
-
-
-def _no_such_setting(name: str, known: dict) -> str:
-    if inside := [x for x in known if x.startswith(f"{name}.")]:
-        return f"{name}: a group: expected a setting in it, such as {inside[0]}"
+    if m := re.search(r'key "([\w.]+)":', message):
+        name = m[1]  # of a setting, or of a group that is given a value
+    if name in known:
+        value = re.search(r"value: (.*)|'(.*)'$|: (\S+) does not", message)
+        got = f", got {value[value.lastindex]}" if value else ""
+        return f"{name}: expected {_type_name(known[name])}{got}"
+    if name in (
+        "",
+        "config",
+    ):  # the message says it: an option without a value, a file that is none
+        return " ".join(message.split())
     wanted = name.replace("-", "_")
     wanted = NAMES_ELSEWHERE.get(wanted, wanted)
-    similar = [x for x in known if x == wanted or x.endswith(f".{wanted}")]
+    similar = [x for x in known if wanted in (x, x.rpartition(".")[2], x.partition(".")[0])]
     similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
     return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")

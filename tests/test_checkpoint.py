@@ -73,7 +73,7 @@ def test_a_folder_with_another_run_or_of_another_program_is_refused(
     ):
         with pytest.raises(BadInput, match=fault):
             train(tiny, ratings, tmp_path / "b", *RUN, f"--resume={resume}")
-    with pytest.raises(BadInput, match=r"a run of \S*/kto\.py, not of \S*/dpo\.py$"):
+    with pytest.raises(BadInput, match="(?m)^program: not what this run began with"):
         train(tiny, pairs, out, *RUN, "--resume=auto", "--batch_size=4", program="dpo")
 
 
@@ -81,15 +81,14 @@ def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
     tiny, ratings, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoint.time, "strftime", lambda *_: "20260101-000000")
     argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=8", "--max_steps=1"]
     for _ in range(2):
         start("kto", argv)
     one, two = sorted((tmp_path / "out").iterdir())
-    assert (one.name, two.name) == ("kto-20260101-000000", "kto-20260101-000000-2")
+    assert one.name.startswith("kto-20")
     text = (two / "settings.yaml").read_text()
     assert "kto.py, commit " in text.splitlines()[0] and ", torch 2." in text.splitlines()[0]
-    assert f"run folder: out/{two.name}" in capsys.readouterr().out
+    assert f"run folder: {two}" in capsys.readouterr().out
     start("kto", ["--config", two / "settings.yaml", "--resume=auto"])
     assert f"resumed from {two / 'checkpoints'}" in capsys.readouterr().out
 
@@ -159,7 +158,7 @@ def test_a_resume_that_finds_something_changed_is_refused_and_changes_nothing(
 
     def work(rank):
         more = (resume, f"--data.chat_template={own / 'chat.jinja'}")
-        with pytest.raises(BadInput, match=f"^resume: {name}: not what this run began with$"):
+        with pytest.raises(BadInput, match=f"^{name}: not what this run began with"):
             train(own / "model", own / "data.jsonl", own / "run", *argv, *more)
 
     ranks(n, work)
@@ -194,7 +193,7 @@ def test_a_branch_has_rows_and_a_best_checkpoint_of_its_own(tiny, ratings, tmp_p
     branch = train(tiny, ratings, tmp_path / "b", *argv, f"--resume={step(tmp_path / 'a', 4)}")
     assert numbers(branch) == numbers(whole)[4:]
     assert all(torch.equal(x, whole["weights"][n]) for n, x in branch["weights"].items())
-    best = [read_state(step(tmp_path / name, 9))[0].best_step for name in "ab"]
+    best = [read_state(step(tmp_path / name, 9)).best_step for name in "ab"]
     assert best == [1, 5] and (tmp_path / "b" / "best" / "model.safetensors").exists()
 
 
@@ -276,7 +275,7 @@ def test_a_full_disk_while_saving_is_said_and_the_older_checkpoint_stays(
 
     monkeypatch.setattr(checkpoint.dcp, "save", save)
     ranks(n, fails)
-    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    assert list(checkpoints_by_step(out)) == [2]
     monkeypatch.undo()
     ranks(n, lambda rank: train(tiny, ratings, out, *argv, "--resume=auto") and None)
     if n == 1:

@@ -20,10 +20,11 @@ from records.examples import (
     load_splits,
     split_by_prompt,
     suggest_class_weights,
+    with_limits,
 )
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
-from runs.settings import Data, with_limits
+from runs.settings import Data
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):

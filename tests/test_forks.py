@@ -43,10 +43,10 @@ import load
 import online
 from generate import generate
 from records.examples import Example
+from run import setup
 from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed
 from runs.settings import Sampling, parse
-from setup import setup
 from train import Objective, Trainer
 
 EXAMPLES = ROOT / "examples"
@@ -106,7 +106,7 @@ def saved(out: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
 def state(out: Path, step: int) -> dict:
     """What the objective remembers."""
     file = checkpoint_folder(out, step) / "state.json"
-    return json.loads(file.read_text())["run"]["objective"]
+    return json.loads(file.read_text())["objective"]
 
 
 # ---- the examples --------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class NoReference(online.OnlineKTO):
 
 
 def test_an_objective_without_a_reference_loads_and_runs_none(tiny, ratings, tmp_path, monkeypatch):
-    monkeypatch.setattr("setup.freeze", lambda *a: pytest.fail("a copy for a reference"))
+    monkeypatch.setattr("run.freeze", lambda *a: pytest.fail("a copy for a reference"))
     monkeypatch.setattr("reference.Reference.__call__", lambda *a: pytest.fail("it ran"))
     argv = (*COMMON, *HANDED["grpo"][2], f"--data.val={ratings}")
     handed = dict(program="online", objective=NoReference, checker=even)
@@ -638,6 +638,57 @@ def test_the_columns_of_any_examples_are_those_that_validation_sees(tiny, rating
     found, _ = ranks(2, work)
     row = rows_of(tmp_path / "val.csv")[-1]
     assert found == pytest.approx(float(row["loss"]), rel=1e-9) and abs(found - 0.5) > 1e-3
+
+
+class SyncedReference(Trainer):
+    """As in docs/forks.md: TRL's sync_ref_model."""
+
+    def optimizer_step(self, plan):
+        lr = super().optimizer_step(plan)
+        if self.run.state.step % 2 == 0:
+            self.run.new_reference(share=0.6)
+        return lr
+
+
+def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_the_bit(
+    tiny, ratings, tmp_path
+):
+    whole = train(tiny, ratings, tmp_path / "whole", *COMMON, trainer=SyncedReference)
+    policy = saved(tmp_path / "whole", 2, "weights")
+    start = load.load_model(tiny).unique_parameters()
+    for name, x in saved(tmp_path / "whole", 2, "reference").items():
+        expected = 0.4 * start[name].detach() + 0.6 * policy[name]
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-7)
+    fixed = train(tiny, ratings, tmp_path / "fixed", *COMMON)
+    assert numbers(whole)[:2] == numbers(fixed)[:2] and numbers(whole)[2] != numbers(fixed)[2]
+    argv = (tiny, ratings, tmp_path / "run", *COMMON)
+    train(*argv, "--stop_at=3", trainer=SyncedReference)
+    assert_same(train(*argv, "--resume=auto", trainer=SyncedReference), whole)
+
+
+def test_what_rate_changes_in_the_objective_reaches_every_rank(tiny, ratings, tmp_path):
+    class Counts(online.OnlineKTO):
+        rated = 0
+
+        def state_dict(self):
+            return {"rated": self.rated}
+
+    class Sees(Trainer):
+        seen: list = []
+
+        def fit(self, examples=None, plan=None):
+            self.seen.append(self.run.objective.rated)
+            return super().fit(examples, plan)
+
+    def rate(run, prompts, answers):
+        run.objective.rated += len(answers)
+        return online.rate_answers(run, prompts, answers)
+
+    argv = (*COMMON, *HANDED["grpo"][2], "--strategy=ddp")
+    handed = dict(program="online", objective=Counts, trainer=Sees, rate=rate, checker=even)
+    given = (tiny, ratings, tmp_path, *argv)
+    first, second = ranks(2, lambda rank: train(*given, **handed) and Sees.seen)
+    assert first == second and 0 < first[0] < first[-1]
 
 
 # ---- an optimizer and settings of one's own ------------------------------------------------------

@@ -30,7 +30,7 @@ from runs.checkpoint import RunState
 from runs.console import BadInput, advance, progress, say
 from runs.logger import Csv, Logger, Throughput
 from runs.optimizer import Plan
-from runs.settings import Data, Eval
+from runs.settings import Data, Eval, Lora
 
 
 def run_settings(out: Path, **kw) -> kto.Settings:
@@ -49,7 +49,6 @@ def write(path, *rows, last: int = -1) -> None:
     file = Csv(path, last)
     for row in rows:
         file.row(row)
-    file.file.close()
 
 
 @pytest.mark.parametrize("torn", ["", "3,0.", "3", '3,"', "3,0.3\n4,0.4\n5"])
@@ -67,7 +66,9 @@ def test_a_resume_cuts_the_rows_after_its_checkpoints_step_and_a_torn_one(torn, 
 def test_where_a_validation_is_owed_its_row_of_val_csv_is_cut_too(unvalidated, left, tmp_path):
     for name in ("metrics.csv", "val.csv"):
         write(tmp_path / name, *({"step": i, "loss": 0.5} for i in range(5)))
-    Logger(run_settings(tmp_path), 2, unvalidated).close()
+    own = Logger(run_settings(tmp_path), 2, unvalidated)
+    own.begin(Plan(9, 9), 9, 1, 2)
+    own.close()
     assert [len(rows(tmp_path / name)) for name in ("metrics.csv", "val.csv")] == [3, left]
 
 
@@ -78,7 +79,6 @@ def test_columns_stay_where_the_first_row_put_them_and_a_row_is_on_disk_at_once(
     file.row({"step": 3, "kl": 4.0, "new": 1.0})
     content = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
     assert path.read_text() == content, "0.0 is a value, None is an empty cell"
-    file.file.close()
 
 
 def test_numbers_come_back_to_the_bit(tmp_path):
@@ -125,11 +125,10 @@ def test_elsewhere_than_on_a_terminal_a_run_prints_about_twenty_lines(tmp_path, 
     assert step_lines(tmp_path, capsys, 100, on=False) == []
 
 
-def test_a_line_fits_80_columns_and_says_where_the_clamp_made_z_zero(tmp_path, capsys):
+def test_a_line_says_where_the_clamp_made_z_zero(tmp_path, capsys):
     row = {"kl": 0.0, "kl/clamped": 1.0, "tokens/s": 12345.0, "rewards/margins": -12.5}
-    lines = step_lines(tmp_path, capsys, 100_000, start=99_999, **row)
-    assert "loss 0.2500 kl 0 (clamped) margins -12.5000 tok/s 12,345" in lines[0]
-    assert [line[:2] for line in lines] == ["st", "  "] and max(map(len, lines)) <= 80
+    (line,) = step_lines(tmp_path, capsys, 100_000, start=99_999, **row)
+    assert "loss 0.2500 kl 0 (clamped) margins -12.5000 tok/s 12,345" in line
     (line,) = step_lines(tmp_path, capsys, 1, kl=0.0, **{"kl/clamped": 0.0})
     assert "kl 0.0000 margins" in line
 
@@ -189,15 +188,19 @@ def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, ratings
 
 
 def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
-    for rank, printed, files in (("0", "hi\n", {"metrics.csv", "val.csv"}), ("1", "", set())):
+    for rank, printed, files in (
+        ("0", "hi\n", {"metrics.csv", "val.csv", "eval"}),
+        ("1", "", set()),
+    ):
         monkeypatch.setenv("RANK", rank)
         say("hi")
         assert capsys.readouterr().out == printed
         (tmp_path / rank).mkdir()
         own = Logger(run_settings(tmp_path / rank), -1, False)
-        if rank == "1":
-            own.step(1, {"loss": 1.0}, 0.0)
-            own.validation(1, {"loss": 1.0}, [])
+        own.begin(Plan(1, 1), 1, 1, 0)
+        own.step(1, {"loss": 1.0}, 0.0)
+        own.validation(1, {"loss": 1.0}, [])
+        capsys.readouterr()
         own.close()
         assert {p.name for p in (tmp_path / rank).iterdir()} == files
 
@@ -317,13 +320,12 @@ def test_a_run_says_its_length_and_why_the_first_accuracy_is_empty(tracked):
     out, said = tracked["kto", "tensorboard"]
     assert "\n3 steps of 4 examples\n" in said and f"\nrun folder: {out}\n" in said
     assert "\n6 steps per epoch, which leaves out 0 of 24 examples\n" in said
-    lines = re.findall(r"^validation at step (\d+):(.*(?:\n  .*)*)$", said, re.M)
+    lines = re.findall(r"^validation at step (\d+):(.*)$", said, re.M)
     assert [step for step, _ in lines] == ["0", "3"]
     assert [" ".join(line.split()).endswith("no accuracy (r is 0)") for _, line in lines] == [
         True,
         False,
     ]
-    assert max(len(line) for line in said.splitlines() if "loss" in line) <= 80
 
 
 def test_the_docs_name_every_column(tracked):
@@ -454,7 +456,9 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
 ):
     policy = load.load_model(tiny)
     fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    speed = Throughput(fabric, "32-true", policy, kl_pairs, reference, lora)
+    cfg = run_settings("out", precision="32-true", lora=Lora(rank=2 if lora else None))
+    objective = SimpleNamespace(kl_pairs=kl_pairs, needs_reference=reference)
+    speed = Throughput(fabric, cfg, policy, objective)
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
     for seconds in (0.5, 1.5):
         speed.add([example], seconds)

@@ -75,10 +75,10 @@ def assert_same_run(one: Path, other: Path) -> None:
 MOMENTS = {
     "kto": [
         ("runs.logger.Logger.step", 2),  # before the first checkpoint
-        ("setup.save_checkpoint", 1),  # between a row of metrics.csv and its checkpoint
+        ("run.save_checkpoint", 1),  # between a row of metrics.csv and its checkpoint
         ("os.fsync", 1),  # in the middle of a checkpoint
         ("evaluate.generate", 2),  # in a validation, one checkpoint later
-        ("setup.export", 1),
+        ("run.export", 1),
     ],
     "spin": [
         ("rollout.generate", 2),  # one batch of the first answers is on the disk
@@ -278,4 +278,4 @@ def test_a_full_disk_at_a_row_is_one_line(argv_of, tmp_path):
 
     first = lambda: at_call("runs.logger.Csv.row", 3, full)  # noqa: E731
     code, _, stderr = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first).ended()
-    assert (code, stderr) == (1, "error: output: No space left on device\n")
+    assert (code, stderr) == (1, "error: [Errno 28] No space left on device\n")

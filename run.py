@@ -6,8 +6,8 @@ order of their calls. Nobody needs this file to change an algorithm.
 
 import copy
 import hashlib
+import inspect
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from torch import nn
 from data import Cut, most_tokens
 from evaluate import Evaluator
 from hub import Source, context_of, export, find_model, read_config, read_json
-from load import load_model, shard_over_ranks
+from load import load_model, shard_module, shard_over_ranks
 from lora import (
     gather_adapters,
     merged_weights,
@@ -37,6 +37,7 @@ from records.examples import (
     examples_hash,
     load_splits,
     suggest_class_weights,
+    with_limits,
 )
 from records.tokenizer import Tokenizer
 from reference import CachedReference, Reference, freeze
@@ -45,18 +46,16 @@ from runs.checkpoint import (
     RunFolder,
     RunState,
     checkpoint_folder,
+    find_checkpoint,
     load_checkpoint,
-    load_weights,
-    program_file,
     prune_checkpoints,
     publish_folder,
     read_settings,
     read_state,
-    refuse_held_folder,
     save_checkpoint,
     weights_hash,
 )
-from runs.console import BadInput, Failed, say, user_error
+from runs.console import say, user_error
 from runs.devices import (
     Stop,
     all_reduce,
@@ -67,15 +66,13 @@ from runs.devices import (
     set_weights,
 )
 from runs.logger import Logger, Throughput
-from runs.optimizer import make_optimizer, make_plan
+from runs.optimizer import make_optimizer
 from runs.settings import (
     CONTENT_SETTINGS,
     RunSettings,
-    dump_yaml,
     find_path,
     refuse_unless,
     split_options,
-    with_limits,
 )
 
 # ---- what lives during a run ---------------------------------------------------------------------
@@ -101,7 +98,7 @@ class Run:
     """The algorithm (train.Objective). Changed by use_objective."""
     policy: nn.Module
     """The model that learns, as Fabric wraps it. Its weights are changed by the optimizer's step
-    and by new_reference, which merges adapters into the base; at the end by load_best_weights."""
+    and by new_reference, which merges adapters into the base; at the end by load."""
     reference: Reference | CachedReference | None
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
@@ -141,43 +138,45 @@ class Run:
         """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the
         policy, as it is now, becomes the reference."""
         state, before = self.state, self.state.started_from
-        state.iteration, state.moving_reference = i, moving_reference
+        state.iteration = i
         weights = self.merged_weights()
         state.started_from = on_rank_0(self.fabric, lambda: weights_hash(weights))
         if moving_reference:
-            self.new_reference(weights)
+            self.new_reference(weights=weights)
         if state.started_from == before and self.cfg.optim.lr:
             say(f"iteration {i}: the last iteration has not changed the policy")
 
-    def new_reference(self, weights: dict[str, torch.Tensor]) -> None:
-        """The policy, with these merged weights, becomes the reference. LoRA's adapters are merged into
-        the base, which is their reference; then they begin anew, and with them the optimizer's state."""
-        if self.reference.frozen is not None:
-            set_weights(self.reference.frozen, weights)
+    def new_reference(self, share: float = 1.0, weights: dict | None = None) -> None:
+        """The policy as it is becomes the reference; with a share below 1 the reference moves by that
+        share towards it. LoRA's adapters are merged into the base, which is their reference; then they
+        begin anew, and with them the optimizer's state. weights: the policy's merged ones, if they are
+        known. A collective."""
+        frozen, weights = self.reference.frozen, weights or self.merged_weights()
+        if frozen is not None:
+            set_weights(frozen, weights, share)
         else:
-            module = self.policy.module
-            own = {plain_name(n): n for n in module.unique_parameters(with_objective=False)}
-            set_weights(self.policy, {own[name]: x for name, x in weights.items()})
-            reset_adapters(module, self.cfg.seed + 7919 * self.state.iteration)
+            fits = share == 1 and self.cfg.precision != "bf16-true"
+            assert fits, "new_reference: adapters are merged as a whole, and into a float32 base"
+            self.set_base(weights)
+            reset_adapters(self.policy.module, self.cfg.seed + 7919 * self.state.iteration)
             self.optimizer.optimizer.state.clear()
-        self.reference_step = self.state.step
+        # at step 0 they are equal already, unless the reference is another model
+        self.state.reference_has_moved |= bool(self.state.step or self.cfg.reference)
+        if share == 1:
+            self.reference_step = self.state.step
 
-    def merged_weights(self, export: bool = False) -> dict[str, torch.Tensor]:
+    def set_base(self, weights: dict[str, torch.Tensor]) -> None:
+        """Put weights by their plain names into the policy; its adapters stay."""
+        names = self.policy.module.unique_parameters(with_objective=False)
+        own = {plain_name(name): name for name in names}
+        set_weights(self.policy, {own[name]: x for name, x in weights.items()})
+
+    def merged_weights(self) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, whole, with adapters merged in and without the
-        objective's module; of a sharded policy rank 0 alone has their values. A collective. A quantised base is read
-        from its source again, so that rounded numbers never leave; for an export a base in bfloat16, too.
-        Raises Failed if the source has changed."""
+        objective's module; of a sharded policy rank 0 alone has their values. A collective."""
         base = None
-        if self.cfg.lora.quantize or (export and self.cfg.precision == "bf16-true"):
-            held = dtype_of(self.cfg.precision)
-            gpt = load_model(self.source, dtype=torch.promote_types(held, torch.float32))
-            base = gpt.unique_parameters()
-            rounded = {name: x.to(held) for name, x in base.items()}
-            if weights_hash(rounded) != self.state.hashes["model weights"]:
-                raise Failed(
-                    f"{self.source.folder}: not the weights that this run began with: put them back"
-                )
-            base = base if export else rounded
+        if self.cfg.lora.quantize:  # read again, so that rounded numbers never leave
+            base = load_model(self.source, dtype=dtype_of(self.cfg.precision)).unique_parameters()
         return merged_weights(self.policy.module, base)
 
     def publish_policy(self) -> Path:
@@ -192,9 +191,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the step that was just done, and remove old ones."""
         self.state.objective = saved_state(self.objective)
-        moved = moving_reference(self.state, self.policy, self.reference)
-        tensors = self.policy, self.optimizer, moved
         new = checkpoint_folder(self.folder.path, self.state.step)
+        tensors = self.policy, self.optimizer, self.moved_reference
         save_checkpoint(self.fabric, new, *tensors, self.state, self.cfg)
         self.saved_step = self.state.step
         if self.fabric.global_rank == 0:
@@ -208,10 +206,45 @@ class Run:
         saved = ", saved" if step else ""  # before the first step there is nothing to save
         say(f"stopped by {self.stop.reason} at step {step} of {self.last_step}{saved}; go on with")
         gone = ("--out_dir", "--resume", "--stop_at")
-        typed = [x for x in split_options(sys.argv[1:]) if not x or x[0].split("=")[0] not in gone]
-        words = [word for option in typed for word in option]
-        command = ["python", self.state.program, *words, "--out_dir", self.cfg.out_dir]
+        typed = [x for x in split_options(sys.argv[1:]) if x and x[0].split("=")[0] not in gone]
+        command = ["python", sys.argv[0], *sum(typed, []), "--out_dir", self.cfg.out_dir]
         say(f"  {shlex.join([*command, '--resume', 'auto'])}")
+
+    @property
+    def moved_reference(self) -> dict[str, torch.Tensor]:
+        """The weights of a reference that has moved, by name; with LoRA the policy's own base. Else empty."""
+        if not self.state.reference_has_moved:
+            return {}
+        if self.reference.frozen is not None:
+            return self.reference.frozen.unique_parameters()
+        params = self.policy.unique_parameters().items()
+        return {name: p for name, p in params if not p.requires_grad}
+
+    def load(self, folder: Path) -> None:
+        """Put the tensors of a checkpoint in place."""
+        moved = self.moved_reference
+        if moved and self.cfg.lora.rank and not read_state(folder).reference_has_moved:
+            # its adapters belong on the base that the run began with
+            dtype = dtype_of(self.cfg.precision)
+            self.set_base(load_model(self.source, dtype=dtype).unique_parameters())
+        load_checkpoint(self.fabric, folder, self.policy, self.optimizer, moved)
+
+    def export(self, name: str, step: int) -> None:
+        """Make the folder `name`, final or best, of the checkpoint of this step. A collective."""
+        # not the base that the checkpoint's settings name: the model may have moved since
+        source = Source(checkpoint_folder(self.folder.path, step), self.source)
+        write = partial(export_checkpoint, source)
+        publish_folder(self.fabric, write, self.folder.path / name)
+
+    def export_adapters(self) -> None:
+        """Write final_adapter, in PEFT's format. A collective."""
+        base, adapters = base_for_peft(self), gather_adapters(self.policy.module)
+        if base is None:
+            say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
+            return
+        given = adapters, self.policy.module, self.source, base, self.cfg.lora
+        write = partial(write_peft, *given)
+        publish_folder(self.fabric, write, self.folder.path / "final_adapter")
 
     def close(self, failed: bool) -> None:
         """Close the files and, unless the run has failed, end the processes together."""
@@ -224,15 +257,6 @@ class Run:
             leave_process_group(self.fabric)
 
 
-def moving_reference(state: RunState, policy, reference) -> dict[str, torch.Tensor]:
-    """The weights of a reference that has moved, by name; with LoRA the policy's own base. Else empty."""
-    if not state.reference_has_moved:
-        return {}
-    if reference.frozen is not None:
-        return reference.frozen.unique_parameters()
-    return {n: p for n, p in policy.unique_parameters().items() if not p.requires_grad}
-
-
 # ---- how it is made ------------------------------------------------------------------------------
 
 
@@ -243,7 +267,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     an engine that answers prompts (see rollout.py). Raises BadInput, Failed.
     """
     console.shows_progress = cfg.progress
-    refuse_held_folder(cfg)
+    find_checkpoint(cfg)  # refuses a folder that holds another run
     refuse_settings_of_objective(cfg, objective)
     saved_state(objective)  # refused now, not at the first checkpoint
 
@@ -265,27 +289,28 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
         say(suggest_class_weights(examples["train"]))
     refuse_ids_beyond(config.vocab_size, cfg.model, examples)
     refuse_unless(not cfg.keep_best or examples["val"], "keep_best: data.val: no examples")
-    if objective.records != "prompts":  # too few examples are refused before any work
-        make_plan(cfg, len(examples["train"]))
 
     # the processes and the run's folder
-    fabric = launch(cfg)
-    hashes = {"records": examples_hash(examples), "config and tokenizer": files_hash(source, cfg)}
+    fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
+    hashes = {
+        "records": examples_hash(examples),
+        "config and tokenizer": files_hash(source, tokenizer),
+    }
     is_same = torch.tensor(float(hashes == fabric.broadcast(hashes)), device=fabric.device)
     refuse_unless(
         all_reduce(is_same, "min"),
         "data: the processes have read different files: all nodes need the same ones",
     )
-    program = program_file(type(objective))
+    program = Path(sys.argv[0])
+    if program.suffix != ".py":  # a notebook
+        program = Path(inspect.getfile(type(objective)))
     folder = RunFolder(fabric, cfg, program)
-    # settings.yaml alone must find its run
-    cfg = replace(cfg, out_dir=os.path.abspath(folder.path))
+    cfg = replace(cfg, out_dir=str(folder.path))  # settings.yaml alone must find its run
 
     # the models
     say(f"loading {cfg.model}")
-    make_module = partial(objective.make_module, config.hidden_size)
     policy, frozen, of_weights = load_models(
-        cfg, fabric, source, tokenizer, objective.needs_reference, make_module
+        cfg, fabric, source, tokenizer, objective, config.hidden_size
     )
     hashes |= of_weights
     optimizer = (optimizer or make_optimizer)(policy.module, cfg)
@@ -294,21 +319,18 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     reference = Reference(fabric, policy, frozen) if objective.needs_reference else None
     if reference and cfg.reference_cache:
         reference = CachedReference(fabric, reference, cfg, hashes)
+    hashes = {"program": program.name, **hashes}
 
     # a new run, or the one that it goes on from
     on_rank_0(fabric, lambda: folder.begin(cfg, hashes))
-    state = folder.state or RunState(str(program), hashes=hashes)
+    state = folder.state or RunState(hashes=hashes)
     if cfg.data.chat_template:
         state.chat_template = tokenizer.template
     vars(objective).update(state.objective)
+    stop = Stop(cfg.max_time, cfg.stop_at)
     if not folder.is_own:  # the other run's best checkpoint is not in this folder
         state.best_step = state.best_value = None
-    if folder.checkpoint:  # before the first file is opened: it may be of another model
-        moved = moving_reference(state, policy, reference)
-        load_checkpoint(fabric, folder.checkpoint, policy, optimizer, moved)
-    last_row = state.step if folder.is_own else -1
-    stop = Stop(cfg.max_time, cfg.stop_at)
-    return Run(
+    run = Run(
         cfg=cfg,
         fabric=fabric,
         cut=Cut(
@@ -323,20 +345,16 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
         optimizer=optimizer,
         state=state,
         folder=folder,
-        logger=Logger(cfg, last_row, state.unvalidated),
+        logger=Logger(cfg, state.step if folder.is_own else -1, state.unvalidated),
         evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker, stop),
-        throughput=Throughput(
-            fabric,
-            cfg.precision,
-            policy.module,
-            kl_pairs=objective.kl_pairs,
-            reference=objective.needs_reference and not cfg.reference_cache,
-            lora=bool(cfg.lora.rank),
-        ),
+        throughput=Throughput(fabric, cfg, policy.module, objective),
         stop=stop,
         rollout=rollout,
         saved_step=state.step if folder.is_own else 0,
     )
+    if folder.checkpoint:
+        run.load(folder.checkpoint)
+    return run
 
 
 def refuse_settings_of_objective(cfg: RunSettings, objective) -> None:
@@ -362,63 +380,55 @@ def refuse_settings_of_objective(cfg: RunSettings, objective) -> None:
 
 
 def with_absolute_paths(settings, prefix: str = ""):
-    """The same settings with absolute paths: settings.yaml, which is made of them, then means the same
-    from any working directory. Ids of the Hub stay as they are."""
+    """The same settings with absolute paths of what is read: settings.yaml, which is made of them, then
+    means the same from any working directory. Ids of the Hub stay as they are."""
     changed = {}
     for name, value in vars(settings).items():
         if is_dataclass(value):
             changed[name] = with_absolute_paths(value, f"{name}.")
         elif value and prefix + name in CONTENT_SETTINGS:
             changed[name] = absolute_sources(value)
-        elif value and name == "reference_cache":
-            changed[name] = os.path.abspath(Path(value).expanduser())
     return replace(settings, **changed)
 
 
 def refuse_ids_beyond(n: int, name: str, examples: dict) -> None:
     """Raise BadInput where a record has a token id that the model's embedding, of n rows, does not
     have. Tokens that no record has may lie beyond it: Gemma 3 1B has one, for images."""
-    for part in examples.values():
-        for example in part:
-            for ids in (example.prompt, *example.completions):
-                if (largest := ids.max()) >= n:
-                    raise BadInput(
-                        f"{example.where}: token: id {largest}, but the embedding of {name} has {n} rows"
-                    )
+    for example in sum(examples.values(), []):
+        largest = max(ids.max() for ids in (example.prompt, *example.completions))
+        refuse_unless(
+            largest < n,
+            f"{example.where}: token: id {largest}, but the embedding of {name} has {n} rows",
+        )
 
 
-def files_hash(source: Source, cfg: RunSettings) -> str:
-    """Of the files that say how a model computes and how its tokenizer works."""
-    names = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
-    files = [source.root / name for name in ("config.json", "generation_config.json")]
-    files += [source.tokenizer / name for name in names]
-    if template := cfg.data.chat_template or source.chat_template:
-        files.append(Path(template))
-    h = hashlib.sha256()
-    for file in files:
-        h.update(file.read_bytes() if file.is_file() else b"")
+def files_hash(source: Source, tokenizer: Tokenizer) -> str:
+    """Of what says how a model computes and how its tokenizer works."""
+    h = hashlib.sha256((tokenizer.template or "").encode())
+    for folder in (source.root, source.tokenizer):
+        for file in sorted(folder.glob("*.json")):
+            h.update(file.read_bytes())
     return h.hexdigest()
 
 
 def saved_state(objective) -> dict:
     """An objective's state_dict, of which a resume gets every value as it is now. Raises BadInput for one
     that it would not get: called before the run, after its first step and at each checkpoint."""
-    state = objective.state_dict()
-    with user_error(f"state_dict: {type(objective).__name__}", None, (TypeError, ValueError)):
-        refuse_unless(
-            repr(json.loads(json.dumps(state))) == repr(state)
-            and all(hasattr(objective, name) for name in state),
-            f"state_dict: {type(objective).__name__}: expected attributes that are numbers, texts or "
-            f"lists of these, as by float(x) or x.tolist(); got {state}",
-        )
+    state, kind = objective.state_dict(), type(objective).__name__
+    refuse_unless(
+        repr(json.loads(json.dumps(state, default=str))) == repr(state)
+        and all(hasattr(objective, name) for name in state),
+        f"state_dict: {kind}: expected attributes that are numbers, texts or lists of these, as by "
+        f"float(x) or x.tolist(); got {state}",
+    )
     return state
 
 
 def refuse_forgotten_weights(policy, optimizer) -> None:
     """Raise BadInput if an optimizer has not all weights that require a gradient."""
-    in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    in_groups = {p for group in optimizer.param_groups for p in group["params"]}
     params = policy.unique_parameters().items()
-    forgotten = [name for name, p in params if p.requires_grad and id(p) not in in_groups]
+    forgotten = [name for name, p in params if p.requires_grad and p not in in_groups]
     refuse_unless(
         not forgotten,
         f"optimizer: {len(forgotten)} weights are in none of its groups and would never change, "
@@ -435,56 +445,40 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def load_models(
-    cfg: RunSettings,
-    fabric,
-    source: Source,
-    tokenizer,
-    needs_reference: bool,
-    make_module: Callable,
+    cfg: RunSettings, fabric, source: Source, tokenizer: Tokenizer, objective, width: int
 ):
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
     adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
-    make_module: gives the objective's module, which becomes a part of the policy after the reference was
-    copied from it. Raises BadInput."""
-    sharded, first = cfg.strategy == "fsdp", fabric.global_rank == 0
-    has_copy = needs_reference and bool(cfg.reference or not cfg.lora.rank)
-    policy = other = frozen = None
-    dtype, frozen_source, hashes = dtype_of(cfg.precision), source, {}
+    The objective's module, for hidden states of this width, becomes a part of the policy after the
+    reference was copied from it. Raises BadInput."""
+    sharded, dtype = cfg.strategy == "fsdp", dtype_of(cfg.precision)
+    policy = other = None
+    frozen, other_source = None, source
     if cfg.reference:
-        frozen_source = find_model(cfg.reference, "reference")
+        other_source = find_model(cfg.reference, "reference")
         refuse_unless(
-            tokenizer.hf.get_vocab() == Tokenizer(frozen_source.tokenizer).hf.get_vocab(),
+            tokenizer.hf.get_vocab() == Tokenizer(other_source.tokenizer).hf.get_vocab(),
             f"reference: {cfg.reference}: another tokenizer than {cfg.model}",
         )
-    if first or not sharded:
+    if fabric.global_rank == 0 or not sharded:
         policy = load_model(source, cfg.lora, dtype)
-        if cfg.reference:
-            other = load_model(frozen_source, None, dtype)
-            refuse_unless(
-                other.config.padded_vocab_size == policy.config.padded_vocab_size,
-                f"reference: {cfg.reference}: another vocabulary than {cfg.model}",
-            )
-    if first:
-        for name, gpt in (("model", policy), ("reference", other)):
-            if gpt:
-                params = gpt.unique_parameters().items()
-                base = {plain_name(n): p for n, p in params if "lora_" not in n}
-                hashes[f"{name} weights"] = weights_hash(base)
-    hashes = fabric.broadcast(hashes)
-    if has_copy and sharded:
-        whole = other or policy
-        frozen = shard_over_ranks(fabric, whole, frozen_source, cfg.precision, None, learns=False)
-    elif has_copy:  # not wrapped: DDP refuses a module that never trains
-        frozen = freeze(other or copy.deepcopy(policy), cfg.precision)
-        frozen = fabric.to_device(frozen)
+        other = load_model(other_source, None, dtype) if cfg.reference else None
+    hashes = on_rank_0(fabric, lambda: hash_models({"model": policy, "reference": other}))
+    if objective.needs_reference and (cfg.reference or not cfg.lora.rank):
+        if sharded:
+            whole = other or policy
+            frozen = shard_over_ranks(fabric, whole, other_source, cfg.precision, None, False)
+        else:  # not wrapped: DDP refuses a module that never trains
+            frozen = freeze(other or copy.deepcopy(policy), cfg.precision)
+            frozen = fabric.to_device(frozen)
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
         quantize_base(policy, fabric.device)
-    objective_module = make_module()
+    objective_module = objective.make_module(width)
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
     if sharded:
-        own = cfg.precision, cfg.lora, True, objective_module
-        policy = shard_over_ranks(fabric, policy, source, *own)
+        given = source, cfg.precision, cfg.lora, True, objective_module
+        policy = shard_over_ranks(fabric, policy, *given)
     else:
         policy.objective_module = objective_module
         policy = fabric.setup_module(policy)
@@ -492,32 +486,18 @@ def load_models(
     return policy, frozen, hashes
 
 
-# ---- a run's end: Hugging Face folders -----------------------------------------------------------
+def hash_models(models: dict) -> dict[str, str]:
+    """Of the weights of those that there are, without new adapters."""
+    hashes = {}
+    for name, model in models.items():
+        if model:
+            params = model.unique_parameters().items()
+            base = {plain_name(n): p for n, p in params if "lora_" not in n}
+            hashes[f"{name} weights"] = weights_hash(base)
+    return hashes
 
 
-def export_models(run: Run) -> None:
-    """Write final; with LoRA final_adapter, in PEFT's format; and best, if keep_best kept one."""
-    cfg, fabric, out = run.cfg, run.fabric, run.folder.path
-    weights, rows = run.merged_weights(export=True), run.policy.module.rows
-
-    def write_final(new):
-        export(run.source, rows, weights, new, notes_of(dump_yaml(cfg), run.state))
-
-    publish_folder(fabric, write_final, out / "final")
-    if cfg.lora.rank:
-        base = fabric.broadcast(base_for_peft(run))
-        adapters = gather_adapters(run.policy.module)
-        if base is None:
-            say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
-        else:
-            given = adapters, run.policy.module, run.source, base, cfg.lora
-            publish_folder(fabric, lambda new: write_peft(*given, new), out / "final_adapter")
-    best = checkpoint_folder(out, run.state.best_step or 0)
-    if fabric.broadcast(best.is_dir()):
-        # not the base that the checkpoint's settings name: the model may have moved since they were
-        # written
-        write_best = partial(_export_checkpoint, Source(best, run.source))
-        publish_folder(fabric, write_best, out / "best")
+# ---- Hugging Face folders ------------------------------------------------------------------------
 
 
 def base_for_peft(run: Run) -> str | None:
@@ -525,52 +505,36 @@ def base_for_peft(run: Run) -> str | None:
     started from, belong to; None if it is no whole model of its own."""
     source, name = run.source, run.cfg.model
     while source.base:
-        if not (source.folder / "adapter_config.json").exists():
+        file = source.folder / "adapter_config.json"
+        if not file.exists():
             return None
-        name = read_json(source.folder / "adapter_config.json")["base_model_name_or_path"]
-        source = source.base
+        source, name = source.base, read_json(file)["base_model_name_or_path"]
     if run.state.reference_has_moved:
         return None
     return str(source.root.resolve()) if find_path(name).exists() else name
 
 
-def export_checkpoint(checkpoint: Path, out: Path) -> None:
-    """Write a checkpoint, or a PEFT folder, with its base as a Hugging Face folder. Raises
-    BadInput."""
-    source = find_model(str(checkpoint), "export")
-    if source.base is None:
-        raise BadInput(f"export: {checkpoint}: neither a checkpoint of a run nor a PEFT folder")
-    if (checkpoint / "state.json").exists():
-        refuse_other_base(source)
-    _export_checkpoint(source, out)
-
-
-def refuse_other_base(source: Source) -> None:
-    """Raise BadInput if adapters of a checkpoint would be merged into other weights than those they
-    were trained on."""
-    settings, state = read_settings(source.folder), read_state(source.folder)[0]
-    if not settings["lora"]["rank"] or state.reference_has_moved:
-        return  # all its weights are in the checkpoint, or in the run's folder
-    base = load_model(source.base, dtype=dtype_of(settings["precision"])).unique_parameters()
-    if weights_hash(base) != state.hashes["model weights"]:
-        model = settings["model"]
-        raise BadInput(f"export: {model}: not the weights that {source.folder} was trained on")
-
-
-def _export_checkpoint(source: Source, out: Path) -> None:
-    notes, dtype = {}, torch.float32
-    if (source.folder / "state.json").exists():
-        settings = (source.folder / "settings.yaml").read_text()
-        notes = notes_of(settings, read_state(source.folder)[0])
-        dtype = torch.promote_types(dtype_of(read_settings(source.folder)["precision"]), dtype)
-    gpt = load_model(source, dtype=dtype)
+def export_checkpoint(source: Source, out: Path) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder. Raises BadInput if adapters would be merged
+    into other weights than those they were trained on."""
+    settings, state = read_settings(source.folder), read_state(source.folder)
+    dtype = dtype_of(settings["precision"])
+    if settings["lora"]["rank"] and not state.reference_has_moved:
+        base = load_model(source.base, dtype=dtype).unique_parameters()
+        refuse_unless(
+            weights_hash(base) == state.hashes["model weights"],
+            f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
+        )
+    # at least float32: a run in bfloat16 holds its base rounded, which the export does not
+    gpt = load_model(source, dtype=torch.promote_types(dtype, torch.float32))
+    notes = notes_of((source.folder / "settings.yaml").read_text(), state)
     export(source, gpt.rows, gpt.unique_parameters(), out, notes)
 
 
 def notes_of(settings: str, state: RunState) -> dict[str, str]:
     """More files of an exported model, {name: text}: its card, and the chat template if the run used
     another one than the model's. settings: the text of settings.yaml."""
-    program = Path(state.program).stem
+    program = Path(state.hashes["program"]).stem
     card = f"""---
 library_name: transformers
 tags: [{program}, preference-tuning]
@@ -586,20 +550,3 @@ Trained by {program}.py for {state.step} steps, on data whose token ids and labe
     if state.chat_template:
         notes["chat_template.jinja"] = state.chat_template
     return notes
-
-
-def load_best_weights(run: Run) -> bool:
-    """Put the weights of the best checkpoint into the policy, if there is one that is not the last
-    step and belongs on this base. -> whether that was done"""
-    step = run.state.best_step
-    if step is None or step == run.state.step:
-        return False
-    best = checkpoint_folder(run.folder.path, step)
-    if not best.is_dir():  # removed by hand
-        return False
-    # with a moving reference the adapters of an earlier iteration belong on another base
-    if run.cfg.lora.rank and read_state(best)[0].iteration != run.state.iteration:
-        return False
-    params = run.policy.unique_parameters()
-    load_weights(best, params)
-    return True
