@@ -156,7 +156,7 @@ class Run:
             set_weights(self.reference.frozen, weights)
         else:
             module = self.policy.module
-            own = {plain_name(n): n for n in module.unique_parameters(with_objective=False)}
+            own = {plain_name(n): n for n in module.unique_parameters()}
             set_weights(self.policy, {own[name]: x for name, x in weights.items()})
             reset_adapters(module, self.cfg.seed + 7919 * self.state.iteration)
             self.optimizer.optimizer.state.clear()

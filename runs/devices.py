@@ -105,11 +105,7 @@ def shard_module(module, mesh, bf16: bool):
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
     tied = module.tied
-    buffers = {name: x.to(mesh.device_type) for name, x in module.named_buffers()}  # cos and sin
     module.to_empty(device=mesh.device_type)
-    for name, x in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, x)
     if tied:
         module.tie()
     return module

@@ -502,7 +502,7 @@ def test_the_head_gives_the_entropy_of_each_distribution_and_changes_nothing_els
     assert entropy_T.max() > 1 and entropy_T.max() < math.log(61)
 
 
-@pytest.mark.parametrize("targets", ["query", "head"])
+@pytest.mark.parametrize("targets", ["q_proj", "lm_head"])
 def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targets, tmp_path):
     made(HF["llama"], tmp_path)
     gpt = load.load_model(tmp_path, Lora(rank=2, targets=targets))
@@ -531,7 +531,7 @@ def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
 
 def test_a_recomputed_head_draws_the_same_dropout_again(tmp_path, monkeypatch):
     made(HF["llama"], tmp_path)
-    gpt = load.load_model(tmp_path, Lora(rank=2, dropout=0.5, targets="head"))
+    gpt = load.load_model(tmp_path, Lora(rank=2, dropout=0.5, targets="lm_head"))
     batch, grads = pack(*ragged(1, 97, 0)), []
     nn.init.normal_(gpt.lm_head.lora_B)
     for real in (model.checkpoint, lambda f, *a, **kw: f(*a)):
