@@ -277,11 +277,12 @@ def write_peft(
         tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.cat(a_parts)
         tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.cat(b_parts, 1)
         ranks[layer] = sum(map(len, a_parts))
+    others = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
-        "target_modules": sorted(ranks), "rank_pattern": ranks,
-        "alpha_pattern": {layer: scale * rank for layer, rank in ranks.items()},
+        "target_modules": sorted(ranks), "rank_pattern": others,
+        "alpha_pattern": {layer: scale * rank for layer, rank in others.items()},
         "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
     }  # fmt: skip
     save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})

@@ -85,7 +85,8 @@ FIELDS = {
     "olmo3": GQA | NEAR,
     "olmoe": BASE | EXPERTS,
     "persimmon": BASE,
-    "phi3, longrope": GQA | SHORT | dict(rope_parameters=SHORT),
+    "phi3, longrope": GQA
+    | dict(rope_parameters=SHORT, partial_rotary_factor=0.75, original_max_position_embeddings=48),
     "qwen2, window": GQA | NEAR | dict(use_sliding_window=True),
     "qwen2_moe": GQA | EXPERTS | dict(shared_expert_intermediate_size=24),
     "stablelm": BASE,
