@@ -95,7 +95,8 @@ FIELDS = {
 }  # fmt: skip
 # one of each kind: what the ordinary tests look at
 QUICK = ["gpt2", "llama", "llama, biases of attention", "mistral", "gemma3", "mixtral", "olmo3",
-         "deepseek_v3", "gpt_oss", "bloom", "falcon", "gpt2, inverse scale", "llama, dynamic"]  # fmt: skip
+         "deepseek_v3", "gpt_oss", "bloom", "falcon", "gpt2, inverse scale", "llama, dynamic",
+         "qwen2", "gemma2", "cohere"]  # fmt: skip
 STEPS = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-2", "--val_interval=null")
 STEPS += ("--save_interval=null", "--data.max_prompt=24", "--data.max_completion=24")
 LORA = ("--lora.rank=2",)
@@ -162,7 +163,7 @@ def outcome(name: str, folder: Path) -> str | None:
 
 
 EXPECTED = {
-    "gpt2": "litgpt", "llama": "litgpt", "mistral": "litgpt", "gpt_oss": "s_aux is not supported",
+    "gpt2": "litgpt", "llama": "litgpt", "mistral": "litgpt", "qwen2": "litgpt", "gpt_oss": "s_aux is not supported",
     "bloom": "0 of 2 layers have an attention", "falcon": "0 of 2 layers have an attention",
     "gpt2, inverse scale": "log-probs .* are not transformers' own",
     "llama, dynamic": "rope_type: dynamic",

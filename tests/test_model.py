@@ -433,6 +433,24 @@ def test_the_head_of_a_gpu_computes_what_a_cpus_does(cap, saved):
     assert all(x is y is None or same(x, y, 1e-12) for x, y in zip(*seen))
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_heads_gradient_is_that_of_autograd(cap):
+    h_TC, w_VC, target_T, seen = random(20, 8), random(61, 8) * 2, torch.arange(20) * 3, []
+
+    def plain(h, w, target):
+        logits = h @ w.T if cap is None else cap * (h @ w.T / cap).tanh()
+        return logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+
+    def chunked(h, w, target):
+        return head.Head.apply(h, w, target, cap, head.Chunks(7, 1, 3, False))[0]
+
+    for logps in (plain, chunked):
+        h, w = (x.clone().requires_grad_() for x in (h_TC, w_VC))
+        (logps(h, w, target_T) * torch.arange(20)).sum().backward()
+        seen.append((h.grad, w.grad))
+    assert all(same(x, y, 1e-10) for x, y in zip(*seen))
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_are_the_same_to_the_bit_with_and_without_a_gradient(dtype, gpu):
