@@ -19,8 +19,7 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
 """
 
 import inspect
-import itertools
-from typing import NamedTuple
+import math
 
 import torch
 from torch import nn
@@ -48,33 +47,20 @@ class PromptCache:
         self.tensors = {}  # name -> values for all N tokens of that batch
 
 
-class Tile(NamedTuple):
-    """One call of scaled_dot_product_attention: the next queries, over the first keys of their bin (see bins)."""
-
-    bin: int
-    n_queries: int
-    n_keys: int
-    mask: torch.Tensor | None  # (n_queries, n_keys), True: attend; None: plain causal attention
-
-
 class PackedAttention:
     """Which token attends to which in a packed batch, for one forward. All layers share it, with its tiles' masks."""
 
     def __init__(self, batch: PackedBatch, prompt_cache: PromptCache | None = None):
-        self.batch = batch
-        self.cache = prompt_cache
-        self.cached = False  # whether the prompts come from the cache
-        self.tiles_of_window = {}
-        if prompt_cache is None:
-            return
-        if prompt_cache.batch is None:
-            prompt_cache.batch = batch  # this forward fills it
-            return
-        self.cached = True
-        # only their lengths are compared
-        cached_prompts = [sizes[0] for sizes in prompt_cache.batch.segment_sizes]
-        prompts = [sizes[0] for sizes in batch.segment_sizes]
-        assert prompts == cached_prompts, "the cache is of other prompts: log-probs would be wrong"
+        self.batch, self.cache = batch, prompt_cache
+        self.bins_of_window = {}
+        # whether the prompts come from the cache; else this forward fills it
+        self.cached = prompt_cache is not None and prompt_cache.batch is not None
+        if self.cached:
+            # only their lengths are compared
+            cached, own = ([s[0] for s in x.segment_sizes] for x in (prompt_cache.batch, batch))
+            assert own == cached, "the cache is of other prompts: log-probs would be wrong"
+        elif prompt_cache is not None:
+            prompt_cache.batch = batch
 
     def queries(self, x_N):
         """The part of x_N that belongs to the Q queries."""
@@ -91,12 +77,11 @@ class PackedAttention:
         cached = self.cache.tensors.setdefault(name, x.detach())
         if not self.cached:
             return x
-        prompt = cached.index_select(dim, self.cache.batch.prompt_P)
         shape = list(x.shape)
         shape[dim] = len(self.batch.token_N)
-        out = x.new_empty(shape)
         # completions first: if token 0 stands in for them, its prompt's values must win
-        out.index_copy_(dim, self.batch.completion_M, x)
+        out = x.new_empty(shape).index_copy_(dim, self.batch.completion_M, x)
+        prompt = cached.index_select(dim, self.cache.batch.prompt_P)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
 
     def attend(self, attn, q, k, v):
@@ -112,40 +97,41 @@ class PackedAttention:
         batch = self.batch
         if len(batch.key_I):
             k, v = k[:, :, batch.key_I], v[:, :, batch.key_I]
+        query_start_S, max_queries = batch.query_start_S, batch.max_queries
         if self.cached:
-            query_start_S = batch.completion_query_start_S
-            max_queries = batch.max_completion_queries
-        else:
-            query_start_S = batch.query_start_S
-            max_queries = batch.max_queries
+            query_start_S, max_queries = (
+                batch.completion_query_start_S,
+                batch.max_completion_queries,
+            )
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
         # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
         options = dict(scale=attn.scale, window_size=((attn.window or 0) - 1, 0))
         if "enable_gqa" in VARLEN:
             options["enable_gqa"] = k.shape[1] < q.shape[1]
         # The kernel fails for a maximum of 1 if some sequences are empty (flash-attention issue 1537).
-        max_queries, max_keys = max(2, max_queries), max(2, batch.max_keys)
-        key_start_S = batch.key_start_S
-        out = varlen_attn(q, k, v, query_start_S, key_start_S, max_queries, max_keys, **options)
+        most = max(2, max_queries), max(2, batch.max_keys)
+        out = varlen_attn(q, k, v, query_start_S, batch.key_start_S, *most, **options)
         return out.transpose(0, 1)[None]
 
     def tiled(self, attn, q, k, v):
         """Attention where flash attention does not fit: tile by tile."""
-        if attn.window not in self.tiles_of_window:
-            self.tiles_of_window[attn.window] = self.tiles(attn.window)
-        bin_sizes, tiles = self.tiles_of_window[attn.window]
+        if attn.window not in self.bins_of_window:
+            self.bins_of_window[attn.window] = self.bins(attn.window)
+        bins = self.bins_of_window[attn.window]
+        n_queries = [n for _, tiles in bins for n, *_ in tiles]
         # split instead of slices: its backward is a single cat
-        k_bins, v_bins = k.split(bin_sizes, 2), v.split(bin_sizes, 2)
-        out = []
-        for q_tile, tile in zip(q.split([tile.n_queries for tile in tiles], 2), tiles):
-            k_tile, v_tile = k_bins[tile.bin], v_bins[tile.bin]
-            if tile.n_keys < bin_sizes[tile.bin]:
-                k_tile, v_tile = k_tile[:, :, : tile.n_keys], v_tile[:, :, : tile.n_keys]
-            out.append(sdpa(attn, q_tile, k_tile, v_tile, tile.mask))
+        k_bins, v_bins = (x.split([size for size, _ in bins], 2) for x in (k, v))
+        q_tiles, out = iter(q.split(n_queries, 2)), []
+        for (_, tiles), k_bin, v_bin in zip(bins, k_bins, v_bins):
+            for _, n, mask in tiles:
+                out.append(sdpa(attn, next(q_tiles), k_bin[:, :, :n], v_bin[:, :, :n], mask))
         return torch.cat(out, dim=2)
 
-    def tiles(self, window: int | None) -> tuple[list[int], list[Tile]]:
-        """The number of tokens of each bin, and the tiles in the order of their queries.
+    def bins(self, window: int | None) -> list[tuple[int, list[tuple]]]:
+        """Consecutive tokens that attend to each other alone: their number, and the tiles of their queries.
+
+        A tile is one call of scaled_dot_product_attention: the number of the next queries, that of the first keys of
+        the bin, and a mask (n_queries, n_keys), True: attend; None: plain causal attention.
 
         Short prompts form a bin with one tile under one mask. A long one is a bin of its own with a tile for each
         segment, so that few scores are computed only to be masked.
@@ -154,60 +140,44 @@ class PackedAttention:
         numbers are, too: before the first update a log-ratio is exactly 0, although policy and reference may do this
         differently. Short prompts share a tile, and may differ by rounding.
         """
-        batch = self.batch
-        sizes = batch.sizes
-        token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
+        token_N = torch.arange(len(self.batch.token_N), device=self.batch.token_N.device)
         token_Q = self.queries(token_N)
-        queries = self.query_counts()
-        bin_sizes, tiles = [], []
-        first_token = first_query = 0
-        for number, prompts in enumerate(self.bins()):
-            bin_size = sum(sizes[u] for u in prompts)
-            bin_sizes.append(bin_size)
-            # the bin's tiles: numbers of queries and keys, and whether attention is plain causal within the tile
+        bins, first_token, first_query = [], 0, 0
+        for prompts in self.prompts_of_bins():
+            segments = [segment for segments in prompts for segment in segments]
             if len(prompts) > 1:
-                n_queries = sum(sum(queries[u]) for u in prompts)
-                cuts = [(n_queries, bin_size, False)]
-            else:
-                u = prompts[0]
-                ends = list(itertools.accumulate(batch.segment_sizes[u]))
-                # only the prompt is plain causal: a completion must not see the other completions
-                causal = [end == ends[0] for end in ends]
-                cuts = list(zip(queries[u], ends, causal))
-            for n_queries, n_keys, causal in cuts:
+                segments = [tuple(map(sum, zip(*segments)))]
+            tiles, n_keys = [], 0
+            for number, (n_queries, n_tokens) in enumerate(segments):
+                n_keys += n_tokens
                 if n_queries == 0:
                     continue
                 mask = None
-                if window is not None or not causal:
+                # only a prompt is plain causal: a completion must not see the other completions
+                if window is not None or number > 0 or len(prompts) > 1:
                     i = token_Q[first_query : first_query + n_queries, None]
                     j = token_N[None, first_token : first_token + n_keys]
                     mask = self.mask(i, j, window)
-                tiles.append(Tile(number, n_queries, n_keys, mask))
+                tiles.append((n_queries, n_keys, mask))
                 first_query += n_queries
-            first_token += bin_size
-        return bin_sizes, tiles
-
-    def bins(self) -> list[list[int]]:
-        """Consecutive prompts that share a tile: up to TILE_TOKENS tokens together, or a longer one alone."""
-        bins, bin_size = [], 0
-        for u, size in enumerate(self.batch.sizes):
-            if bins and bin_size + size <= TILE_TOKENS:
-                bins[-1].append(u)
-                bin_size += size
-            else:
-                bins.append([u])
-                bin_size = size
+            bins.append((n_keys, tiles))
+            first_token += n_keys
         return bins
 
-    def query_counts(self) -> list[list[int]]:
-        """(U,) for each prompt: the queries of its segments."""
-        counts = [list(sizes) for sizes in self.batch.segment_sizes]
-        if self.cached:
-            for segments in counts:
-                segments[0] = 0
-            if not any(map(sum, counts)):
-                counts[0][0] = 1  # token 0 stands in: see PackedBatch.completion_M
-        return counts
+    def prompts_of_bins(self) -> list[list[list[tuple[int, int]]]]:
+        """Bins of consecutive prompts, up to TILE_TOKENS tokens together or a longer one alone; of each prompt the
+        (queries, tokens) of its segments."""
+        bins, bin_size, sizes = [], math.inf, self.batch.segment_sizes
+        # 1 where token 0 stands in (see PackedBatch.completion_M), else 0
+        n_queries = len(self.batch.completion_M) - sum(sum(row[1:]) for row in sizes)
+        for row in sizes:
+            bin_size += sum(row)
+            if bin_size > TILE_TOKENS:
+                bin_size = sum(row)
+                bins.append([])
+            bins[-1].append(list(zip([n_queries, *row[1:]] if self.cached else row, row)))
+            n_queries = 0
+        return bins
 
     def mask(self, i, j, window: int | None):
         """Whether token i attends to token j: j has the same prompt and is not after i, belongs to the prompt itself or
@@ -238,9 +208,8 @@ def sdpa(attn, q, k, v, mask):
     mask: boolean, True: attend; None: plain causal.
     """
     if k.shape[1] < q.shape[1]:
-        per_key_head = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(per_key_head, dim=1)
-        v = v.repeat_interleave(per_key_head, dim=1)
+        n = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(n, dim=1) for x in (k, v))
     if attn.cap is None:
         return nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=attn.scale
@@ -273,19 +242,18 @@ class KVCache:
         self.last_B = batch.source_T[batch.first_target_BK[:, 0]]
         self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
         # where the tokens' keys and values go: to these rows, and to the slots of their positions
-        self.row_of_token, self.copied_token = batch.prompt_N, None
-        if len(batch.key_I):  # prompts are shared: each of their tokens goes to several rows
-            self.copied_token = batch.key_I
-            sequence_I = torch.repeat_interleave(
-                batch.key_start_S.diff(), output_size=len(batch.key_I)
-            )
-            self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
+        # prompts are shared if there is key_I: then each of their tokens goes to several rows
+        self.copied_token = batch.key_I if len(batch.key_I) else slice(None)
+        sequence_I = torch.repeat_interleave(
+            batch.key_start_S.diff(), output_size=len(batch.key_I) or len(batch.token_N)
+        )
+        self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
 
     def at(self, token_B, position_B, longest: int) -> None:
         """Set the tokens of the next forward. `longest` is the largest of their positions."""
         self.token_RQ = token_B[:, None]
         self.position_RQ = position_B[:, None]
-        self.row_of_token, self.copied_token = self.row_B, None
+        self.row_of_token, self.copied_token = self.row_B, slice(None)
         self.last_B = self.row_B
         self.packed = None
         self.masks = {}
@@ -296,39 +264,32 @@ class KVCache:
 
         Returns the row that each sequence had before, in the new order.
         """
-        n = len(rows)
-        gaps = sorted(set(range(n)).difference(rows))
-        movers = [row for row in rows if row >= n]
+        n, kept = len(rows), set(rows)
+        movers = (row for row in rows if row >= n)
+        order = [row if row in kept else next(movers) for row in range(n)]
+        gaps = [row for row in range(n) if row not in kept]
         self.row_B = self.row_B[:n]
-        if gaps:
-            to = to_device(torch.tensor(gaps), self.row_B.device)
-            source = to_device(torch.tensor(movers), self.row_B.device)
+        to, source = (
+            to_device(torch.tensor(x, dtype=torch.long), self.row_B.device)
+            for x in (gaps, [order[gap] for gap in gaps])
+        )
         for layer, (k, v) in self.tensors.items():
-            if gaps:
-                k[to] = k[source]
-                v[to] = v[source]
+            k[to], v[to] = k[source], v[source]
             self.tensors[layer] = k[:n], v[:n]
-        order = list(range(n))
-        for gap, mover in zip(gaps, movers):
-            order[gap] = mover
         return order
 
     def attend(self, attn, q, k, v):
         """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Fills the slots of k and v."""
+        shape = len(self.row_B), k.shape[1], self.slots
         if attn not in self.tensors:
-            shape = len(self.row_B), k.shape[1], self.slots
-            self.tensors[attn] = k.new_zeros(*shape, k.shape[3]), v.new_zeros(*shape, v.shape[3])
-        new_k, new_v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
-        slot = self.position_RQ.flatten()
-        if self.copied_token is not None:
-            new_k, new_v = new_k[self.copied_token], new_v[self.copied_token]
-            slot = slot[self.copied_token]
-        cached_k, cached_v = self.tensors[attn]
-        cached_k[self.row_of_token, :, slot] = new_k
-        cached_v[self.row_of_token, :, slot] = new_v
+            self.tensors[attn] = [x.new_zeros(*shape, x.shape[3]) for x in (k, v)]
+        slot = self.position_RQ.flatten()[self.copied_token]
+        for cached, new in zip(self.tensors[attn], (k, v)):
+            new = new.transpose(1, 2).flatten(0, 1)[self.copied_token]
+            cached[self.row_of_token, :, slot] = new
         if self.packed:
             return self.packed.attend(attn, q, k, v)
-        k, v = cached_k[:, :, : self.length], cached_v[:, :, : self.length]
+        k, v = (cached[:, :, : self.length] for cached in self.tensors[attn])
         # The query heads that share a key head become queries of this head: keys need not be repeated.
         grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
         out = sdpa(attn, grouped, k, v, self.mask(attn.window))

@@ -20,6 +20,12 @@ GPU_ROWS = 1024
 GPU_SAVED = 2**29
 
 
+def autocast(x):
+    """x in the type in which autocast computes products, if it is on; it does not know all of them."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def logp_of(logits_TV, target_T):
     """Log-probs (T,) of the targets, and (T, V) of all tokens. At least float32."""
     if logits_TV.dtype != torch.float64:
@@ -42,18 +48,11 @@ class Chunks(NamedTuple):
     @classmethod
     def of(cls, device: str, V: int, entropy: bool = False) -> "Chunks":
         """For a type of device ("cuda", "cpu"), a vocabulary, and whether gradients are on now."""
-        if device == "cuda":
-            size = max(GPU_ROWS, HEAD_LOGITS // V)
-            softmax = size
-            saved_logits = GPU_SAVED
-        else:
-            size = max(1, HEAD_LOGITS // V)
-            softmax = max(1, HEAD_SOFTMAX // V)
-            saved_logits = HEAD_SAVED
-        saved = None
+        gpu, saved = device == "cuda", None
+        size = max(GPU_ROWS if gpu else 1, HEAD_LOGITS // V)
         if torch.is_grad_enabled():
-            saved = saved_logits // max(HEAD_LOGITS, size * V)
-        return cls(size, saved, softmax, device == "cuda", entropy)
+            saved = (GPU_SAVED if gpu else HEAD_SAVED) // max(HEAD_LOGITS, size * V)
+        return cls(size, saved, size if gpu else max(1, HEAD_SOFTMAX // V), gpu, entropy)
 
 
 def entropy_of(logits_TV, p_TV, target_T, logp_T):

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,33 +43,34 @@ COPIED = re.compile(
 # what old files hold besides weights
 OLD_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 
-# transformers' name of a part of GPT-2 or of a Llama-shaped model: litgpt's. q, k and v are one
+# transformers' name of a part of GPT-2 or of a Llama-shaped model, and litgpt's. q, k and v are one
 # matrix in litgpt.
-LITGPT_NAMES = {
-    "model.embed_tokens": "transformer.wte",
-    "model.norm": "transformer.ln_f",
-    "lm_head": "lm_head",
-    "input_layernorm": "norm_1",
-    "post_attention_layernorm": "norm_2",
-    "self_attn.q_proj": "attn.qkv",
-    "self_attn.k_proj": "attn.qkv",
-    "self_attn.v_proj": "attn.qkv",
-    "self_attn.o_proj": "attn.proj",
-    "self_attn.q_norm": "attn.norm_q",
-    "self_attn.k_norm": "attn.norm_k",
-    "mlp.gate_proj": "mlp.fc_1",
-    "mlp.up_proj": "mlp.fc_2",
-    "mlp.down_proj": "mlp.proj",
-    "transformer.wte": "transformer.wte",
-    "transformer.wpe": "transformer.wpe",
-    "transformer.ln_f": "transformer.ln_f",
-    "ln_1": "norm_1",
-    "ln_2": "norm_2",
-    "attn.c_attn": "attn.qkv",
-    "attn.c_proj": "attn.proj",
-    "mlp.c_fc": "mlp.fc",
-    "mlp.c_proj": "mlp.proj",
-}
+NAMES = """
+    model.embed_tokens        transformer.wte
+    model.norm                transformer.ln_f
+    lm_head                   lm_head
+    input_layernorm           norm_1
+    post_attention_layernorm  norm_2
+    self_attn.q_proj          attn.qkv
+    self_attn.k_proj          attn.qkv
+    self_attn.v_proj          attn.qkv
+    self_attn.o_proj          attn.proj
+    self_attn.q_norm          attn.norm_q
+    self_attn.k_norm          attn.norm_k
+    mlp.gate_proj             mlp.fc_1
+    mlp.up_proj               mlp.fc_2
+    mlp.down_proj             mlp.proj
+    transformer.wte           transformer.wte
+    transformer.wpe           transformer.wpe
+    transformer.ln_f          transformer.ln_f
+    ln_1                      norm_1
+    ln_2                      norm_2
+    attn.c_attn               attn.qkv
+    attn.c_proj               attn.proj
+    mlp.c_fc                  mlp.fc
+    mlp.c_proj                mlp.proj
+"""
+LITGPT_NAMES = dict(line.split() for line in NAMES.strip().splitlines())
 
 
 # ---- where a model lies --------------------------------------------------------------------------
@@ -140,10 +141,8 @@ def _download(name: str, what: str, weights: bool) -> Path:
 
 
 def read_json(file: Path) -> dict:
-    try:
+    with their_errors(file):
         return json.loads(file.read_text())
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{file}: {e}") from None
 
 
 # ---- its config ----------------------------------------------------------------------------------
@@ -169,20 +168,24 @@ def read_config(source: Source):
     with their_errors(file):
         config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
     text = config.get_text_config()
-    for c in (config, text):
-        for name, value in c.to_dict().items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                setattr(c, name, 0.0)
+    for name, value in text.to_dict().items():
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(text, name, 0.0)
     # The comparison has short texts only: refuse positions that depend on a text's length.
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = [rope, *(x for x in rope.values() if isinstance(x, dict))]
-    for fields in (vars(config), vars(text), *ropes):
-        for name in REFUSED:
-            if (value := fields.get(name)) and value not in ROPES:
-                raise BadInput(f"{file}: {name}: {value} is not supported")
+    for name, value in _fields(config.to_dict()):
+        if name in REFUSED and value and value not in ROPES:
+            raise BadInput(f"{file}: {name}: {value} is not supported")
     if type(getattr(text, "max_position_embeddings", None)) is not int:
         raise BadInput(f"{file}: max_position_embeddings: missing: the context is not known")
     return config
+
+
+def _fields(config: dict) -> Iterator[tuple[str, object]]:
+    """Names and values of a config and of those within it."""
+    for name, value in config.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from _fields(value)
 
 
 def context_of(config) -> int:
@@ -207,13 +210,13 @@ class Rows(NamedTuple):
     first: int = 0
     """The first of its rows."""
     end: int | None = None
-    """The row after the last one. None: it is the whole weight."""
+    """The row after the last one. None: its last one, too."""
     transposed: bool = False
     """Whether transformers has it as (inputs, outputs), as GPT-2's are."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         """These rows of our weight, as transformers has them."""
-        rows = weight if self.end is None else weight[self.first : self.end]
+        rows = weight[self.first : self.end]
         return rows.T if self.transposed else rows
 
 
@@ -239,19 +242,16 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
     """transformers' model of a Hugging Face or a litgpt folder, on the CPU; None: in the dtype of
     its files. Raises BadInput where weights are missing, unknown or of another shape: transformers
     would only log it."""
-    auto, options = (
-        transformers.AutoModelForCausalLM,
-        dict(attn_implementation="eager", dtype=dtype),
-    )
-    if (folder / "lit_model.pth").exists():
-        with their_errors(folder):
+    auto = transformers.AutoModelForCausalLM
+    options = dict(attn_implementation="eager", dtype=dtype)
+    with their_errors(folder):
+        if (folder / "lit_model.pth").exists():
             hf = auto.from_config(config, **options)
             ours = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
-            ours, theirs = ours.get("model", ours), hf.state_dict()
-            hf.load_state_dict({n: r.of(ours[r.name]) for n, r in litgpt_rows(theirs).items()})
+            ours, rows = ours.get("model", ours), litgpt_rows(hf.state_dict())
+            hf.load_state_dict({name: r.of(ours[r.name]) for name, r in rows.items()})
             return hf.eval()
-    options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
-    with their_errors(folder):
+        options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
     info["unexpected_keys"] = {n for n in info["unexpected_keys"] if not OLD_BUFFERS.fullmatch(n)}
     faults = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
@@ -267,9 +267,8 @@ def export(
     """Write a model as a Hugging Face folder: the source's with these weights in place of its own,
     in the dtype of its files. rows: see model.Packed. notes: more files, {name: text}. Raises
     BadInput."""
-    wide = (
-        next(iter(weights.values())).dtype == torch.float64
-    )  # precision 64-true: nothing is rounded
+    # precision 64-true: nothing is rounded
+    wide = next(iter(weights.values())).dtype == torch.float64
     hf = read_whole(source.root, read_config(source), torch.float64 if wide else None)
     theirs = hf.state_dict()
     for name, r in rows.items():

@@ -36,12 +36,10 @@ def load_model(
     float32. Raises BadInput."""
     if not isinstance(source, Source):
         source = find_model(str(source))
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # new adapters are drawn from torch's seed, whatever reading draws
+    # new adapters are drawn from torch's seed, whatever reading draws
+    with torch.random.fork_rng(devices=[]):
         gpt = _load_plain(source, dtype)
-    if lora and lora.rank:
-        add_adapters(gpt, lora)
+    add_adapters(gpt, lora)
     return gpt
 
 
@@ -55,9 +53,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     if (folder / "adapter_config.json").exists():
         fold_peft(gpt, folder)
         return gpt
-    lora = Lora(**read_settings(folder)["lora"])
-    if lora.rank:
-        add_adapters(gpt, lora)
+    add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
     with their_errors(folder):
         unknown = gpt.load_state_dict(_checkpoint_weights(folder), strict=False).unexpected_keys
         if unknown:
@@ -86,11 +82,9 @@ def _read(source: Source, dtype: torch.dtype) -> Packed:
     hf = read_whole(source.root, config, wide)
     with their_errors(f"model: {source.root}: {config.model_type}"):
         expected_T = _plain_logps(hf)
-        gpt = litgpt_model(hf)
-        if gpt:
+        if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
-        else:
-            gpt = TransformersGPT(hf)
+        gpt = gpt or TransformersGPT(hf)
         _compare(gpt.eval(), expected_T)
     if isinstance(gpt, TransformersGPT):  # its tables of positions stay in float32
         for p in gpt.parameters():
@@ -131,29 +125,31 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
     prompts, completions = _texts(gpt.config.padded_vocab_size)
     batch, prompt_cache = pack(prompts, completions)._replace(by_token=True), PromptCache()
     expected_BKL = batch.tokens_of_completions(expected_T)
+    shared, cached = gpt(batch, prompt_cache), gpt(batch, prompt_cache)  # the first fills the cache
+
+    # sampling: the first two tokens of the first completions
+    first_BL = torch.tensor(np.array([pair[0][:2] for pair in completions]))
+    sizes = [len(prompt) for prompt in prompts]
+    kv_cache = KVCache(pack(prompts, [(pair[0][:1],) for pair in completions]), max(sizes) + 1)
+    logits = [gpt(kv_cache)]
+    kv_cache.at(first_BL[:, 0], torch.tensor(sizes), max(sizes))
+    logits.append(gpt(kv_cache))
+    logp_BLV = torch.stack(logits, 1).double().log_softmax(-1)
+    sampled = logp_BLV.gather(2, first_BL[..., None])[..., 0]
 
     # a mixture may choose another of two experts that are almost equal: then most tokens must agree
     share = 0.75 if gpt.has_experts else 1.0
-
-    def check(name, logp, expected):
-        if not (largest := (logp - expected).abs().quantile(share).item()) <= TOLERANCE:
+    for name, logp, expected in (
+        ("with shared prompts", shared, expected_BKL),
+        ("with cached prompts", cached, expected_BKL),
+        ("token by token", sampled, expected_BKL[:, 0, :2]),
+    ):
+        largest = (logp - expected).abs().quantile(share).item()
+        if not largest <= TOLERANCE:  # nan, too
             raise ValueError(
                 f"log-probs {name} are up to {largest:.2g} nats from transformers' own, "
                 f"expected at most {TOLERANCE:g}"
             )
-
-    check("with shared prompts", gpt(batch, prompt_cache), expected_BKL)  # fills the cache
-    check("with cached prompts", gpt(batch, prompt_cache), expected_BKL)
-    first_BL = torch.tensor(np.array([pair[0][:2] for pair in completions]))
-    size_B = torch.tensor([len(prompt) for prompt in prompts])
-    longest = int(size_B.max())
-    kv_cache = KVCache(pack(prompts, [(pair[0][:1],) for pair in completions]), longest + 1)
-    logits = [gpt(kv_cache)]
-    kv_cache.at(first_BL[:, 0], size_B, longest)
-    logits.append(gpt(kv_cache))
-    logp_BLV = torch.stack(logits, 1).double().log_softmax(-1)
-    logp_BL = logp_BLV.gather(2, first_BL[..., None])[..., 0]
-    check("token by token", logp_BL, expected_BKL[:, 0, :2])
 
 
 # ---- sharding ------------------------------------------------------------------------------------
@@ -172,26 +168,24 @@ def shard_over_ranks(
     the whole of it. The objective's module, if there is one, is sharded with it. A collective."""
     about, first = None, fabric.global_rank == 0
     if first:
-        whole.objective_module = copy.deepcopy(
-            objective_module
-        )  # its values count, not other ranks'
+        # its values count, not other ranks'
+        whole.objective_module = copy.deepcopy(objective_module)
         about = whole.tied, whole.embedding.weight.dtype, dict(whole.named_buffers())
     tied, dtype, buffers = fabric.broadcast(about)
-    config, options = read_config(source), dict(attn_implementation="eager", dtype=dtype)
+    options = dict(attn_implementation="eager", dtype=dtype)
     with torch.device("meta"):
-        hf = transformers.AutoModelForCausalLM.from_config(config, **options)
+        hf = transformers.AutoModelForCausalLM.from_config(read_config(source), **options)
         shell = litgpt_model(hf) or TransformersGPT(hf)
     if tied:
         shell.tie()
-    if lora and lora.rank:
-        add_adapters(shell, lora)
-    for name, x in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(shell.get_submodule(owner), attribute, x)
+    add_adapters(shell, lora)
     shell.objective_module = objective_module
     if not learns:
         freeze(shell, precision)
     module = fabric.setup_module(shell)
+    for name, x in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(shell.get_submodule(owner), attribute, x.to(fabric.device))
     set_weights(module, whole.unique_parameters() if first else None)
     return module
 
@@ -218,11 +212,7 @@ def shard_module(module, mesh, bf16: bool):
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
     tied = module.tied
-    buffers = {name: x.to(mesh.device_type) for name, x in module.named_buffers()}  # cos and sin
     module.to_empty(device=mesh.device_type)
-    for name, x in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, x)
     if tied:
         module.tie()
     return module

@@ -19,37 +19,32 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from head import autocast
 from hub import Source, read_json, their_errors
 from runs.console import BadInput, rank
 from runs.devices import gather_tensor, place_like
 from runs.settings import Lora
 
-# The words of lora.targets for litgpt's layers; q, k and v are one layer. Layers of an MLP: mlp.
-WORDS = {
-    "attn.qkv": ("query", "key", "value"),
-    "attn.proj": ("projection",),
-    "lm_head": ("head",),
-}
-
-
 # ---- make ----------------------------------------------------------------------------------------
 
 
-def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Put adapters at the layers that lora.targets names, by its words or by PEFT's names and rule.
-    They start at zero: the model computes what it did, to the bit. From then on they alone are
-    trained. Raises BadInput."""
+def add_adapters(model: nn.Module, lora: Lora | None) -> None:
+    """Put adapters at the layers that lora.targets names, unless the rank is null. They start at
+    zero: the model computes what it did, to the bit. From then on they alone are trained. Raises
+    BadInput."""
+    if not lora or not lora.rank:
+        return
     model.requires_grad_(False)
     for name, chosen in _chosen_layers(model, lora.targets).items():
         old = model.get_submodule(name)
-        kind, own = LoRALinear, {}
-        if len(chosen) == 3:
-            c = model.config
-            kind, own = LoRAQKVLinear, dict(enable_lora=chosen, head_size=c.head_size)
-            own |= dict(n_head=c.n_head, n_query_groups=c.n_query_groups)
+        kind = LoRALinear
         options = dict(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)
+        if len(chosen) == 3:
+            kind, c = LoRAQKVLinear, model.config
+            options |= dict(n_head=c.n_head, n_query_groups=c.n_query_groups)
+            options |= dict(enable_lora=chosen, head_size=c.head_size)
         with torch.device("meta"):
-            new = kind(old.in_features, old.out_features, **options, **own)
+            new = kind(old.in_features, old.out_features, **options)
         new.linear, w = None, old.weight
         # at least float32: in bfloat16 the small steps of AdamW would round to nothing
         new.to_empty(device=w.device).to(torch.promote_types(w.dtype, torch.float32))
@@ -60,10 +55,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
-    """The layers that lora.targets names, and of litgpt's layer for q, k and v which of the
-    three."""
-    if targets == Lora.targets:
-        targets = "all-linear"
+    """The layers that lora.targets names by PEFT's rule: `o_proj` is for all whose names end so. Of
+    litgpt's layer for q, k and v, which of the three."""
     targets, found, layers = {target.strip() for target in targets.split(",")}, set(), {}
     theirs = {}  # our name of a weight: transformers' names
     for name, rows in model.rows.items():
@@ -72,22 +65,26 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
     # PEFT puts adapters of these names at joined experts, too (0.21)
     unfit = ("gate_proj", "up_proj", "down_proj") if model.has_experts else ()
     for name, layer in model.named_modules():
-        is_linear = type(layer) is nn.Linear and (layer in in_blocks or name == "lm_head")
-        if not is_linear or name.endswith(unfit):
+        is_head = name == "lm_head"
+        if type(layer) is not nn.Linear or not (is_head or layer in in_blocks):
             continue
-        words = WORDS.get(".".join(name.split(".")[-2:]), ("mlp" if ".mlp." in name else None,))
-        hits = []  # GPT-2 has one name for q, k and v
-        for word, weight in zip(words, theirs[f"{name}.weight"] * len(words)):
-            named = {word} if name == "lm_head" else {word, "all-linear"}
-            hits.append({t for t in targets if t in named or f".{weight}".endswith(f".{t}.weight")})
+        if name.endswith(unfit):
+            continue
+        of_all = set() if is_head else targets & {"all-linear"}
+        hits = [
+            of_all | {t for t in targets if f".{weight}".endswith(f".{t}.weight")}
+            for weight in theirs[f"{name}.weight"]
+        ]
+        if name.endswith("attn.qkv"):
+            hits = (hits * 3)[:3]  # GPT-2 has one name for all three
         if any(hits):
             layers[name] = tuple(map(bool, hits))
             found.update(*hits)
     for target in targets - found:
-        expected = "query, key, value, projection, mlp, head, all-linear or PEFT's names of layers"
-        raise BadInput(f"lora.targets: expected some of {expected}; got {target}")
+        expected = "all-linear or names of linear layers, such as q_proj or self_attn.o_proj"
+        raise BadInput(f"lora.targets: expected {expected}; got {target}")
     if "lm_head" in layers and model.tied:
-        raise BadInput("lora.targets: head: it is tied to the embedding, so it takes no adapter")
+        raise BadInput("lora.targets: lm_head: it is tied to the embedding, so it takes no adapter")
     return layers
 
 
@@ -102,8 +99,7 @@ def reset_adapters(model: nn.Module, seed: int) -> None:
     for layer in _adapted_layers(model).values():
         bound = 1 / math.sqrt(layer.lora_A.shape[1])  # litgpt's kaiming_uniform_ with a = sqrt(5)
         a = torch.rand(layer.lora_A.shape, generator=generator, dtype=torch.float32)
-        a = a * 2 * bound - bound
-        layer.lora_A.copy_(place_like(a.to(layer.lora_A.dtype), layer.lora_A))
+        layer.lora_A.copy_(place_like(a * 2 * bound - bound, layer.lora_A))
         layer.lora_B.zero_()
 
 
@@ -132,12 +128,11 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
     layer instead of three, and casts no matrix. Afterwards the layers have the very tensors that
     they had. It leaves alone what is sharded or quantised."""
     layers = {layer.linear: layer for layer in _adapted_layers(model).values()}
-    linears = []
+    weights = {}
     if layers and not hasattr(model, "reshard"):  # FSDP2 has not sharded it
-        linears = [m for m in model.modules() if type(m) is nn.Linear]
-    weights = [linear.weight for linear in linears]
+        weights = {m: m.weight for m in model.modules() if type(m) is nn.Linear}
     try:
-        for linear, w in zip(linears, weights):
+        for linear, w in weights.items():
             if layer := layers.get(linear):
                 delta = layer.get_lora_AB()
                 w = w.to(delta.dtype) + delta
@@ -145,21 +140,20 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
             linear.weight = nn.Parameter(w.to(dtype), requires_grad=False)
         yield
     finally:
-        for linear, w in zip(linears, weights):
+        for linear, w in weights.items():
             linear.weight = w
         for layer in layers.values():
             layer.merged = False
 
 
 class Adapter(NamedTuple):
-    """It adds scale * B @ A to the rows [first, end) of a weight."""
+    """It adds scale * B @ A to the rows of a weight from `first` on."""
 
     first: int
-    end: int
     a: torch.Tensor
     """(r, inputs)"""
     b: torch.Tensor
-    """(end - first, r)"""
+    """(rows, r)"""
     scale: float
 
 
@@ -169,15 +163,13 @@ def gather_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
     adapters = {}
     for name, layer in _adapted_layers(model).items():
         a, b = gather_tensor(layer.lora_A), gather_tensor(layer.lora_B)
-        rows = [(0, len(b))]
+        firsts, sizes = [0], len(b)
         if isinstance(layer, LoRAQKVLinear):
             q, kv = layer.n_head * layer.head_size, layer.n_query_groups * layer.head_size
-            rows = [(0, q), (q, q + kv), (q + kv, q + 2 * kv)]
-            rows = [r for r, enabled in zip(rows, layer.enable_lora) if enabled]
-        b_parts = b.split([end - first for first, end in rows])
-        adapters[f"{name}.weight"] = [
-            Adapter(*r, *ab, layer.scaling) for r, *ab in zip(rows, a.chunk(len(rows)), b_parts)
-        ]
+            firsts = [x for x, on in zip((0, q, q + kv), layer.enable_lora) if on]
+            sizes = layer.qkv_shapes
+        parts = zip(firsts, a.chunk(len(firsts)), b.split(sizes))
+        adapters[f"{name}.weight"] = [Adapter(*part, layer.scaling) for part in parts]
     return adapters
 
 
@@ -193,15 +185,14 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
     in. base: weights in place of the model's own, where these are rounded. A collective if the
     model is sharded: then rank 0 alone has their values."""
     adapters, weights = gather_adapters(model), {}
-    for name, p in model.unique_parameters(with_objective=False).items():
-        if "lora_" in name:
+    for name, p in model.unique_parameters().items():
+        if "lora_" in name or name.startswith("objective_module."):
             continue
         name = plain_name(name)
         w = gather_tensor(p) if base is None else base[name].detach()
         for x in adapters.get(name, ()):
-            delta = torch.zeros_like(w, dtype=x.a.dtype)
-            delta[x.first : x.end] = x.b @ x.a * x.scale
-            w = (w + delta).to(w.dtype)
+            w = w.clone()
+            w[x.first : x.first + len(x.b)] += x.b @ x.a * x.scale
         if rank() and isinstance(p, DTensor):  # rank 0's counts; this one takes no memory
             w = w.new_zeros(()).expand(w.shape)
         weights[name] = w
@@ -225,35 +216,29 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
     """{transformers' name of a layer: A, B, scale} of a PEFT folder. Raises BadInput where it holds
     another method than plain LoRA."""
     config = read_json(folder / "adapter_config.json")
-    start = config.get("init_lora_weights")
+    # what plain LoRA says there: pissa, olora and the like change the base
+    plain = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
     others = "use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias"
-    refused = {n: x for n, x in config.items() if x and re.match(others, n)}
-    for name, own in (("peft_type", "LORA"), ("bias", "none")):
-        if config.get(name, own) != own:
-            refused[name] = config[name]
-    if start not in (None, True, False, "gaussian"):  # pissa, olora, ...: these change the base
-        refused["init_lora_weights"] = start
-    for name, value in refused.items():
-        raise BadInput(f"{folder}/adapter_config.json: {name}: {value} is not supported")
+    for name, value in config.items():
+        if value and (re.match(others, name) or value not in plain.get(name, [value])):
+            raise BadInput(f"{folder}/adapter_config.json: {name}: {value} is not supported")
+    adapters, patterns = {}, (config.get("alpha_pattern") or {}).items()
     with their_errors(folder):
         tensors = load_file(folder / "adapter_model.safetensors")
-    adapters = {}
-    for name, a in tensors.items():
-        # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
-        # model.layers.0.self_attn.q_proj
-        layer, kind = re.fullmatch(
-            r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight", name
-        ).groups()
-        if kind == "lora_B":
-            continue
-        # the pattern self_attn.q_proj is for all layers whose names end so; the first that fits
-        # counts
-        patterns = (config.get("alpha_pattern") or {}).items()
-        own = (alpha for pattern, alpha in patterns if re.fullmatch(rf"(.*\.)?({pattern})", layer))
-        alpha = next(own, config.get("lora_alpha", 8))
-        b = tensors[name.replace("lora_A", "lora_B")]
-        scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
-        adapters[layer] = a.float(), b.float(), scale
+        for name, a in tensors.items():
+            # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
+            # model.layers.0.self_attn.q_proj
+            match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight", name)
+            layer, kind = match.groups()
+            if kind == "lora_B":
+                continue
+            # the pattern self_attn.q_proj is for all layers whose names end so; the first that
+            # fits counts
+            own = (x for pattern, x in patterns if re.fullmatch(rf"(.*\.)?({pattern})", layer))
+            alpha = next(own, config.get("lora_alpha", 8))
+            b = tensors[name.replace("lora_A", "lora_B")]
+            scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+            adapters[layer] = a.float(), b.float(), scale
     return adapters
 
 
@@ -277,10 +262,10 @@ def write_peft(
     for name, rows in model.rows.items():
         for x in adapters.get(rows.name, ()):
             # GPT-2 has one layer for q, k and v: our adapters side by side, each with its own rows
-            first, end = rows.first, rows.end or x.end
-            if first <= x.first and x.end <= end:
-                b = x.b.new_zeros(end - first, len(x.a))
-                b[x.first - first : x.end - first] = x.b
+            before = x.first - rows.first
+            after = (rows.end or len(x.b)) - x.first - len(x.b)
+            if before >= 0 and after >= 0:
+                b = nn.functional.pad(x.b, (0, 0, before, after))
                 factors.setdefault(name.removesuffix(".weight"), []).append((x.a, b))
     while source.base:
         for layer, (a, b, own) in read_peft(source.folder).items():
@@ -288,10 +273,10 @@ def write_peft(
         source = source.base
     tensors, ranks = {}, {}
     for layer, parts in factors.items():
-        a, b = torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts], 1)
-        tensors[f"base_model.model.{layer}.lora_A.weight"] = a
-        tensors[f"base_model.model.{layer}.lora_B.weight"] = b.contiguous()
-        ranks[layer] = len(a)
+        a_parts, b_parts = zip(*parts)
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.cat(a_parts)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.cat(b_parts, 1)
+        ranks[layer] = sum(map(len, a_parts))
     others = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
@@ -328,16 +313,8 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
         new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
         new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
         new.bias = old.bias
-        new.register_forward_pre_hook(_autocast_input)
+        # autocast casts the inputs of nn.Linear, but not of these
+        new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))
         # On a CPU eval() would repack the weights for good, and these pass no gradient on.
         new.train = lambda mode=True, new=new: new
         model.blocks.set_submodule(name, new)
-
-
-def _autocast_input(_linear: nn.Module, inputs: tuple):
-    """Cast the input under autocast, which does so for nn.Linear but not for bitsandbytes'
-    layers."""
-    x = inputs[0]
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return x.to(torch.get_autocast_dtype(device))

@@ -18,11 +18,12 @@ from typing import NamedTuple
 import litgpt
 import litgpt.model
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import KVCache, PackedAttention, PromptCache
-from head import Chunks, Head, entropy_of, logp_of
+from head import Chunks, Head, autocast, entropy_of, logp_of
 from hub import Rows, context_of, litgpt_rows
 from packing import PackedBatch
 from runs.console import Failed
@@ -41,11 +42,9 @@ class Packed:
     measures_entropy = False
     entropy_BK: torch.Tensor | None = None
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        # of the objective's own (train.Objective.make_module): trained and saved with the model,
-        # never exported
-        self.objective_module: nn.Module | None = None
+    # of the objective's own (train.Objective.make_module): trained and saved with the model, never
+    # exported
+    objective_module: nn.Module | None
 
     def prepare_head(self) -> None:
         """Attach logp to the head, so that FSDP2 gathers the head's weight before the call. Again
@@ -96,15 +95,16 @@ class Packed:
             raise Failed(f"make_module: one output a token, shape ({T}, ...), not {shape}")
         return out_T
 
+    def run_block(self, block, *inputs):
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
+
     def head(self, h):
         """Hidden states (..., C) -> logits (..., V), softcapped where the model does that."""
         logits = self.lm_head(h)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def _head_linear(self) -> nn.Module:
-        """The head's linear layer; a LoRA layer holds it as .linear."""
-        return getattr(self.lm_head, "linear", self.lm_head)
 
     @property
     def has_experts(self) -> bool:
@@ -114,16 +114,16 @@ class Packed:
     @property
     def plain_head(self) -> bool:
         """Whether the head is one matrix: no bias, no adapters."""
-        return self.lm_head is self._head_linear() and self.lm_head.bias is None
+        return isinstance(self.lm_head, nn.Linear) and self.lm_head.bias is None
 
     @property
     def tied(self) -> bool:
         """Whether the head's matrix is the embedding."""
-        return self._head_linear().weight is self.embedding.weight
+        return getattr(self.lm_head, "weight", None) is self.embedding.weight
 
     def tie(self) -> None:
         """Make the embedding the head's matrix."""
-        self._head_linear().weight = self.embedding.weight
+        self.lm_head.weight = self.embedding.weight
 
     def cache_bytes(self, slots: int) -> int:
         """Bytes of a KVCache for one sequence, in the dtype of the embedding."""
@@ -131,20 +131,17 @@ class Packed:
         numbers = 2 * c.n_layer * c.n_query_groups * c.head_size * slots
         return numbers * self.embedding.weight.element_size()
 
-    def unique_parameters(self, with_objective: bool = True) -> dict[str, nn.Parameter]:
-        """Parameters by name. A tied head appears only as the embedding. with_objective: those of
-        the objective's module, too, as objective_module.*"""
+    def unique_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by name. A tied head appears only as the embedding; those of the objective's
+        module are objective_module.*"""
         # after a forward without backward FSDP2 leaves gathered copies in place of the root's
         # parameters
         if hasattr(self, "reshard"):
             self.reshard()
         parameters = dict(self.named_parameters(remove_duplicate=False))
         if self.tied:
-            parameters.pop("lm_head.weight", None)
-            parameters.pop("lm_head.linear.weight", None)
-        if with_objective:
-            return parameters
-        return {n: p for n, p in parameters.items() if not n.startswith("objective_module.")}
+            del parameters["lm_head.weight"]
+        return parameters
 
 
 def _logp(model: Packed, h_TC, target_T, entropy: bool = False):
@@ -153,10 +150,7 @@ def _logp(model: Packed, h_TC, target_T, entropy: bool = False):
     device, cap = h_TC.device.type, model.config.final_logit_softcapping
     chunks = Chunks.of(device, model.config.padded_vocab_size, entropy)
     if model.plain_head:
-        dtype = h_TC.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        return Head.apply(h_TC.to(dtype), model.lm_head.weight, target_T, cap, chunks)
+        return Head.apply(autocast(h_TC), model.lm_head.weight, target_T, cap, chunks)
 
     def chunk_logp(h_TC, target_T):
         logits_TV = model.head(h_TC)
@@ -181,6 +175,7 @@ class GPT(Packed, litgpt.model.GPT):
 
     def __init__(self, config: litgpt.Config):
         super().__init__(config)
+        self.objective_module = None
         if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         for block in self.blocks:
@@ -206,11 +201,7 @@ class GPT(Packed, litgpt.model.GPT):
         cos, sin = self.cos[position_RQ], self.sin[position_RQ]
         for block in self.blocks:
             # litgpt's block hands its fourth argument, there a mask, to its attention
-            inputs = x_RQC, cos, sin, attention
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_RQC = checkpoint(block, *inputs, use_reentrant=False)
-            else:
-                x_RQC = block(*inputs)
+            x_RQC = self.run_block(block, x_RQC, cos, sin, attention)
         return self.transformer.ln_f(x_RQC)
 
 
@@ -229,37 +220,35 @@ def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, 
     return attn.proj(attention.attend(attn, q, k, v).transpose(1, 2).flatten(2))
 
 
+def _sizes(c) -> dict:
+    """What litgpt's Config says of every model, of a text config of transformers."""
+    return dict(
+        name=c.model_type, block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
+        n_head=c.num_attention_heads, n_query_groups=getattr(c, "num_key_value_heads", None),
+        head_size=getattr(c, "head_dim", None), vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size,
+        final_logit_softcapping=getattr(c, "final_logit_softcapping", None),
+    )  # fmt: skip
+
+
 def litgpt_config(c) -> litgpt.Config | None:
     """litgpt's Config for a config of transformers; None where litgpt's blocks would compute
     something else."""
-    kind = c.model_type
-    if kind == "gpt2":
-        gelus = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+    kind, gelus = c.model_type, {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+    if kind == "gpt2" and c.activation_function in gelus:
         own = dict(
             rotary_percentage=0.0, bias=True, norm_class_name="LayerNorm", norm_eps=c.layer_norm_epsilon,
-            mlp_class_name="GptNeoxMLP", gelu_approximate=gelus.get(c.activation_function),
-            intermediate_size=c.n_inner or 4 * c.n_embd,
+            mlp_class_name="GptNeoxMLP", gelu_approximate=gelus[c.activation_function],
+            intermediate_size=c.n_inner,
         )  # fmt: skip
-        fits = c.activation_function in gelus and c.scale_attn_weights
-        fits = fits and not c.scale_attn_by_inverse_layer_idx
-    elif kind in ("llama", "mistral", "qwen2", "qwen3"):
+    elif kind in ("llama", "mistral", "qwen2", "qwen3") and c.hidden_act == "silu":
         own = dict(
             rotary_percentage=1.0, bias=getattr(c, "mlp_bias", False), norm_class_name="RMSNorm",
             norm_eps=c.rms_norm_eps, mlp_class_name="LLaMAMLP", intermediate_size=c.intermediate_size,
             attn_bias=kind == "qwen2" or getattr(c, "attention_bias", False), norm_qk=kind == "qwen3",
-            n_query_groups=c.num_key_value_heads,
         )  # fmt: skip
-        own["head_size"] = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        fits = c.hidden_act == "silu"
     else:
         return None
-    if not fits:
-        return None
-    return litgpt.Config(
-        name=kind, block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
-        n_head=c.num_attention_heads,
-        vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size, parallel_residual=False, **own,
-    )  # fmt: skip
+    return litgpt.Config(**_sizes(c), parallel_residual=False, **own)
 
 
 def litgpt_model(hf) -> GPT | None:
@@ -271,10 +260,7 @@ def litgpt_model(hf) -> GPT | None:
         return None
     with torch.device("meta"):
         gpt = GPT(config).to(hf.dtype)
-    try:
-        gpt.rows = litgpt_rows(hf.state_dict())
-    except KeyError:
-        return None
+    gpt.rows = litgpt_rows(hf.state_dict())
     ends = {r.name: r.end for r in gpt.rows.values()}
     if ends != {name: len(x) for name, x in gpt.state_dict().items()}:
         return None  # such as biases of the attention's output alone
@@ -298,7 +284,6 @@ def copy_from(gpt: GPT, hf) -> None:
     ours = gpt.state_dict()
     for name, r in gpt.rows.items():
         r.of(ours[r.name]).copy_(weights[name])
-    gpt.cos, gpt.sin = torch.zeros(2, gpt.config.block_size, 0, dtype=hf.dtype)
     if gpt.config.rope_n_elem:
         position_1N = torch.arange(gpt.config.block_size)[None]
         like = torch.zeros(1, dtype=hf.dtype)
@@ -325,55 +310,36 @@ class Layer(NamedTuple):
     cap: float | None
 
 
-class Slot:
-    """Holds the attention of the current forward for all layers of one model: not every class of
-    transformers hands arguments on to its layers."""
-
-    attention = None
-    checkpointing = False
-
-    def __init__(self):
-        self.called = set()  # modules that have asked for attention
-
-
 class TransformersGPT(Packed, nn.Module):
     """transformers' decoder and head with our attention. What else its model has (a vision tower)
     stays out."""
 
     def __init__(self, hf):
         super().__init__()
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        AttentionInterface.register(ATTENTION, _attend)
-        AttentionMaskInterface.register(ATTENTION, _window_as_mask)
+        self.objective_module = None
+        transformers.AttentionInterface.register(ATTENTION, _attend)
+        transformers.AttentionMaskInterface.register(ATTENTION, _window_as_mask)
         hf.set_attn_implementation(ATTENTION)
         c = hf.config.get_text_config()
-        heads = c.num_attention_heads
-        self.config = SimpleNamespace(
-            name=c.model_type, n_layer=c.num_hidden_layers, n_embd=c.hidden_size, padded_vocab_size=c.vocab_size,
-            n_query_groups=getattr(c, "num_key_value_heads", None) or heads,
-            head_size=getattr(c, "head_dim", None) or c.hidden_size // heads,
-            final_logit_softcapping=getattr(c, "final_logit_softcapping", None),
-        )  # fmt: skip
-        self.max_seq_length = context_of(c)
+        self.config = litgpt.Config(**_sizes(c))
+        self.max_seq_length = self.config.block_size
         self.decoder, self.lm_head = hf.get_decoder(), hf.get_output_embeddings()
-        of_module = {id(m): name for name, m in hf.named_modules()}
+        of_module = {module: name for name, module in hf.named_modules()}
         self.rows = {}
         for ours in self.state_dict():
             part, _, rest = ours.partition(".")
-            theirs = of_module[id(getattr(self, part))]
-            self.rows[f"{theirs}.{rest}"] = Rows(ours)
+            self.rows[f"{of_module[getattr(self, part)]}.{rest}"] = Rows(ours)
         # factors of the logits: the head is linear, so they may multiply the hidden states
         multiplier, divisor = (getattr(c, x, None) for x in ("logit_scale", "logits_scaling"))
         self.hidden_scale = (multiplier or 1) / (divisor or 1)
-        if len(self.blocks) != c.num_hidden_layers:
-            raise ValueError(f"{len(self.blocks)} of {c.num_hidden_layers} blocks found")
         self.embedding.padding_idx = None  # that token's row would have no gradient
-        self.slot = Slot()
+        # The attention of the current forward, for all layers: not every class of transformers
+        # hands arguments on to its layers. called: modules that have asked for it.
+        self.slot = SimpleNamespace(attention=None, called=set())
         for module in self.modules():
             module.slot = self.slot
         for block in self.blocks:
-            block.forward = functools.partial(_block_forward, self.slot, block)
+            block.forward = functools.partial(_block_forward, self, block)
         self.prepare_head()
 
     @property
@@ -382,19 +348,18 @@ class TransformersGPT(Packed, nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)]
-        return max(lists, key=lambda m: len(m) == self.config.n_layer, default=nn.ModuleList())
+        n = self.config.n_layer
+        lists = (m for m in self.decoder.modules() if isinstance(m, nn.ModuleList))
+        return next(m for m in lists if len(m) == n)
 
     def hidden(self, token_RQ, position_RQ, attention):
         """-> last hidden states (R, Q, C)."""
         self.slot.attention = attention
-        self.slot.checkpointing = self.activation_checkpointing and torch.is_grad_enabled()
         y = self.decoder(input_ids=token_RQ, position_ids=position_RQ, use_cache=False)
         self.slot.attention = None
-        if (n := len(self.slot.called)) != self.config.n_layer:
-            raise ValueError(
-                f"{n} of {self.config.n_layer} layers have an attention that can be replaced"
-            )
+        called, n = len(self.slot.called), self.config.n_layer
+        if called != n:
+            raise ValueError(f"{called} of {n} layers have an attention that can be replaced")
         h_RQC = y.last_hidden_state
         return h_RQC if self.hidden_scale == 1 else h_RQC * self.hidden_scale
 
@@ -415,24 +380,19 @@ def _attend(module, query, key, value, attention_mask=None, scaling=None, softca
     window = attention_mask  # see _window_as_mask
     if window is not None and type(window) is not int:
         raise ValueError("attention: a mask of its own is not supported")
-    if not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
-        raise ValueError("attention: only causal self-attention is supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     module.slot.called.add(module)
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        # transformers rotates queries and keys in float32 there. Attention would cast them anyway,
-        # but flash attention is chosen by what it gets, and a cache holds it.
-        dtype = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # Under autocast transformers rotates queries and keys in float32. Attention would cast them
+    # anyway, but flash attention is chosen by what it gets, and a cache holds it.
+    query, key, value = map(autocast, (query, key, value))
     out = module.slot.attention.attend(Layer(module, window, scale, softcap), query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _block_forward(slot: Slot, block: nn.Module, *inputs, **options):
+def _block_forward(model: TransformersGPT, block: nn.Module, *inputs, **options):
     """A block's forward. Under activation checkpointing the backward calls it again, after the
     forward has ended: so it puts the attention back."""
-    attention = slot.attention
+    slot, attention = model.slot, model.slot.attention
 
     def run(*inputs):
         before, slot.attention = slot.attention, attention
@@ -441,6 +401,4 @@ def _block_forward(slot: Slot, block: nn.Module, *inputs, **options):
         finally:
             slot.attention = before
 
-    if slot.checkpointing:
-        return checkpoint(run, *inputs, use_reentrant=False)
-    return run(*inputs)
+    return model.run_block(run, *inputs)

@@ -1,11 +1,10 @@
 """The frozen model that a policy is compared with: its log-probs, or a cache of them on the disk."""
 
 import hashlib
+import json
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.torch import load, save
 from torch import nn
 
 from lora import disable_adapters
@@ -62,15 +61,10 @@ class CachedReference:
         models = [x for name, x in sorted(hashes.items()) if name != "records"]
         depends = [*models, cfg.precision, cfg.lora.quantize, cfg.data.score_prompt]
         self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-        self.known: dict[bytes, float] = {}
-        self.computed: dict[bytes, float] = {}
+        self.known, self.computed, self.released = {}, {}, False  # hash of an example: its log-prob
         with user_error("reference_cache", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._read()
-
-    @property
-    def released(self) -> bool:
-        return self.reference is None
 
     def compute(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
         """Log-probs (B, K) by the model itself, not from the cache."""
@@ -79,45 +73,39 @@ class CachedReference:
     def __call__(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
         """-> log-probs (B, K) in nats, from the folder where it has them. prompt_cache is not used: the
         prompts' keys may never have been computed. Raises BadInput."""
-        keys, device = packed.digests(), packed.token_N.device
+        keys = [[key.hex() for key in row] for row in packed.digests()]
+        device = packed.token_N.device
         is_missing = any(key not in self.known for row in keys for key in row)
-        if not self.released:
-            # all ranks compute if one rank must: a sharded reference is a collective
-            votes = torch.tensor(float(is_missing), device=device)
-            if all_reduce(votes) > 0:
-                for row, values in zip(keys, self.compute(packed).tolist()):
-                    new = {key: x for key, x in zip(row, values) if key not in self.known}
-                    self.known |= new
-                    self.computed |= new
-        elif is_missing:
+        if is_missing and self.released:
             raise BadInput(
                 "reference_cache: these examples, or their mismatched pairs, are not those of the "
                 "first fit, and the reference is no longer in memory: run without the cache"
             )
+        # all ranks compute if one rank must: a sharded reference is a collective
+        if not self.released and all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
+            for row, values in zip(keys, self.compute(packed).tolist()):
+                for key, x in zip(row, values):
+                    if key not in self.known:
+                        self.known[key] = self.computed[key] = x
         logps = [[self.known[key] for key in row] for row in keys]
         return to_device(torch.tensor(logps, dtype=self.dtype), device)
 
     def release(self) -> None:
         """Write what was computed, and free the model: everything that the run needs is known now."""
         if self.computed:
-            joined = np.frombuffer(b"".join(self.computed), np.uint8)
-            keys = torch.from_numpy(joined.reshape(len(self.computed), -1).copy())
-            logps = torch.tensor(list(self.computed.values()), dtype=torch.float64)
-            content = save({"key": keys, "logp": logps})
-            name = f"{self.key}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+            content = json.dumps(self.computed)
+            name = f"{self.key}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
             new = self.folder / f".{name}.{rank()}.tmp"
             with disk_error(new):
-                new.write_bytes(content)
+                new.write_text(content)
                 new.rename(self.folder / name)
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
-        self.reference = None
+        self.reference, self.released = None, True
         n, known = len(self.computed), len(self.known)
         say(f"reference: {n:,} log-probs computed, {known:,} known in {self.folder}")
 
     def _read(self) -> None:
-        for file in sorted(self.folder.glob(f"{self.key}-*.safetensors")):
-            tensors = load(file.read_bytes())
-            keys = map(bytes, tensors["key"].numpy())
-            self.known |= zip(keys, tensors["logp"].tolist())
+        for file in sorted(self.folder.glob(f"{self.key}-*.json")):
+            self.known |= json.loads(file.read_text())

@@ -167,7 +167,7 @@ class Run:
 
     def set_base(self, weights: dict[str, torch.Tensor]) -> None:
         """Put weights by their plain names into the policy; its adapters stay."""
-        names = self.policy.module.unique_parameters(with_objective=False)
+        names = self.policy.module.unique_parameters()
         own = {plain_name(name): name for name in names}
         set_weights(self.policy, {own[name]: x for name, x in weights.items()})
 

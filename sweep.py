@@ -3,7 +3,7 @@
     python sweep.py kto.py --seed 1,2,3 --kto.beta 0.1,0.3 --optim.lr 1e-3
 
 Values separated by commas make the grid. A value that has commas itself stands in double quotes:
---lora.targets '"query,value",mlp' are two values. Each run has a folder in out/sweep-kto (another one:
+--lora.targets '"q_proj,v_proj",all-linear' are two values. Each run has a folder in out/sweep-kto (another one:
 --out_dir), with what it printed in log.txt. The same command again skips finished runs and goes on with
 the others.
 """

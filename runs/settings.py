@@ -108,9 +108,9 @@ class Lora:
     """The adapters' output is multiplied by alpha / rank."""
     dropout: BelowOne = 0.0
     """Dropout before the adapters. Above 0 policy and reference differ even at step 0."""
-    targets: str = "query,key,value,projection,mlp"
-    """Which linear layers get adapters, by commas: any of query, key, value, projection, mlp, head;
-    or PEFT's names: q_proj, o_proj, all-linear, ..."""
+    targets: str = "all-linear"
+    """Which linear layers get adapters, by commas, as PEFT names them: q_proj, self_attn.o_proj, c_attn,
+    lm_head, ...; all-linear: all but the head."""
     quantize: Literal["nf4"] | None = None
     """nf4: hold the frozen matrices of all blocks in 4 bits (QLoRA, by bitsandbytes). The export has
     them as they were. null: not quantised."""

@@ -85,7 +85,8 @@ FIELDS = {
     "olmo3": GQA | NEAR,
     "olmoe": BASE | EXPERTS,
     "persimmon": BASE,
-    "phi3, longrope": GQA | dict(rope_parameters=SHORT, original_max_position_embeddings=48),
+    "phi3, longrope": GQA
+    | dict(rope_parameters=SHORT, partial_rotary_factor=0.75, original_max_position_embeddings=48),
     "qwen2, window": GQA | NEAR | dict(use_sliding_window=True),
     "qwen2_moe": GQA | EXPERTS | dict(shared_expert_intermediate_size=24),
     "stablelm": BASE,
@@ -94,7 +95,8 @@ FIELDS = {
 }  # fmt: skip
 # one of each kind: what the ordinary tests look at
 QUICK = ["gpt2", "llama", "llama, biases of attention", "mistral", "gemma3", "mixtral", "olmo3",
-         "deepseek_v3", "gpt_oss", "bloom", "falcon", "gpt2, inverse scale", "llama, dynamic"]  # fmt: skip
+         "deepseek_v3", "gpt_oss", "bloom", "falcon", "gpt2, inverse scale", "llama, dynamic",
+         "qwen2", "gemma2", "cohere"]  # fmt: skip
 STEPS = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-2", "--val_interval=null")
 STEPS += ("--save_interval=null", "--data.max_prompt=24", "--data.max_completion=24")
 LORA = ("--lora.rank=2",)
@@ -161,7 +163,8 @@ def outcome(name: str, folder: Path) -> str | None:
 
 
 EXPECTED = {
-    "gpt2": "litgpt", "llama": "litgpt", "mistral": "litgpt", "gpt_oss": "s_aux is not supported",
+    "gpt2": "litgpt", "llama": "litgpt", "mistral": "litgpt", "qwen2": "litgpt",
+    "gpt_oss": "s_aux is not supported",
     "bloom": "0 of 2 layers have an attention", "falcon": "0 of 2 layers have an attention",
     "gpt2, inverse scale": "log-probs .* are not transformers' own|^transformers$",
     "llama, dynamic": "rope_type: dynamic",

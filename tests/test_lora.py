@@ -75,15 +75,15 @@ def test_adapters_start_again_as_the_base_and_by_the_seed_alone(tiny):
     assert a.min() < 0 < a.max()
 
 
-TARGETS = [["query"], ["key", "value"], ["query", "value"], ["mlp"], ["projection"]]
-TARGETS.append(Lora().targets.split(","))
+TARGETS = [("llama", x) for x in ("q_proj", "k_proj,v_proj", "q_proj,v_proj", "o_proj")]
+TARGETS += [("llama", "gate_proj,up_proj,down_proj"), ("llama", "all-linear")]
+TARGETS += [("gpt2", x) for x in ("c_attn", "mlp.c_proj,c_fc", "attn.c_proj", "all-linear")]
 
 
-@pytest.mark.parametrize("targets", TARGETS, ids="+".join)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name, targets", TARGETS)
 def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path):
     folder, ids = folders[name], list(range(20))
-    gpt = load.load_model(folder, Lora(rank=3, alpha=12, targets=",".join(targets)))
+    gpt = load.load_model(folder, Lora(rank=3, alpha=12, targets=targets))
     trained(gpt, pack(*ragged(1, 97, 0)))
     full = merged_weights(gpt)
     export(Source(folder), gpt.rows, full, tmp_path / "out")
@@ -100,7 +100,8 @@ def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders):
     ids = list(range(20))
-    gpt = load.load_model(folders[name], Lora(rank=3, alpha=12, targets="query,value,mlp"))
+    targets = {"gpt2": "c_attn,mlp.c_proj", "llama": "q_proj,v_proj,up_proj"}[name]
+    gpt = load.load_model(folders[name], Lora(rank=3, alpha=12, targets=targets))
     trained(gpt, pack(*ragged(1, 97, 0)))
     before = {n: (p, p.detach().clone()) for n, p in gpt.named_parameters()}
     products = []
@@ -125,8 +126,8 @@ def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders
 
 
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
-    lora = Lora(rank=2, targets="head")
-    with pytest.raises(BadInput, match="lora.targets: head: .* tied"):
+    lora = Lora(rank=2, targets="lm_head")
+    with pytest.raises(BadInput, match="lora.targets: lm_head: .* tied"):
         load.load_model(folders["gpt2"], lora)
     gpt, batch = load.load_model(folders["llama"], lora), pack(*ragged(1, 97, 0))
     base = gpt(batch)
@@ -144,21 +145,23 @@ def test_rank_0_is_a_model_without_adapters(tiny):
     assert torch.equal(plain(batch), load.load_model(tiny)(batch))
 
 
-def test_targets_have_our_words_and_peft_s_names(folders):
+def test_targets_are_named_as_peft_names_them(folders):
     def adapters(name, targets: str) -> dict:
         gpt = load.load_model(folders[name], Lora(rank=2, targets=targets))
         return {n: p.shape for n, p in gpt.named_parameters() if "lora_" in n}
 
-    assert adapters("llama", "q_proj, v_proj") == adapters("llama", "query,value")
-    assert adapters("llama", "query,value") != adapters("llama", "query")
-    mlp = "gate_proj,up_proj,down_proj"
-    assert adapters("llama", f"{mlp},self_attn.o_proj") == adapters("llama", "mlp,projection")
-    blocks = "query,key,value,projection,mlp"
-    assert adapters("llama", "all-linear") == adapters("llama", blocks)
-    assert not any("lm_head" in n for n in adapters("llama", "all-linear"))
-    assert adapters("llama", "lm_head") == adapters("llama", "head")
-    assert adapters("gpt2", "c_attn") == adapters("gpt2", "query,key,value")
-    assert adapters("gpt2", "c_proj") != adapters("gpt2", "attn.c_proj")
-    for name, target in (("llama", "c_attn"), ("gpt2", "proj"), ("llama", "query,"), ("llama", "")):
+    assert adapters("llama", "q_proj, v_proj") != adapters("llama", "q_proj")
+    attention, mlp = "q_proj,k_proj,v_proj,self_attn.o_proj", "gate_proj,up_proj,mlp.down_proj"
+    assert adapters("llama", f"{attention},{mlp}") == adapters("llama", "all-linear")
+    assert adapters("llama", "lm_head").keys() == {"lm_head.lora_A", "lm_head.lora_B"}
+    assert "lm_head.lora_A" not in adapters("llama", "all-linear")
+    c_proj = adapters("gpt2", "attn.c_proj") | adapters("gpt2", "mlp.c_proj")
+    assert adapters("gpt2", "c_proj") == c_proj != adapters("gpt2", "attn.c_proj")
+    for name, target in (
+        ("llama", "c_attn"),
+        ("gpt2", "proj"),
+        ("llama", "q_proj,"),
+        ("llama", ""),
+    ):
         lora = Lora(rank=2, targets=target)
-        refused("^lora.targets: expected some of .*", load.load_model, folders[name], lora)
+        refused("^lora.targets: expected all-linear or .*", load.load_model, folders[name], lora)

@@ -433,6 +433,24 @@ def test_the_head_of_a_gpu_computes_what_a_cpus_does(cap, saved):
     assert all(x is y is None or same(x, y, 1e-12) for x, y in zip(*seen))
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_heads_gradient_is_that_of_autograd(cap):
+    h_TC, w_VC, target_T, seen = random(20, 8), random(61, 8) * 2, torch.arange(20) * 3, []
+
+    def plain(h, w, target):
+        logits = h @ w.T if cap is None else cap * (h @ w.T / cap).tanh()
+        return logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+
+    def chunked(h, w, target):
+        return head.Head.apply(h, w, target, cap, head.Chunks(7, 1, 3, False))[0]
+
+    for logps in (plain, chunked):
+        h, w = (x.clone().requires_grad_() for x in (h_TC, w_VC))
+        (logps(h, w, target_T) * torch.arange(20)).sum().backward()
+        seen.append((h.grad, w.grad))
+    assert all(same(x, y, 1e-10) for x, y in zip(*seen))
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_are_the_same_to_the_bit_with_and_without_a_gradient(dtype, gpu):
@@ -502,7 +520,7 @@ def test_the_head_gives_the_entropy_of_each_distribution_and_changes_nothing_els
     assert entropy_T.max() > 1 and entropy_T.max() < math.log(61)
 
 
-@pytest.mark.parametrize("targets", ["query", "head"])
+@pytest.mark.parametrize("targets", ["q_proj", "lm_head"])
 def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targets, tmp_path):
     made(HF["llama"], tmp_path)
     gpt = load.load_model(tmp_path, Lora(rank=2, targets=targets))
@@ -531,7 +549,7 @@ def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
 
 def test_a_recomputed_head_draws_the_same_dropout_again(tmp_path, monkeypatch):
     made(HF["llama"], tmp_path)
-    gpt = load.load_model(tmp_path, Lora(rank=2, dropout=0.5, targets="head"))
+    gpt = load.load_model(tmp_path, Lora(rank=2, dropout=0.5, targets="lm_head"))
     batch, grads = pack(*ragged(1, 97, 0)), []
     nn.init.normal_(gpt.lm_head.lora_B)
     for real in (model.checkpoint, lambda f, *a, **kw: f(*a)):

@@ -110,7 +110,7 @@ def test_two_ranks_are_one_process_to_rounding(llama, ratings, tmp_path):
 
 def test_the_frozen_matrices_are_rounded_and_all_else_is_not(llama):
     batch, base = pack(*ragged(2, 97, 0)), load.load_model(llama)(pack(*ragged(2, 97, 0)))
-    gpt = load.load_model(llama, Lora(rank=2, targets="query"))
+    gpt = load.load_model(llama, Lora(rank=2, targets="q_proj"))
     own = {n: p.detach().clone() for n, p in gpt.named_parameters()}
     quantize_base(gpt, "cpu")
     block = gpt.transformer.h[0]

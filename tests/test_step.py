@@ -334,7 +334,7 @@ def test_more_processes_than_examples_change_nothing(strategy, tiny, ratings, tm
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_lora_on_two_processes_changes_nothing(strategy, whole, tiny, ratings, tmp_path):
-    argv = ("--lora.rank=4", "--lora.targets=query,value,mlp")
+    argv = ("--lora.rank=4", "--lora.targets=c_attn,c_fc,mlp.c_proj")
     one = whole("32-true", *argv)
     many = (
         f"--strategy={strategy}",
