@@ -50,11 +50,6 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
     assert "offline KTO" in (tmp_path / "methods.svg").read_text()
 
 
-def test_records_are_read_as_they_were_written(tmp_path):
-    records = [{"completion": "a line\u2028and another\x85, Größe\n"}, {"completion": "b"}]
-    assert methods.read_records(methods.write_records(tmp_path / "r.jsonl", records)) == records
-
-
 @pytest.mark.parametrize("kind", ["kto", "dpo"])
 def test_our_side_of_the_comparison_with_trl_reports_the_steps_that_it_ran(
     kind, tiny, ratings, pairs

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from safetensors.torch import load_file
 from runs import checkpoint
 from runs.checkpoint import checkpoints_by_step, prune_checkpoints, read_state
 from runs.console import BadInput, Failed
-from train import Trainer
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
@@ -198,27 +196,6 @@ def test_a_branch_has_rows_and_a_best_checkpoint_of_its_own(tiny, ratings, tmp_p
     assert best == [1, 5] and (tmp_path / "b" / "best" / "model.safetensors").exists()
 
 
-class Stopped(Trainer):
-    """Ctrl-C before the first step of this start."""
-
-    def precompute(self, *given):
-        os.kill(os.getpid(), signal.SIGINT)
-        super().precompute(*given)
-
-
-def test_a_branch_that_is_stopped_before_its_first_step_goes_on_from_there(
-    finished, tiny, ratings, tmp_path, capsys
-):
-    whole, old = finished
-    argv, out = (*RUN, f"--reference_cache={tmp_path / 'cache'}"), tmp_path / "branch"
-    with pytest.raises(SystemExit):
-        train(tiny, ratings, out, *argv, f"--resume={step(old, 4)}", trainer=Stopped)
-    assert "stopped by SIGINT at step 4 of 9, saved" in capsys.readouterr().out
-    branch = train(tiny, ratings, out, *argv, "--resume=auto")
-    assert branch["rows"][-1]["loss"] == pytest.approx(whole["rows"][-1]["loss"], rel=1e-6)
-    assert f"resumed from {step(out, 4)}" in capsys.readouterr().out
-
-
 # ---- which checkpoints there are -----------------------------------------------------------------
 
 
@@ -240,13 +217,6 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
         gpt2_from_hf(None, exported, load_file(out / name / "model.safetensors"))
         weights = checkpoint_tensors(step(out, of_step), "weights")
         assert all(torch.equal(exported[n], x) for n, x in weights.items())
-
-
-def test_a_column_that_val_csv_lacks_is_refused_and_the_folder_is_free(tiny, ratings, tmp_path):
-    argv = (*RUN, VAL, "--val_interval=2")
-    with pytest.raises(BadInput, match="keep_best: nope: not in val.csv, which has loss, "):
-        train(tiny, ratings, tmp_path, *argv, "--keep_best=nope")
-    train(tiny, ratings, tmp_path, *argv, "--keep_best=kl")
 
 
 def test_a_checkpoint_that_is_half_removed_does_not_look_like_one(done, monkeypatch):

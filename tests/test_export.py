@@ -12,9 +12,7 @@ from models import GQA, logits, made, refused, same, same_weights
 from safetensors.torch import load_file, save_file
 
 import load
-from hub import find_model
 from runs import checkpoint
-from runs.checkpoint import read_state
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
 STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")
@@ -125,19 +123,6 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, ca
     refused("^export: .*: neither a checkpoint", start, "export", argv)
 
 
-def test_the_best_of_a_run_is_exported_where_the_model_has_moved(tiny, ratings, tmp_path):
-    shutil.copytree(tiny, tmp_path / "first")
-    argv = (f"--data.val={ratings}", "--val_interval=1", "--keep_best=kl/pairs", "--batch_size=8")
-    out = tmp_path / "run"
-    train(tmp_path / "first", ratings, out, *argv, "--max_steps=3", "--stop_at=2")
-    (tmp_path / "first").rename(tmp_path / "second")
-    train(tmp_path / "second", ratings, out, *argv, "--max_steps=3", "--resume=auto")
-    best, final = (load_file(out / x / "model.safetensors") for x in ("best", "final"))
-    first = out / "checkpoints" / "step-00000001"
-    assert any(not torch.equal(best[n], final[n]) for n in best)
-    assert read_state(out / "checkpoints" / "step-00000003")[0].best_step == 1 and first.is_dir()
-
-
 def test_adapters_are_not_merged_into_other_weights(llama, ratings, tmp_path):
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(llama, base)
@@ -150,40 +135,6 @@ def test_adapters_are_not_merged_into_other_weights(llama, ratings, tmp_path):
     match = f"^export: {base}: not the weights that {first} was trained on"
     refused(match, start, "export", [first, "--out", str(tmp_path / "other")])
     assert not (tmp_path / "other").exists()
-
-
-def test_spins_adapters_are_put_on_their_own_iteration_s_base(llama, tmp_path):
-    records = tmp_path / "demos.jsonl"
-    records.write_text(
-        '{"prompt": "a b", "completion": " c d"}\n{"prompt": "e", "completion": " f"}\n'
-    )
-    argv = ("--batch_size=2", "--optim.lr=1e-2", "--save_interval=1", "--keep_last=9", *LORA)
-    argv += ("--spin.max_iterations=2", "--spin.max_new_tokens=4", "--data.max_prompt=8")
-    train(llama, records, tmp_path / "run", *argv, "--data.max_completion=8", program="spin")
-    last = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert checkpoint.read_state(last)[0].iteration == 2
-    start("export", [str(last), "--out", str(tmp_path / "out")])
-    ours, final = (load_file(tmp_path / x / "model.safetensors") for x in ("out", "run/final"))
-    assert same_weights(ours, final)
-    assert not (tmp_path / "run" / "final_adapter").exists(), "its base is no folder"
-    shutil.copytree(last, tmp_path / "sent" / last.name)  # alone
-    alone = str(tmp_path / "sent" / last.name)
-    start("export", [alone, "--out", str(tmp_path / "x")])
-    assert same_weights(ours, load_file(tmp_path / "x" / "model.safetensors"))
-
-
-def test_a_checkpoint_answers_through_the_template_that_its_run_was_given(llama, ratings, tmp_path):
-    template = tmp_path / "mine.jinja"
-    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    argv = (*STEPS, f"--data.chat_template={template}")
-    train(llama, ratings, tmp_path / "run", *argv)
-    step = str(tmp_path / "run" / "checkpoints" / "step-00000002")
-    assert find_model(step).chat_template.read_text() == template.read_text()
-    start("export", [step, "--out", str(tmp_path / "out")])
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == template.read_text()
-    text = template.read_text()
-    template.unlink()  # it is in the checkpoint
-    assert find_model(step).chat_template.read_text() == text
 
 
 def test_what_was_not_trained_leaves_a_run_in_bfloat16_as_it_was(tmp_path, ratings):
@@ -293,28 +244,6 @@ NOT_OURS = {
 def test_an_adapter_of_another_kind_is_refused_by_name(match, lora, tmp_path):
     folder = peft_folder(lora, tmp_path / "peft", **NOT_OURS[match])
     refused(match, our_logits, folder)
-
-
-def test_an_adapter_that_does_not_fit_or_has_no_base_is_refused(lora, tmp_path):
-    folder = peft_folder(lora, tmp_path / "peft")
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    save_file({name.replace("layers.1.", "layers.7."): x for name, x in tensors.items()}, file)
-    refused("layers.7.* not of this model", our_logits, folder)
-    save_file(
-        {name: x.repeat(2, 1) if "lora_B" in name else x for name, x in tensors.items()}, file
-    )
-    refused("_proj: not of this model", our_logits, folder)
-    file.unlink()
-    refused("peft: .*No such file", our_logits, folder)
-    gone = peft_folder(lora, tmp_path / "gone", base_model_name_or_path="/no")
-    refused("^model: /no: no such folder", find_model, str(gone))
-
-
-def test_peft_puts_the_adapter_on_the_source_and_it_is_final(lora, llama):
-    pytest.importorskip("peft")
-    ours = our_logits(lora / "checkpoints" / "step-00000004")
-    assert same(peft_logits(llama, lora / "final_adapter"), ours, 1e-5)
 
 
 def test_transformers_pipeline_answers_from_the_folder(full):

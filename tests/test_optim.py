@@ -117,18 +117,6 @@ def test_the_constant_schedule_stays_after_a_warmup_that_is_a_line():
     assert rates(4, lr=1.0, warmup=2, constant=9) == [0.5, 1.0, 1.0, 1.0], "longer than the run"
 
 
-def test_a_fraction_of_an_epoch_means_as_many_steps_in_every_iteration():
-    """SPIN with spin.mix has more pairs, and so a longer epoch, from its second iteration on."""
-    plans = iteration_plans(run_settings(batch_size=8), [80, 120])
-    o = Optim(lr=1.0, schedule="linear", warmup=0.5, constant=0.3)  # 5 and 3 of 25 steps
-    computed = [lr_at(step, p, o) for p in plans for step in range(p.begin + 1, p.end + 1)]
-    by_hand = [0.2, 0.4, 0.6, 0.8] + [1.0] * 4 + [1 - i / 17 for i in range(17)]
-    assert computed == pytest.approx(by_hand)
-    o = Optim(lr=1.0, schedule="constant", warmup=1.2)  # 12 steps, over the border
-    computed = [lr_at(step, p, o) for p in plans for step in range(p.begin + 1, p.end + 1)]
-    assert computed[:12] == pytest.approx([step / 12 for step in range(1, 13)])
-
-
 # ---- AdamW ---------------------------------------------------------------------------------------
 
 
@@ -170,30 +158,6 @@ def test_the_optimizer_has_the_numbers_of_the_settings():
     for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
         expected = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
         assert {name: group[name] for name in expected} == expected
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_adamw8bit_trains_on_a_cpu_with_states_in_8_bits():
-    try:
-        import bitsandbytes
-    except Exception as e:
-        pytest.skip(f"bitsandbytes does not import: {e}")
-    torch.manual_seed(0)
-    # bitsandbytes keeps states of less than 4096 values whole
-    layer, x = nn.Linear(96, 64), torch.randn(32, 96)
-    o = Optim(name="adamw8bit", lr=0.01, weight_decay=0.1)
-    optimizer = make_optimizer(layer, run_settings(optim=o))
-    assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    losses = []
-    for _ in range(3):
-        loss = (layer(x) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > losses[1] > losses[2]
-    assert optimizer.state[layer.weight]["state1"].dtype == torch.uint8
 
 
 # ---- clipping ------------------------------------------------------------------------------------

@@ -163,19 +163,3 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["online.py", *argv])
     exec(compile(code, "forks.md", "exec"), {"__name__": "__main__"})
     assert asked and asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()
-
-
-def test_a_hub_id_without_a_network_is_one_line_that_says_what_to_do(tmp_path):
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(tmp_path),
-        "HF_HOME": str(tmp_path),
-    }
-    command = [sys.executable, "kto.py", "--config", "config/gpt2.yaml"]
-    process = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 2
-    lines = process.stderr.strip().splitlines()
-    assert len(lines) == 1 and "openai-community/gpt2" in lines[0] and "folder" in lines[0]

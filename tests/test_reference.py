@@ -9,15 +9,10 @@ import pytest
 import torch
 from conftest import assert_same, numbers, ranks, train
 
-import kto
 import load
 import model
 from hub import export, find_model
 from packing import pack
-from runs.console import BadInput
-from runs.optimizer import make_plan
-from runs.settings import parse
-from setup import setup
 from train import Trainer
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
@@ -131,20 +126,6 @@ def test_two_processes_with_a_cache_go_on_as_they_would_have(tiny, pairs, tmp_pa
     steps = len(whole["rows"])
     go("run", "other", f"--stop_at={steps - 2}")
     assert_same(go("run", "other", "--resume=auto"), whole)
-
-
-def test_a_second_fit_on_other_examples_is_refused_by_name(tiny, ratings, tmp_path):
-    argv = [*COMMON, f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'a'}"]
-    argv += [f"--reference_cache={tmp_path / 'cache'}", "--max_steps=2", "--progress=false"]
-    cfg = parse(kto.Settings, argv, "", "none")
-    with pytest.raises(
-        BadInput, match="^reference_cache: these examples, .* are not those of the first"
-    ):
-        with Trainer(setup(cfg, kto.KTO(cfg.kto))) as trainer:
-            examples = trainer.run.examples["train"]
-            assert trainer.fit(examples[:14])
-            plan = make_plan(cfg, 10)._replace(begin=2, end=3)
-            trainer.fit(examples[14:], plan)
 
 
 def test_digests_tell_apart_where_a_prompt_ends_and_not_whether_it_is_scored():

@@ -84,14 +84,6 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, sett
     assert not lines[len(names)]
 
 
-def test_a_run_that_died_early_has_no_result_and_does_not_hide_the_others(show):
-    (early := show.run("out/early", metrics="", finished=False)).joinpath("val.csv").write_text("")
-    lines = show(show.run("out/a", "4,0.7,0,0.4,0\n"), early, show.run("out/b", finished=False))
-    rows = {words[0]: words[3:] for words in lines if words[1:2] == ["n=1"]}
-    assert len(rows["0"]) == 9 and rows["1"] == []
-    assert rows["2"] == ["4", "50", "25"], "steps, before and clamped: step 0 is no result"
-
-
 def test_the_page_has_the_picture_with_a_colour_for_each_group_and_answers(show, monkeypatch):
     figures, savefig = [], report.Figure.savefig
     monkeypatch.setattr(

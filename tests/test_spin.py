@@ -2,17 +2,15 @@
 
 import csv
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, checkpoint_tensors, numbers, train
+from conftest import checkpoint_tensors, train
 from models import same_weights
 
 import data
 import load
-import rollout
 import spin
 from lora import merged_weights
 from packing import pack
@@ -88,20 +86,6 @@ def test_lora_merges_its_adapters_and_begins_anew(tiny, demos, tmp_path, capsys)
     assert capsys.readouterr().out.count("agree to the bit") == 3
 
 
-@pytest.mark.parametrize("more", [(), ("--lora.rank=2",)])
-def test_a_branch_from_an_iterations_end_goes_on_as_the_run_did(more, tiny, demos, tmp_path):
-    whole = go(tiny, demos, tmp_path / "whole", *more)
-    end = checkpoint_folder(tmp_path / "whole", 8)
-    branch = go(tiny, demos, tmp_path / "branch", *more, f"--resume={end}")
-    assert numbers(branch) == numbers(whole)[8:]
-    assert_same(branch, {"rows": whole["rows"][8:], "weights": whole["weights"]})
-    middle = checkpoint_folder(tmp_path / "whole", 6)
-    with pytest.raises(
-        BadInput, match="answers-2.jsonl: not what this iteration learns from: go on"
-    ):
-        go(tiny, demos, tmp_path / "other", *more, f"--resume={middle}")
-
-
 def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, demos, tmp_path):
     """A policy that does not move and prompts that are all alike: only the random numbers differ."""
     same = tmp_path / "same.jsonl"
@@ -110,33 +94,6 @@ def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, 
     go(tiny, same, tmp_path / "run", *argv)
     answers = [ids_of(tmp_path / "run", i) for i in (1, 2, 3)]
     assert len({str(own[at : at + 4]) for own in answers for at in (0, 4)}) == 6
-
-
-def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
-    tiny, demos, tmp_path, monkeypatch
-):
-    asked, real = [], rollout.generate
-
-    def generate(fabric, policy, prompts, *args):
-        asked.append(len(prompts))
-        return real(fabric, policy, prompts, *args)
-
-    def answered(*argv) -> list[int]:
-        asked.clear()
-        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
-        go(tiny, demos, tmp_path, "--spin.max_iterations=1", "--resume=auto", *argv)
-        return list(asked)
-
-    monkeypatch.setattr(rollout, "generate", generate)
-    assert answered() == [3, 3, 2]
-    file = tmp_path / "iterations" / "answers-1.jsonl"
-    whole = file.read_text()
-    assert answered() == [] and file.read_text() == whole
-    lines = whole.splitlines(keepends=True)
-    for left in (lines[:3], [*lines[:4], lines[4][:9]]):  # killed in the second batch
-        file.write_text("".join(left))
-        assert answered() == [3, 2] and file.read_text() == whole
-    assert answered("--spin.temperature=0.5") == [3, 3, 2], "another temperature: other answers"
 
 
 def test_the_pairs_are_the_humans_completion_and_the_policys_own(
