@@ -167,12 +167,9 @@ def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, file):
 def test_bos_stays_when_the_head_of_a_prompt_goes(tmp_path):
     texts = [rated("abcdef"), rated("abc"), rated("")]
     source = write(tmp_path / "d.jsonl", *texts)
-    source += "," + write(tmp_path / "e.jsonl", rated([user("hi")], [bot("c")]))
-    cut, fits, empty, dialogue = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
+    cut, fits, empty = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
     assert cut == [512, *ids_of(bos(), "abcdef")[-3:]]
-    assert dialogue == [512, *ids_of(bos(), "<|im_start|>assistant\n")[-3:]]
     assert (fits, empty) == ([512, 66, 67, 68], [512])
-    assert [len(e.prompt) for e in read(source, bos(), max_prompt=1)] == [1, 1, 1, 1]
     assert not any(512 in e.completions[0] for e in read(source, bos())), "a completion has no BOS"
 
 
@@ -217,13 +214,11 @@ def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_path):
     other = [
         hashed(a, b),
         hashed(b, a),
-        hashed(a, b, b),
         hashed(a | {"label": 0}, b),
         hashed(a | {"weight": 2}, b),
         hashed(a | {"completion": "z"}, b),
         hashed(a | {"prompt": "ax", "completion": ""}, b),
         hashed(a, b, part="val"),
-        hashed(a | {"note": 1}, b | {"note": 1}, extra="note"),
         hashed(a | {"note": 2}, b | {"note": 1}, extra="note"),
         hashed(pair, kind="paired"),
         hashed(pair | {"chosen_reward": 1}, kind="paired"),
@@ -267,12 +262,6 @@ def test_the_part_of_a_prompt_depends_on_nothing_but_the_prompt_and_the_parts():
     assert len(where) == 400 and set(where.values()) == {0, 1, 2}
     again = places(random.Random(0).sample(many(200, 2), 100), "0.5, 0.25, 0.25")
     assert again == {key: where[key] for key in again}
-
-
-@pytest.mark.parametrize("parts", ["", "1", "a,b", "1,2,3,4", "0,1,1", "-1,2", "nan,1", "1,,1"])
-def test_parts_that_cannot_be_meant_are_refused(parts):
-    with pytest.raises(BadInput, match="^data.split: "):
-        split_by_prompt(many(3, 1), parts)
 
 
 def test_the_table_counts_what_was_read(tmp_path):
@@ -418,9 +407,6 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     assert [batch.group_size(group) for group in batch.groups] == [5, 4, 4], "the longer of the two"
-    assert Batch(found, score_prompt=True).pack([0]).length_BK.tolist() == [[3]]
-    alone = Batch(found[:1], [-1]).pack([0], borrowed=True)
-    assert alone.length_BK.tolist() == [[2]], "any will do, it is left out of the mean"
 
 
 def test_examples_of_one_prompt_stay_together_and_share_it():
@@ -436,11 +422,6 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
     packed = batch.pack([0, 2])
     assert packed.token_N.tolist() == [1, 2, 3, 7, 8], "the prompt stands there once"
     assert packed.target_T.tolist() == [3, 4, 7, 8, 9] and packed.prompt_B.tolist() == [0, 0]
-    lent = batch.pack([0, 2], borrowed=True)
-    assert lent.token_N.tolist() == [1, 2, 3], "6 and 3 4 are borrowed; the last token is no input"
-    assert batch.step_view(torch.device("cpu")).group.tolist() == [0, 1, 0, 1]
-    by_size = Batch(found, cut=data.Cut(max_examples=3, max_tokens=None))
-    assert by_size.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
 
 
 # ---- cut -----------------------------------------------------------------------------------------
@@ -540,7 +521,6 @@ def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
         assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
         orders.append(tuple(order))
     assert len(set(orders)) == 9, "both prompts and their examples are shuffled"
-    assert len({found[order[0]].prompt[0] for order in orders}) > 1
     in_file = data.epoch_order_by_prompt(found, 0, 3, False)
     assert in_file == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
 
@@ -571,16 +551,6 @@ def test_a_packed_batch_by_hand():
     assert r.length_BK.tolist() == [[2, 3], [1, 2]]
     assert r.segment_sizes == ((3, 1, 2), (1, 0, 1)) and r.sizes == (6, 2)
     assert {getattr(r, name).dtype for name in packing.INT64_FIELDS} == {torch.int64}
-
-
-def test_a_scored_prompt_adds_its_tokens_from_the_second_on_to_both_completions():
-    r, bare = (packing.pack(PROMPTS, COMPLETIONS, score_prompt=on) for on in (True, False))
-    # number 4 is the first prompt; the second prompt has one token, which nothing predicts
-    assert targets(r) == sorted([(0, 11, 4), (1, 12, 4), *targets(bare)])
-    assert r.sums(torch.arange(10.0)).tolist() == [[1 + 8 + 9, 9 + 8 + 9], [5, 13]]
-    assert r.length_BK.tolist() == [[4, 5], [1, 2]]
-    for name in ("token_N", "position_N", "prompt_N", "branch_N"):
-        assert torch.equal(getattr(r, name), getattr(bare, name))
 
 
 def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():

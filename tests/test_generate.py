@@ -179,19 +179,6 @@ class Alphabet(nn.Module):
         return 100.0 * nn.functional.one_hot(cache.token_RQ.flatten()[cache.last_B] + 1, 100)
 
 
-def test_equal_prompts_get_different_answers_with_the_right_chances():
-    n = 4000
-    policy, prompts = Alphabet(P.log()), prompts_of([2]) * n
-    first, second = torch.tensor(answers(policy, prompts, max_new=2, eos=-2)).T
-    sigma = (P * (1 - P) / n).sqrt()
-    for token in (first, second):  # of each row's own generator
-        assert ((torch.bincount(token, minlength=7) / n - P).abs() <= 4 * sigma).all()
-    both = ((first == 1) & (second == 1)).float().mean()
-    assert abs(both - 0.16) < 4 * (0.16 * 0.84 / n) ** 0.5, "the two draws of a row are independent"
-    other = torch.tensor(answers(policy, prompts, max_new=1, eos=-2, seed=4))[:, 0]
-    assert abs(((first == 1) & (other == 1)).float().mean() - 0.16) < 4 * (0.16 * 0.84 / n) ** 0.5
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_answer_depends_on_the_seed_and_its_place_only(shape, dtype, tiny):

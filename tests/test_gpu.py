@@ -19,9 +19,7 @@ from models import GQA, gpt_of, made, ragged, shaken
 import attention
 import generate
 import kto
-import load
 from packing import pack
-from records.tokenizer import Tokenizer
 from runs.settings import Sampling
 from train import Trainer
 
@@ -202,24 +200,6 @@ def test_all_gpus_shard_to_the_numbers_of_one(tiny, ratings, tmp_path, measured)
 
 
 # ---- sampling ------------------------------------------------------------------------------------
-
-
-def test_greedy_answers_are_the_argmax_of_whole_forwards(tiny, monkeypatch):
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(accelerator="gpu" if DEVICE == "cuda" else "cpu", devices=1)
-    gpt, tokenizer = load.load_model(tiny).to(DEVICE).eval(), Tokenizer(tiny)
-    prompts = [p.astype("int32") for p in ragged(1, 512, 3)[0]]
-    args = Sampling(temperature=0, batch_size=3)
-    answers = generate.generate(fabric, gpt, prompts, tokenizer, args, 8, 1)
-    for prompt, answer in zip(prompts, answers):
-        ids = prompt.tolist()
-        for token in answer:
-            batch = pack([torch.tensor(ids).numpy()], [(prompt[:1],)]).to(DEVICE)
-            seen = attention.PackedAttention(batch)
-            h = gpt.hidden(batch.token_N[None], batch.position_N[None], seen)
-            assert token == gpt.head(h[0, -1:]).argmax().item()
-            ids.append(token)
 
 
 def test_a_deterministic_choice_is_made_on_the_device(monkeypatch):

@@ -16,8 +16,7 @@ from conftest import (
     start,
     train,
 )
-from models import made, ragged, same
-from torch import nn
+from models import made, ragged
 
 import generate
 import load
@@ -119,14 +118,6 @@ def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
     with torch.autocast("cpu", torch.bfloat16):
         assert gpt.transformer.h[0].attn.proj.linear(torch.randn(5, 64)).dtype == torch.bfloat16
     trained.sum().backward()
-    # the same gradient as through a plain layer with the same numbers in float32
-    linear = gpt.transformer.h[0].attn.proj.linear
-    plain = nn.Linear(64, 64, bias=False)
-    plain.weight.data = linear(torch.eye(64)).T.contiguous()
-    x = torch.randn(5, 64, requires_grad=True)
-    (mine,) = torch.autograd.grad(linear(x).sin().sum(), x)
-    (theirs,) = torch.autograd.grad(plain(x).sin().sum(), x)
-    assert same(mine, theirs, 1e-5)
     assert gpt.transformer.h[0].attn.qkv.lora_B.grad.abs().max() > 0, "through the last block too"
 
 

@@ -276,12 +276,6 @@ def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
     assert str(e.value).startswith(f"{path}{reason}")
 
 
-def test_a_long_document_in_a_csv_is_no_fault(tmp_path):
-    path = tmp_path / "d.csv"
-    path.write_text("prompt,completion,label\n" + "a " * 100_000 + ",b,1\n")
-    assert len(raw_records(path)[0]["prompt"]) == 200_000
-
-
 def test_several_sources_are_given_by_commas_patterns_and_shares(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b.jsonl", "a.jsonl", "c.csv"):

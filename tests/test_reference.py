@@ -1,6 +1,5 @@
 """The reference's cache: what is read back is what the reference said, which is then not needed."""
 
-import gc
 import json
 import shutil
 
@@ -10,7 +9,6 @@ import torch
 from conftest import assert_same, numbers, ranks, train
 
 import load
-import model
 from hub import export, find_model
 from packing import pack
 from train import Trainer
@@ -52,21 +50,6 @@ def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings
     assert "reference: 0 log-probs computed" in capsys.readouterr().out
     assert_same(first, second)
     assert sorted((tmp_path / "cache").iterdir()) == files
-
-
-def test_the_reference_is_gone_before_the_first_step(tiny, ratings, tmp_path, monkeypatch):
-    alive, real = [], Trainer.forward_backward
-
-    def counted(self, batch):
-        gc.collect()
-        alive.append(sum(type(x) is model.GPT for x in gc.get_objects()))
-        return real(self, batch)
-
-    monkeypatch.setattr(Trainer, "forward_backward", counted)
-    argv = (*COMMON, "--max_steps=1")
-    train(tiny, ratings, tmp_path / "a", *argv)
-    train(tiny, ratings, tmp_path / "b", *argv, f"--reference_cache={tmp_path / 'cache'}")
-    assert alive[1] == alive[0] - 1
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,7 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, sett
     assert not lines[len(names)]
 
 
-def test_the_page_has_the_picture_with_a_colour_for_each_group_and_answers(show, monkeypatch):
-    figures, savefig = [], report.Figure.savefig
-    monkeypatch.setattr(
-        report.Figure, "savefig", lambda *args: figures.append(args[0]) or savefig(*args)
-    )
+def test_the_page_has_the_picture_and_answers(show):
     groups = [{"kto": {"beta": i}} for i in range(12)] + [{"kto": {"beta": 0}, "seed": 2}]
     runs = [show.run(f"out/{i}", "4,0.7,0,0.4,0\n", **group) for i, group in enumerate(groups)]
     show(*runs)
@@ -97,12 +93,6 @@ def test_the_page_has_the_picture_with_a_colour_for_each_group_and_answers(show,
     assert "'a b ='\n  before 'no `a'\n  after  'b\\nyes'\n" in page
     assert "![curves](report.png)" in page and (out / "report.png").stat().st_size > 20_000
     assert (out / "report.csv").read_text().count("\n") == 14
-    kl = next(ax for ax in figures[0].axes if ax.get_title() == "kl")
-    curves = {line.get_color() for line in kl.lines if list(line.get_ydata()) == [0, 0, 2, 3]}
-    assert len(kl.lines) == 26 and len(curves) == 12
-    assert [x.get_text()[:4] for x in figures[0].legends[0].texts] == [
-        f"{i}: k"[:4] for i in range(12)
-    ]
 
 
 def test_a_folder_that_is_no_run_is_one_line(show, tmp_path):

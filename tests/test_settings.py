@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import yaml
 from conftest import ROOT, Started
+from docstring_parser import parse_from_object
 
 import kto
 from records.examples import absolute_sources
@@ -179,17 +180,10 @@ def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
 
 
 def sentences(cls) -> dict[str, str]:
-    """Dotted name -> the sentence under the field, read from the source."""
-    import inspect
-    import textwrap
-
+    """Dotted name -> the sentence under the field."""
     out = {}
     for base in reversed(cls.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for field, text in zip(body, [*body[1:], None]):
-            if isinstance(field, ast.AnnAssign):
-                said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-                out[field.target.id] = " ".join(text.value.value.split()) if said else ""
+        out |= {p.arg_name: p.description for p in parse_from_object(base).params}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             del out[name]
@@ -209,7 +203,7 @@ def test_help_has_the_sentence_of_every_setting_inherited_ones_too(program, monk
     assert set(said) == set(settings.flatten(cls))
     for name, sentence in said.items():
         line = re.search(rf"^  --{re.escape(name)}[ ,].*$", text, re.M)
-        assert sentence and sentence.rstrip(".") in " ".join(line[0].split()), name
+        assert " ".join(sentence.split()).rstrip(".") in " ".join(line[0].split()), name
 
 
 def test_every_setting_is_read_by_something():

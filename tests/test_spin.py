@@ -1,6 +1,5 @@
 """SPIN: iterations whose reference is the last policy; the same loop, the same guarantees."""
 
-import csv
 import json
 
 import numpy as np
@@ -16,7 +15,7 @@ from lora import merged_weights
 from packing import pack
 from records.examples import load_examples
 from records.tokenizer import Tokenizer
-from runs.checkpoint import checkpoint_folder, checkpoints_by_step
+from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput
 from runs.devices import set_weights
 from runs.settings import Data, Lora, parse
@@ -39,19 +38,6 @@ def ids_of(out, i: int) -> list[list[int]]:
     """The answers of iteration i."""
     lines = (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
     return [json.loads(line)["ids"] for line in lines]
-
-
-def test_with_mixed_answers_each_iteration_is_validated_and_saved_once_at_its_end(
-    tiny, demos, tmp_path
-):
-    """From the second iteration on an epoch has more steps."""
-    argv = (f"--data.val={demos}", "--spin.mix=0.5", "--epochs=1", "--save_interval=1.0")
-    rows = go(tiny, demos, tmp_path, *argv)["rows"]
-    ends = [a["step"] for a, b in zip(rows, rows[1:]) if b["epoch"] < a["epoch"]] + [8.0]
-    assert ends == [2, 5, 8]
-    with open(tmp_path / "val.csv") as f:
-        assert [float(row["step"]) for row in csv.DictReader(f)] == [0, *ends]
-    assert list(checkpoints_by_step(tmp_path)) == ends
 
 
 def test_each_iterations_reference_is_the_policy_that_the_last_one_made(

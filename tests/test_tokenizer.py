@@ -35,24 +35,12 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
 
 
 def test_what_only_looks_like_a_bos_is_none(tmp_path):
-    """<|endoftext|> as BOS and EOS, put behind a text only; one token for unknown words, BOS and EOS."""
+    """<|endoftext|> as BOS and EOS, put behind a text only."""
     path = folder(tmp_path / "t", after="<|endoftext|>", bos_token="<|endoftext|>")
     tokenizer = Tokenizer(path)
     assert tokenizer.bos == tokenizer.eos == EOS and not tokenizer.adds_bos
     assert prompt_ids(tokenizer, "a") == [66] and tokenizer.encode(["b"]) == [[67]]
     assert not Tokenizer(folder(tmp_path / "named", ("<s>",), bos_token="<s>")).adds_bos
-
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import models, pre_tokenizers
-
-    words = Fast(models.WordLevel({"<eos>": 0, "w1": 1}, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (tmp_path / "words").mkdir()
-    words.save(str(tmp_path / "words" / "tokenizer.json"))
-    config = '{"eos_token": "<eos>", "bos_token": "<eos>"}'
-    (tmp_path / "words" / "tokenizer_config.json").write_text(config)
-    tokenizer = Tokenizer(tmp_path / "words")
-    assert not tokenizer.adds_bos and prompt_ids(tokenizer, "w1") == [1]
 
 
 def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_path):

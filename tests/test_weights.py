@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import load
 from hub import Source, export, find_model
 from runs.checkpoint import weights_hash
-from runs.settings import Lora
 
 
 @pytest.mark.parametrize("name", HF)
@@ -47,17 +46,6 @@ def test_a_litgpt_checkpoint_folder_loads_as_its_hugging_face_one_and_goes_out(t
     assert same_weights(again, gpt.unique_parameters())
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "llama", "gpt2, untied"])
-@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
-def test_a_tied_head_stays_one_matrix_and_an_untied_one_two(name, lora, tmp_path):
-    hf = made(HF[name], tmp_path)
-    gpt, tied = load.load_model(tmp_path, lora), hf.config.tie_word_embeddings
-    assert gpt.tied == tied
-    named = [p for p in gpt.unique_parameters().values() if p.shape == (97, 48)]
-    held = [p for p in gpt.parameters() if p.shape == (97, 48)]
-    assert len(named) == len(held) == 2 - tied
-
-
 def test_a_fingerprint_is_of_every_weight_shape_and_name_and_of_no_order(tiny):
     weights = load.load_model(tiny).unique_parameters()
     state = {n: p.detach().clone() for n, p in weights.items()}
@@ -73,9 +61,7 @@ def test_a_fingerprint_is_of_every_weight_shape_and_name_and_of_no_order(tiny):
     del rest[name]
     others.add(weights_hash(state | {name: wte.reshape(256, 64)}))
     others.add(weights_hash(rest | {"transformer.wtf.weight": wte}))
-    others.add(weights_hash(state | {name: wte.view(torch.int32)}))  # same bytes
-    others.add(weights_hash(rest))
-    assert len(others) == 1 + len(state) + 4
+    assert len(others) == 1 + len(state) + 2
 
 
 # ---- where a model is found ----------------------------------------------------------------------
