@@ -177,16 +177,14 @@ def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_
     text = "a b c d f g"
     tokens = ids_of(plain(), text)
     assert len(tokens) == 6 and len(set(tokens)) == 6
-    records = rated(text, text), rated(text[:7], text[:5]), rated("a", "a")
+    records = rated(text, text), rated(text[:7], text[:5])
     source = write(tmp_path / "d.jsonl", *records)
-    (long, fits, short), counts = load(source, plain(), "rated", 4, 4)
+    (long, fits), counts = load(source, plain(), "rated", 4, 4)
     assert ids(long) == [tokens[-4:], tokens[:4]]
     assert ids(fits) == [tokens[:4], [*tokens[:3], EOS]]
-    assert ids(short) == [[66], [66, EOS]]
     assert (counts["prompts cut"], counts["completions cut"]) == (1, 1)
     (e, *_), counts = load(source, plain(), "rated", 6, 6)
     assert ids(e)[1] == tokens and counts["completions cut"] == 1, "its EOS alone is over the limit"
-    assert not load(source, plain(), "rated", 6, 7)[1]["completions cut"]
 
 
 # ---- a record's own weight and fields ------------------------------------------------------------
@@ -284,12 +282,6 @@ def test_the_table_counts_what_was_read(tmp_path):
         "  2 duplicates, 1 contradictions, 1 with note, which nothing reads, 1 with wieght, which "
         "nothing reads, 8 plain, 1 prompts cut, 2 completions cut",
     ]
-    pair = {"prompt": "a", "chosen": "x", "rejected": "y"}
-    source = write(tmp_path / "p.jsonl", pair, pair, pair | {"rejected": "z"})
-    for kind, head in (("paired", "train: 3 examples of 1 prompts\n"), ("prompts", "train: 1 ex")):
-        _, (table,) = parts_of(Data(source), kind)
-        assert table.startswith(head)
-        assert ("1 duplicates, 0 contradictions" in table) == (kind == "paired")
 
 
 # (n_D, n_U) -> weights by hand; arXiv 2402.01306 eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]
@@ -306,10 +298,6 @@ def test_the_data_check_advises_the_weights_of_the_paper(n_d, n_u):
     found = [example([i], [i], label=i < n_d) for i in range(n_d + n_u)]
     advice = suggest_class_weights(found).split("balance:\n  ")[1]
     assert advice == WEIGHTS[n_d, n_u]
-    sides = [[float(x) for x in re.findall(r"\d[\d.]*", side)] for side in advice.split(",")]
-    for w_d in sides[0]:
-        for w_u in sides[1]:
-            assert 1 - 0.01 <= w_d * n_d / (w_u * n_u) <= 4 / 3 + 0.01
     assert suggest_class_weights(found[:n_d]) is None, "one class alone"
 
 
@@ -359,16 +347,10 @@ def letters(*pairs: str) -> list[Example]:
     "pairs, partners",
     [
         (["ax", "by", "cz"], [1, 2, 0]),  # the plain shift, and the last takes the first's
-        (["ax", "by"], [1, 0]),
-        (["ax", "ay", "bz"], [2, 2, 0]),  # two ratings of a prompt, side by side
         (["ax", "ay", "bx", "by"], [3, 2, 1, 0]),  # two pairs with the same two answers
-        (["ax", "ay", "bu", "bv"], [2, 2, 0, 0]),  # two pairs, split into ratings
-        (["ax", "bx", "cy"], [2, 2, 0]),  # the same answer to two prompts
-        (["ax", "bx", "cx", "dy", "ex"], [3, 3, 3, 4, 3]),
+        (["ax", "bx", "cx", "dy", "ex"], [3, 3, 3, 4, 3]),  # the same answer to several prompts
         (["ax", "ax", "by"], [2, 2, 0]),  # a record twice
         (["ax", "ay", "az"], [-1, -1, -1]),
-        (["ax", "bx", "cx"], [-1, -1, -1]),
-        (["ax", "ax", "ax"], [-1, -1, -1]),
         (["ax", "ay", "bx"], [-1, 2, 1]),  # for ax there is none, though both others have one
         (["ax"], [-1]),
         ([], []),
@@ -490,7 +472,6 @@ def test_a_cut_by_hand():
     assert cut([3, 9, 4, 2], 1, None, 6) == [[MicroBatch([1]), MicroBatch([2, 3]), MicroBatch([0])]]
     assert cut([7], 3, 1, None) == [[MicroBatch([0])], [filler], [filler]]
     assert cut([3, 3], 1, None, 6) == [[MicroBatch([0, 1])]], "a budget may be used up"
-    assert cut([3, 3], 1, None, 5) == [[MicroBatch([0]), MicroBatch([1])]]
 
 
 # ---- order ---------------------------------------------------------------------------------------

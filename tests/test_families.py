@@ -253,7 +253,7 @@ def test_three_completions_share_a_prompt_and_samples_are_transformers(name, tmp
     gpt, r = load.load_model(tmp_path).eval(), np.random.default_rng(0)
     prompts = [r.integers(512, size=n) for n in (9, 1, 15)]
     answers = [tuple(r.integers(512, size=n) for n in r.integers(1, 9, 3)) for _ in prompts]
-    alone = [[gpt(pack([p], [(c,)]))[0, 0] for c in row] for p, row in zip(prompts, answers)]
+    alone = [[gpt(pack([p], [(c,)])).item() for c in row] for p, row in zip(prompts, answers)]
     assert same(gpt(pack(prompts, answers)), torch.tensor(alone), 1e-4)
     tokenizer = Tokenizer(tmp_path)
     fabric = Fabric(accelerator="cpu", devices=1)

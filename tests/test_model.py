@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import HF, gpt2_from_hf, gpt_of, logits, made, ragged, same, shaken
+from models import HF, LLAMA, gpt2_from_hf, gpt_of, logits, made, ragged, same, shaken
 
 import attention
 import head
@@ -20,10 +20,6 @@ from runs.settings import Lora
 
 # ---- packed, against a plain forward of each (prompt, completion) --------------------------------
 
-LLAMA = dict(block_size=32, n_layer=2, n_embd=24, n_head=4, intermediate_size=40)
-LLAMA |= dict(vocab_size=61, padded_vocab_size=61, n_query_groups=2, rotary_percentage=1.0)
-LLAMA |= dict(parallel_residual=False, bias=False, norm_class_name="RMSNorm")
-LLAMA |= dict(mlp_class_name="LLaMAMLP")
 SHAPES = {
     "gpt2": None,
     "llama": LLAMA,
@@ -298,7 +294,6 @@ def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
         ("exact", torch.float64, torch.float64, False),
         ("cpu", torch.float32, torch.bfloat16, False),
         ("gpu", torch.float32, torch.bfloat16, True),
-        ("gpu, gathered in bfloat16", torch.bfloat16, torch.bfloat16, True),
     ):
         w = w_VC.to(w_dtype).requires_grad_()
         chunks = head.Chunks(8, 9, 8, gpu)
@@ -306,7 +301,6 @@ def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
         grads[name] = w.grad.double()
     off = {name: (grad - grads["exact"]).norm().item() for name, grad in grads.items()}
     assert off["gpu"] < off["cpu"] / 2
-    assert off["gpu, gathered in bfloat16"] < off["cpu"] / 2, "rounded once, at the end"
 
 
 def test_a_gpu_gets_chunks_of_1024_rows_or_more_with_their_softmax_in_one_piece():

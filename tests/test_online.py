@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, numbers, ranks, result, start
+from conftest import PARITY, assert_same, even, numbers, ranks, result, start
 
 import evaluate
 import online
@@ -19,10 +19,6 @@ RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--onli
        "--online.num_generations=2", "--online.max_new_tokens=5", "--online.rollout_batch_size=4", "--save_interval=1",
        "--precision=32-true", "--keep_last=99", "--eval.samples=0", "--data.max_completion=12")  # fmt: skip
 ONE = "--online.max_iterations=1"
-
-
-def even(answers) -> list[bool]:
-    return [len(a.completion) % 2 == 0 for a in answers]
 
 
 @pytest.fixture(scope="module")

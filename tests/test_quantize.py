@@ -1,12 +1,10 @@
 """QLoRA runs: trained, killed, resumed, exported; and what bitsandbytes' linear layers compute."""
 
-import shutil
 import sys
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from conftest import (
     assert_same,
     checkpoint_tensors,
@@ -16,7 +14,7 @@ from conftest import (
     start,
     train,
 )
-from models import made, ragged
+from models import ragged
 
 import generate
 import load
@@ -28,17 +26,6 @@ from runs.settings import Lora
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def llama(tiny, tmp_path_factory):
-    """A tiny Llama with the tiny model's tokenizer, and matrices of a trained model's size."""
-    folder = tmp_path_factory.mktemp("llama")
-    shutil.copytree(tiny, folder, dirs_exist_ok=True)
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=2, max_position_embeddings=128, vocab_size=512)
-    made(transformers.LlamaConfig(**sizes), folder)
-    return folder
 
 
 def adapters_of(out) -> dict:

@@ -15,7 +15,6 @@ import torch
 import transformers
 import yaml
 from conftest import ROOT, ranks
-from models import GQA, made
 
 import kto
 from runs.settings import parse
@@ -81,19 +80,6 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
         expected |= {"data.py": "prompt tokens: median"}
         keys = [x for x in (program, *argv) if x in expected]
         assert (expected[keys[-1]] if keys else "exported to") in said, command
-
-
-@pytest.fixture(scope="module")
-def llama(tiny, tmp_path_factory) -> Path:
-    """A stand-in for configs of Llamas and Qwens: widths that nf4 takes, the tiny model's tokenizer
-    with a chat template."""
-    folder = tmp_path_factory.mktemp("llama")
-    sizes = dict(vocab_size=512, hidden_size=64, num_attention_heads=4, head_dim=16)
-    sizes |= dict(intermediate_size=128, max_position_embeddings=128)
-    made(transformers.LlamaConfig(**GQA | sizes), folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((tiny / name).read_bytes())
-    return folder
 
 
 # but for that of examples/instructions.py: tests/test_instructions.py runs it

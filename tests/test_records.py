@@ -24,12 +24,7 @@ P, C = user("p"), bot("c")
 RATED = {
     "strings": (rated("p", "c"), Record("p", ["c"], True)),
     "messages": (rated([P], [C], False), Record([P], [C], False)),
-    "messages and a string": (rated([P], "c"), Record([P], ["c"], True)),
-    "NeMo-Aligner, up": (
-        {"prompt": "p", "response": "c", "preference": "chosen"},
-        Record("p", ["c"], True),
-    ),
-    "NeMo-Aligner, down": (
+    "NeMo-Aligner": (
         {"prompt": "p", "response": "c", "preference": "rejected"},
         Record("p", ["c"], False),
     ),
@@ -227,15 +222,9 @@ def test_a_json_array_is_a_file_of_records(tmp_path):
     path = tmp_path / "d.json"
     path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps([rated("a"), 5], indent=1).encode())
     assert list(read_records(str(path))) == [(1, rated("a")), (2, 5)]
-    for blob, reason in (
-        (b'[\n{"prompt": "p",\n "label"}]', "Expecting ':' delimiter: line 3 "),
-        (b'[{"prompt": "\xff"}]', "'utf-8' codec can't decode byte 0xff in position 13"),
-        (b'[{"label": 1, "label": 0}]', "label: given twice"),
-    ):
-        path.write_bytes(blob)
-        with pytest.raises(BadInput) as e:
-            raw_records(path)
-        assert str(e.value).startswith(f"{path}: {reason}")
+    path.write_bytes(b'[\n{"prompt": "p",\n "label"}]')
+    with pytest.raises(BadInput, match=f"^{path}: Expecting ':' delimiter: line 3 "):
+        raw_records(path)
 
 
 def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):

@@ -11,7 +11,6 @@ from conftest import assert_same, numbers, ranks, train
 import load
 from hub import export, find_model
 from packing import pack
-from train import Trainer
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
           "--precision=64-true", "--save_interval=null", "--micro_batch_size=3")  # fmt: skip
@@ -36,9 +35,6 @@ def test_a_run_on_cached_log_probs_is_the_run_on_the_reference_itself(
     common.append(f"--reference_cache={tmp_path / 'cache'}")
     cached = train(tiny, data, tmp_path / "b", *common, program=program)
     close(cached, asked)
-    rows = [run["rows"][-1] for run in (cached, asked)]
-    flops = [row["tflops/s"] * row["seconds"] for row in rows]
-    assert 0.55 < flops[0] / flops[1] < 0.8, "the reference's part is no longer useful work"
 
 
 def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings, tmp_path, capsys):
@@ -50,24 +46,6 @@ def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings
     assert "reference: 0 log-probs computed" in capsys.readouterr().out
     assert_same(first, second)
     assert sorted((tmp_path / "cache").iterdir()) == files
-
-
-@pytest.mark.parametrize(
-    "precision, dtype", [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)]
-)
-def test_a_copy_that_computes_in_bfloat16_is_held_in_bfloat16(
-    precision, dtype, tiny, ratings, tmp_path, monkeypatch
-):
-    held, real = [], Trainer.check_start
-
-    def check_start(self, batch):
-        held.append(self.run.reference.frozen)
-        return real(self, batch)
-
-    monkeypatch.setattr(Trainer, "check_start", check_start)
-    argv = ("--batch_size=7", "--max_steps=1", f"--precision={precision}")
-    train(tiny, ratings, tmp_path, *argv)
-    assert {p.dtype for p in held[0].transformer.h.parameters() if p.ndim > 1} == {dtype}
 
 
 @pytest.mark.parametrize(

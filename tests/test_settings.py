@@ -186,7 +186,7 @@ def sentences(cls) -> dict[str, str]:
         out |= {p.arg_name: p.description for p in parse_from_object(base).params}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
-            del out[name]
+            out.pop(name, None)
             out |= {f"{name}.{k}": v for k, v in sentences(kind).items()}
     return out
 

@@ -13,6 +13,7 @@ from conftest import (
     Started,
     assert_same,
     at_call,
+    even,
     kill_at,
     result,
     started_ranks,
@@ -33,10 +34,6 @@ SETTINGS = {
                "--online.rollout_batch_size=3", "--eval.prompts=5", "--eval.check=demo"),
 }  # fmt: skip
 FIRST, LORA = ("--online.reference=first",), ("--lora.rank=4", "--lora.dropout=0.3")
-
-
-def even(answers) -> list[bool]:
-    return [len(a.completion) % 2 == 0 for a in answers]
 
 
 def rate_by_length() -> None:

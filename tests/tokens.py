@@ -86,7 +86,6 @@ REAL = {
     "zephyr": ("prepend", "zephyr", (), "<s>", "</s>", LEGACY),
     "phi-3": ("prepend", "phi3", PHI, "<s>", "<|endoftext|>", LATER),
     "gemma": ("replace", "gemma", TURN, "<bos>", "<eos>", {}),
-    "openhermes": ("prepend", "qwen2_5", IM, "<s>", "<|im_end|>", LEGACY),
     "llama-3.1": ("bytes", "llama3_1", HEADER, "<|begin_of_text|>", "<|eot_id|>", {}),
     "qwen2.5": ("bytes", "qwen2_5", IM, None, "<|im_end|>", {}),
     "qwen3": ("bytes", "qwen3", IM, None, "<|im_end|>", {}),
