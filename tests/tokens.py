@@ -82,10 +82,14 @@ LEGACY, LATER = {"legacy": True}, {"legacy": False}
 # name: form, chat template, special tokens, BOS, EOS, tokenizer_config.json
 REAL = {
     "llama-2": ("prepend", "llama2", (), "<s>", "</s>", LATER),
+    "mistral-v0.2": ("prepend", "mistral", (), "<s>", "</s>", LEGACY),
     "mistral-v0.3": ("first", "mistral3", INST, "<s>", "</s>", LATER),
     "zephyr": ("prepend", "zephyr", (), "<s>", "</s>", LEGACY),
+    "tinyllama": ("prepend", "zephyr", (), "<s>", "</s>", LATER),
     "phi-3": ("prepend", "phi3", PHI, "<s>", "<|endoftext|>", LATER),
     "gemma": ("replace", "gemma", TURN, "<bos>", "<eos>", {}),
+    "openhermes": ("prepend", "qwen2_5", IM, "<s>", "<|im_end|>", LEGACY),
+    "llama-3": ("bytes", "llama3", HEADER, "<|begin_of_text|>", "<|eot_id|>", {}),
     "llama-3.1": ("bytes", "llama3_1", HEADER, "<|begin_of_text|>", "<|eot_id|>", {}),
     "qwen2.5": ("bytes", "qwen2_5", IM, None, "<|im_end|>", {}),
     "qwen3": ("bytes", "qwen3", IM, None, "<|im_end|>", {}),
