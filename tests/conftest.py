@@ -40,17 +40,6 @@ ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """Print what the tests of `python -m pytest -n 0 -m gpu` measured."""
-    if config.option.markexpr == "gpu":
-        for outcome in ("passed", "failed", "error"):
-            for report in terminalreporter.getreports(outcome):
-                told = "; ".join(text for _, text in report.user_properties)
-                name = report.nodeid.split("::test_")[-1]
-                line = f"{outcome:<6} {report.duration:5.1f} s  {name}  {told}"
-                terminalreporter.write_line(line)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
     """Take imported objects out of the garbage collection, for they live as long as the process. A run ends with a
@@ -65,6 +54,20 @@ def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     for source in (PARITY / "policy", PARITY / "tokenizer"):
         shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    """A Hugging Face folder: Llama, 2 layers x 64, grouped heads, widths that nf4 takes, the tokenizer of tiny."""
+    import transformers
+    from models import made
+
+    folder = tmp_path_factory.mktemp("llama")
+    shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=128, vocab_size=512)
+    made(transformers.LlamaConfig(**sizes), folder)
     return folder
 
 
@@ -152,6 +155,11 @@ def demos(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("demos") / "demos.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in records))
     return file
+
+
+def even(answers) -> list[bool]:
+    """A checker that finds about half of a tiny model's answers right."""
+    return [len(a.completion) % 2 == 0 for a in answers]
 
 
 def checkpoint_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:

@@ -46,13 +46,6 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
     assert "kto, seed 1 ..." in first and "..." not in again
     table = [line for line in again.splitlines() if line.startswith("| kto | 1 | 50.0% ")]
     assert len(table) == 1 and table[0] in first
-    methods.draw(tmp_path / "methods.svg")
-    assert "offline KTO" in (tmp_path / "methods.svg").read_text()
-
-
-def test_records_are_read_as_they_were_written(tmp_path):
-    records = [{"completion": "a line\u2028and another\x85, Größe\n"}, {"completion": "b"}]
-    assert methods.read_records(methods.write_records(tmp_path / "r.jsonl", records)) == records
 
 
 @pytest.mark.parametrize("kind", ["kto", "dpo"])

@@ -10,15 +10,13 @@ import tokens
 from conftest import assert_same, train
 from tokens import ids_of, rated, write
 
-from hub import context_of, find_model, read_config
 from records.examples import Example, load_examples, page
-from records.forms import Record
 from records.tokenizer import Texts, Tokenizer
 from runs.console import BadInput
 from runs.settings import Data
 
 sys.path.append(str(tokens.CHAT))
-from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, bot, user  # noqa: E402
+from chat_records import LONG, RECORDS, THOUGHT, TOOLS, bot, user  # noqa: E402
 
 TRL = json.loads((tokens.CHAT / "trl.json").read_text())
 
@@ -144,33 +142,6 @@ def test_tools_and_arguments_reach_the_template_also_as_json(real, ids):
     assert t.decode(ids(off, t)[0]).endswith("<think>\n\n</think>\n\n")
     as_text = off | {"chat_template_kwargs": '{"enable_thinking": false}'}
     assert ids(as_text, t) == ids(off, t)
-    for wrong in ({"tools": {"a": 1}}, {"chat_template_kwargs": [1]}, {"tools": ["x"]}):
-        with pytest.raises(BadInput, match=r":1: chat template: [^\n]+$"):
-            ids(record | wrong, t)
-    for wrong in (5, ["abc"], [{"function": {}}]):
-        call = {"prompt": [user("p")], "completion": [bot("c", tool_calls=wrong)]}
-        with pytest.raises(BadInput, match=r":1: chat template: [^\n]+$"):
-            ids(call, tokens.chat())
-
-
-def test_r1s_prompt_opens_the_thinking_and_its_completion_closes_it(real):
-    t = Tokenizer(real("r1-distill"))
-    head, (behind,), _ = t.render(Record([user("Is it?")], [bot(THOUGHT)], True))
-    assert head.endswith("<｜Assistant｜><think>\n")
-    assert behind == THOUGHT.removeprefix("<think>\n") + tokens.EOS_SEEK
-    as_sampled = Record([user("Is it?")], [bot(THOUGHT.removeprefix("<think>\n"))], True)
-    assert t.render(as_sampled)[1] == [behind]
-    with pytest.raises(BadInput, match="rendered prompt: 'No.*' in place of '<think>"):
-        t.render(Record([user("Is it?")], [bot("No.")], True))
-
-
-def test_a_dialogue_with_tool_calls_is_the_same_in_all_its_forms(real, ids):
-    t, tools = Tokenizer(real("qwen2.5")), {"tools": TOOLS}
-    asked, call = [user("Weather in Paris?")], bot(None, tool_calls=CALLS)
-    turns = [call, RESULT, bot("21 degrees.")]
-    before = {"prompt": asked + turns[:2], "completion": turns[2:]} | tools
-    assert ids({"prompt": asked, "completion": turns} | tools, t) == ids(before, t)
-    assert ids({"messages": asked + turns} | tools, t) == ids(before, t)
 
 
 # ---- from outside --------------------------------------------------------------------------------
@@ -207,21 +178,6 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown)
     assert text == r"'Could</s> \n'" and json.loads(numbers)[2] == 2
     pair = write(tmp_path / "p.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"})
     assert shown(pair, "--kind", "paired").startswith("train: 1 examples of 1 prompts\n")
-    with pytest.raises(BadInput, match="^max_prompt: expected int"):
-        shown(pair, "--max_prompt", "0")
-    context = context_of(read_config(find_model(str(tiny))).get_text_config())
-    with pytest.raises(BadInput, match=f"exceed the context of {context}$"):
-        shown(pair, "--model", tiny, "--max_prompt", context)
-
-
-def test_data_py_refuses_as_a_run_does(tiny, tmp_path, shown):
-    for bad in (rated(label="good"), {"prompt": "p", "label": 1}, "[1]", "{"):
-        source = write(tmp_path / "bad.jsonl", rated(), bad, rated())
-        with pytest.raises(BadInput) as of_page:
-            shown(source, "--model", tiny)
-        with pytest.raises(BadInput) as of_run:
-            train(tiny, source, tmp_path / "run", "--batch_size=2")
-        assert str(of_page.value) == str(of_run.value) and f"{source}:2: " in str(of_run.value)
 
 
 def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, capsys):
@@ -235,22 +191,3 @@ def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, cap
     named = [r | {"label": r["label"] > 3} for r in stars if r["label"] != 3]
     same = train(tiny, write(tmp_path / "e.jsonl", *named), tmp_path / "same", *argv)
     assert_same(run, same)
-
-
-def test_spins_answers_end_at_every_end_that_the_model_names(tiny, tmp_path):
-    ends = [0, *range(60, 400)]
-    folder, demos = tmp_path / "model", tmp_path / "demos.jsonl"
-    shutil.copytree(tiny, folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    write(demos, *[{"prompt": p, "completion": "c"} for p in "abcdefgh"])
-    argv = (
-        "--batch_size=8",
-        "--spin.max_iterations=1",
-        "--max_steps=1",
-        "--spin.max_new_tokens=20",
-    )
-    train(folder, demos, tmp_path / "run", *argv, program="spin")
-    lines = (tmp_path / "run" / "iterations" / "answers-1.jsonl").read_text().splitlines()
-    answers = [json.loads(line)["ids"] for line in lines]
-    assert len(answers) == 8 and sum(a[-1] in ends for a in answers) > 4
-    assert not any(i in ends for a in answers for i in a[:-1])

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,8 @@ from models import gpt2_from_hf
 from safetensors.torch import load_file
 
 from runs import checkpoint
-from runs.checkpoint import checkpoints_by_step, prune_checkpoints, read_state
+from runs.checkpoint import checkpoints_by_step, read_state
 from runs.console import BadInput, Failed
-from train import Trainer
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
@@ -108,16 +106,6 @@ def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, rat
     assert str(e.value).count(own) == 1 and lines[-1].endswith(own)
 
 
-def test_a_resume_may_change_the_cut_and_says_that_it_is_then_equal_to_rounding(
-    tiny, ratings, tmp_path, capsys
-):
-    out = tmp_path / "run"
-    train(tiny, ratings, out, *RUN, "--stop_at=1")
-    more = ("--micro_batch_size=5", "--save_interval=3", "--log_interval=2")
-    train(tiny, ratings, out, *RUN, *more, "--resume=auto")
-    assert "the same run up to rounding, since micro_batch_size changed" in capsys.readouterr().out
-
-
 RECORDS, FILES = "records", "config and tokenizer"
 CHANGES = {
     "a label": (RECORDS, "data.jsonl", lambda text: text.replace("true", "false", 1)),
@@ -197,27 +185,6 @@ def test_a_branch_has_rows_and_a_best_checkpoint_of_its_own(tiny, ratings, tmp_p
     assert best == [1, 5] and (tmp_path / "b" / "best" / "model.safetensors").exists()
 
 
-class Stopped(Trainer):
-    """Ctrl-C before the first step of this start."""
-
-    def precompute(self, *given):
-        os.kill(os.getpid(), signal.SIGINT)
-        super().precompute(*given)
-
-
-def test_a_branch_that_is_stopped_before_its_first_step_goes_on_from_there(
-    finished, tiny, ratings, tmp_path, capsys
-):
-    whole, old = finished
-    argv, out = (*RUN, f"--reference_cache={tmp_path / 'cache'}"), tmp_path / "branch"
-    with pytest.raises(SystemExit):
-        train(tiny, ratings, out, *argv, f"--resume={step(old, 4)}", trainer=Stopped)
-    assert "stopped by SIGINT at step 4 of 9, saved" in capsys.readouterr().out
-    branch = train(tiny, ratings, out, *argv, "--resume=auto")
-    assert branch["rows"][-1]["loss"] == pytest.approx(whole["rows"][-1]["loss"], rel=1e-6)
-    assert f"resumed from {step(out, 4)}" in capsys.readouterr().out
-
-
 # ---- which checkpoints there are -----------------------------------------------------------------
 
 
@@ -239,20 +206,6 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
         gpt2_from_hf(None, exported, load_file(out / name / "model.safetensors"))
         weights = checkpoint_tensors(step(out, of_step), "weights")
         assert all(torch.equal(exported[n], x) for n, x in weights.items())
-
-
-def test_a_column_that_val_csv_lacks_is_refused_and_the_folder_is_free(tiny, ratings, tmp_path):
-    argv = (*RUN, VAL, "--val_interval=2")
-    with pytest.raises(BadInput, match="keep_best: nope: not in val.csv, which has loss, "):
-        train(tiny, ratings, tmp_path, *argv, "--keep_best=nope")
-    train(tiny, ratings, tmp_path, *argv, "--keep_best=kl")
-
-
-def test_a_checkpoint_that_is_half_removed_does_not_look_like_one(done, monkeypatch):
-    out, _ = done
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **kw: None)  # killed before it
-    prune_checkpoints(out, 1, None)
-    assert list(checkpoints_by_step(out)) == [9]
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 import re
-import time
 
 import numpy as np
 import pytest
@@ -78,14 +77,6 @@ def test_a_pair_stays_a_pair_for_dpo_and_becomes_two_rated_examples_for_kto(tmp_
         assert (e.where, e.weight, e.extra) == (f"{source}:1", 2.0, {"source": "s"})
 
 
-def test_prompts_alone_are_the_distinct_ones_in_the_order_of_the_file(tmp_path):
-    records = rated("a", "x"), {"prompt": "b"}, rated("a", "y"), rated("c")
-    source = write(tmp_path / "d.jsonl", *records)
-    found = read(source, plain(), "prompts")
-    assert [ids(e) for e in found] == [[[66]], [[67]], [[68]]]
-    assert [e.where for e in found] == [f"{source}:{i}" for i in (1, 2, 4)]
-
-
 PAIR = b'{"prompt": "p", "chosen": "c", "rejected": "d", '
 REST = b', "completion": "c", "label": 1}'
 BAD = [  # a line of a file, what it is refused with
@@ -111,14 +102,6 @@ def test_each_bad_record_has_one_line_that_says_where_and_why(tmp_path):
     for line, (number, pattern) in zip(got, wanted):
         assert re.match(rf"{re.escape(str(path))}:{number}: {pattern}", line), line
         assert " line " not in line, "the number inside the line would contradict the file's"
-
-
-def test_the_first_twenty_faults_are_told_and_no_more(tmp_path):
-    source = write(tmp_path / "d.jsonl", rated(), *[rated(label="yes")] * 19)
-    assert len(refusal(source, plain())) == 19
-    source = write(tmp_path / "d.jsonl", rated(), *[rated(label="yes")] * 50)
-    places = [line.split(": ")[0] for line in refusal(source, plain())]
-    assert places == [f"{source}:{i}" for i in range(2, 22)]
 
 
 @pytest.mark.parametrize(
@@ -181,12 +164,9 @@ def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, file):
 def test_bos_stays_when_the_head_of_a_prompt_goes(tmp_path):
     texts = [rated("abcdef"), rated("abc"), rated("")]
     source = write(tmp_path / "d.jsonl", *texts)
-    source += "," + write(tmp_path / "e.jsonl", rated([user("hi")], [bot("c")]))
-    cut, fits, empty, dialogue = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
+    cut, fits, empty = (e.prompt.tolist() for e in read(source, bos(), max_prompt=4))
     assert cut == [512, *ids_of(bos(), "abcdef")[-3:]]
-    assert dialogue == [512, *ids_of(bos(), "<|im_start|>assistant\n")[-3:]]
     assert (fits, empty) == ([512, 66, 67, 68], [512])
-    assert [len(e.prompt) for e in read(source, bos(), max_prompt=1)] == [1, 1, 1, 1]
     assert not any(512 in e.completions[0] for e in read(source, bos())), "a completion has no BOS"
 
 
@@ -194,22 +174,14 @@ def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_
     text = "a b c d f g"
     tokens = ids_of(plain(), text)
     assert len(tokens) == 6 and len(set(tokens)) == 6
-    records = rated(text, text), rated(text[:7], text[:5]), rated("a", "a")
+    records = rated(text, text), rated(text[:7], text[:5])
     source = write(tmp_path / "d.jsonl", *records)
-    (long, fits, short), counts = load(source, plain(), "rated", 4, 4)
+    (long, fits), counts = load(source, plain(), "rated", 4, 4)
     assert ids(long) == [tokens[-4:], tokens[:4]]
     assert ids(fits) == [tokens[:4], [*tokens[:3], EOS]]
-    assert ids(short) == [[66], [66, EOS]]
     assert (counts["prompts cut"], counts["completions cut"]) == (1, 1)
     (e, *_), counts = load(source, plain(), "rated", 6, 6)
     assert ids(e)[1] == tokens and counts["completions cut"] == 1, "its EOS alone is over the limit"
-    assert not load(source, plain(), "rated", 6, 7)[1]["completions cut"]
-
-
-def test_a_prompt_never_depends_on_its_completion(tmp_path):
-    source = write(tmp_path / "d.jsonl", *[rated("a b c d f g", "x" * n) for n in (0, 1, 50)])
-    found = read(source, plain(), max_prompt=3, max_completion=5)
-    assert len({e.prompt.tobytes() for e in found}) == 1
 
 
 # ---- a record's own weight and fields ------------------------------------------------------------
@@ -218,16 +190,6 @@ def test_a_prompt_never_depends_on_its_completion(tmp_path):
 def micro_batch(found: list[Example], index: list[int]) -> data.LossView:
     batch = Batch(found)
     return batch.loss_view(batch.pack(index), batch.step_view(torch.device("cpu")))
-
-
-def test_fields_that_data_extra_names_reach_the_loss_as_a_tensor_or_as_texts(tmp_path):
-    more = [(0.5, "web"), (-2, "book"), (3, "")]
-    records = [rated("p", "c", score=score, source=source) for score, source in more]
-    jsonl = write(tmp_path / "d.jsonl", *records)
-    view = micro_batch(read(jsonl, plain(), extra="score, source"), [2, 0])
-    assert torch.equal(view.extra("score"), torch.tensor([3.0, 0.5]))
-    assert view.extra("source") == ["", "web"]
-    assert read(jsonl, plain())[0].extra == {}, "what is not named is not kept"
 
 
 def test_a_weight_and_a_label_reach_the_step(tmp_path):
@@ -247,13 +209,11 @@ def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_path):
     other = [
         hashed(a, b),
         hashed(b, a),
-        hashed(a, b, b),
         hashed(a | {"label": 0}, b),
         hashed(a | {"weight": 2}, b),
         hashed(a | {"completion": "z"}, b),
         hashed(a | {"prompt": "ax", "completion": ""}, b),
         hashed(a, b, part="val"),
-        hashed(a | {"note": 1}, b | {"note": 1}, extra="note"),
         hashed(a | {"note": 2}, b | {"note": 1}, extra="note"),
         hashed(pair, kind="paired"),
         hashed(pair | {"chosen_reward": 1}, kind="paired"),
@@ -277,53 +237,12 @@ def test_several_sources_are_given_by_commas_and_patterns(tmp_path):
     assert refusal(f"{tmp_path}/a.jsonl,{bad}", plain())[0].startswith(f"{bad}:2: label: ")
 
 
-def test_columns_of_other_names_are_renamed(tmp_path):
-    theirs = [{"question": "a", "completion": c, "label": 1, "good": 0} for c in "xy"]
-    theirs = write(tmp_path / "theirs.jsonl", *theirs)
-    ours = write(tmp_path / "ours.jsonl", rated("b", "x"), rated("b", "y"))
-    parts, _ = parts_of(Data(f"{ours},{theirs}", columns="prompt=question"))
-    assert [ids(e)[0] for e in parts["train"]] == [[67], [67], [66], [66]]
-    for wrong in ("prompt", "prompt=q=r"):
-        with pytest.raises(BadInput, match="^data.columns: prompt.*expected name=name"):
-            parts_of(Data(ours, columns=wrong))
-
-
-def test_labels_that_data_labels_does_not_name_are_dropped_and_counted(tmp_path):
-    stars = (1, 2, 3, 3, None, 4, 5)
-    source = write(tmp_path / "d.jsonl", *[rated(str(i), label=i) for i in stars])
-    found, counts = load(source, plain(), labels="up=4|5,down=1|2")
-    assert [e.label for e in found] == [False, False, True, True]
-    assert counts["dropped by data.labels"] == 3
-    assert refusal(source, plain(), labels="up=yes,down=no") == [f"{source}: no records"]
-    for labels in ("up", "up=4,down=4", "up=4=5"):
-        assert refusal(source, plain(), labels=labels)[0].startswith("data.labels: ")
-    assert "label: expected" in refusal(source, plain(), labels="good=4")[0]
-
-
-def test_examples_that_all_share_a_prompt_have_no_pairs_and_that_is_seen_at_once():
-    e = Example(np.array([1]), (np.array([2]),), True)
-    many = [e._replace(completions=(np.array([i]),)) for i in range(30_000)]
-    began = time.process_time()
-    assert data.mismatched(many) == [-1] * 30_000 and time.process_time() - began < 5
-    assert data.mismatched([e, e._replace(prompt=np.array([5]))]) == [-1, -1]
-
-
 # ---- split and table -----------------------------------------------------------------------------
 
 
 def many(n_prompts: int, ratings: int) -> list[Example]:
     grid = ((p, r) for r in range(ratings) for p in range(n_prompts))
     return [example([7, p], [p, r], label=r == 0) for p, r in grid]
-
-
-def test_all_ratings_of_a_prompt_land_in_one_part():
-    parts = split_by_prompt(many(300, 3), "6,3,1")
-    prompts = [{e.keys[0] for e in part} for part in parts]
-    assert sum(map(len, parts)) == 900 and sum(map(len, prompts)) == 300, "each prompt in one part"
-    for part, expected in zip(prompts, (180, 90, 30)):
-        assert abs(len(part) - expected) < 40, "four standard deviations"
-    assert [len(p) > 0 for p in split_by_prompt(many(50, 1), "1,0,1")] == [True, False, True]
-    assert [len(p) > 0 for p in split_by_prompt(many(50, 1), "1,1")] == [True, True, False]
 
 
 def test_the_part_of_a_prompt_depends_on_nothing_but_the_prompt_and_the_parts():
@@ -335,12 +254,6 @@ def test_the_part_of_a_prompt_depends_on_nothing_but_the_prompt_and_the_parts():
     assert len(where) == 400 and set(where.values()) == {0, 1, 2}
     again = places(random.Random(0).sample(many(200, 2), 100), "0.5, 0.25, 0.25")
     assert again == {key: where[key] for key in again}
-
-
-@pytest.mark.parametrize("parts", ["", "1", "a,b", "1,2,3,4", "0,1,1", "-1,2", "nan,1", "1,,1"])
-def test_parts_that_cannot_be_meant_are_refused(parts):
-    with pytest.raises(BadInput, match="^data.split: "):
-        split_by_prompt(many(3, 1), parts)
 
 
 def test_the_table_counts_what_was_read(tmp_path):
@@ -363,12 +276,6 @@ def test_the_table_counts_what_was_read(tmp_path):
         "  2 duplicates, 1 contradictions, 1 with note, which nothing reads, 1 with wieght, which "
         "nothing reads, 8 plain, 1 prompts cut, 2 completions cut",
     ]
-    pair = {"prompt": "a", "chosen": "x", "rejected": "y"}
-    source = write(tmp_path / "p.jsonl", pair, pair, pair | {"rejected": "z"})
-    for kind, head in (("paired", "train: 3 examples of 1 prompts\n"), ("prompts", "train: 1 ex")):
-        _, (table,) = parts_of(Data(source), kind)
-        assert table.startswith(head)
-        assert ("1 duplicates, 0 contradictions" in table) == (kind == "paired")
 
 
 # (n_D, n_U) -> weights by hand; arXiv 2402.01306 eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]
@@ -385,21 +292,7 @@ def test_the_data_check_advises_the_weights_of_the_paper(n_d, n_u):
     found = [example([i], [i], label=i < n_d) for i in range(n_d + n_u)]
     advice = suggest_class_weights(found).split("balance:\n  ")[1]
     assert advice == WEIGHTS[n_d, n_u]
-    sides = [[float(x) for x in re.findall(r"\d[\d.]*", side)] for side in advice.split(",")]
-    for w_d in sides[0]:
-        for w_u in sides[1]:
-            assert 1 - 0.01 <= w_d * n_d / (w_u * n_u) <= 4 / 3 + 0.01
     assert suggest_class_weights(found[:n_d]) is None, "one class alone"
-
-
-def test_each_part_is_read_and_described(tmp_path):
-    train = write(tmp_path / "t.jsonl", rated("a"), rated("b", note=1))
-    d = Data(train=train, val=write(tmp_path / "v.jsonl", rated("c")))
-    parts, said = parts_of(d)
-    assert {name: len(part) for name, part in parts.items()} == {"train": 2, "val": 1, "test": 0}
-    heads = ["train: 2 examples of 2 prompts", "val: 1 examples of 1 prompts"]
-    assert [x.split(",")[0] for x in said] == heads
-    assert ["with note, which nothing reads" in x for x in said] == [True, False]
 
 
 def test_one_file_is_split_by_prompt(tmp_path):
@@ -448,16 +341,10 @@ def letters(*pairs: str) -> list[Example]:
     "pairs, partners",
     [
         (["ax", "by", "cz"], [1, 2, 0]),  # the plain shift, and the last takes the first's
-        (["ax", "by"], [1, 0]),
-        (["ax", "ay", "bz"], [2, 2, 0]),  # two ratings of a prompt, side by side
         (["ax", "ay", "bx", "by"], [3, 2, 1, 0]),  # two pairs with the same two answers
-        (["ax", "ay", "bu", "bv"], [2, 2, 0, 0]),  # two pairs, split into ratings
-        (["ax", "bx", "cy"], [2, 2, 0]),  # the same answer to two prompts
-        (["ax", "bx", "cx", "dy", "ex"], [3, 3, 3, 4, 3]),
+        (["ax", "bx", "cx", "dy", "ex"], [3, 3, 3, 4, 3]),  # the same answer to several prompts
         (["ax", "ax", "by"], [2, 2, 0]),  # a record twice
         (["ax", "ay", "az"], [-1, -1, -1]),
-        (["ax", "bx", "cx"], [-1, -1, -1]),
-        (["ax", "ax", "ax"], [-1, -1, -1]),
         (["ax", "ay", "bx"], [-1, 2, 1]),  # for ax there is none, though both others have one
         (["ax"], [-1]),
         ([], []),
@@ -488,17 +375,6 @@ def test_completions_are_compared_after_cutting(tmp_path):
     assert data.mismatched(cut) == [2, 2, 0], "a and b now say the same"
 
 
-def test_a_micro_batch_has_no_more_tokens_with_borrowed_completions_than_with_its_own():
-    lengths = [5] * 12 + [100] * 4
-    found = [example([1], [2, *range(100 + i, 99 + i + n)]) for i, n in enumerate(lengths)]
-    partners = [(i + 11) % len(found) for i in range(len(found))]  # short ones borrow long ones
-    batch = Batch(found, partners, cut=data.Cut(max_tokens=150))
-    for borrowed in (False, True):
-        packed = [batch.pack(micro.index, borrowed) for micro in batch.micro_batches]
-        assert max(len(x.token_N) for x in packed) <= 150
-        assert sum(len(x.index) for x in packed) == len(found)
-
-
 def test_a_batch_hands_out_own_and_borrowed_completions():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
     batch = Batch(found, data.mismatched(found))
@@ -507,9 +383,6 @@ def test_a_batch_hands_out_own_and_borrowed_completions():
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     assert [batch.group_size(group) for group in batch.groups] == [5, 4, 4], "the longer of the two"
-    assert Batch(found, score_prompt=True).pack([0]).length_BK.tolist() == [[3]]
-    alone = Batch(found[:1], [-1]).pack([0], borrowed=True)
-    assert alone.length_BK.tolist() == [[2]], "any will do, it is left out of the mean"
 
 
 def test_examples_of_one_prompt_stay_together_and_share_it():
@@ -525,15 +398,6 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
     packed = batch.pack([0, 2])
     assert packed.token_N.tolist() == [1, 2, 3, 7, 8], "the prompt stands there once"
     assert packed.target_T.tolist() == [3, 4, 7, 8, 9] and packed.prompt_B.tolist() == [0, 0]
-    lent = batch.pack([0, 2], borrowed=True)
-    assert lent.token_N.tolist() == [1, 2, 3], "6 and 3 4 are borrowed; the last token is no input"
-    assert batch.step_view(torch.device("cpu")).group.tolist() == [0, 1, 0, 1]
-    small = Batch(found, cut=data.Cut(max_tokens=6))
-    assert small.micro_batches == [MicroBatch([2]), MicroBatch([0]), MicroBatch([1, 3])] or (
-        sorted(i for m in small.micro_batches for i in m.index) == [0, 1, 2, 3]
-    ), "a group that does not fit is cut"
-    by_size = Batch(found, cut=data.Cut(max_examples=3, max_tokens=None))
-    assert by_size.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
 
 
 # ---- cut -----------------------------------------------------------------------------------------
@@ -593,27 +457,6 @@ def test_a_micro_batch_keeps_its_budget_and_an_over_long_example_goes_alone():
     assert alone > 50
 
 
-def test_a_micro_batch_is_as_full_as_its_budget_lets_it():
-    for sizes, size, tokens, micros in steps():
-        for mine in map(real, micros):
-            if size:
-                assert all(len(index) == size for index in mine[:-1])
-            else:
-                used = sorted(sum(sizes[i] for i in index) for index in mine)
-                assert len(used) < 2 or used[0] + used[1] > tokens, "two would have fitted in one"
-
-
-def test_ranks_carry_alike():
-    for sizes, size, _, micros in steps():
-        parts = [[i for index in real(mine) for i in index] for mine in micros]
-        if size:
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        else:
-            tokens = [sum(sizes[i] for i in part) for part in parts]
-            assert max(tokens) - min(tokens) <= max(sizes)
-    assert cut([1, 1, 1, 1, 1, 5], 2, None, 5) == [[MicroBatch([5])], [MicroBatch([0, 1, 2, 3, 4])]]
-
-
 def test_a_cut_by_hand():
     filler = MicroBatch([0], True)
     assert cut([9] * 5, 2, 2, None) == [
@@ -623,7 +466,6 @@ def test_a_cut_by_hand():
     assert cut([3, 9, 4, 2], 1, None, 6) == [[MicroBatch([1]), MicroBatch([2, 3]), MicroBatch([0])]]
     assert cut([7], 3, 1, None) == [[MicroBatch([0])], [filler], [filler]]
     assert cut([3, 3], 1, None, 6) == [[MicroBatch([0, 1])]], "a budget may be used up"
-    assert cut([3, 3], 1, None, 5) == [[MicroBatch([0]), MicroBatch([1])]]
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -640,20 +482,8 @@ def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only(
     data.epoch_order.cache_clear()
     assert order(3, 7) == first
     assert len({tuple(order(epoch, 7)) for epoch in range(10)}) == 10, "another order each epoch"
-    assert order(3, 8) != first
+    assert order(3, 8) != first and list(data.epoch_order(5, 3, 7, False)) == [0, 1, 2, 3, 4]
     assert order(2, 8) != first, "or two seeds would repeat each other, an epoch apart"
-
-
-def test_drawing_an_order_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    data.epoch_order.cache_clear()
-    data.epoch_order(17, 1, 2, True)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_without_shuffling_the_order_is_the_files():
-    for epoch, seed in ((3, 7), (4, 1)):
-        assert list(data.epoch_order(5, epoch, seed, False)) == [0, 1, 2, 3, 4]
 
 
 def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
@@ -666,7 +496,6 @@ def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
         assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
         orders.append(tuple(order))
     assert len(set(orders)) == 9, "both prompts and their examples are shuffled"
-    assert len({found[order[0]].prompt[0] for order in orders}) > 1
     in_file = data.epoch_order_by_prompt(found, 0, 3, False)
     assert in_file == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
 
@@ -699,66 +528,6 @@ def test_a_packed_batch_by_hand():
     assert {getattr(r, name).dtype for name in packing.INT64_FIELDS} == {torch.int64}
 
 
-def test_the_sequences_of_attention_by_hand():
-    r = packing.pack(PROMPTS, COMPLETIONS)
-    # each sequence has its prompt's keys; a first completion's has the prompt's queries, too
-    assert r.key_I.tolist() == [*(0, 1, 2, 3), *(0, 1, 2, 4, 5), 6, *(6, 7)]
-    assert r.query_start_S.tolist() == [0, 4, 6, 7, 8]
-    assert r.completion_query_start_S.tolist() == [0, 1, 3, 3, 4]
-    assert r.key_start_S.tolist() == [0, 4, 9, 10, 12]
-    assert (r.max_queries, r.max_completion_queries, r.max_keys) == (4, 2, 5)
-    assert {getattr(r, name).dtype for name in packing.INT32_FIELDS} == {torch.int32}
-    assert (r.prompt_P.tolist(), r.completion_M.tolist()) == ([0, 1, 2, 6], [3, 4, 5, 7])
-    one = packing.pack(PROMPTS, [(np.array([5]),)] * 2)
-    assert len(one.key_I) == 0, "all tokens in their order need no gather"
-    assert one.completion_M.tolist() == [0], "one query, though no completion has an input"
-    assert one.completion_query_start_S.tolist() == [0, 1, 1] and one.max_completion_queries == 1
-
-
-def test_a_scored_prompt_adds_its_tokens_from_the_second_on_to_both_completions():
-    r, bare = (packing.pack(PROMPTS, COMPLETIONS, score_prompt=on) for on in (True, False))
-    # number 4 is the first prompt; the second prompt has one token, which nothing predicts
-    assert targets(r) == sorted([(0, 11, 4), (1, 12, 4), *targets(bare)])
-    assert r.sums(torch.arange(10.0)).tolist() == [[1 + 8 + 9, 9 + 8 + 9], [5, 13]]
-    assert r.length_BK.tolist() == [[4, 5], [1, 2]]
-    for name in ("token_N", "position_N", "prompt_N", "branch_N"):
-        assert torch.equal(getattr(r, name), getattr(bare, name))
-
-
-def test_every_target_is_what_follows_its_source():
-    """On random tokens, for several K and with a prompt that two examples share: the targets of a sequence are its
-    completion's tokens, and their sources are the tokens before them."""
-    rng = np.random.default_rng(0)
-    for K in (1, 2, 3):
-        texts = [[rng.integers(0, 99, rng.integers(1, 5)) for _ in range(K + 1)] for _ in range(4)]
-        texts[3][0] = texts[1][0]
-        prompts, completions = [x[0] for x in texts], [tuple(x[1:]) for x in texts]
-        r = packing.pack(prompts, completions, score_prompt=True)
-        for b, (p, cs) in enumerate(zip(prompts, completions)):
-            for k, c in enumerate(cs):
-                segment = r.sequence_T == r.sequence_BK[b, k]
-                assert r.target_T[r.first_target_BK[b, k]] == c[0]
-                assert r.target_T[segment].tolist() == c.tolist()
-                at = r.source_T[segment]
-                assert r.position_N[at].tolist() == list(range(len(p) - 1, len(p) + len(c) - 1))
-                assert r.token_N[at].tolist() == [p[-1], *c[:-1]]
-                assert set(r.prompt_N[at].tolist()) == {r.prompt_B[b].item()}
-                branch = k + 1 + K * (b == 3)
-                assert r.branch_N[at].tolist() == [0] + [branch] * (len(c) - 1)
-                assert r.length_BK[b, k] == len(c) + len(p) - 1
-            segment = r.sequence_T == 4 * K + r.prompt_B[b]
-            assert r.target_T[segment].tolist() == p[1:].tolist()
-            assert r.token_N[r.source_T[segment]].tolist() == p[:-1].tolist()
-        assert r.prompt_B.tolist() == [0, 1, 2, 1] and sum(r.sizes) == len(r.token_N)
-
-
-def test_a_packed_batch_moves_as_one():
-    r = packing.pack(PROMPTS, COMPLETIONS)
-    moved = r.to("meta")
-    names = (*packing.INT64_FIELDS, *packing.INT32_FIELDS)
-    assert all(getattr(moved, name).is_meta for name in names) and moved.sizes == r.sizes
-
-
 def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
     """A copy of the buffer alone reaches a GPU: what is not in it, or at another place, would be wrong there."""
     for K in (1, 2):
@@ -770,21 +539,3 @@ def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
         assert views.keys() == tensors.keys()
         for name, x in views.items():
             assert x.dtype == tensors[name].dtype and torch.equal(x, tensors[name])
-
-
-def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
-    found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
-    batch, later = (
-        Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=9)) for _ in range(2)
-    )
-    batch.pack_ahead()
-    assert batch.micro_batches == [MicroBatch([0, 1]), MicroBatch([2])]
-    asked = [([0, 1], False), ([0, 1], True), ([2], False), ([2], True)]
-    assert len(batch.packed) == len(asked)
-    for index, borrowed in asked:
-        packed = batch.pack(index, borrowed)
-        assert packed is batch.pack(index, borrowed), "packed once"
-        assert torch.equal(packed.buffer, later.pack(index, borrowed).buffer)
-    alone = Batch(found)
-    alone.pack_ahead()
-    assert list(alone.packed) == [((0, 1, 2), False)], "without partners nothing is borrowed"

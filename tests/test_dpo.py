@@ -155,23 +155,6 @@ def test_the_cut_is_free_here_too(tiny, pairs, tmp_path):
     assert_equal(run(2, "ddp", "--strategy=ddp"), whole, start(tiny), True)
 
 
-def test_a_pair_of_weight_2_beside_one_of_weight_0_is_that_pair_twice(tiny, pairs, tmp_path):
-    """In training and in validation."""
-    first, second, *others = map(json.loads, pairs.read_text().splitlines())
-    cases = {"weighted": [first | {"weight": 2}, second | {"weight": 0.0}], "twice": [first, first]}
-    losses = []
-    for name, two in cases.items():
-        file, out = tmp_path / f"{name}.jsonl", tmp_path / name
-        file.write_text("".join(json.dumps(r) + "\n" for r in [*two, *others]))
-        argv = ("--batch_size=8", "--epochs=3", "--optim.lr=1e-3", "--precision=64-true")
-        rows = train(tiny, file, out, f"--data.val={file}", *argv, program="dpo")["rows"]
-        head, *val = (x.split(",") for x in (out / "val.csv").read_text().splitlines())
-        val = [float(row[head.index("loss")]) for row in val]
-        losses.append([*val, *(row[k] for row in rows for k in ("loss", "grad_norm"))])
-    assert len(val) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-9)
-    assert "kl" not in head and "accuracy" in head
-
-
 def test_it_resumes_to_the_bit_with_adapters_and_another_reference(tiny, pairs, tmp_path):
     argv = ("--batch_size=3", "--max_steps=5", "--epochs=9", "--optim.lr=1e-3", "--lora.rank=2",
             f"--data.val={pairs}", f"--reference={tiny}", "--precision=32-true")  # fmt: skip

@@ -3,7 +3,6 @@ and kinds that are held out stay out; and the program itself runs on a small ran
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -46,12 +45,6 @@ def fields_of(kind: str, n: int = 0, words=()) -> dict:
     return {"kind": kind, "n": float(n), "words": f"{a}|{b}"}
 
 
-def test_there_are_twelve_kinds_and_three_new_ones():
-    new = {name for name, kind in task.KINDS.items() if kind.new}
-    assert len(new) == 3 and len(task.KINDS) - len(new) >= 12
-    assert set(CASES) == set(task.KINDS)
-
-
 @pytest.mark.parametrize("kind", CASES)
 def test_a_kind_accepts_what_follows_it_and_nothing_else(kind):
     n, words, right, wrong = CASES[kind]
@@ -75,19 +68,6 @@ def test_there_is_no_cheap_way_out(kind):
         assert task.copies(f"{right[0]} {other}", copy), "for this reason, not for another one"
 
 
-def test_what_an_instruction_quotes_is_no_copy():
-    keywords = fields_of("keywords", 0, ["people", "home"])
-    assert task.is_right(f'{SEA}. "People" and "home"', keywords)
-    assert not task.copies("use the words", task.instruction_of(keywords)), "three words"
-
-
-def test_a_right_answer_has_fifteen_different_words():
-    fifteen = " ".join(task.words_of(SEA)[:15])
-    assert len(set(task.words_of(fifteen))) == 15 and task.is_right(fifteen, fields_of("no comma"))
-    fourteen = fifteen.rsplit(" ", 1)[0]
-    assert not task.is_right(f"{fourteen} sea sea sea", fields_of("no comma"))
-
-
 def test_the_data_are_always_the_same_and_what_is_held_out_stays_out(tmp_path):
     for name in ("a", "b"):
         task.write_data(tmp_path / name)
@@ -100,11 +80,8 @@ def test_the_data_are_always_the_same_and_what_is_held_out_stays_out(tmp_path):
     prompts = {name: {r["prompt"][0]["content"] for r in part} for name, part in parts.items()}
     train_topics, val_topics = task.topics_of(task.TRAIN_TOPICS), task.topics_of(task.VAL_TOPICS)
     assert not set(train_topics) & set(val_topics) and len(set(train_topics)) == len(train_topics)
-    for name in ("val", "new_kinds"):
-        for prompt in prompts[name]:
-            request = prompt.split(". ")[0]
-            assert any(request.endswith(t) or f" {t} " in request for t in val_topics)
-            assert not any(f" {topic}." in f"{request}." for topic in train_topics)
+    for prompt in (*prompts["val"], *prompts["new_kinds"]):
+        assert not any(f" {topic}." in f"{prompt.split('. ')[0]}." for topic in train_topics)
     new = {kind for kind, how in task.KINDS.items() if how.new}
     assert {r["kind"] for r in parts["new_kinds"]} == new
     assert {r["kind"] for r in parts["train"]} == {r["kind"] for r in parts["val"]}
@@ -119,20 +96,6 @@ def test_the_checker_judges_a_list_by_the_records_own_fields():
         Answer("p", SEA, fields_of("no comma"), cut=True),
     ]
     assert task.check(answers) == [True, False, False], "a cut answer is wrong"
-
-
-def test_more_prompts_of_each_kind_can_be_held_out(tmp_path):
-    task.write_data(tmp_path, val_per_kind=40, new_per_kind=20)
-    for name, n_kinds, per_kind in (("val", 12, 40), ("new_kinds", 3, 20)):
-        records = [json.loads(x) for x in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        topics = task.topics_of(task.VAL_TOPICS)
-        pairs = {
-            (r["kind"], topic)
-            for r in records
-            for topic in topics
-            if re.search(rf" {topic}(\.| in a )", r["prompt"][0]["content"])
-        }
-        assert len(pairs) == len(records) == n_kinds * per_kind, "no topic twice in a kind"
 
 
 @pytest.fixture

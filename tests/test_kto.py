@@ -21,8 +21,7 @@ from kto import auc
 from packing import pack
 from records.examples import Example
 from reference import Reference
-from runs.console import Failed
-from train import KL, Trainer
+from train import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
 
@@ -225,49 +224,10 @@ def test_the_gradient_is_by_hand_and_a_records_weight_multiplies_its_whole_loss(
         assert policy.values.grad[i].item() == pytest.approx(slope, rel=1e-9)
 
 
-@pytest.mark.parametrize("label", [True, False])
-def test_one_class_only_is_right_and_finite(label):
-    objective, batch = tables([label] * 4, sft_loss_weight=float(not label))
-    _, _, row = score(objective, Table(POLICY), Table(REF), batch)
-    by_hand = [sigmoid(-0.1 * (1 if label else -1) * (r - Z)) for r in RATIOS]
-    assert row["loss"] == pytest.approx(sum(by_hand) / 4)
-    assert row["sft_loss"] == 0 or label, "nothing is desirable"
-    assert row["auc"] is None and (row["rewards/chosen"] is None) == (not label)
-
-
-def test_where_policy_and_reference_agree_the_loss_is_half_the_mean_weight():
-    objective, batch = tables(desirable_weight=1.5, undesirable_weight=0.5)
-    _, _, row = score(objective, Table(POLICY), Table(POLICY), batch)
-    assert row["kl"] == 0 and row["preference_loss"] == pytest.approx((3 * 1.5 + 0.5) / 4 / 2)
-    # rounding before the first update is no clamp
-    columns = {
-        "logratio": torch.zeros(4),
-        "logp": torch.ones(4),
-        "desirable": torch.tensor([1.0, 0, 1, 1]),
-    }
-    row = objective.metrics(columns, KL(torch.full((4,), -1e-16), torch.tensor(0.0)))
-    assert row["kl/clamped"] == 0 and row["accuracy"] is row["auc"] is None
-
-
 def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one():
     high, low = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0])
     assert auc(high, low) == pytest.approx((1 + 1.5 + 2) / 6)
     assert auc(low, high) == pytest.approx(1.5 / 6)
-
-
-def test_the_check_at_start_refuses_another_reference(capsys):
-    examples = [example([5, 6, 7], [i, 9, 0], i % 2 == 0) for i in range(4)]
-    policy, same, other = (load.load_model(PARITY / n) for n in ("policy", "policy", "ref"))
-    objective = kto.KTO(kto.KTOSettings())
-    for reference in (same, other):
-        trainer = trainer_of(objective, policy, reference)
-        batch = make_batch(trainer.run, examples, objective)
-        if reference is same:
-            trainer.check_start(batch)
-            assert "agree to the bit" in capsys.readouterr().out
-        else:
-            with pytest.raises(Failed, match="not the model that the run starts from"):
-                trainer.check_start(batch)
 
 
 def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampled(

@@ -1,13 +1,10 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
 import csv
-import fcntl
 import json
 import math
 import os
 import re
-import struct
-import termios
 import time
 import warnings
 from pathlib import Path
@@ -16,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import tqdm.std
 from conftest import ROOT, Started
 from tokens import EOS, ids_of, plain
 
@@ -27,7 +23,7 @@ from evaluate import Evaluator, format_before_after, wilson_interval
 from records.examples import Example
 from runs import console
 from runs.checkpoint import RunState
-from runs.console import BadInput, advance, progress, say
+from runs.console import BadInput
 from runs.logger import Csv, Logger, Throughput
 from runs.optimizer import Plan
 from runs.settings import Data, Eval, Lora
@@ -81,13 +77,6 @@ def test_columns_stay_where_the_first_row_put_them_and_a_row_is_on_disk_at_once(
     assert path.read_text() == content, "0.0 is a value, None is an empty cell"
 
 
-def test_numbers_come_back_to_the_bit(tmp_path):
-    numbers = [0.1 + 0.2, 1e-300, 5e-324, -0.0, math.pi * 1e20, 123456789.123456789, math.inf]
-    write(tmp_path / "m.csv", *({"step": i, "x": x} for i, x in enumerate(numbers)))
-    write(tmp_path / "m.csv", last=9)  # written a second time
-    assert [row["x"] for row in rows(tmp_path / "m.csv")] == list(map(repr, numbers))
-
-
 # ---- progress ------------------------------------------------------------------------------------
 
 
@@ -118,7 +107,7 @@ def test_elsewhere_than_on_a_terminal_a_run_prints_about_twenty_lines(tmp_path, 
     assert len(lines) == 21
     assert lines[0].startswith("step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 00:")
     assert lines[1].startswith("step 50/") and lines[-1].startswith("step 1000/")
-    for total, interval in ((30, 1), (39, 1), (1000, 7), (2100, 100), (999, 10), (1010, 50)):
+    for total, interval in ((30, 1), (1000, 7), (2100, 100)):
         assert 10 <= len(step_lines(tmp_path, capsys, total, log_interval=interval)) <= 30
     steps = [line.split("/")[0] for line in step_lines(tmp_path, capsys, 1000, start=900)]
     assert steps == ["step 901", "step 950", "step 1000"], "a resumed run prints its first step too"
@@ -133,78 +122,6 @@ def test_a_line_says_where_the_clamp_made_z_zero(tmp_path, capsys):
     assert "kl 0.0000 margins" in line
 
 
-def test_the_first_eta_leaves_out_what_came_before_the_first_step(tmp_path, capsys, monkeypatch):
-    clock = {"now": 1000.0}
-    for module in (time, tqdm.std):
-        monkeypatch.setattr(module, "time", lambda: clock["now"])
-    own = Logger(run_settings(tmp_path), -1, False)
-    own.begin(Plan(10, 10), 10, 1, 0)
-    clock["now"] += 500  # a check at step 0
-    own.step(1, {"loss": 0.25}, 10.0)
-    assert capsys.readouterr().out.endswith("ETA 01:30\n"), "9 more steps of 10 seconds"
-    own.close()
-
-
-def test_work_is_silent_at_first_and_then_says_how_far_it_is(capsys):
-    with progress("quick", 100, silent=0.2):
-        for _ in range(100):
-            advance()
-    with progress("outer", 10, silent=0.2), progress("inner", 10, silent=0.2):
-        for _ in range(5):
-            time.sleep(0.15)
-            advance()
-    with progress("reading", None, silent=0.2):
-        time.sleep(0.3)
-        advance(7)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "reading: 00:00" and lines[0] == "inner: 20%, 00:01 left"
-    assert 1 < len(lines) <= 4 and "quick" not in lines[0] and all(len(x) < 80 for x in lines)
-
-
-def test_on_a_terminal_the_last_line_is_what_to_do_next_and_no_bar(tiny, ratings, tmp_path):
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    out = tmp_path / "run"
-    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={out}", *TINY.split()]
-    child = Started(tmp_path, "kto", argv, lambda: [os.dup2(theirs, fd) for fd in (1, 2)])
-    os.close(theirs)
-    printed = b""
-    try:
-        while block := os.read(ours, 65536):
-            printed += block
-    except OSError:  # the program has ended
-        os.close(ours)
-    assert child.ended()[0] == 0
-    assert b"3: loss " in printed, "there was a bar"
-    lines = []
-    for line in printed.replace(b"\x1b[A", b"").decode().replace("\r\n", "\n").split("\n"):
-        cells = []
-        for part in line.split("\r"):  # each part overwrites the line from its beginning
-            assert len(part) <= 80 or "folder" in part or "exported" in part
-            cells[: len(part)] = part
-        lines += [text] if (text := "".join(cells).rstrip()) else []
-    assert lines[-1] == f"exported to {out / 'final'}"
-    assert not any("ETA" in line for line in lines), "nor anywhere above"
-
-
-def test_only_the_first_rank_speaks_and_writes(capsys, monkeypatch, tmp_path):
-    for rank, printed, files in (
-        ("0", "hi\n", {"metrics.csv", "val.csv", "eval"}),
-        ("1", "", set()),
-    ):
-        monkeypatch.setenv("RANK", rank)
-        say("hi")
-        assert capsys.readouterr().out == printed
-        (tmp_path / rank).mkdir()
-        own = Logger(run_settings(tmp_path / rank), -1, False)
-        own.begin(Plan(1, 1), 1, 1, 0)
-        own.step(1, {"loss": 1.0}, 0.0)
-        own.validation(1, {"loss": 1.0}, [])
-        capsys.readouterr()
-        own.close()
-        assert {p.name for p in (tmp_path / rank).iterdir()} == files
-
-
 # ---- trackers, through whole runs ----------------------------------------------------------------
 
 TINY = "--batch_size=4 --epochs=2 --max_steps=3 --val_interval=null --save_interval=null"
@@ -217,7 +134,7 @@ def tracked(tiny, ratings, pairs, demos, tmp_path_factory):
     """(program, logger) -> its folder and what it printed, of a run that was stopped and resumed."""
     root, runs = tmp_path_factory.mktemp("tracked"), {}
     sources = {"kto": ratings, "dpo": pairs, "spin": demos}
-    own = {"kto": ["tensorboard", "wandb"], "dpo": ["tensorboard"], "spin": ["wandb"]}
+    own = {"kto": ["tensorboard"], "dpo": ["tensorboard"], "spin": ["wandb"]}
 
     def without_wandb():  # this machine's own settings; and it leaves files open, which would warn
         for name in [x for x in os.environ if x.startswith("WANDB_")]:
@@ -293,9 +210,8 @@ def logged(out: Path) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", ["kto", "dpo"])
-def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, program):
-    out, _ = tracked[program, "tensorboard"]
+def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked):
+    out, _ = tracked["kto", "tensorboard"]
     values = events(out)
     texts = {step: value for (_, step), value in values.items() if isinstance(value, str)}
     assert {k: v for k, v in values.items() if not isinstance(v, str)} == logged(out)
@@ -306,26 +222,13 @@ def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked, progr
         assert all(f"{x['prompt']} **{x['completion']}**" in text for x in samples)
 
 
-@pytest.mark.parametrize("program", ["kto", "spin"])
-def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(tracked, program):
-    out, _ = tracked[program, "wandb"]
+def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(tracked):
+    out, _ = tracked["spin", "wandb"]
     values, expected = history(out), logged(out)
     assert {key: values.get(key) for key in expected} == expected
     files = (out / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
     tables = [json.loads(file.read_text())["data"] for file in files]
     assert [len(table) for table in tables] == [2, 2]
-
-
-def test_a_run_says_its_length_and_why_the_first_accuracy_is_empty(tracked):
-    out, said = tracked["kto", "tensorboard"]
-    assert "\n3 steps of 4 examples\n" in said and f"\nrun folder: {out}\n" in said
-    assert "\n6 steps per epoch, which leaves out 0 of 24 examples\n" in said
-    lines = re.findall(r"^validation at step (\d+):(.*)$", said, re.M)
-    assert [step for step, _ in lines] == ["0", "3"]
-    assert [" ".join(line.split()).endswith("no accuracy (r is 0)") for _, line in lines] == [
-        True,
-        False,
-    ]
 
 
 def test_the_docs_name_every_column(tracked):
@@ -405,17 +308,6 @@ def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch
     }
 
 
-def test_samples_are_the_first_answers_of_the_steps_check_if_there_was_one(tmp_path, monkeypatch):
-    evaluator = held_out(tmp_path, monkeypatch, "snm", lambda a: [True] * len(a), samples=2)
-    evaluator.check("before", 0)
-    monkeypatch.setattr(evaluate, "generate", lambda *_: [[66, EOS]] * 2)
-    answers = [{"prompt": "s", "completion": "ab"}, {"prompt": "n", "completion": "ab"}]
-    assert evaluator.samples(0) == answers
-    assert [a["completion"] for a in evaluator.samples(1)] == ["a", "a"], "the policy has moved"
-    nothing = held_out(tmp_path, monkeypatch, "", check="demo")
-    assert nothing.check("before", 0) is None, "0 of 0 has no accuracy"
-
-
 def best_of(keep_best, values) -> list[int]:
     """The steps at which a validation is the best so far."""
     state, best_steps = RunState(), []
@@ -446,9 +338,7 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
     "kl_pairs, reference, lora, prompt, completion",
     [
         (False, True, False, 4, 4),  # policy: forward 1, backward 2; reference 1
-        (False, True, True, 3, 3),  # with LoRA the matrices need no gradient
         (True, True, False, 4, 6),  # both completions share the passes of the prompt
-        (True, False, True, 2, 3),  # the reference is cached
     ],
 )
 def test_useful_flops_are_two_for_each_weight_token_and_pass(

@@ -46,10 +46,7 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
         ({}, 10, 10),
         ({"epochs": 3}, 10, 30),
         ({"epochs": 3, "max_steps": 7}, 10, 7),
-        ({"epochs": 3, "limit_train": 4}, 4, 12),
         ({"epochs": 3, "limit_train": 0.3}, 3, 9),
-        ({"epochs": 3, "limit_train": 1}, 1, 3),
-        ({"epochs": 3, "limit_train": 1.0}, 10, 30),
         ({"limit_train": 0.001}, 1, 1),
     ],
 )
@@ -72,10 +69,8 @@ def test_intervals_in_epochs_count_from_the_iterations_begin_and_in_steps_over_t
     assert due(first, cfg.val_interval) == due(first, cfg.save_interval) == [6, 12], "by default"
     assert due(first, 1.0) == [6, 12] and due(first, 5) == due(second, 5) == [5, 10]
     assert due(first, None) == [] and due(first, 0.01) == list(range(1, 13))
-    third = second._replace(begin=8, per_epoch=4)  # a longer or shorter iteration
-    assert due(third, 1.0) == [4, 8, 12] and due(third, 0.5) == [2, 4, 6, 8, 10, 12]
-    assert due(third._replace(begin=7), 1.0) == [3, 7, 11]
-    assert due(third._replace(begin=7), 4) == [4, 8, 12]
+    third = second._replace(begin=7, per_epoch=4)  # a longer or shorter iteration
+    assert due(third, 1.0) == [3, 7, 11] and due(third, 4) == [4, 8, 12]
 
 
 def test_iterations_lie_end_to_end_under_one_schedule():
@@ -115,18 +110,6 @@ def test_the_constant_schedule_stays_after_a_warmup_that_is_a_line():
     assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
     assert rates(4, lr=3.0, min_lr=1.0, schedule="constant") == [3.0] * 4
     assert rates(4, lr=1.0, warmup=2, constant=9) == [0.5, 1.0, 1.0, 1.0], "longer than the run"
-
-
-def test_a_fraction_of_an_epoch_means_as_many_steps_in_every_iteration():
-    """SPIN with spin.mix has more pairs, and so a longer epoch, from its second iteration on."""
-    plans = iteration_plans(run_settings(batch_size=8), [80, 120])
-    o = Optim(lr=1.0, schedule="linear", warmup=0.5, constant=0.3)  # 5 and 3 of 25 steps
-    computed = [lr_at(step, p, o) for p in plans for step in range(p.begin + 1, p.end + 1)]
-    by_hand = [0.2, 0.4, 0.6, 0.8] + [1.0] * 4 + [1 - i / 17 for i in range(17)]
-    assert computed == pytest.approx(by_hand)
-    o = Optim(lr=1.0, schedule="constant", warmup=1.2)  # 12 steps, over the border
-    computed = [lr_at(step, p, o) for p in plans for step in range(p.begin + 1, p.end + 1)]
-    assert computed[:12] == pytest.approx([step / 12 for step in range(1, 13)])
 
 
 # ---- AdamW ---------------------------------------------------------------------------------------
@@ -170,30 +153,6 @@ def test_the_optimizer_has_the_numbers_of_the_settings():
     for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
         expected = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
         assert {name: group[name] for name in expected} == expected
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_adamw8bit_trains_on_a_cpu_with_states_in_8_bits():
-    try:
-        import bitsandbytes
-    except Exception as e:
-        pytest.skip(f"bitsandbytes does not import: {e}")
-    torch.manual_seed(0)
-    # bitsandbytes keeps states of less than 4096 values whole
-    layer, x = nn.Linear(96, 64), torch.randn(32, 96)
-    o = Optim(name="adamw8bit", lr=0.01, weight_decay=0.1)
-    optimizer = make_optimizer(layer, run_settings(optim=o))
-    assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    losses = []
-    for _ in range(3):
-        loss = (layer(x) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > losses[1] > losses[2]
-    assert optimizer.state[layer.weight]["state1"].dtype == torch.uint8
 
 
 # ---- clipping ------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 import transformers
 import yaml
 from conftest import ROOT, ranks
-from models import GQA, made
 
 import kto
 from runs.settings import parse
@@ -81,19 +80,6 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
         expected |= {"data.py": "prompt tokens: median"}
         keys = [x for x in (program, *argv) if x in expected]
         assert (expected[keys[-1]] if keys else "exported to") in said, command
-
-
-@pytest.fixture(scope="module")
-def llama(tiny, tmp_path_factory) -> Path:
-    """A stand-in for configs of Llamas and Qwens: widths that nf4 takes, the tiny model's tokenizer
-    with a chat template."""
-    folder = tmp_path_factory.mktemp("llama")
-    sizes = dict(vocab_size=512, hidden_size=64, num_attention_heads=4, head_dim=16)
-    sizes |= dict(intermediate_size=128, max_position_embeddings=128)
-    made(transformers.LlamaConfig(**GQA | sizes), folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((tiny / name).read_bytes())
-    return folder
 
 
 # but for that of examples/instructions.py: tests/test_instructions.py runs it
@@ -163,19 +149,3 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["online.py", *argv])
     exec(compile(code, "forks.md", "exec"), {"__name__": "__main__"})
     assert asked and asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()
-
-
-def test_a_hub_id_without_a_network_is_one_line_that_says_what_to_do(tmp_path):
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(tmp_path),
-        "HF_HOME": str(tmp_path),
-    }
-    command = [sys.executable, "kto.py", "--config", "config/gpt2.yaml"]
-    process = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 2
-    lines = process.stderr.strip().splitlines()
-    assert len(lines) == 1 and "openai-community/gpt2" in lines[0] and "folder" in lines[0]

@@ -24,12 +24,7 @@ P, C = user("p"), bot("c")
 RATED = {
     "strings": (rated("p", "c"), Record("p", ["c"], True)),
     "messages": (rated([P], [C], False), Record([P], [C], False)),
-    "messages and a string": (rated([P], "c"), Record([P], ["c"], True)),
-    "NeMo-Aligner, up": (
-        {"prompt": "p", "response": "c", "preference": "chosen"},
-        Record("p", ["c"], True),
-    ),
-    "NeMo-Aligner, down": (
+    "NeMo-Aligner": (
         {"prompt": "p", "response": "c", "preference": "rejected"},
         Record("p", ["c"], False),
     ),
@@ -127,12 +122,6 @@ def test_of_several_turns_the_last_is_the_completion():
         understand_record(two | {"rejected": bot("d")}, "paired")
 
 
-def test_keys_of_a_message_that_are_not_ours_reach_the_template_and_null_is_no_key():
-    turn = {"role": "User", "content": "p", "name": "Ann", "tool_calls": None}
-    record = understand_record(rated([turn], [C], weight=None), "rated")
-    assert record.prompt == [P | {"name": "Ann"}] and record.weight == 1
-
-
 REFUSED = [
     # kind, record, the field that is named, a word of the reason
     ("rated", [1, 2], "record", "object"),
@@ -142,22 +131,15 @@ REFUSED = [
     ("rated", rated(preference="chosen"), "label", "given twice"),
     ("rated", rated(chosen="c"), "record", "which one"),
     ("rated", rated(prompt=5), "prompt", "string"),
-    ("rated", rated(prompt=[]), "prompt", "missing"),
-    ("rated", rated(completion=[]), "completion", "an assistant's"),
-    ("rated", rated(prompt=["p"]), "prompt", "message"),
     ("rated", rated(prompt=[P, {"role": "user"}]), "prompt", "a text"),
     ("rated", rated([{"role": "narrator", "content": "x"}]), "prompt", "known role"),
-    ("rated", rated(completion=3.5), "completion", "string"),
     ("rated", rated(completion=user("c")), "completion", "an assistant's"),
     ("rated", rated(tools=[{"name": "t"}]), "tools", "no messages"),
-    ("rated", rated(tools="{"), "tools", "Expecting"),
-    ("rated", {"messages": [C], "label": 1}, "prompt", "missing"),
     ("paired", rated(), "chosen", "missing"),
     ("paired", {"prompt": "p", "chosen": "c"}, "rejected", "missing"),
     ("paired", {"chosen": [P, C], "rejected": [user("q"), C]}, "rejected", "an assistant's"),
     ("paired", pair(chosen_reward="high"), "chosen_reward", "finite number"),
     ("demonstrations", {"messages": [P, user("c")]}, "messages", "an assistant's"),
-    ("demonstrations", {"input": [1], "output": "c"}, "input", "message"),
     ("demonstrations", rated(label=False), "label", "undesirable"),
     ("prompts", {"messages": [C]}, "prompt", "missing"),
 ]
@@ -240,15 +222,9 @@ def test_a_json_array_is_a_file_of_records(tmp_path):
     path = tmp_path / "d.json"
     path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps([rated("a"), 5], indent=1).encode())
     assert list(read_records(str(path))) == [(1, rated("a")), (2, 5)]
-    for blob, reason in (
-        (b'[\n{"prompt": "p",\n "label"}]', "Expecting ':' delimiter: line 3 "),
-        (b'[{"prompt": "\xff"}]', "'utf-8' codec can't decode byte 0xff in position 13"),
-        (b'[{"label": 1, "label": 0}]', "label: given twice"),
-    ):
-        path.write_bytes(blob)
-        with pytest.raises(BadInput) as e:
-            raw_records(path)
-        assert str(e.value).startswith(f"{path}: {reason}")
+    path.write_bytes(b'[\n{"prompt": "p",\n "label"}]')
+    with pytest.raises(BadInput, match=f"^{path}: Expecting ':' delimiter: line 3 "):
+        raw_records(path)
 
 
 def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):
@@ -284,12 +260,6 @@ def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
     with pytest.raises(BadInput) as e:
         raw_records(path)
     assert str(e.value).startswith(f"{path}{reason}")
-
-
-def test_a_long_document_in_a_csv_is_no_fault(tmp_path):
-    path = tmp_path / "d.csv"
-    path.write_text("prompt,completion,label\n" + "a " * 100_000 + ",b,1\n")
-    assert len(raw_records(path)[0]["prompt"]) == 200_000
 
 
 def test_columns_of_other_names_are_ours_and_a_name_is_given_once():

@@ -72,10 +72,8 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         ({"seed": 2, "micro_batch_size": 4}, ["micro_batch_size=nan", "micro_batch_size=4"]),
         ({"seed": 2, "lora": {"rank": 8}}, ["lora.rank=None", "lora.rank=8"]),
         ({"seed": 2, "finished": False}, ["finished=True", "finished=False"]),
-        ({}, ["copy=0", "copy=1"]),
-        ({f"setting_{i}": "x" for i in range(20)}, ["out/a", "out/b"]),
     ],
-    ids=["bookkeeping", "speed", "null", "finished", "program", "many"],
+    ids=["bookkeeping", "speed", "null", "finished"],
 )
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, settings, names):
     lines = show(show.run("out/a"), show.run("out/b", **settings))
@@ -84,19 +82,7 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, sett
     assert not lines[len(names)]
 
 
-def test_a_run_that_died_early_has_no_result_and_does_not_hide_the_others(show):
-    (early := show.run("out/early", metrics="", finished=False)).joinpath("val.csv").write_text("")
-    lines = show(show.run("out/a", "4,0.7,0,0.4,0\n"), early, show.run("out/b", finished=False))
-    rows = {words[0]: words[3:] for words in lines if words[1:2] == ["n=1"]}
-    assert len(rows["0"]) == 9 and rows["1"] == []
-    assert rows["2"] == ["4", "50", "25"], "steps, before and clamped: step 0 is no result"
-
-
-def test_the_page_has_the_picture_with_a_colour_for_each_group_and_answers(show, monkeypatch):
-    figures, savefig = [], report.Figure.savefig
-    monkeypatch.setattr(
-        report.Figure, "savefig", lambda *args: figures.append(args[0]) or savefig(*args)
-    )
+def test_the_page_has_the_picture_and_answers(show):
     groups = [{"kto": {"beta": i}} for i in range(12)] + [{"kto": {"beta": 0}, "seed": 2}]
     runs = [show.run(f"out/{i}", "4,0.7,0,0.4,0\n", **group) for i, group in enumerate(groups)]
     show(*runs)
@@ -105,12 +91,6 @@ def test_the_page_has_the_picture_with_a_colour_for_each_group_and_answers(show,
     assert "'a b ='\n  before 'no `a'\n  after  'b\\nyes'\n" in page
     assert "![curves](report.png)" in page and (out / "report.png").stat().st_size > 20_000
     assert (out / "report.csv").read_text().count("\n") == 14
-    kl = next(ax for ax in figures[0].axes if ax.get_title() == "kl")
-    curves = {line.get_color() for line in kl.lines if list(line.get_ydata()) == [0, 0, 2, 3]}
-    assert len(kl.lines) == 26 and len(curves) == 12
-    assert [x.get_text()[:4] for x in figures[0].legends[0].texts] == [
-        f"{i}: k"[:4] for i in range(12)
-    ]
 
 
 def test_a_folder_that_is_no_run_is_one_line(show, tmp_path):

@@ -1,24 +1,21 @@
 """SPIN: iterations whose reference is the last policy; the same loop, the same guarantees."""
 
-import csv
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, checkpoint_tensors, numbers, train
+from conftest import checkpoint_tensors, train
 from models import same_weights
 
 import data
 import load
-import rollout
 import spin
 from lora import merged_weights
 from packing import pack
 from records.examples import load_examples
 from records.tokenizer import Tokenizer
-from runs.checkpoint import checkpoint_folder, checkpoints_by_step
+from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput
 from runs.devices import set_weights
 from runs.settings import Data, Lora, parse
@@ -41,19 +38,6 @@ def ids_of(out, i: int) -> list[list[int]]:
     """The answers of iteration i."""
     lines = (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
     return [json.loads(line)["ids"] for line in lines]
-
-
-def test_with_mixed_answers_each_iteration_is_validated_and_saved_once_at_its_end(
-    tiny, demos, tmp_path
-):
-    """From the second iteration on an epoch has more steps."""
-    argv = (f"--data.val={demos}", "--spin.mix=0.5", "--epochs=1", "--save_interval=1.0")
-    rows = go(tiny, demos, tmp_path, *argv)["rows"]
-    ends = [a["step"] for a, b in zip(rows, rows[1:]) if b["epoch"] < a["epoch"]] + [8.0]
-    assert ends == [2, 5, 8]
-    with open(tmp_path / "val.csv") as f:
-        assert [float(row["step"]) for row in csv.DictReader(f)] == [0, *ends]
-    assert list(checkpoints_by_step(tmp_path)) == ends
 
 
 def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
@@ -88,20 +72,6 @@ def test_lora_merges_its_adapters_and_begins_anew(tiny, demos, tmp_path, capsys)
     assert capsys.readouterr().out.count("agree to the bit") == 3
 
 
-@pytest.mark.parametrize("more", [(), ("--lora.rank=2",)])
-def test_a_branch_from_an_iterations_end_goes_on_as_the_run_did(more, tiny, demos, tmp_path):
-    whole = go(tiny, demos, tmp_path / "whole", *more)
-    end = checkpoint_folder(tmp_path / "whole", 8)
-    branch = go(tiny, demos, tmp_path / "branch", *more, f"--resume={end}")
-    assert numbers(branch) == numbers(whole)[8:]
-    assert_same(branch, {"rows": whole["rows"][8:], "weights": whole["weights"]})
-    middle = checkpoint_folder(tmp_path / "whole", 6)
-    with pytest.raises(
-        BadInput, match="answers-2.jsonl: not what this iteration learns from: go on"
-    ):
-        go(tiny, demos, tmp_path / "other", *more, f"--resume={middle}")
-
-
 def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, demos, tmp_path):
     """A policy that does not move and prompts that are all alike: only the random numbers differ."""
     same = tmp_path / "same.jsonl"
@@ -110,33 +80,6 @@ def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, 
     go(tiny, same, tmp_path / "run", *argv)
     answers = [ids_of(tmp_path / "run", i) for i in (1, 2, 3)]
     assert len({str(own[at : at + 4]) for own in answers for at in (0, 4)}) == 6
-
-
-def test_answers_on_disk_are_not_asked_for_again_unless_something_else_asked(
-    tiny, demos, tmp_path, monkeypatch
-):
-    asked, real = [], rollout.generate
-
-    def generate(fabric, policy, prompts, *args):
-        asked.append(len(prompts))
-        return real(fabric, policy, prompts, *args)
-
-    def answered(*argv) -> list[int]:
-        asked.clear()
-        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
-        go(tiny, demos, tmp_path, "--spin.max_iterations=1", "--resume=auto", *argv)
-        return list(asked)
-
-    monkeypatch.setattr(rollout, "generate", generate)
-    assert answered() == [3, 3, 2]
-    file = tmp_path / "iterations" / "answers-1.jsonl"
-    whole = file.read_text()
-    assert answered() == [] and file.read_text() == whole
-    lines = whole.splitlines(keepends=True)
-    for left in (lines[:3], [*lines[:4], lines[4][:9]]):  # killed in the second batch
-        file.write_text("".join(left))
-        assert answered() == [3, 2] and file.read_text() == whole
-    assert answered("--spin.temperature=0.5") == [3, 3, 2], "another temperature: other answers"
 
 
 def test_the_pairs_are_the_humans_completion_and_the_policys_own(

@@ -7,12 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import transformers
-from conftest import PARITY, numbers, ranks, train
-from lightning.fabric import Fabric
-from models import GQA, made
+from conftest import PARITY, ranks, train
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 import data
 import load
@@ -20,7 +16,6 @@ import model
 from reference import Reference
 from runs.checkpoint import checkpoints_by_step
 from runs.console import BadInput, Failed
-from train import Trainer
 
 # 10 steps of 7 from 24 examples (3 an epoch): not 7 by 2 or 3, not 24 by 7, not 10 by 3 divides
 COMMON = ("--batch_size=7", "--max_steps=10", "--epochs=9", "--optim.lr=1e-3", "--optim.clip=2.5",
@@ -28,7 +23,6 @@ COMMON = ("--batch_size=7", "--max_steps=10", "--epochs=9", "--optim.lr=1e-3", "
           "--save_interval=null")  # fmt: skip
 CUTS = {
     "micro-batches of 1": ("--micro_batch_size=1",),
-    "micro-batches of 2": ("--micro_batch_size=2",),
     "micro-batches of 3": ("--micro_batch_size=3",),
     "a token budget": ("--micro_batch_tokens=70",),
     "a budget smaller than any example": ("--micro_batch_tokens=1",),
@@ -140,11 +134,8 @@ def test_before_the_first_update_every_log_ratio_is_exactly_0(name, tiny, rating
 
 
 @pytest.mark.parametrize("more", ["--precision=bf16-mixed", "--precision=bf16-true --lora.rank=4"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_on_two_processes_the_start_check_finds_no_difference(
-    strategy, more, tiny, ratings, tmp_path, capfd
-):
-    argv = ("--batch_size=6", "--max_steps=1", f"--strategy={strategy}", *more.split())
+def test_on_two_processes_the_start_check_finds_no_difference(more, tiny, ratings, tmp_path, capfd):
+    argv = ("--batch_size=6", "--max_steps=1", "--strategy=fsdp", *more.split())
     ranks(2, lambda rank: train(tiny, ratings, tmp_path / "run", *argv) and None)
     assert capfd.readouterr().out.count("step 0: policy and reference agree to the bit") == 1
 
@@ -162,34 +153,9 @@ def test_a_reference_that_is_not_the_start_ends_the_run(
         train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=1")
 
 
-def test_answers_to_one_prompt_share_it_and_change_nothing(tiny, tmp_path):
-    """The same examples with and without prompts computed once: a micro-batch of one example shares nothing."""
-    rng = np.random.default_rng(0)
-    lines = []
-    for prompt in ("sort: fig pear =", "sort: kiwi =", "sort: plum fig lime ="):
-        for _ in range(4):
-            answer = " ".join(rng.choice(["fig", "pear", "kiwi"], 3))
-            record = {"prompt": prompt, "completion": answer, "label": bool(rng.integers(2))}
-            lines.append(json.dumps(record))
-    data = tmp_path / "groups.jsonl"
-    data.write_text("\n".join(lines))
-    argv = ("--precision=64-true", "--batch_size=12", "--epochs=4", "--optim.lr=1e-3")
-    together = train(tiny, data, tmp_path / "together", *argv)
-    alone = train(tiny, data, tmp_path / "alone", *argv, "--micro_batch_size=1")
-    for x, y in zip(numbers(together), numbers(alone), strict=True):
-        for column, number in y.items():
-            if number is not None:
-                number = pytest.approx(number, rel=1e-9, abs=1e-12)
-            assert x[column] == number, column
-    assert together["rows"][-1]["kl/stderr"] > 1e-3
-
-
 TWO = [
-    ("64-true", "ddp", "--micro_batch_size=7"),
     ("64-true", "ddp", "--micro_batch_size=1"),
     ("64-true", "ddp", "--micro_batch_tokens=70"),
-    ("32-true", "ddp", "--micro_batch_size=2"),
-    ("32-true", "fsdp", "--micro_batch_size=7"),
     ("32-true", "fsdp", "--micro_batch_size=1"),
     ("32-true", "fsdp", "--micro_batch_tokens=70"),
     ("32-true", "fsdp", "--micro_batch_size=2 --activation_checkpointing=true"),
@@ -210,19 +176,13 @@ def test_two_processes_change_nothing(precision, strategy, cut, whole, tiny, rat
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
 
-@pytest.mark.parametrize("head,n", [("tied", 2), ("its own", 4)])
-def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(
-    head, n, tiny, ratings, tmp_path
-):
+def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(tiny, ratings, tmp_path):
     """Linear layers are gathered in bfloat16, where ddp casts them at each use."""
-    folder, rows = tiny, {}
-    if head == "its own":
-        folder = shutil.copytree(PARITY / "tokenizer", tmp_path / "model")
-        made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), folder)
+    rows = {}
     for strategy in ("ddp", "fsdp"):
         argv = (f"--strategy={strategy}", "--precision=bf16-mixed", "--micro_batch_size=2", *COMMON)
-        argv += ("--max_steps=1", "--data.max_completion=30", "--data.max_prompt=34")
-        run, *_ = ranks(n, lambda rank: train(folder, ratings, tmp_path / strategy, *argv))
+        argv += ("--max_steps=1",)
+        run, _ = ranks(2, lambda rank: train(tiny, ratings, tmp_path / strategy, *argv))
         rows[strategy] = run["rows"]
     ddp, fsdp = (rows[strategy][0] for strategy in rows)
     for name in ("loss", "kl", "logps/chosen", "rewards/mean"):
@@ -230,33 +190,10 @@ def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(
     assert abs(ddp["grad_norm"] / fsdp["grad_norm"] - 1) < 1e-6
 
 
-def test_sharded_gradients_are_never_whole_between_micro_batches(tiny, ratings, tmp_path):
-    """FSDP2 would keep them so without a sum over ranks: 4 bytes a weight on every device."""
-
-    def work(rank):
-        fit, backward, seen = Trainer.fit, Fabric.backward, []
-
-        def spied(fabric, loss):
-            backward(fabric, loss)
-            params = seen[0].run.policy.parameters()
-            assert all(isinstance(p.grad, DTensor) for p in params)
-            seen.append(fabric)
-
-        with mock.patch.object(Trainer, "fit", lambda t: seen.append(t) or fit(t)):
-            with mock.patch.object(Fabric, "backward", spied):
-                argv = ("--strategy=fsdp", "--micro_batch_size=2", *COMMON, "--max_steps=1")
-                train(tiny, ratings, tmp_path / "run", *argv)
-        return len(seen) - 1
-
-    assert ranks(2, work) == [2, 2]
-
-
 @pytest.mark.parametrize(
     "save,goes_on",
     [
         ((2, "fsdp"), (1, "auto")),
-        ((2, "fsdp"), (4, "fsdp")),
-        ((1, "auto"), (2, "fsdp")),
         ((2, "ddp"), (2, "fsdp")),
     ],
 )
@@ -322,26 +259,19 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     assert tokens[0] == tokens[1] == tokens[2] - sum(len(e.prompt) for e in drawn[0])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_more_processes_than_examples_change_nothing(strategy, tiny, ratings, tmp_path):
+def test_more_processes_than_examples_change_nothing(tiny, ratings, tmp_path):
     argv = ("--batch_size=2", "--optim.lr=1e-3", "--max_steps=10", "--precision=32-true",
             *EPS["32-true"], "--save_interval=null")  # fmt: skip
     one = train(tiny, ratings, tmp_path / "one", "--micro_batch_size=2", *argv)
-    argv = (f"--strategy={strategy}", *argv)
+    argv = ("--strategy=fsdp", *argv)
     run, *_ = ranks(3, lambda rank: train(tiny, ratings, tmp_path / "run", *argv))
     assert_equal(run, one, start(tiny), False)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_lora_on_two_processes_changes_nothing(strategy, whole, tiny, ratings, tmp_path):
+def test_lora_on_two_processes_changes_nothing(whole, tiny, ratings, tmp_path):
     argv = ("--lora.rank=4", "--lora.targets=c_attn,c_fc,mlp.c_proj")
     one = whole("32-true", *argv)
-    many = (
-        f"--strategy={strategy}",
-        "--micro_batch_size=2",
-        "--precision=32-true",
-        *EPS["32-true"],
-    )
+    many = ("--strategy=fsdp", "--micro_batch_size=2", "--precision=32-true", *EPS["32-true"])
     out = tmp_path / "run"
     run, _ = ranks(2, lambda rank: train(tiny, ratings, out, *many, *COMMON, *argv))
     assert_equal(run, one, start(tiny), False)
@@ -369,21 +299,6 @@ def test_validation_depends_on_neither_batch_size_nor_processes(
         assert x == pytest.approx(y, abs=2e-4)
     files = [(tmp_path / o / "eval" / "step-1.json").read_text() for o in "ab"]
     assert len({file.split('"samples"')[1] for file in files}) == 1
-
-
-@pytest.mark.parametrize("shuffle", ["true", "false"])
-def test_an_epoch_draws_every_record_once_in_a_new_order_or_in_file_order(
-    shuffle, tiny, ratings, tmp_path, drawn
-):
-    argv = ("--batch_size=4", "--epochs=2", "--save_interval=null", "--micro_batch_size=4")
-    train(tiny, ratings, tmp_path / "run", f"--data.shuffle={shuffle}", *argv)
-    steps = [[(e.where, e.label) for e in examples] for examples in drawn]
-    one, two = sum(steps[:6], []), sum(steps[6:], [])
-    assert len(set(one)) == len(set(two)) == 24
-    assert (one == two) == (shuffle == "false")
-    if shuffle == "false":
-        lines = [int(where.rsplit(":", 1)[1]) for where, _ in one]
-        assert lines == sorted(lines)
 
 
 @pytest.fixture
@@ -432,7 +347,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_th
     assert len(moved) == 3, "one step a step"
 
 
-ONE_TOKEN = [(1, "auto", ("CACHE",)), (2, "ddp", ()), (2, "fsdp", ("--lora.rank=2",))]
+ONE_TOKEN = [(1, "auto", ("CACHE",)), (2, "fsdp", ("--lora.rank=2",))]
 
 
 @pytest.mark.parametrize("n,strategy,more", ONE_TOKEN)

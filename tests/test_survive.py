@@ -13,6 +13,7 @@ from conftest import (
     Started,
     assert_same,
     at_call,
+    even,
     kill_at,
     result,
     started_ranks,
@@ -33,10 +34,6 @@ SETTINGS = {
                "--online.rollout_batch_size=3", "--eval.prompts=5", "--eval.check=demo"),
 }  # fmt: skip
 FIRST, LORA = ("--online.reference=first",), ("--lora.rank=4", "--lora.dropout=0.3")
-
-
-def even(answers) -> list[bool]:
-    return [len(a.completion) % 2 == 0 for a in answers]
 
 
 def rate_by_length() -> None:
@@ -94,12 +91,8 @@ MOMENTS = {
         ("os.fsync", 1),
     ],
 }
-SLOW = pytest.mark.slow
-KILLED = [("kto", 1, "auto", LORA), ("kto", 2, "ddp", ()), ("kto", 2, "fsdp", LORA),
-          ("spin", 1, "auto", ()), ("spin", 1, "auto", LORA), ("spin", 2, "fsdp", ()),
-          ("online", 1, "auto", FIRST), ("online", 2, "ddp", LORA),
-          pytest.param("kto", 1, "auto", (), marks=SLOW), pytest.param("spin", 2, "fsdp", LORA, marks=SLOW),
-          pytest.param("online", 2, "fsdp", (), marks=SLOW)]  # fmt: skip
+KILLED = [("kto", 1, "auto", LORA), ("kto", 2, "fsdp", LORA), ("spin", 1, "auto", LORA),
+          ("spin", 2, "fsdp", ()), ("online", 1, "auto", FIRST), ("online", 2, "ddp", LORA)]  # fmt: skip
 
 
 @pytest.mark.parametrize("program, n, strategy, more", KILLED)
@@ -265,17 +258,7 @@ def test_processes_that_fabric_has_launched_end_with_the_first_one(argv_of, tmp_
     until(lambda: not status.exists() or status.read_text().split()[2] == "Z", 10)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_say_nothing_but_their_own_lines(strategy, argv_of, tmp_path):
-    argv = argv_of("kto", tmp_path / "run", "--devices=2", f"--strategy={strategy}")
+def test_two_processes_say_nothing_but_their_own_lines(argv_of, tmp_path):
+    argv = argv_of("kto", tmp_path / "run", "--devices=2", "--strategy=fsdp")
     code, said, stderr = Started(tmp_path, KTO, argv).ended()
     assert (code, stderr) == (0, "") and "exported to" in said and "Warning" not in said
-
-
-def test_a_full_disk_at_a_row_is_one_line(argv_of, tmp_path):
-    def full():
-        raise OSError(28, os.strerror(28))
-
-    first = lambda: at_call("runs.logger.Csv.row", 3, full)  # noqa: E731
-    code, _, stderr = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first).ended()
-    assert (code, stderr) == (1, "error: [Errno 28] No space left on device\n")

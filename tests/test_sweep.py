@@ -80,15 +80,3 @@ def test_ctrl_c_lets_the_run_save_and_ends_the_sweep():
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "stopped; the same command goes on\n")
     assert log.read_text() == "waiting\nsaved\n" and len(os.listdir("out/sweep-mine")) == 3
-
-
-def test_a_finished_run_is_not_taken_for_one_with_other_settings(tiny, ratings, capsys):
-    argv = [str(HERE / "kto.py"), f"--model={tiny}", f"--data.train={ratings}", "--batch_size=4"]
-    argv += ["--max_steps", "1", "--out_dir", "runs", "--seed", "1"]
-    sweep.main(argv)
-    sweep.main(argv)
-    with pytest.raises(Failed):
-        sweep.main([*argv, "--optim.lr", "1e-3"])
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run  ")]
-    assert printed[:2] == ["run  finished", "run  finished before"]
-    assert "failed, code 2: error: optim.lr: the run has" in printed[2]

@@ -21,11 +21,6 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def test_ids_become_their_text_again():
-    text = "a\u2028b\x85c, naïve"
-    assert tokens.plain().decode(*tokens.plain().encode([text])) == text
-
-
 # ---- BOS and EOS ---------------------------------------------------------------------------------
 
 
@@ -41,24 +36,12 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
 
 
 def test_what_only_looks_like_a_bos_is_none(tmp_path):
-    """<|endoftext|> as BOS and EOS, put behind a text only; one token for unknown words, BOS and EOS."""
+    """<|endoftext|> as BOS and EOS, put behind a text only."""
     path = folder(tmp_path / "t", after="<|endoftext|>", bos_token="<|endoftext|>")
     tokenizer = Tokenizer(path)
     assert tokenizer.bos == tokenizer.eos == EOS and not tokenizer.adds_bos
     assert prompt_ids(tokenizer, "a") == [66] and tokenizer.encode(["b"]) == [[67]]
     assert not Tokenizer(folder(tmp_path / "named", ("<s>",), bos_token="<s>")).adds_bos
-
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import models, pre_tokenizers
-
-    words = Fast(models.WordLevel({"<eos>": 0, "w1": 1}, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (tmp_path / "words").mkdir()
-    words.save(str(tmp_path / "words" / "tokenizer.json"))
-    config = '{"eos_token": "<eos>", "bos_token": "<eos>"}'
-    (tmp_path / "words" / "tokenizer_config.json").write_text(config)
-    tokenizer = Tokenizer(tmp_path / "words")
-    assert not tokenizer.adds_bos and prompt_ids(tokenizer, "w1") == [1]
 
 
 def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_path):
@@ -72,15 +55,6 @@ def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_
 
 
 # ---- the folder ----------------------------------------------------------------------------------
-
-
-def test_padding_and_truncation_left_in_the_tokenizer_file_do_nothing(tmp_path):
-    def change(t):
-        t.enable_padding(length=40)
-        t.enable_truncation(3)
-
-    long, short = Tokenizer(folder(tmp_path / "t", change=change)).encode(["a b c d f g", "a"])
-    assert len(long) == 6 and short == [66]
 
 
 def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
@@ -120,21 +94,6 @@ def test_tokenizer_model_alone_is_read(tmp_path):
 
 
 # ---- chat templates ------------------------------------------------------------------------------
-
-
-def test_a_string_beside_a_message_is_a_turn_too_and_two_strings_stay_plain():
-    records = Record("p", [bot("c")]), Record([user("p")], ["c"]), DIALOGUE
-    a, b, c = map(tokens.chat().render, records)
-    assert a == b == c == tokens.chat().render(Record("p", ["c"]))
-    assert tokens.chat().render(Record("p", ["c"]), False) == ("p", ["c"], False)
-
-
-def test_a_chat_completion_ends_as_the_template_ends_the_turn():
-    turns = [{"role": "system", "content": "s"}, user("hi")]
-    head = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
-    head += "<|im_start|>assistant\n"
-    rendered = tokens.chat().render(Record(turns, [bot("hello"), bot("no")]))
-    assert rendered == (head, ["hello<|im_end|>\n", "no<|im_end|>\n"], True)
 
 
 def test_the_nearest_template_wins(tmp_path):
