@@ -17,8 +17,8 @@ from torch import nn
 import attention
 import generate
 import load
+from generate import read_answer
 from packing import pack
-from records.forms import Record
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
 from runs.settings import Sampling
@@ -452,9 +452,10 @@ def test_a_stop_text_ends_an_answer_and_is_not_shown():
     tokenizer = letters(eos=-2)
     assert {len(a) for a in given} > {2, 3, 4}
     for ids in given:
-        said, shown = tokenizer.decode(ids), generate.completion_text(tokenizer, ids, ["bc", "dd"])
+        said, (shown, cut) = tokenizer.decode(ids), read_answer(tokenizer, ids, ["bc", "dd"])
         assert said.startswith(shown) and "bc" not in shown and "dd" not in shown
-        assert len(ids) == 12 or said[-2:] in ("bc", "dd") and shown == said[:-2]
+        assert cut == (shown == said) and (not cut or len(ids) == 12)
+        assert cut or said[-2:] in ("bc", "dd") and shown == said[:-2]
 
 
 def test_the_program_answers_from_a_folder(tiny, capsys):
@@ -489,13 +490,19 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
     assert seeds == [1, 2]
 
 
-def test_a_template_is_told_the_day(tiny, tmp_path):
+def test_a_template_is_told_the_day(tiny, tmp_path, monkeypatch):
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[-1].content }}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    chat = generate.Chat(generate.Ask(model=str(tmp_path)))
-    text = chat.tokenizer.render(Record([{"role": "user", "content": "hello"}], [])).prompt
-    assert text == f"{datetime.date.today()} hello"
+    asked = []
+
+    def noted(fabric, policy, prompts, tokenizer, *_):
+        asked.append(tokenizer.decode(prompts[0]))
+        return [[EOS]]
+
+    monkeypatch.setattr(generate, "generate", noted)
+    generate.main(["--model", str(tmp_path), "--prompt", "hello"])
+    assert asked == [f"{datetime.date.today()} hello"]
 
 
 def test_every_end_that_the_model_names_ends_an_answer_as_in_transformers(
