@@ -207,10 +207,10 @@ def _sample(fabric, policy, prompts, tokenizer, args, max_new, uniform, before_t
             # progress counts an answer that ends with all tokens that were left to it
             left = len(going_on) + (len(rows) - len(going_on)) * (max_new - y)
             advance(fabric.world_size * left)
-        waiting = len(going_on)
+        n_going_on = len(going_on)
         if fabric.world_size > 1:
-            waiting = all_reduce(torch.tensor(waiting, device=device))
-        if not waiting:
+            n_going_on = all_reduce(torch.tensor(n_going_on, device=device))
+        if not n_going_on:
             break
         if going_on:
             if len(going_on) < len(rows):

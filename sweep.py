@@ -14,8 +14,8 @@ import shlex
 import sys
 from itertools import product
 from pathlib import Path
-from signal import SIGINT, signal
-from subprocess import DEVNULL, run
+from signal import SIG_DFL, SIGINT, SIGTERM, default_int_handler, signal
+from subprocess import DEVNULL, Popen
 
 import report
 from runs.console import Failed, run_cli
@@ -32,10 +32,14 @@ def run_one(command: list[str], folder: Path) -> str:
         # to go on with other settings.
         if finished in log.read():
             return "finished before"
-        before = signal(SIGINT, lambda *_: None)  # Ctrl-C reaches the run too, which saves and ends
-        code = run(command, stdin=DEVNULL, stdout=log, stderr=log).returncode
-        signal(SIGINT, before)
-        if code in (130, -SIGINT):
+        run = Popen(command, stdin=DEVNULL, stdout=log, stderr=log)
+        # a terminal sends Ctrl-C to the run, too; SIGTERM comes here alone. The run saves and ends.
+        signal(SIGINT, lambda *_: None)
+        signal(SIGTERM, lambda *_: run.terminate())
+        code = run.wait()
+        signal(SIGINT, default_int_handler)
+        signal(SIGTERM, SIG_DFL)
+        if code in (130, 143, -SIGINT, -SIGTERM):
             raise SystemExit("stopped; the same command goes on")
         if code:
             log.seek(0)

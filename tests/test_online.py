@@ -93,8 +93,8 @@ def test_an_iteration_answers_no_prompt_twice_where_more_are_asked_for_than_ther
 ):
     for n in ("1000", "null"):
         go(tiny, prompts, tmp_path / n, f"--online.prompts_per_iteration={n}", ONE)
-    assert len(answers(tmp_path / "null", 1)) == 14
-    assert answers(tmp_path / "1000", 1) == answers(tmp_path / "null", 1)
+    more, all_of_them = ([x["ids"] for x in answers(tmp_path / n, 1)] for n in ("1000", "null"))
+    assert len(more) == 14 and more == all_of_them
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -263,7 +263,7 @@ def test_a_checkers_verdict_that_is_none_is_one_line_with_the_answers_number(
 def test_without_a_checker_or_a_step_it_is_refused(tiny, prompts, tmp_path):
     with pytest.raises(BadInput, match="^eval.check: online KTO needs a checker"):
         go(tiny, prompts, tmp_path, checker=None)
-    with pytest.raises(BadInput, match="^online.prompts_per_iteration: an iteration has 2 answers"):
+    with pytest.raises(BadInput, match="prompts.jsonl: 2 examples are fewer than batch_size=4"):
         go(tiny, prompts, tmp_path, "--online.prompts_per_iteration=1")
     with pytest.raises(BadInput, match="^eval.check: there is no checker to ask"):
         go(tiny, prompts, tmp_path, checker=None, rate=by_chance)
@@ -356,7 +356,7 @@ def test_an_engine_answers_from_an_exported_folder(tiny, prompts, tmp_path):
     assert not torch.equal(weights[2], weights[3]), "the next iteration asks the policy as it is"
 
 
-@pytest.mark.parametrize("wrong", [[[5]] * 3, [[5], [5], [], [5]], [[5] * 6, [5], [5], [5]]])
+@pytest.mark.parametrize("wrong", [[[5]] * 3, [[5], [5], [], [5]]])
 def test_an_engines_answers_are_checked_before_they_are_written(wrong, tiny, prompts, tmp_path):
     calls = []
 
@@ -364,7 +364,9 @@ def test_an_engines_answers_are_checked_before_they_are_written(wrong, tiny, pro
         calls.append(len(asked))
         return wrong if len(calls) == 2 else np.full((len(asked), 2), 7)
 
-    with pytest.raises(BadInput, match="^rollout: expected 4 answers of 1 to 5 token ids each"):
+    with pytest.raises(
+        BadInput, match="^rollout: expected 4 answers, each of one token id or more"
+    ):
         go(tiny, prompts, tmp_path, ONE, rollout=engine)
     assert len(answers(tmp_path, 1)) == 4, "the first batch stays"
     go(tiny, prompts, tmp_path, "--resume=auto", ONE, rollout=engine)
