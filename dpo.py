@@ -20,9 +20,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from data import to_device
+from run import setup
 from runs.console import run_cli
 from runs.settings import RunSettings, docstring_of, parse
-from setup import setup
 from train import Objective, PreferenceSettings, Trainer, join_columns, mean
 
 # Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats; d = the true reward

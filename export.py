@@ -11,10 +11,10 @@ from pathlib import Path
 
 from lightning.fabric import Fabric
 
+from run import export_checkpoint
 from runs.checkpoint import publish_folder
 from runs.console import run_cli
 from runs.settings import refuse_unless
-from setup import export_checkpoint
 
 
 def main(argv=None) -> None:

@@ -25,9 +25,9 @@ from typing import Literal
 import torch
 from jsonargparse.typing import NonNegativeFloat
 
+from run import setup
 from runs.console import run_cli
 from runs.settings import RunSettings, docstring_of, parse, refuse_unless
-from setup import setup
 from train import Objective, PreferenceSettings, Trainer, join_columns, mean
 
 

@@ -21,10 +21,10 @@ from evaluate import as_answer, format_table
 from kto import KTO, KTOSettings
 from records.examples import Example
 from rollout import iterations, policy_answers, rated_examples, validate_moving_reference
+from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
-from setup import Run, setup
 from train import Trainer
 
 

@@ -26,10 +26,10 @@ from rollout import (
     read_lines,
     validate_moving_reference,
 )
+from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
-from setup import Run, setup
 from train import Objective, Trainer
 
 

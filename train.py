@@ -1,7 +1,7 @@
 """Objective, what an algorithm is; and Trainer, THE loop.
 
 An algorithm is a subclass of Objective, in a file of its own: a loss, and what it logs. A Trainer
-runs the loop over a Run (setup.py), which owns all that lives during a run. Reading order:
+runs the loop over a Run (run.py), which owns all that lives during a run. Reading order:
 Objective, Trainer.fit, forward_backward, no_gradient_pass (z), evaluate.
 
 How a step is split into micro-batches, devices and shards changes memory and speed, never the loss,
@@ -38,12 +38,12 @@ from data import (
 )
 from records.examples import Example
 from reference import CachedReference
+from run import Run, export_models, load_best_weights, saved_state
 from runs.console import Failed, Interrupted, advance, progress, say
 from runs.devices import all_reduce
 from runs.logger import write_json
 from runs.optimizer import Plan, clip_gradient, is_due, is_end, lr_at, make_plan, steps_of
 from runs.settings import refuse_unless
-from setup import Run, export_models, load_best_weights, saved_state
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
 OWN_ANSWERS = 64  # that own_kl scores at least: all would take as long as sampling them

@@ -43,10 +43,10 @@ import load
 import online
 from generate import generate
 from records.examples import Example
+from run import setup
 from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed
 from runs.settings import Sampling, parse
-from setup import setup
 from train import Objective, Trainer
 
 EXAMPLES = ROOT / "examples"
@@ -246,7 +246,7 @@ class NoReference(online.OnlineKTO):
 
 
 def test_an_objective_without_a_reference_loads_and_runs_none(tiny, ratings, tmp_path, monkeypatch):
-    monkeypatch.setattr("setup.freeze", lambda *a: pytest.fail("a copy for a reference"))
+    monkeypatch.setattr("run.freeze", lambda *a: pytest.fail("a copy for a reference"))
     monkeypatch.setattr("reference.Reference.__call__", lambda *a: pytest.fail("it ran"))
     argv = (*COMMON, *HANDED["grpo"][2], f"--data.val={ratings}")
     handed = dict(program="online", objective=NoReference, checker=even)

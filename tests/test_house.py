@@ -11,7 +11,7 @@ FILES = {f.stem: f for f in ROOT.glob("*.py")}
 FILES |= {f"{room}.{f.stem}": f for room in ("runs", "records") for f in ROOT.glob(f"{room}/*.py")}
 # A file may import from its own floor and from those below; what is not named here is a program.
 FLOORS = ["runs", "packing attention head hub lora records", "data", "model", "load reference"]
-FLOORS += ["generate", "rollout", "evaluate", "setup", "train"]
+FLOORS += ["generate", "rollout", "evaluate", "run", "train"]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 
 

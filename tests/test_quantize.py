@@ -181,8 +181,8 @@ def test_a_source_that_has_changed_since_is_not_exported(llama, ratings, tmp_pat
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
     from kto import KTO, Settings
+    from run import setup
     from runs.settings import parse
-    from setup import setup
     from train import Trainer
 
     argv = [f"--model={folder}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}",

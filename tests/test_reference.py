@@ -14,10 +14,10 @@ import load
 import model
 from hub import export, find_model
 from packing import pack
+from run import setup
 from runs.console import BadInput
 from runs.optimizer import make_plan
 from runs.settings import parse
-from setup import setup
 from train import Trainer
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",

@@ -75,10 +75,10 @@ def assert_same_run(one: Path, other: Path) -> None:
 MOMENTS = {
     "kto": [
         ("runs.logger.Logger.step", 2),  # before the first checkpoint
-        ("setup.save_checkpoint", 1),  # between a row of metrics.csv and its checkpoint
+        ("run.save_checkpoint", 1),  # between a row of metrics.csv and its checkpoint
         ("os.fsync", 1),  # in the middle of a checkpoint
         ("evaluate.generate", 2),  # in a validation, one checkpoint later
-        ("setup.export", 1),
+        ("run.export", 1),
     ],
     "spin": [
         ("rollout.generate", 2),  # one batch of the first answers is on the disk
