@@ -9,21 +9,24 @@ Shape letters:
     B  those of the A that are sampled at once
     Y  new tokens of an answer, at most
     V  vocabulary
-    N  packed tokens of the B prompts
+    X  tokens of the longest of the B prompts with its answer
 """
 
 import contextlib
-import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
+from lightning.fabric import Fabric
 
 from attention import KVCache
+from hub import find_model
+from load import load_model
 from lora import merge_for_sampling
 from packing import pack, to_device
 from records.forms import Record
@@ -64,20 +67,19 @@ def cumsum(x_BV, exact: bool):
     if not exact:
         return x_BV.cumsum(-1)
     B, V = x_BV.shape
-    dtype, device = x_BV.dtype, x_BV.device
     blocks = torch.nn.functional.pad(x_BV, (0, -V % 256)).view(B, -1, 256)
-    within = blocks @ torch.ones(256, 256, dtype=dtype, device=device).triu()
-    total = within[..., -1]  # (B, blocks)
-    n = total.shape[1]
-    before = total @ torch.ones(n, n, dtype=dtype, device=device).triu(1)
+    within = blocks @ x_BV.new_ones(256, 256).triu()
+    n = within.shape[1]  # blocks
+    before = within[..., -1] @ x_BV.new_ones(n, n).triu(1)
     return (within + before[..., None]).view(B, -1)[:, :V].contiguous()
 
 
-def penalise(logits_BV, seen_BV, penalty: float):
-    """Repetition penalty (Keskar et al. 2019): lower the logits of tokens that the prompt or the answer has already.
-    -> (B, V)"""
-    lower_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return torch.where(seen_BV, lower_BV, logits_BV)
+def penalise(logits_BV, token_BX, penalty: float):
+    """Repetition penalty (Keskar et al. 2019): lower the logits of the tokens that a row's prompt or answer
+    has already. -> (B, V)"""
+    logit_BX = logits_BV.gather(1, token_BX)
+    lower_BX = torch.where(logit_BX > 0, logit_BX / penalty, logit_BX * penalty)
+    return logits_BV.scatter(1, token_BX, lower_BX)
 
 
 # ---- answers ------------------------------------------------------------------------------------
@@ -104,152 +106,48 @@ def generate(
     rounding, on no other prompt. Ranks take prompts in turn and run equally many forwards: a sharded policy would hang
     otherwise.
     """
+    if not prompts:
+        return []
+    module = getattr(policy, "module", policy)
+    context, device = module.max_seq_length, fabric.device
+    max_new = min(max_new, context)
+    answer_AY = torch.full((len(prompts), max_new), -1, device=device)  # -1: no token
+    slots = min(context, max(map(len, prompts)) + max_new)
+    one = torch.ones(1, 1, device=device)
+    with fabric.autocast():
+        dtype = (one @ one).dtype  # in which linear layers compute
+    merged = merge_for_sampling(module, dtype)
     was_training = policy.training
     policy.eval()
-    sampler = _Sampler(fabric, policy, tokenizer, args, seed, before_token)
-    max_new = min(max_new, sampler.context)
-    answer_AY = torch.full((len(prompts), max_new), -1, device=fabric.device)  # -1: no token
-    rank_prompts = list(range(fabric.global_rank, len(prompts), fabric.world_size))
-    most = math.ceil(len(prompts) / fabric.world_size)  # prompts of a rank
-    merged = merge_for_sampling(sampler.module, compute_dtype(fabric))
     try:
         # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
-        with merged, fabric.autocast(), keep_gathered(policy, fabric.device):
+        with merged, fabric.autocast(), keep_gathered(policy, device):
             # in the memory that merged matrices leave
-            rows = sampler.rows_at_once(prompts, max_new)
-            for start in range(0, most, rows):
-                sampler.answer(prompts, rank_prompts[start : start + rows], answer_AY)
+            rows = rows_at_once(args, module.cache_bytes(slots), device)
+            stride = fabric.world_size
+            for start in range(0, len(prompts), rows * stride):
+                part = slice(start + fabric.global_rank, start + rows * stride, stride)
+                u = [_uniform(seed, i, max_new) for i in range(len(prompts))[part]]
+                answer_AY[part] = _sample(
+                    fabric, policy, prompts[part], tokenizer, args, max_new, u, before_token
+                )
     finally:
         policy.train(was_training)
     # the one rank that sampled an answer has its tokens, the others have -1 + 1 = 0 there
     answer_AY = all_reduce(answer_AY + 1) - 1
-    return [[token for token in answer if token >= 0] for answer in answer_AY.tolist()]
+    # a prompt that fills the context has no answer
+    return [
+        [token for token in answer[: context - len(prompt)] if token >= 0]
+        for prompt, answer in zip(prompts, answer_AY.tolist())
+    ]
 
 
-def compute_dtype(fabric) -> torch.dtype:
-    """In which linear layers compute."""
-    with fabric.autocast():
-        one = torch.ones(1, 1, device=fabric.device)
-        return (one @ one).dtype
-
-
-class _Sampler:
-    """Samples this rank's answers, one batch of prompts after the other."""
-
-    def __init__(
-        self,
-        fabric,
-        policy,
-        tokenizer: Tokenizer,
-        args: Sampling,
-        seed: int,
-        before_token,
-    ):
-        self.fabric, self.policy, self.tokenizer = fabric, policy, tokenizer
-        self.module = getattr(policy, "module", policy)
-        self.args, self.seed, self.before_token = args, seed, before_token
-        self.eos_ids = torch.tensor(tokenizer.stops, device=fabric.device)
-        self.context = self.module.max_seq_length
-
-    def rows_at_once(self, prompts, max_new: int) -> int:
-        """How many answers are sampled at once: batch_size, or fewer where keys and values would take more memory than
-        cache_gb. The same on every rank."""
-        longest = max(map(len, prompts), default=1)
-        slots = min(self.context, longest + max_new)
-        device = self.fabric.device
-        if self.args.cache_gb:
-            room = self.args.cache_gb * 1e9
-        else:
-            room = free_memory(device) / 2
-        rows = min(self.args.batch_size, int(room / self.module.cache_bytes(slots)))
-        return int(all_reduce(torch.tensor(max(1, rows), device=device), "min"))
-
-    def answer(self, prompts, index: list[int], answer_AY) -> None:
-        """Sample the answers to prompts[i] for i in index, into the rows i of answer_AY.
-
-        It returns when all answers have ended on all ranks. A rank whose answers have ended, or that has none, runs a
-        dummy row until then, so that collectives match. Each token waits for the device once.
-        """
-        args, device, max_new = self.args, self.fabric.device, answer_AY.shape[1]
-        dummy = not index
-        batch_prompts = [prompts[i] for i in index] or [prompts[0][:1]]
-        u_BY = torch.stack([_uniform(self.seed, i, max_new) for i in index or [0]])
-        u_BY = to_device(u_BY, device)
-        # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
-        completions = [(np.zeros(1, int),)] * len(batch_prompts)
-        packed = pack(batch_prompts, completions).to(device)
-        lengths = list(map(len, batch_prompts))
-        length_B = to_device(torch.tensor(lengths), device)
-        room_B = torch.clamp(self.context - length_B, max=max_new)  # new tokens that fit
-        cache = KVCache(packed, slots=min(self.context, max(lengths) + max_new))
-        answer_B = to_device(torch.tensor(index or [-1]), device)  # each row's number among the A
-        seen_BV = None
-        for y in range(max_new):
-            if self.before_token is not None:
-                self.before_token()
-            logits_BV = self.policy(cache)
-            if y == 0:
-                advance(0)  # the prompts are read
-            if args.repetition_penalty != 1:
-                if seen_BV is None:
-                    seen_UV = logits_BV.new_zeros(
-                        len(packed.sizes), len(logits_BV[0]), dtype=torch.bool
-                    )
-                    seen_UV[packed.prompt_N, packed.token_N] = True  # U prompts
-                    seen_BV = seen_UV[packed.prompt_B]
-                logits_BV = penalise(logits_BV, seen_BV, args.repetition_penalty)
-            if y < args.min_new_tokens:
-                logits_BV.index_fill_(1, self.eos_ids, -torch.inf)
-            new_B = choose_token(logits_BV, u_BY[:, y], args)
-            if seen_BV is not None:
-                seen_BV.scatter_(1, new_B[:, None], True)
-            if not dummy:
-                answer_AY[answer_B, y] = torch.where(y < room_B, new_B, -1)
-            done_B = torch.isin(new_B, self.eos_ids) | (y + 1 >= room_B)
-            if args.stop and not dummy:
-                done_B = done_B | self._has_stop_text(answer_AY[answer_B, : y + 1])
-            going_on = [row for row, done in enumerate(done_B.tolist()) if not done]
-            if not dummy:
-                self._count(len(new_B), len(going_on), max_new - y)
-            if self._all_ranks(dummy or not going_on):
-                return
-            if not going_on:
-                # other ranks go on: row 0 becomes the dummy, whose tokens are not written
-                going_on = [0]
-                dummy = True
-            if len(going_on) < len(new_B):
-                order = cache.keep(going_on)
-                lengths = [lengths[row] for row in order]
-                order_B = to_device(torch.tensor(order), device)
-                new_B, answer_B = new_B[order_B], answer_B[order_B]
-                u_BY, room_B, length_B = u_BY[order_B], room_B[order_B], length_B[order_B]
-                if seen_BV is not None:
-                    seen_BV = seen_BV[order_B]
-            # a dummy row may be full: it then overwrites its last slot
-            last_slot = cache.slots - 1
-            position_B = (length_B + y).clamp(max=last_slot)
-            cache.at(new_B, position_B, longest=min(max(lengths) + y, last_slot))
-
-    def _count(self, rows: int, going_on: int, left: int) -> None:
-        """Progress counts the tokens that all answers could have: an answer that ends has all of those
-        that were left to it."""
-        ranks = self.fabric.world_size
-        advance(ranks * (going_on + (rows - going_on) * left))
-
-    def _has_stop_text(self, answer_BY):
-        """(B,) bool: whether an answer's text so far has one of the stop texts."""
-        found = []
-        for ids in answer_BY.tolist():
-            text = self.tokenizer.decode([i for i in ids if i >= 0])
-            found.append(any(stop in text for stop in self.args.stop))
-        return torch.tensor(found, device=answer_BY.device)
-
-    def _all_ranks(self, done: bool) -> bool:
-        """Whether `done` is True on all ranks."""
-        if self.fabric.world_size == 1:
-            return done
-        votes = torch.tensor(float(done), device=self.fabric.device)
-        return bool(all_reduce(votes) == self.fabric.world_size)
+def rows_at_once(args: Sampling, bytes_of_row: int, device) -> int:
+    """How many answers are sampled at once: batch_size, or fewer where keys and values would take more memory than
+    cache_gb. The same on every rank."""
+    room = args.cache_gb * 1e9 if args.cache_gb else free_memory(device) / 2
+    rows = min(args.batch_size, int(room / bytes_of_row))
+    return int(all_reduce(torch.tensor(max(1, rows), device=device), "min"))
 
 
 def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
@@ -258,27 +156,96 @@ def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
     return torch.rand(n, generator=generator).double()
 
 
-def completion_text(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> str:
-    """The text of a sampled completion, without its EOS, up to the first stop text."""
-    if ids and ids[-1] in tokenizer.stops:
-        ids = ids[:-1]
-    text = tokenizer.decode(ids)
-    end = len(text)
-    for stop_text in stop:
-        place = text.find(stop_text)
-        if place >= 0:
-            end = min(end, place)
-    return text[:end]
+def _sample(fabric, policy, prompts, tokenizer, args, max_new, uniform, before_token):
+    """The tokens of the answers to B prompts, sampled together (B, max_new); -1 after an answer's end.
+
+    It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward until
+    then, and a rank without prompts (its B is 1) that of a dummy, so that collectives match. Each token waits for the
+    device once.
+    """
+    device, context = fabric.device, policy.max_seq_length
+    going_on = rows = list(range(len(prompts)))  # the prompts whose answers have not ended
+    prompts = prompts or [np.zeros(1, "int32")]
+    lengths = list(map(len, prompts))
+    length_B = to_device(torch.tensor(lengths), device)
+    u_BY = to_device(torch.stack(uniform or [torch.zeros(max_new)]), device)
+    answer_BY = torch.full(u_BY.shape, -1, device=device)
+    if args.repetition_penalty != 1:
+        # as long as the longest prompt, a shorter one is repeated: which tokens it has stays the same
+        equally_long = [np.resize(prompt, max(lengths)).astype(int) for prompt in prompts]
+        prompt_BX = to_device(torch.tensor(np.stack(equally_long)), device)
+    # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
+    packed = pack(prompts, [(np.zeros(1, int),)] * len(prompts)).to(device)
+    cache = KVCache(packed, slots=min(context, max(lengths) + max_new))
+    row_B = torch.arange(len(prompts), device=device)
+    for y in range(max_new):
+        if before_token:
+            before_token()
+        logits_BV = policy(cache)
+        if y == 0:
+            advance(0)  # the prompts are read
+        if going_on:
+            if args.repetition_penalty != 1:
+                token_BX = torch.cat((prompt_BX[row_B], answer_BY[row_B, :y]), 1)
+                logits_BV = penalise(logits_BV, token_BX, args.repetition_penalty)
+            if y < args.min_new_tokens:
+                logits_BV[:, tokenizer.stops] = -torch.inf
+            new_B = choose_token(logits_BV, u_BY[row_B, y], args)
+            answer_BY[row_B, y] = new_B
+            going_on = [
+                place
+                for place, (row, token) in enumerate(zip(rows, new_B.tolist()))
+                if token not in tokenizer.stops and lengths[row] + y < context - 1
+            ]
+            if args.stop:
+                answers = answer_BY[row_B, : y + 1].tolist()
+                going_on = [
+                    place
+                    for place in going_on
+                    if read_answer(tokenizer, answers[place], args.stop).cut
+                ]
+            # progress counts an answer that ends with all tokens that were left to it
+            left = len(going_on) + (len(rows) - len(going_on)) * (max_new - y)
+            advance(fabric.world_size * left)
+        n_going_on = len(going_on)
+        if fabric.world_size > 1:
+            n_going_on = all_reduce(torch.tensor(n_going_on, device=device))
+        if not n_going_on:
+            break
+        if going_on:
+            if len(going_on) < len(rows):
+                rows = [rows[place] for place in cache.keep(going_on)]
+                row_B = to_device(torch.tensor(rows), device)
+            longest = max(lengths[row] for row in rows) + y
+            cache.at(answer_BY[row_B, y], length_B[row_B] + y, longest)
+    return answer_BY
+
+
+class AnswerText(NamedTuple):
+    """A sampled completion as one reads it."""
+
+    text: str
+    """Without its EOS, up to the first stop text."""
+    cut: bool
+    """Whether it ended at the length limit, neither by EOS nor by a stop text."""
+
+
+def read_answer(tokenizer: Tokenizer, ids: Sequence[int], stop: list[str] = ()) -> AnswerText:
+    """The text of a completion's token ids, and whether it was cut."""
+    has_end = len(ids) > 0 and ids[-1] in tokenizer.stops
+    text = tokenizer.decode(ids[:-1] if has_end else ids)
+    stops = [text.find(x) for x in stop if x in text]
+    return AnswerText(text[: min(stops, default=None)], not has_end and not stops)
 
 
 # ---- the command --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ask(Sampling):
     """python generate.py --model out/<run> [--prompt TEXT] asks a run, or any model that kto.py takes."""
 
-    model: str = ""
+    model: str
     """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes."""
     prompt: str = ""
     """What to answer, through the chat template if there is one. Default: a conversation, turn by turn,
@@ -291,55 +258,36 @@ class Ask(Sampling):
     """An answer draws from it; turn number i of a conversation from seed + i."""
 
 
-class Chat:
-    """One model on one device."""
-
-    def __init__(self, args: Ask):
-        from lightning.fabric import Fabric
-
-        from hub import find_model
-        from load import load_model
-
-        source = find_model(args.model)
-        prepare_machine()
-        self.args, self.fabric = args, Fabric(devices=1)
-        dtype = torch.bfloat16 if self.fabric.device.type == "cuda" else torch.float32
-        today = date.today().isoformat()
-        self.tokenizer = Tokenizer(source.tokenizer, source.chat_template, today)
-        self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
-
-    def answer(self, turns: list[dict], seed: int) -> str:
-        """The model's next turn in a dialogue; without a chat template it sees the last turn alone. Raises
-        BadInput if the template refuses the dialogue, or if it does not fit into the context."""
-        args = self.args
-        if self.tokenizer.template and not args.plain:
-            texts = self.tokenizer.render(Record(turns, []))
-        else:
-            texts = Texts(turns[-1]["content"], [], by_template=False)
-        ((ids, _),) = self.tokenizer.encode_all([texts])
-        context = self.policy.max_seq_length
-        refuse_unless(
-            0 < len(ids) < context,
-            f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
-        )
-        max_new = args.max_new_tokens or min(256, context - len(ids))
-        prompts = [np.array(ids, dtype="int32")]
-        answers = generate(self.fabric, self.policy, prompts, self.tokenizer, args, max_new, seed)
-        return completion_text(self.tokenizer, answers[0], args.stop)
-
-
 def main(argv=None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
     args.validate("generate")
-    refuse_unless(args.model, "model: required: a run's folder, or any model that kto.py takes")
-    chat, turns = Chat(args), []
+    source = find_model(args.model)
+    prepare_machine()
+    fabric = Fabric(devices=1)
+    dtype = torch.bfloat16 if fabric.device.type == "cuda" else torch.float32
+    tokenizer = Tokenizer(source.tokenizer, source.chat_template, date.today().isoformat())
+    policy = fabric.to_device(load_model(source, dtype=dtype))
+    context, turns = policy.max_seq_length, []
     lines = [args.prompt] if args.prompt else iter(lambda: input("> "), "")
     with contextlib.suppress(EOFError):  # Ctrl-D
-        for line in lines:
+        for i, line in enumerate(lines):
             turns.append({"role": "user", "content": line})
-            answer = chat.answer(turns, args.seed + len(turns) // 2)
-            print(answer)
-            turns.append({"role": "assistant", "content": answer})
+            if tokenizer.template and not args.plain:
+                texts = tokenizer.render(Record(turns, []))
+            else:  # the last turn alone
+                texts = Texts(line, [], by_template=False)
+            ((ids, _),) = tokenizer.encode_all([texts])
+            refuse_unless(
+                0 < len(ids) < context,
+                f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
+            )
+            max_new = args.max_new_tokens or min(256, context - len(ids))
+            prompts = [np.array(ids, "int32")]
+            (ids,) = generate(fabric, policy, prompts, tokenizer, args, max_new, args.seed + i)
+            turns.append(
+                {"role": "assistant", "content": read_answer(tokenizer, ids, args.stop).text}
+            )
+            print(turns[-1]["content"])
 
 
 if __name__ == "__main__":

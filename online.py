@@ -17,13 +17,12 @@ import numpy as np
 from jsonargparse.typing import PositiveInt
 
 from data import next_items
-from evaluate import as_answer, format_table, was_cut
-from generate import completion_text
+from evaluate import as_answer, format_table
 from kto import KTO, KTOSettings
 from records.examples import Example
-from rollout import NO_BF16_MERGING, iterations, policy_answers, rated_examples
+from rollout import iterations, policy_answers, rated_examples, validate_moving_reference
 from run import Run, setup
-from runs.console import BadInput, run_cli, say
+from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
 from train import Trainer
@@ -65,20 +64,8 @@ class Settings(RunSettings):
             not self.reference_cache,
             "reference_cache: the completions are not known before the run",
         )
-        if self.online.prompts_per_iteration:
-            n = self.online.prompts_per_iteration * self.online.num_generations
-            refuse_unless(
-                n >= self.batch_size,
-                f"online.prompts_per_iteration: an iteration has {n} answers, fewer than "
-                f"batch_size={self.batch_size}; give more prompts or answers, or a smaller batch_size",
-            )
         if self.online.reference == "last":
-            only = "goes with online.reference first only"
-            refuse_unless(not self.reference, f"reference: {only}")
-            refuse_unless(not self.lora.quantize, f"lora.quantize: {only}")
-            refuse_unless(
-                self.precision != "bf16-true", f"{NO_BF16_MERGING}, or online.reference first"
-            )
+            validate_moving_reference(self)
 
 
 class OnlineKTO(KTO):
@@ -90,20 +77,20 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
     anything else of them, such as an `extra` field with a number that its loss reads; of online.cut it
     does what it likes. It is called once an iteration, on rank 0 alone: nothing that all ranks compute
     together may be in it, such as a sharded policy. Raises BadInput."""
-    rule, stop = run.cfg.online.cut, run.cfg.online.stop
-    to_judge = [as_answer(run.tokenizer, e, ids, stop) for e, ids in zip(prompts, answers)]
+    args = run.cfg.online
+    to_judge = [as_answer(run.tokenizer, e, ids, args.stop) for e, ids in zip(prompts, answers)]
     examples = []
     for i, verdict in enumerate(run.evaluator.judge(to_judge)):
-        if type(verdict) is not bool:
-            raise BadInput(
-                f"checker: answer {i}: KTO learns from True or False, got {verdict:g}; main(rate=...) makes "
-                "examples of numbers"
-            )
-        cut = to_judge[i].cut
+        refuse_unless(
+            isinstance(verdict, bool),
+            f"checker: answer {i}: KTO learns from True or False, got {verdict:g}; main(rate=...) makes "
+            "examples of numbers",
+        )
+        rule = args.cut if to_judge[i].cut else "judge"
         e = prompts[i]._replace(
             completions=(np.array(answers[i], np.int32),),
-            label=verdict and not (cut and rule == "wrong"),
-            weight=0.0 if cut and rule == "drop" else prompts[i].weight,
+            label=verdict and rule != "wrong",
+            weight=0.0 if rule == "drop" else prompts[i].weight,
         )
         examples.append(e)
     return examples
@@ -112,28 +99,23 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
 def balanced(examples: list[Example]) -> list[Example]:
     """The same examples with weights such that thumbs up and thumbs down each have half of the sum. With one
     of the two kinds alone nothing changes."""
-    weight_of = {
-        label: sum(e.weight for e in examples if e.label == label) for label in (True, False)
-    }
-    if not all(weight_of.values()):
+    up = sum(e.weight for e in examples if e.label)
+    down = sum(e.weight for e in examples if not e.label)
+    if not (up and down):
         return examples
-    half = sum(weight_of.values()) / 2
-    return [e._replace(weight=e.weight * half / weight_of[e.label]) for e in examples]
+    half = (up + down) / 2
+    return [e._replace(weight=e.weight * half / (up if e.label else down)) for e in examples]
 
 
 def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     """Print the iteration's counts and a few of its answers."""
-    right = sum(e.label for e in examples)
+    shown = [as_answer(run.tokenizer, e, e.completions[0], run.cfg.online.stop) for e in examples]
+    right, cut = sum(e.label for e in examples), sum(a.cut for a in shown)
     tokens = sum(len(e.completions[0]) for e in examples)
-    share = f"{right:,} right ({100 * right / len(examples):.1f}%)"
-    stop = run.cfg.online.stop
-    cut = sum(was_cut(run.tokenizer, e.completions[0].tolist(), stop) for e in examples)
+    share = f"{right:,} right ({right / len(examples):.1%})"
     say(f"iteration {i}: {len(examples):,} answers, {share}, {cut:,} cut, {tokens:,} tokens")
-    rows = []
-    for e in examples[:4]:
-        prompt = completion_text(run.tokenizer, list(e.prompt))
-        answer = completion_text(run.tokenizer, list(e.completions[0]), stop)
-        rows.append((prompt, answer, "up" if e.label else "down"))
+    ratings = ["up" if e.label else "down" for e in examples]
+    rows = [(a.prompt, a.completion, rating) for a, rating in zip(shown[:4], ratings)]
     say(format_table(("prompt", "answer", "rated"), rows))
 
 
@@ -150,8 +132,10 @@ def main(
     rate: makes examples of prompts and answers."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_online.yaml")
     args = cfg.online
-    if not (given.get("checker") or cfg.eval.check or rate is not rate_answers):
-        raise BadInput("eval.check: online KTO needs a checker: demo, or main(checker=...)")
+    refuse_unless(
+        given.get("checker") or cfg.eval.check or rate is not rate_answers,
+        "eval.check: online KTO needs a checker: demo, or main(checker=...)",
+    )
     learner = objective(cfg.kto)
     refuse_unless(
         learner.records == "prompts",

@@ -18,14 +18,19 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveIn
 from data import epoch_order
 from dpo import DPO, DPOSettings
 from evaluate import format_table
-from generate import completion_text
 from records.examples import Example
-from rollout import NO_BF16_MERGING, iterations, policy_answers, read_answers
+from rollout import (
+    iteration_file,
+    iterations,
+    policy_answers,
+    read_lines,
+    validate_moving_reference,
+)
 from run import Run, setup
 from runs.console import run_cli, say
-from runs.optimizer import Plan, iteration_plans
+from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
-from train import Trainer, mean
+from train import Objective, Trainer
 
 
 @dataclass(frozen=True)
@@ -66,18 +71,11 @@ class Settings(RunSettings):
 
     def validate(self) -> None:
         super().validate()
-        refuse_unless(
-            not self.reference, "reference: SPIN's reference is the policy as an iteration begins"
-        )
+        validate_moving_reference(self)
         refuse_unless(
             not self.reference_cache,
             "reference_cache: SPIN's reference is another one in each iteration",
         )
-        refuse_unless(
-            not self.lora.quantize,
-            "lora.quantize: SPIN merges the adapters into the base, which a quantised base cannot take",
-        )
-        refuse_unless(self.precision != "bf16-true", NO_BF16_MERGING)
 
 
 class SPIN(DPO):
@@ -100,25 +98,20 @@ class SPIN(DPO):
 
     def metrics(self, columns, kl):
         if "h" not in columns:  # validation
-            return {name: mean(column_G) for name, column_G in columns.items()}
+            return Objective.metrics(self, columns, kl)
         return super().metrics(columns, kl)
 
 
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
     """The demonstrations against the policy's answers, and against `mix` of the last iteration's."""
     demonstrations, mix = run.examples["train"], run.cfg.spin.mix
-    pairs = [_against(e, ids) for e, ids in zip(demonstrations, answers)]
+    pairs = list(zip(demonstrations, answers))
     if i > 1 and mix:
-        last_answers = read_answers(run, i - 1)
+        last_answers = [row["ids"] for row in read_lines(iteration_file(run, "answers", i - 1))]
         order = epoch_order(len(demonstrations), i, run.cfg.seed, shuffle=True)
         mixed = order[: int(mix * len(demonstrations))]
-        pairs += [_against(demonstrations[j], last_answers[j]) for j in mixed]
-    return pairs
-
-
-def _against(demonstration: Example, answer: list[int]) -> Example:
-    completions = (demonstration.completions[0], np.array(answer, dtype=np.int32))
-    return demonstration._replace(completions=completions)
+        pairs += [(demonstrations[j], last_answers[j]) for j in mixed]
+    return [e._replace(completions=(*e.completions, np.array(ids, np.int32))) for e, ids in pairs]
 
 
 def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
@@ -127,22 +120,9 @@ def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs, {same:,} answered as demonstrated")
     rows = []
     for e in pairs[:4]:
-        prompt, demonstration, answer = (e.prompt.tolist(), *(c.tolist() for c in e.completions))
-        rows.append(
-            (
-                completion_text(run.tokenizer, prompt),
-                completion_text(run.tokenizer, demonstration),
-                completion_text(run.tokenizer, answer, run.cfg.spin.stop),
-            )
-        )
+        texts = map(run.tokenizer.decode, (e.prompt, *e.completions))
+        rows.append(tuple(texts))
     say(format_table(("prompt", "demonstration", "the policy's own"), rows))
-
-
-def plans_of(run: Run) -> list[Plan]:
-    """A plan for each iteration; from the second on mixed answers add to its pairs."""
-    n, args = len(run.examples["train"]), run.cfg.spin
-    with_mixed = n + int(args.mix * n)
-    return iteration_plans(run.cfg, [n] + [with_mixed] * (args.max_iterations - 1))
 
 
 def main(argv=None, objective=SPIN, settings=Settings, trainer=Trainer, **given) -> None:
@@ -157,7 +137,10 @@ def main(argv=None, objective=SPIN, settings=Settings, trainer=Trainer, **given)
     run = setup(cfg, first, **given)
     with trainer(run) as loop:
         prompts = [e.prompt for e in run.examples["train"]]
-        for i, plan in iterations(run, plans_of(run), moving_reference=True):
+        n = len(prompts)
+        with_mixed = n + int(cfg.spin.mix * n)  # from the second iteration on
+        plans = iteration_plans(cfg, [n] + [with_mixed] * (cfg.spin.max_iterations - 1))
+        for i, plan in iterations(run, plans, moving_reference=True):
             answers = policy_answers(run, i, plan, prompts, cfg.spin)
             pairs = make_pairs(run, i, answers)
             show_pairs(run, i, betas[i - 1], pairs)

@@ -14,8 +14,8 @@ import shlex
 import sys
 from itertools import product
 from pathlib import Path
-from signal import SIGINT, signal
-from subprocess import DEVNULL, run
+from signal import SIG_DFL, SIGINT, SIGTERM, default_int_handler, signal
+from subprocess import DEVNULL, Popen
 
 import report
 from runs.console import Failed, run_cli
@@ -23,7 +23,7 @@ from runs.settings import split_options
 
 
 def run_one(command: list[str], folder: Path) -> str:
-    """Run a command, unless it has finished before. -> how it ended. Raises Failed."""
+    """Run a command, unless it has finished before. -> how it ended."""
     finished = f"finished: {shlex.join(command)}\n"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "a+") as log:
@@ -32,15 +32,19 @@ def run_one(command: list[str], folder: Path) -> str:
         # to go on with other settings.
         if finished in log.read():
             return "finished before"
-        before = signal(SIGINT, lambda *_: None)  # Ctrl-C reaches the run too, which saves and ends
-        code = run(command, stdin=DEVNULL, stdout=log, stderr=log).returncode
-        signal(SIGINT, before)
-        if code in (130, -SIGINT):
+        run = Popen(command, stdin=DEVNULL, stdout=log, stderr=log)
+        # a terminal sends Ctrl-C to the run, too; SIGTERM comes here alone. The run saves and ends.
+        signal(SIGINT, lambda *_: None)
+        signal(SIGTERM, lambda *_: run.terminate())
+        code = run.wait()
+        signal(SIGINT, default_int_handler)
+        signal(SIGTERM, SIG_DFL)
+        if code in (130, 143, -SIGINT, -SIGTERM):
             raise SystemExit("stopped; the same command goes on")
         if code:
             log.seek(0)
-            last_line = [*log][-1:]
-            raise Failed(f"failed, code {code}: {''.join(last_line).strip()}")
+            last_line = ["", *log][-1]
+            return f"failed, code {code}: {last_line.strip()}"
         if not (folder / "final").exists():
             return "stopped"  # by its own stop_at or max_time
         log.write(finished)
@@ -67,10 +71,9 @@ def main(argv: list[str] | None = None) -> None:
         folder = out / name
         command = [sys.executable, str(args.program), *settings]
         print(name, end="  ", flush=True)
-        try:
-            print(run_one([*command, f"--out_dir={folder}", "--resume=auto"], folder))
-        except Failed as e:
-            print(e)
+        how = run_one([*command, f"--out_dir={folder}", "--resume=auto"], folder)
+        print(how)
+        if how.startswith("failed"):
             failed.append(name)
         if (folder / "val.csv").exists():  # the run came as far as its first step
             reported.append(str(folder))

@@ -180,7 +180,7 @@ def test_a_checkers_verdict_that_is_none_is_one_line_with_the_answers_number(
 def test_without_a_checker_or_a_step_it_is_refused(tiny, prompts, tmp_path):
     with pytest.raises(BadInput, match="^eval.check: online KTO needs a checker"):
         go(tiny, prompts, tmp_path, checker=None)
-    with pytest.raises(BadInput, match="^online.prompts_per_iteration: an iteration has 2 answers"):
+    with pytest.raises(BadInput, match="prompts.jsonl: 2 examples are fewer than batch_size=4"):
         go(tiny, prompts, tmp_path, "--online.prompts_per_iteration=1")
     with pytest.raises(BadInput, match="^eval.check: there is no checker to ask"):
         go(tiny, prompts, tmp_path, checker=None, rate=by_chance)
@@ -244,10 +244,7 @@ def test_balanced_the_two_kinds_of_an_iteration_count_equally_and_one_kind_alone
     assert {e.weight for e in second} == {1.0}
 
 
-# ---- another engine ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrong", [[[5]] * 3, [[5], [5], [], [5]], [[5] * 6, [5], [5], [5]]])
+@pytest.mark.parametrize("wrong", [[[5]] * 3, [[5], [5], [], [5]]])
 def test_an_engines_answers_are_checked_before_they_are_written(wrong, tiny, prompts, tmp_path):
     calls = []
 
@@ -255,7 +252,9 @@ def test_an_engines_answers_are_checked_before_they_are_written(wrong, tiny, pro
         calls.append(len(asked))
         return wrong if len(calls) == 2 else np.full((len(asked), 2), 7)
 
-    with pytest.raises(BadInput, match="^rollout: expected 4 answers of 1 to 5 token ids each"):
+    with pytest.raises(
+        BadInput, match="^rollout: expected 4 answers, each of one token id or more"
+    ):
         go(tiny, prompts, tmp_path, ONE, rollout=engine)
     assert len(answers(tmp_path, 1)) == 4, "the first batch stays"
     go(tiny, prompts, tmp_path, "--resume=auto", ONE, rollout=engine)

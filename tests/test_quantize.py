@@ -114,8 +114,8 @@ REFUSED = {
     "strategy fsdp": ("kto", ("--strategy=fsdp",)),
     "precision 64-true": ("kto", ("--precision=64-true",)),
     "expected nf4 or null, got fp4": ("kto", ("--lora.quantize=fp4",)),
-    "SPIN merges the adapters": ("spin", ()),
-    "online.reference first only": ("online", ()),
+    "adapters are merged into the base": ("spin", ()),
+    "which a quantised base cannot take": ("online", ()),
 }
 
 

@@ -33,13 +33,9 @@ def show(tmp_path, monkeypatch, capsys):
         (folder / "settings.yaml").write_text(text)
         (folder / "metrics.csv").write_text(metrics)
         (folder / "val.csv").write_text(VAL + val)
-        answers = {"step-0": "no `a", "step-2": "b", "step-10": "b\nyes"}
         if val:
-            answers["after"] = "four"
-        for file, answer in answers.items():
-            sample = {"prompt": "a b =", "completion": answer}
-            content = {"samples": [sample], "answers": [sample, sample | {"completion": "12345"}]}
-            (folder / "eval" / f"{file}.json").write_text(json.dumps(content))
+            answers = [{"prompt": "a b =", "completion": text} for text in ("four", "12345")]
+            (folder / "eval" / "after.json").write_text(json.dumps({"answers": answers}))
         if finished:
             (folder / "final").mkdir()
         return folder
@@ -56,13 +52,19 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
     other = show.run("out/x", "4,0.7,0,0.4,0\n", kto={"beta": 0.3})
     lines = show(*runs, other)
     assert lines[:2] == [["0:", "kto.beta=0.1"], ["1:", "kto.beta=0.3"]]
-    table = "steps before after gain length clamped kl kl/own loss".split()
-    assert lines[3] == table
+    assert lines[3] == "0 n=3 1 n=1".split()
     # the accuracy of step 2 is the last one; answers of 5 and 4 characters; 1 of 4 steps clamped
-    assert lines[4] == "0 n=3 mean 4 50 80 30 4.5 25 2 3 0.331".split()
-    assert lines[5] == "min 4 50 70 20 4.5 25 0 3 0.3".split()
-    assert lines[6] == "max 4 50 90 40 4.5 25 5 3 0.373".split()
-    assert lines[7] == "1 n=1 mean 4 50 40 -10 4.5 25 0 0 0.7".split()
+    assert [" ".join(words) for words in lines[4:13]] == [
+        "steps 4 (4 to 4) 4",
+        "before 50 (50 to 50) 50",
+        "after 80 (70 to 90) 40",
+        "gain 30 (20 to 40) -10",
+        "length 4.5 (4.5 to 4.5) 4.5",
+        "clamped 25 (25 to 25) 25",
+        "kl 2 (0 to 5) 0",
+        "kl/own 3 (3 to 3) 0",
+        "loss 0.3311 (0.3 to 0.3733) 0.7",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,26 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, sett
     found = [words[1] for words in lines[: len(names)]]
     assert all(line.endswith(name) for line, name in zip(found, names)), found
     assert not lines[len(names)]
+
+
+def test_the_page_has_the_picture_with_a_colour_for_each_group(show, monkeypatch):
+    figures, savefig = [], report.Figure.savefig
+    monkeypatch.setattr(
+        report.Figure, "savefig", lambda *args: figures.append(args[0]) or savefig(*args)
+    )
+    groups = [{"kto": {"beta": i}} for i in range(12)] + [{"kto": {"beta": 0}, "seed": 2}]
+    runs = [show.run(f"out/{i}", "4,0.7,0,0.4,0\n", **group) for i, group in enumerate(groups)]
+    show(*runs)
+    out = runs[0].parent
+    page = (out / "report.md").read_text()
+    assert "![curves](report.png)" in page and (out / "report.png").stat().st_size > 20_000
+    assert (out / "report.csv").read_text().count("\n") == 14
+    kl = next(ax for ax in figures[0].axes if ax.get_title() == "kl")
+    curves = {line.get_color() for line in kl.lines if list(line.get_ydata()) == [0, 0, 2, 3]}
+    assert len(kl.lines) == 26 and len(curves) == 12
+    assert [x.get_text()[:4] for x in figures[0].legends[0].texts] == [
+        f"{i}: k"[:4] for i in range(12)
+    ]
 
 
 def test_the_page_has_the_picture_and_answers(show):

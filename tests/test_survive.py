@@ -87,7 +87,7 @@ MOMENTS = {
         ("rollout.generate", 2),
         ("evaluate.Evaluator.judge", 2),  # the first answers are there, and no ratings
         ("train.clip_gradient", 3),
-        ("evaluate.ask_checker", 2),  # in the check at an iteration's end
+        ("evaluate.Evaluator.judge", 2),  # in the check at an iteration's end
         ("os.fsync", 1),
     ],
 }
@@ -145,8 +145,8 @@ STOPS = {
         ((), ("rollout.generate", 4), signal.SIGTERM, 143, "SIGTERM at step 4"),
     ],
     "online": [
-        ((), ("evaluate.ask_checker", 1), signal.SIGINT, 130, "SIGINT at step 0"),
-        ((), ("evaluate.ask_checker", 5), signal.SIGINT, 130, "SIGINT at step 8"),
+        ((), ("evaluate.Evaluator.judge", 1), signal.SIGINT, 130, "SIGINT at step 0"),
+        ((), ("evaluate.Evaluator.judge", 5), signal.SIGINT, 130, "SIGINT at step 8"),
     ],
 }
 

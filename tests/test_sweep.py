@@ -17,7 +17,7 @@ from runs.console import Failed  # noqa: E402
 HERE = Path(sweep.__file__).parent
 # Finishes at once, but for --kto.beta=0.3: while a file `how` is there, it does what that says.
 PROGRAM = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -29,6 +29,7 @@ for name in ("metrics.csv", "val.csv"):
 if given["kto.beta"] == "0.3" and Path("how").exists():
     if Path("how").read_text() == "fail":
         sys.exit("loading\\nerror: no luck")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         print("waiting", flush=True)
         time.sleep(60)
@@ -68,7 +69,8 @@ def test_every_combination_runs_and_a_failed_one_goes_on_with_the_same_command(c
     assert printed[:4] == [f"{run}  {end}" for run, end in zip(runs, ends)]
 
 
-def test_ctrl_c_lets_the_run_save_and_ends_the_sweep():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_run_save_and_ends_the_sweep(number):
     Path("how").write_text("wait")
     command = [sys.executable, str(HERE / "sweep.py"), *GRID]
     log = Path("out/sweep-mine/kto.beta=0.3,lora.targets=q,k/log.txt")
@@ -76,7 +78,10 @@ def test_ctrl_c_lets_the_run_save_and_ends_the_sweep():
     while not log.exists() or "waiting" not in log.read_text():
         time.sleep(0.05)
         assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.terminate()  # the sweep alone, as a scheduler may
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "stopped; the same command goes on\n")
     assert log.read_text() == "waiting\nsaved\n" and len(os.listdir("out/sweep-mine")) == 3
