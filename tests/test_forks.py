@@ -44,7 +44,7 @@ from runs.console import BadInput, Failed
 from train import Trainer
 
 EXAMPLES = ROOT / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path += [str(EXAMPLES), str(ROOT / "benchmarks")]
 
 from rating_head import RatingKTO  # noqa: E402
 from rating_head import Settings as RatingSettings  # noqa: E402
@@ -364,6 +364,34 @@ def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratin
 
 
 # ---- z of one's own ------------------------------------------------------------------------------
+
+
+def test_the_z_of_other_libraries_by_hand():
+    from z_variants import neighbours, z_by_groups
+
+    r_G = torch.tensor([2.0, -6, 4, 4, 1, 1, -4, -1])
+    assert z_by_groups(r_G, None, None).tolist() == [0.125] * 8
+    assert z_by_groups(r_G, 4, None).tolist() == [1.0] * 4 + [0.0] * 4, "TRL: a micro-batch of 4"
+    assert z_by_groups(r_G, None, 4).tolist() == [0.5] * 8, "NeMo: two ranks of 4"
+    assert z_by_groups(r_G, 4, 2).tolist() == [2.0] * 4 + [0.5] * 4
+    assert neighbours(5, 3) == [2, 0, 1, 4, 3]
+
+
+def test_our_own_z_among_the_others_has_the_numbers_of_kto_py(tiny, ratings, tmp_path):
+    import z_variants
+
+    argv = [*COMMON, "--max_steps=4"]
+    expected = numbers(train(tiny, ratings, tmp_path / "kto", *argv))
+    argv += [f"--model={tiny}", f"--data.train={ratings}"]
+    rows = {}
+    for name in ("ours", "trl4", "pairs"):
+        z_variants.main([*argv, f"--kto.z={name}", f"--out_dir={tmp_path / name}"])
+        rows[name] = numbers(result(tmp_path / name))
+    for row, ours in zip(expected, rows["ours"], strict=True):
+        assert ours == row | {"z/bias": 0, "z/rmse": 0}
+    assert rows["trl4"][-1]["z/rmse"] > 0
+    for name in ("trl4", "pairs"):
+        assert rows[name][-1]["loss"] != expected[-1]["loss"]
 
 
 class Follower(kto.KTO):
