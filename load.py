@@ -127,8 +127,8 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
                 f"expected at most {TOLERANCE:g}"
             )
 
-    check("with shared prompts", gpt(batch, prompt_cache), expected_BKL)  # fills the cache
-    check("with cached prompts", gpt(batch, prompt_cache), expected_BKL)
+    check("with shared prompts", gpt(batch, prompt_cache).logps, expected_BKL)  # fills the cache
+    check("with cached prompts", gpt(batch, prompt_cache).logps, expected_BKL)
     first_BL = torch.tensor(np.array([pair[0][:2] for pair in completions]))
     size_B = torch.tensor([len(prompt) for prompt in prompts])
     longest = int(size_B.max())

@@ -258,7 +258,7 @@ def share() -> None:
 
         def kto(shared: bool):
             cache = PromptCache() if shared else None
-            logp = gpt(pack_1, cache)
+            logp = gpt(pack_1, cache).logps
             with torch.no_grad():
                 gpt(pack_2, cache)
                 for batch in [pack_both] if shared else [pack_1, pack_2]:  # the reference
@@ -271,7 +271,7 @@ def share() -> None:
             with torch.no_grad():
                 for batch in batches:  # the reference
                     gpt(batch)
-            sum(gpt(batch).sum() for batch in batches).backward()
+            sum(gpt(batch).logps.sum() for batch in batches).backward()
             gpt.zero_grad()
 
         # multiply-adds: of the body for a token, of the head for the y tokens of a completion

@@ -62,9 +62,10 @@ class VariantTrainer(Trainer):
             examples = with_neighbours(list(examples), self.neighbours)
         return super().fit(examples, plan)
 
-    def micro_batch_loss(self, objective, batch, micro, packed, logps, before, columns):
+    def micro_batch_loss(self, batch, micro, packed, scores, before, columns):
+        objective, logps = self.run.objective, scores.logps
         if not logps.requires_grad:  # validation keeps one z for the whole split
-            return super().micro_batch_loss(objective, batch, micro, packed, logps, before, columns)
+            return super().micro_batch_loss(batch, micro, packed, scores, before, columns)
         r_G = before.kl.logratio
         if self.neighbours:
             r_BK = objective.logratio(logps.detach(), before.ref_logps[packed.index_B], 1)
@@ -74,7 +75,7 @@ class VariantTrainer(Trainer):
         z_G = z_by_groups(r_G, self.group, self.rank).to(logps.dtype)
         columns["z"] = z_G.double()
         before = before._replace(kl=before.kl._replace(z=z_G))
-        return super().micro_batch_loss(objective, batch, micro, packed, logps, before, columns)
+        return super().micro_batch_loss(batch, micro, packed, scores, before, columns)
 
     def log(self, batch, columns, kl, row, plan, began):
         error_G = columns.pop("z") - kl.z  # the row has z/bias and z/rmse in its place

@@ -220,7 +220,7 @@ def test_a_prompt_never_depends_on_its_completion(tmp_path):
 
 def micro_batch(found: list[Example], index: list[int]) -> data.LossView:
     batch = Batch(found)
-    return batch.loss_view(batch.pack(index), batch.step_view(torch.device("cpu")))
+    return data.LossView(data.StepView(batch, torch.device("cpu")), batch.pack(index))
 
 
 def test_fields_that_data_extra_names_reach_the_loss_as_a_tensor_or_as_texts(tmp_path):
@@ -532,7 +532,7 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
     assert packed.target_T.tolist() == [3, 4, 7, 8, 9] and packed.prompt_B.tolist() == [0, 0]
     lent = batch.pack([0, 2], borrowed=True)
     assert lent.token_N.tolist() == [1, 2, 3], "6 and 3 4 are borrowed; the last token is no input"
-    assert batch.step_view(torch.device("cpu")).group.tolist() == [0, 1, 0, 1]
+    assert data.StepView(batch, torch.device("cpu")).group.tolist() == [0, 1, 0, 1]
     small = Batch(found, cut=data.Cut(max_tokens=6))
     assert small.micro_batches == [MicroBatch([2]), MicroBatch([0]), MicroBatch([1, 3])] or (
         sorted(i for m in small.micro_batches for i in m.index) == [0, 1, 2, 3]
@@ -546,8 +546,9 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
 
 def cut(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
     """A pass's micro-batches of each rank, cut as the trainer cuts them."""
-    parts = data.split_over_ranks(sizes, ranks, tokens is not None)
-    return data.cut_micro_batches(sizes, [1] * len(sizes), parts, size, tokens)
+    return data.cut_micro_batches(
+        sizes if tokens else [1] * len(sizes), data.Cut(0, ranks, size, tokens)
+    )
 
 
 def steps():
@@ -661,19 +662,22 @@ def test_without_shuffling_the_order_is_the_files():
         assert list(data.epoch_order(5, epoch, seed, False)) == [0, 1, 2, 3, 4]
 
 
+def by_prompt(found: list[Example], order) -> list[int]:
+    return sum(packing.prompt_groups([e.prompt for e in found], order), [])
+
+
 def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
     found = [example([p], [n]) for n in range(4) for p in (7, 5, 9)]
     orders = []
     for epoch in range(9):
-        order = data.epoch_order_by_prompt(found, epoch, 3, True)
+        order = by_prompt(found, data.epoch_order(12, epoch, 3, True))
         assert sorted(order) == list(range(12))
         prompts = [found[i].prompt[0] for i in order]
         assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
         orders.append(tuple(order))
     assert len(set(orders)) == 9, "both prompts and their examples are shuffled"
     assert len({found[order[0]].prompt[0] for order in orders}) > 1
-    in_file = data.epoch_order_by_prompt(found, 0, 3, False)
-    assert in_file == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert by_prompt(found, range(12)) == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -701,7 +705,6 @@ def test_a_packed_batch_by_hand():
     assert by_token == [[[1, 2, 0], [3, 4, 5]], [[6, 0, 0], [7, 8, 0]]]
     assert r.length_BK.tolist() == [[2, 3], [1, 2]]
     assert r.segment_sizes == ((3, 1, 2), (1, 0, 1)) and r.sizes == (6, 2)
-    assert {getattr(r, name).dtype for name in packing.INT64_FIELDS} == {torch.int64}
 
 
 def test_the_sequences_of_attention_by_hand():
@@ -712,7 +715,9 @@ def test_the_sequences_of_attention_by_hand():
     assert r.completion_query_start_S.tolist() == [0, 1, 3, 3, 4]
     assert r.key_start_S.tolist() == [0, 4, 9, 10, 12]
     assert (r.max_queries, r.max_completion_queries, r.max_keys) == (4, 2, 5)
-    assert {getattr(r, name).dtype for name in packing.INT32_FIELDS} == {torch.int32}
+    for name, x in r._asdict().items():
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == (torch.int32 if name.endswith("_S") else torch.int64), name
     assert (r.prompt_P.tolist(), r.completion_M.tolist()) == ([0, 1, 2, 6], [3, 4, 5, 7])
     one = packing.pack(PROMPTS, [(np.array([5]),)] * 2)
     assert len(one.key_I) == 0, "all tokens in their order need no gather"
@@ -760,21 +765,8 @@ def test_every_target_is_what_follows_its_source():
 def test_a_packed_batch_moves_as_one():
     r = packing.pack(PROMPTS, COMPLETIONS)
     moved = r.to("meta")
-    names = (*packing.INT64_FIELDS, *packing.INT32_FIELDS)
-    assert all(getattr(moved, name).is_meta for name in names) and moved.sizes == r.sizes
-
-
-def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
-    """A copy of the buffer alone reaches a GPU: what is not in it, or at another place, would be wrong there."""
-    for K in (1, 2):
-        r = packing.pack(PROMPTS, [ys[:K] for ys in COMPLETIONS], score_prompt=True, index=[7, 3])
-        assert r.buffer.dtype == torch.int32
-        tensors = {name: x for name, x in r._asdict().items() if isinstance(x, torch.Tensor)}
-        del tensors["buffer"]
-        views = packing._buffer_views(r.buffer, {name: x.shape for name, x in tensors.items()})
-        assert views.keys() == tensors.keys()
-        for name, x in views.items():
-            assert x.dtype == tensors[name].dtype and torch.equal(x, tensors[name])
+    tensors = [x for x in moved if isinstance(x, torch.Tensor)]
+    assert len(tensors) == 18 and all(x.is_meta for x in tensors) and moved.sizes == r.sizes
 
 
 def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
@@ -789,7 +781,7 @@ def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
     for index, borrowed in asked:
         packed = batch.pack(index, borrowed)
         assert packed is batch.pack(index, borrowed), "packed once"
-        assert torch.equal(packed.buffer, later.pack(index, borrowed).buffer)
+        assert torch.equal(packed.token_N, later.pack(index, borrowed).token_N)
     alone = Batch(found)
     alone.pack_ahead()
     assert list(alone.packed) == [((0, 1, 2), False)], "without partners nothing is borrowed"

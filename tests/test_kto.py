@@ -18,6 +18,7 @@ import kto
 import load
 from data import Batch, Cut, make_batch
 from kto import auc
+from model import Scores
 from packing import pack
 from records.examples import Example
 from reference import Reference
@@ -63,7 +64,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         state=SimpleNamespace(step=0),
         stop=SimpleNamespace(check=lambda device: None),
         cut=Cut(max_examples=99, max_tokens=None),
-        cfg=SimpleNamespace(data=data, strategy="auto"),
+        cfg=SimpleNamespace(data=data, strategy="auto", reference=None),
     )
     return Trainer(run)
 
@@ -72,7 +73,7 @@ def score(objective, policy, reference, batch):
     """One step of both passes, with the gradient left in the policy. -> NoGrad, columns, metrics"""
     trainer = trainer_of(objective, policy, reference)
     columns, kl = trainer.forward_backward(batch)
-    no_grad = trainer.no_gradient_pass(batch, trainer.forward, objective)
+    no_grad = trainer.no_gradient_pass(batch)
     assert no_grad.kl.z.item() == pytest.approx(kl.z.item(), abs=1e-5)
     return no_grad, columns, objective.metrics(columns, kl)
 
@@ -133,7 +134,7 @@ class Table(torch.nn.Module):
         self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
     def forward(self, packed, prompt_cache=None):
-        return self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK
+        return Scores(self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK)
 
 
 def tables(labels=(True, False, True, True), **kw):
@@ -141,7 +142,7 @@ def tables(labels=(True, False, True, True), **kw):
     torch.set_default_dtype(torch.float64)
     examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate(labels)]
     objective = kto.KTO(kto.KTOSettings(beta=0.1, **kw))
-    return objective, make_batch(trainer_of(objective).run, examples, objective)
+    return objective, make_batch(trainer_of(objective).run, examples)
 
 
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
@@ -261,10 +262,16 @@ def test_the_check_at_start_refuses_another_reference(capsys):
     objective = kto.KTO(kto.KTOSettings())
     for reference in (same, other):
         trainer = trainer_of(objective, policy, reference)
-        batch = make_batch(trainer.run, examples, objective)
+        batch = make_batch(trainer.run, examples)
         if reference is same:
             trainer.check_start(batch)
-            assert "agree to the bit" in capsys.readouterr().out
+            said = capsys.readouterr().out
+            packed = batch.pack(range(4))
+            nats = (same(packed).logps.sum() / packed.length_BK.sum()).item()
+            assert (
+                said == f"step 0: policy and reference agree to the bit; {nats:.2f} nats a token\n"
+            )
+            assert nats < -1
         else:
             with pytest.raises(Failed, match="not the model that the run starts from"):
                 trainer.check_start(batch)
@@ -288,7 +295,7 @@ def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampl
     packed = pack(prompts, [(np.array(ids),) for ids in answers])
     policy, reference = (load.load_model(folder) for folder in (tmp_path / "final", tiny))
     with torch.no_grad():
-        by_hand = (policy(packed) - reference(packed)).mean().item()
+        by_hand = (policy(packed).logps - reference(packed).logps).mean().item()
     own = head.index("kl/own")
     assert float(first[own]) == 0 and by_hand > 0.1, "else nothing was learned"
     assert float(last[own]) == pytest.approx(by_hand, rel=1e-4)

@@ -113,7 +113,7 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
         batch = pack(prompts, completions, score_prompt)
         calls = chunked(monkeypatch, V, tokens)
         theirs = plainly(other, prompts, completions, score_prompt)
-        ours = gpt(batch)
+        ours = gpt(batch).logps
         assert ours.dtype == dtype and ours.shape == (5, K)
         T = len(batch.target_T)
         chunks = -(-T // tokens)
@@ -146,7 +146,7 @@ def test_checkpointed_blocks_give_the_same_gradient_and_save_less(tiny):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-            loss = gpt(batch, attention.PromptCache()).sum()
+            loss = gpt(batch, attention.PromptCache()).logps.sum()
         saved.append(sum(sizes))
         loss.backward()
         grads.append([p.grad for p in gpt.unique_parameters().values()])
@@ -159,9 +159,9 @@ def test_a_completion_never_sees_its_sibling(shape, tiny, exact_norms):
     (prompts, completions), (_, others) = ragged(2, 61, 0), ragged(2, 61, 1)
     both = list(zip(completions, others))
     with torch.no_grad():
-        base = gpt(pack(prompts, completions))
-        second = gpt(pack(prompts, [(c[0], d[1]) for c, d in both]))
-        first = gpt(pack(prompts, [(d[0], c[1]) for c, d in both]))
+        base = gpt(pack(prompts, completions)).logps
+        second = gpt(pack(prompts, [(c[0], d[1]) for c, d in both])).logps
+        first = gpt(pack(prompts, [(d[0], c[1]) for c, d in both])).logps
     for moved, fixed, changed in ((second, 0, 1), (first, 1, 0)):
         assert not torch.isclose(moved[:, changed], base[:, changed]).any()
         assert same(moved[:, fixed], base[:, fixed], 1e-12)
@@ -220,9 +220,9 @@ def test_one_call_of_flash_attention_gives_what_the_tiles_give(
     def run():
         gpt.zero_grad()
         cache = attention.PromptCache()
-        first = gpt(batch, cache)
+        first = gpt(batch, cache).logps
         with torch.no_grad():
-            second = gpt(other, cache)
+            second = gpt(other, cache).logps
         (first * torch.arange(1, K + 1)).sum().backward()
         return first.detach(), second, [p.grad for p in gpt.unique_parameters().values()]
 
@@ -241,13 +241,13 @@ def test_completions_of_one_token_add_no_query_and_are_scored_on_their_prompt(
 ):
     gpt, (prompts, _) = load.load_model(tiny, dtype=torch.float64), ragged(K, 97, 0)
     batch = pack(prompts, [tuple(np.array([3 + k]) for k in range(K))] * 5)
-    plain = gpt(batch)
+    plain = gpt(batch).logps
     if flash:
         use_flash()
     cache = attention.PromptCache()
-    first = gpt(batch, cache)
+    first = gpt(batch, cache).logps
     with torch.no_grad():
-        second = gpt(batch, cache)
+        second = gpt(batch, cache).logps
     assert same(first, plain, 1e-10) and same(second, plain, 1e-10)
 
 
@@ -305,7 +305,7 @@ def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
     (prompts, completions), (_, others) = ragged(1, 61, 0), ragged(2, 61, 1)
     batch = pack(prompts, completions, score_prompt)
     other = pack(prompts, others, score_prompt)
-    gpt(batch).sum().backward()
+    gpt(batch).logps.sum().backward()
     gradients = {n: p.grad.clone() for n, p in gpt.unique_parameters().items()}
     tolerance = 1e-10
     for tile in (1, 30, 128):
@@ -313,12 +313,12 @@ def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
         gpt.zero_grad()
         cache, lengths, embed = attention.PromptCache(), [], gpt.transformer.wte
         hook = embed.register_forward_hook(lambda _m, args, _o: lengths.append(args[0].shape[1]))
-        first = gpt(batch, cache)
+        first = gpt(batch, cache).logps
         with torch.no_grad():
-            second = gpt(other, cache)
+            second = gpt(other, cache).logps
             hook.remove()
-            assert same(first.detach(), gpt(batch), tolerance)
-            assert same(second, gpt(other), tolerance)
+            assert same(first.detach(), gpt(batch).logps, tolerance)
+            assert same(second, gpt(other).logps, tolerance)
         completion_tokens = int((other.branch_N > 0).sum())
         computed = [len(batch.token_N), completion_tokens]
         assert lengths == computed, "the prompts were computed again"
@@ -343,10 +343,10 @@ def test_prompts_serve_only_the_batch_that_they_were_computed_for(tiny):
 def test_log_probs_are_float32_or_float64(weights, out, tiny):
     gpt = load.load_model(tiny, dtype=getattr(torch, weights))
     assert all(p.dtype == getattr(torch, weights) for p in gpt.parameters())
-    logp = gpt(pack(*ragged(2, 512, 0)))
+    logp = gpt(pack(*ragged(2, 512, 0))).logps
     assert logp.dtype == getattr(torch, out)
     with torch.no_grad():
-        assert same(logp, load.load_model(tiny)(pack(*ragged(2, 512, 0))), 0.5)
+        assert same(logp, load.load_model(tiny)(pack(*ragged(2, 512, 0))).logps, 0.5)
 
 
 def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monkeypatch):
@@ -359,7 +359,7 @@ def test_under_autocast_the_head_multiplies_in_bfloat16_backward_too(tiny, monke
     gpt = load.load_model(tiny)
     monkeypatch.setattr(head.Head, "chunk", chunk)
     with torch.autocast("cpu", torch.bfloat16):
-        logp_BK = gpt(pack(*ragged(1, 512, 0)))
+        logp_BK = gpt(pack(*ragged(1, 512, 0))).logps
     assert dtypes == [torch.bfloat16] and logp_BK.dtype == torch.float32
 
 
@@ -370,11 +370,11 @@ def test_matrices_held_in_bfloat16_give_the_log_probs_of_autocast_to_the_bit(sha
     freeze(narrow, "bf16-mixed")
     assert next(narrow.transformer.h[0].mlp.parameters()).dtype == torch.bfloat16
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(narrow(batch), gpt(batch))
+        assert torch.equal(narrow(batch).logps, gpt(batch).logps)
 
 
 def test_bfloat16_log_probs_are_not_rounded_to_bfloat16(tiny):
-    logp_T = load.load_model(tiny, dtype=torch.bfloat16)(pack(*ragged(1, 512, 0)))
+    logp_T = load.load_model(tiny, dtype=torch.bfloat16)(pack(*ragged(1, 512, 0))).logps
     assert not torch.equal(logp_T, logp_T.bfloat16().float())
 
 
@@ -391,7 +391,7 @@ def test_a_frozen_head_passes_the_same_gradient_on_and_makes_no_chunk_again(
     for frozen in (False, True):
         gpt.lm_head.weight.requires_grad_(not frozen)
         calls = chunked(monkeypatch, 61, 2)
-        (weight_BK * gpt(batch)).sum().backward()
+        (weight_BK * gpt(batch).logps).sum().backward()
         chunks = -(-len(batch.target_T) // 2)
         assert len(calls) == chunks + (0 if frozen else chunks - 2)
         grads.append(gpt.transformer.h[0].mlp.proj.weight.grad)
@@ -508,15 +508,13 @@ def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targe
     gpt = load.load_model(tmp_path, Lora(rank=2, targets=targets))
     prompts, completions = ragged(2, 97, 0)
     batch = pack(prompts, completions)
-    gpt(batch)
-    assert gpt.entropy_BK is None
-    gpt.measures_entropy = True
-    gpt(batch)
+    assert gpt(batch).entropy is None
+    entropy_BK = gpt(batch._replace(entropy=True)).entropy
     for b, k in ((0, 0), (4, 1), (2, 1)):
         prompt, completion = prompts[b], completions[b][k]
         logits_TV = logits(gpt, [*prompt, *completion[:-1]])[len(prompt) - 1 :]
         expected = torch.distributions.Categorical(logits=logits_TV).entropy().sum()
-        assert same(gpt.entropy_BK[b, k], expected.detach(), 1e-4)
+        assert same(entropy_BK[b, k], expected.detach(), 1e-4)
 
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
@@ -538,7 +536,7 @@ def test_a_recomputed_head_draws_the_same_dropout_again(tmp_path, monkeypatch):
         monkeypatch.setattr(model, "checkpoint", real)
         calls = chunked(monkeypatch, 97, 1)
         torch.manual_seed(0)
-        gpt(batch).sum().backward()
+        gpt(batch).logps.sum().backward()
         assert len(calls) > 1
         grads.append(gpt.lm_head.lora_B.grad)
         gpt.lm_head.lora_B.grad = None
@@ -579,9 +577,9 @@ def test_a_cache_gives_the_logits_of_whole_forwards_also_of_the_sequences_that_a
 
 def test_a_copys_attention_belongs_to_the_copy(tiny):
     gpt, batch = load.load_model(tiny), pack(*ragged(2, 97, 0))
-    twin, base = copy.deepcopy(gpt), gpt(batch)
-    assert torch.equal(twin(batch), base) and twin.tied
+    twin, base = copy.deepcopy(gpt), gpt(batch).logps
+    assert torch.equal(twin(batch).logps, base) and twin.tied
     for block in twin.transformer.h:
         block.attn.window = 2
-    assert not torch.equal(twin(batch), base)
-    assert torch.equal(gpt(batch), base)
+    assert not torch.equal(twin(batch).logps, base)
+    assert torch.equal(gpt(batch).logps, base)

@@ -288,14 +288,14 @@ def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, mo
 @pytest.fixture
 def drawn(monkeypatch) -> list:
     """The examples of each step from here on."""
-    steps, real = [], data.batch_of_step
+    steps, real = [], data.make_batch
 
-    def batch_of_step(*args):
+    def make_batch(*args):
         batch = real(*args)
         steps.append(batch.examples)
         return batch
 
-    monkeypatch.setattr(data, "batch_of_step", batch_of_step)
+    monkeypatch.setattr(data, "make_batch", make_batch)
     return steps
 
 
