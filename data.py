@@ -1,8 +1,9 @@
 """One step's batch with its mismatched (KL) pairs, and its micro-batches.
 
-This file knows no model and no loss. Reading order: which examples a step has (step_batches), a step's batch and its
-mismatched pairs (Batch), how the batch is cut into micro-batches (Cut). How a micro-batch becomes one row of tokens:
-packing.py. How the records of a file become examples: records/examples.py.
+This file knows no model and no loss. Reading order: which examples a step has (step_batches), a
+step's batch and its mismatched pairs (Batch), what a loss sees of it (StepView, LossView), how the
+batch is cut into micro-batches (Cut). How a micro-batch becomes one row of tokens: packing.py. How
+the records of a file become examples: records/examples.py.
 
 Shape letters; packing.py, attention.py and model.py use the same ones:
 
@@ -30,11 +31,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from packing import PackedBatch, pack, to_device
+from packing import PackedBatch, pack, prompt_groups, to_device
 from records.examples import Example
-from runs.console import BadInput
 from runs.optimizer import Plan
-from runs.settings import RunSettings
+from runs.settings import RunSettings, refuse_unless
 
 # ---- how much fits -------------------------------------------------------------------------------
 
@@ -58,48 +58,44 @@ def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int | None:
 
 
 def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
-    """The batches of the steps to come, until plan.end. While a step runs, a thread makes and packs the batch of the
-    next one, unless the objective chooses the partners itself."""
-    steps = range(run.state.step + 1, plan.end + 1)
+    """The batches of the steps to come, until plan.end. A step's examples are a slice of its epoch's
+    order, which depends on seed and epoch only: every rank draws the same, and a resume needs no
+    sampler state."""
+    G, data, order = run.cfg.batch_size, run.cfg.data, None
+    for step in range(run.state.step + 1, plan.end + 1):
+        epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
+        if order is None or i == 0:
+            # unique over the whole run: an iteration has at least as many steps as epochs, so its
+            # numbers stay below the next iteration's plan.begin
+            number = plan.begin + epoch
+            order = epoch_order(len(examples), number, run.cfg.seed, data.shuffle)
+            if data.group_by_prompt:
+                groups = prompt_groups([e.prompt for e in examples], order)
+                order = list(chain(*groups))
+        yield make_batch(run, [examples[j] for j in order[i * G : (i + 1) * G]])
 
-    def make(step):
-        batch = batch_of_step(run, examples, plan, step)
-        batch.pack_ahead()
+
+def made_ahead(batches: Iterator["Batch"]) -> Iterator["Batch"]:
+    """The same batches. While a step runs, a thread makes and packs the batch of the next one."""
+
+    def make():
+        batch = next(batches, None)
+        if batch:
+            batch.pack_ahead()
         return batch
 
-    if run.objective.overrides("partners"):  # they may depend on what the step before has changed
-        yield from map(make, steps)
-        return
     with ThreadPoolExecutor(1) as thread:
-        next_batch = thread.submit(make, steps[0]) if steps else None
-        for step in steps:
-            batch = next_batch.result()
-            if step < plan.end:
-                next_batch = thread.submit(make, step + 1)
+        next_batch = thread.submit(make)
+        while batch := next_batch.result():
+            next_batch = thread.submit(make)
             yield batch
 
 
-def batch_of_step(run, examples, plan: Plan, step: int) -> "Batch":
-    """The batch of a step: a slice of its epoch's order. It depends on seed, epoch and step only, so it is the same on
-    every rank, and a resume needs no sampler state."""
-    G = run.cfg.batch_size
-    epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
-    # unique over the whole run: an iteration has at least as many steps as epochs, so its numbers stay below the next
-    # iteration's plan.begin
-    number = plan.begin + epoch
-    args = number, run.cfg.seed, run.cfg.data.shuffle
-    if run.cfg.data.group_by_prompt:
-        order = epoch_order_by_prompt(examples, *args)
-    else:
-        order = epoch_order(len(examples), *args)
-    chosen = [examples[j] for j in order[i * G : (i + 1) * G]]
-    return make_batch(run, chosen, run.objective)
-
-
-def make_batch(run, examples, objective) -> "Batch":
-    """These examples as the batch of a step of this objective, with mismatched pairs if it asks for them."""
-    partners = objective.partners(examples) if objective.kl_pairs else None
-    return Batch(examples, partners, run.cfg.data.score_prompt, objective.by_token, run.cut)
+def make_batch(run, examples) -> "Batch":
+    """These examples as the batch of a step, with mismatched pairs if the objective asks for them."""
+    objective = run.objective
+    pairs = objective.mismatched_pairs(examples) if objective.needs_mismatched_pairs else None
+    return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.cut)
 
 
 @functools.lru_cache(maxsize=2)
@@ -112,22 +108,6 @@ def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
         return list(range(n))
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
     return torch.randperm(n, generator=generator).tolist()
-
-
-_grouped = {}  # of epoch_order_by_prompt
-
-
-def epoch_order_by_prompt(examples: list, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """epoch_order, but the examples of a prompt come together, where its first one would come. The last result is
-    kept: every step of an epoch asks for it."""
-    asked = id(examples), epoch, seed, shuffle
-    if _grouped.get("asked") != asked:
-        groups = {}
-        for i in epoch_order(len(examples), epoch, seed, shuffle):
-            groups.setdefault(examples[i].prompt.tobytes(), []).append(i)
-        order = [i for group in groups.values() for i in group]
-        _grouped.update(asked=asked, examples=examples, order=order)
-    return _grouped["order"]
 
 
 def next_items(items: list, i: int, n: int, seed: int) -> list:
@@ -157,13 +137,13 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The G examples of a step (or of a whole validation split). Every rank has the whole list; micro_batches gives it
-    its part."""
+    """The G examples of a step (or of a whole validation split). Every rank has the whole list;
+    micro_batches gives it its share."""
 
     examples: list[Example]
-    # partners[i] is the example whose completion example i borrows for its KL pair, -1: it has no partner; or that
-    # completion itself
-    partners: list[int | np.ndarray] | None = None
+    # for each example whose completion its mismatched pair has: the number of an example, -1: it has
+    # no pair; or the completion itself
+    mismatched_pairs: list[int | np.ndarray] | None = None
     score_prompt: bool = False
     by_token: bool = False
     cut: Cut = Cut()
@@ -171,222 +151,159 @@ class Batch:
     packed: dict[tuple[tuple[int, ...], bool], PackedBatch] = field(default_factory=dict)
 
     @functools.cached_property
+    def groups(self) -> list[list[int]]:
+        """The numbers of the examples with one prompt, for each of the step's prompts in order of
+        appearance."""
+        return prompt_groups([e.prompt for e in self.examples])
+
+    @functools.cached_property
     def micro_batches(self) -> list["MicroBatch"]:
-        """This rank's micro-batches, of the gradient pass and of the no-gradient pass. All ranks have equally many."""
-        cut, groups = self.cut, self.fitting_groups()
-        sizes = [self.group_size(group) for group in groups]
-        parts = split_over_ranks(sizes, cut.ranks, by_tokens=cut.max_tokens is not None)
-        counts = list(map(len, groups))
-        of_ranks = cut_micro_batches(sizes, counts, parts, cut.max_examples, cut.max_tokens)
+        """This rank's micro-batches, of the gradient pass and of the no-gradient pass. All ranks have
+        equally many."""
+        by_tokens, groups = self.cut.max_tokens is not None, []
+        for group in self.groups:
+            # a group that is larger than a micro-batch is cut: each part computes the prompt
+            if by_tokens:
+                room = self.cut.max_tokens - len(self.examples[group[0]].prompt)
+                groups += fill(group, self.most_completion_tokens, room)
+            else:
+                groups += fill(group, [1] * len(self.examples), self.cut.max_examples)
+        sizes = [self.group_size(group) if by_tokens else len(group) for group in groups]
         micros = []
-        for micro in of_ranks[cut.rank]:
-            index = sorted(i for g in micro.index for i in groups[g])
+        for micro in cut_micro_batches(sizes, self.cut)[self.cut.rank]:
+            index = sorted(chain(*(groups[g] for g in micro.index)))
             micros.append(MicroBatch(index, micro.filler))
         return micros
 
     @functools.cached_property
-    def groups(self) -> list[list[int]]:
-        """The numbers of the examples with one prompt, for each of the step's prompts in order of appearance."""
-        groups = {}
-        for i, example in enumerate(self.examples):
-            groups.setdefault(example.prompt.tobytes(), []).append(i)
-        return list(groups.values())
-
-    def fitting_groups(self) -> list[list[int]]:
-        """The groups, of which those that are larger than a micro-batch are cut: each part computes the prompt."""
-        cut, parts = self.cut, []
-        for group in self.groups:
-            part, size = [], 0
-            for i in group:
-                new = self.most_completion_tokens[i]
-                too_long = cut.max_tokens is not None and size + new > cut.max_tokens
-                too_many = cut.max_tokens is None and len(part) == cut.max_examples
-                if part and (too_long or too_many):
-                    parts.append(part)
-                    part = []
-                if not part:
-                    size = len(self.examples[i].prompt)
-                part.append(i)
-                size += new
-            parts.append(part)
-        return parts
-
-    def completion_tokens(self, i: int) -> int:
-        return sum(map(len, self.examples[i].completions))
-
-    @functools.cached_property
     def most_completion_tokens(self) -> list[int]:
-        """(G,) tokens of an example's own completions, or of the one that it borrows if that has more: a micro-batch
-        must hold either."""
-        tokens = []
-        for i in range(len(self.examples)):
-            borrowed = len(self.borrowed_completion(i)) if self.partners is not None else 0
-            tokens.append(max(self.completion_tokens(i), borrowed))
-        return tokens
+        """(G,) tokens of an example's own completions, or of its mismatched one if that has more: a
+        micro-batch must hold either."""
+        own = [sum(map(len, e.completions)) for e in self.examples]
+        if self.mismatched_pairs is None:
+            return own
+        return [max(n, len(self.mismatched_completion(i))) for i, n in enumerate(own)]
 
     def group_size(self, group: list[int]) -> int:
-        """The most tokens that a group has in a pass: its prompt once, and completions of all its examples."""
+        """The most tokens that a group has in a pass: its prompt once, and completions of all its
+        examples."""
         completions = sum(self.most_completion_tokens[i] for i in group)
         return len(self.examples[group[0]].prompt) + completions
 
     def pack_ahead(self) -> None:
         """Pack what the passes of the step will ask for."""
         for micro in self.micro_batches:
-            for borrowed in (False, True) if self.partners is not None else (False,):
-                self.packed[tuple(micro.index), borrowed] = self.pack(micro.index, borrowed)
+            for mismatched in (False, True) if self.mismatched_pairs is not None else (False,):
+                self.packed[tuple(micro.index), mismatched] = self.pack(micro.index, mismatched)
 
-    def pack(self, index: list[int], borrowed: bool = False) -> PackedBatch:
-        """These examples' prompts with their own completions or, as mismatched pairs, with the borrowed ones. The
-        result is on the CPU."""
-        key = (tuple(index), borrowed)
-        if key in self.packed:
-            return self.packed[key]
-        examples = [self.examples[i] for i in index]
-        completions = [example.completions for example in examples]
-        if borrowed:
-            completions = [(self.borrowed_completion(i),) for i in index]
-        prompts = [example.prompt for example in examples]
+    def pack(self, index: list[int], mismatched: bool = False) -> PackedBatch:
+        """These examples' prompts with their own completions or, as mismatched pairs, with those of
+        others. The result is on the CPU."""
+        if ahead := self.packed.get((tuple(index), mismatched)):
+            return ahead
+        completions = [self.examples[i].completions for i in index]
+        if mismatched:
+            completions = [(self.mismatched_completion(i),) for i in index]
+        prompts = [self.examples[i].prompt for i in index]
         packed = pack(prompts, completions, self.score_prompt, index)
         if self.by_token:  # all micro-batches of a step have one L
             packed = packed._replace(by_token=True, longest=self.longest_completion)
         return packed
 
-    def borrowed_completion(self, i: int) -> np.ndarray:
-        """The token ids of the completion that example i borrows. An example without a partner borrows that of
-        example 0, to keep the shape; its pair is left out of the KL mean."""
-        partner = self.partners[i]
-        if np.ndim(partner):
-            return partner
-        return self.examples[max(partner, 0)].completions[0]
-
-    @property
-    def scored_tokens(self) -> list[int]:
-        """(G,) tokens that are predicted, of each example."""
-        tokens = []
-        for i, e in enumerate(self.examples):
-            of_prompt = (len(e.prompt) - 1) * len(e.completions) if self.score_prompt else 0
-            tokens.append(self.completion_tokens(i) + of_prompt)
-        return tokens
+    def mismatched_completion(self, i: int) -> np.ndarray:
+        """The token ids of the completion in example i's mismatched pair. An example without a pair
+        takes that of example 0, to keep the shape; it is left out of the KL mean."""
+        pair = self.mismatched_pairs[i]
+        return pair if np.ndim(pair) else self.examples[max(pair, 0)].completions[0]
 
     @functools.cached_property
     def longest_completion(self) -> int:
-        """Tokens of the longest completion of all examples, or that they borrow."""
-        borrowed = [y for y in self.partners or () if np.ndim(y)]
-        return max(map(len, chain(borrowed, *(e.completions for e in self.examples))))
-
-    def step_view(self, device) -> "StepView":
-        """What a baseline and a loss see of the whole step."""
-        group_G = [0] * len(self.examples)
-        for number, group in enumerate(self.groups):
-            for i in group:
-                group_G[i] = number
-        kl_index = [i for i, x in enumerate(self.partners or ()) if np.ndim(x) or x >= 0]
-        return StepView(
-            self.examples,
-            size=len(self.examples),
-            desirable=sum(e.label for e in self.examples),
-            label=to_device(torch.tensor([e.label for e in self.examples]), device),
-            weight=to_device(torch.tensor([e.weight for e in self.examples]), device),
-            reward=to_device(torch.tensor([reward_of(e) for e in self.examples]), device),
-            group=to_device(torch.tensor(group_G), device),
-            kl_index=to_device(torch.tensor(kl_index, dtype=torch.long), device),
-        )
-
-    def loss_view(self, packed: PackedBatch, step: "StepView") -> "LossView":
-        """What a loss sees of a packed micro-batch."""
-        examples = [self.examples[i] for i in packed.index]
-        at = packed.index_B
-        return LossView(
-            examples,
-            label=step.label[at],
-            reward=step.reward[at],
-            group=step.group[at],
-            length=packed.length_BK,
-            index=at,
-            step=step,
-        )
+        """Tokens of the longest completion of all examples and mismatched pairs."""
+        others = [y for y in self.mismatched_pairs or () if np.ndim(y)]
+        return max(map(len, chain(others, *(e.completions for e in self.examples))))
 
 
-def reward_of(example: Example) -> float:
-    """An example's graded reward; where it has none, 1 for a desirable and 0 for an undesirable one."""
-    reward = example.rewards[0]
-    return float(example.label) if reward is None else reward
+def mismatched_pairs(examples: list[Example]) -> list[int]:
+    """For each example the number of the one whose completion its mismatched pair has; -1: no pair.
 
-
-def field_of_examples(examples: list[Example], name: str, device):
-    """A field of the records that data.extra names: a tensor of numbers, or a list of texts.
-
-    Raises BadInput if the field was not read.
-    """
-    if not all(name in e.extra for e in examples):
-        raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
-    values = [e.extra[name] for e in examples]
-    if any(isinstance(v, str) for v in values):
-        return values
-    return to_device(torch.tensor(values), device)
-
-
-class StepView(NamedTuple):
-    """All G examples of a step, the same on every rank. Its tensors are on the device of the log-probs."""
-
-    examples: list[Example]
-    size: int  # G
-    desirable: int  # number of desirable examples
-    label: torch.Tensor  # (G,) bool, True: desirable
-    # (G,) the records' own weights, 1 where a record has none; the loop multiplies the loss by them
-    weight: torch.Tensor
-    reward: torch.Tensor  # (G,) graded rewards (see reward_of)
-    group: torch.Tensor  # (G,) examples with one prompt have one number, from 0 on
-    kl_index: torch.Tensor  # (n,) which of the G have a mismatched pair
-
-    def extra(self, name: str):
-        """A field that data.extra names: a (G,) tensor of numbers, or a list of G texts. Raises BadInput."""
-        return field_of_examples(self.examples, name, self.label.device)
-
-
-class LossView(NamedTuple):
-    """B examples of a step, as a loss sees them. Its tensors are on the device of the log-probs."""
-
-    examples: list[Example]
-    label: torch.Tensor  # (B,) bool, True: desirable
-    reward: torch.Tensor  # (B,) graded rewards (see reward_of)
-    # (B,) examples with one prompt have one number, the same as in step.group. A step may hold a part of a prompt's
-    # answers only
-    group: torch.Tensor
-    length: torch.Tensor  # (B, K) scored tokens
-    index: torch.Tensor  # (B,) the examples' numbers in the step
-    step: StepView
-    # (B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a completion's end
-    outputs: torch.Tensor | None = None
-
-    def extra(self, name: str):
-        """A field that data.extra names: a (B,) tensor of numbers, or a list of B texts. Raises BadInput."""
-        return field_of_examples(self.examples, name, self.label.device)
-
-
-def mismatched(examples: list[Example]) -> list[int]:
-    """For each example the number of its partner, or -1 if it has none.
-
-    The partner is the next example, in circular order, with another prompt and another completion. Shifting by one is
-    not enough: two ratings of one prompt often stand side by side, and the mismatched completion could then equal the
-    example's own one.
+    It is the next example, in circular order, with another prompt and another completion. Shifting
+    by one is not enough: two ratings of one prompt often stand side by side, and the mismatched
+    completion could then equal the example's own one.
     """
     keys = [e.keys[:2] for e in examples]  # a pair: its chosen completion
     n = len(keys)
-    n_prompts = len({prompt for prompt, _ in keys})
-    n_completions = len({completion for _, completion in keys})
-    if n_prompts == 1 or n_completions == 1:
+    if any(len(set(same)) == 1 for same in zip(*keys)):  # one prompt, or one completion, for all
         return [-1] * n  # a shortcut: the search below would compare each example with all others
-    partners = []
+    found = []
     for i, (prompt, completion) in enumerate(keys):
-        partner = -1
-        for distance in range(1, n):
-            j = (i + distance) % n
-            if keys[j][0] != prompt and keys[j][1] != completion:
-                partner = j
-                break
-        partners.append(partner)
-    return partners
+        others = ((i + distance) % n for distance in range(1, n))
+        fit = (j for j in others if keys[j][0] != prompt and keys[j][1] != completion)
+        found.append(next(fit, -1))
+    return found
+
+
+# ---- what a loss and a baseline see --------------------------------------------------------------
+
+
+class View:
+    """Some examples of a step, as an algorithm sees them. Its tensors are on the device of the
+    log-probs."""
+
+    examples: list[Example]
+    label: torch.Tensor  # bool, True: desirable
+    # graded rewards; for an example without one 1 if it is desirable, else 0
+    reward: torch.Tensor
+    # examples with one prompt have one number, from 0 on, the same in a step and its micro-batches.
+    # A step may hold a part of a prompt's answers only
+    group: torch.Tensor
+
+    def extra(self, name: str):
+        """A field that data.extra names: a tensor of numbers, or a list of texts, one for each
+        example. Raises BadInput."""
+        refuse_unless(
+            all(name in e.extra for e in self.examples),
+            f"data.extra: {name}: the loss asks for it: --data.extra {name}",
+        )
+        values = [e.extra[name] for e in self.examples]
+        if any(isinstance(v, str) for v in values):
+            return values
+        return to_device(torch.tensor(values), self.label.device)
+
+
+class StepView(View):
+    """All G examples of a step, the same on every rank. Its tensors are (G,)."""
+
+    def __init__(self, batch: Batch, device):
+        def tensor(values):
+            return to_device(torch.tensor(values), device)
+
+        self.examples = examples = batch.examples
+        self.size = len(examples)  # G
+        self.desirable = sum(e.label for e in examples)  # number of desirable examples
+        self.label = tensor([e.label for e in examples])
+        rewards = [e.label if e.rewards[0] is None else e.rewards[0] for e in examples]
+        self.reward = tensor(list(map(float, rewards)))
+        # the records' own weights, 1 where a record has none; the loop multiplies the loss by them
+        self.weight = tensor([e.weight for e in examples])
+        number = {i: u for u, group in enumerate(batch.groups) for i in group}
+        self.group = tensor([number[i] for i in range(self.size)])
+        # (n,) which of the G have a mismatched pair
+        pairs = [i for i, x in enumerate(batch.mismatched_pairs or ()) if np.ndim(x) or x >= 0]
+        self.mismatched_index = tensor(pairs).long()
+
+
+class LossView(View):
+    """B examples of a step, as a loss sees them. Its tensors are (B,)."""
+
+    def __init__(self, step: StepView, packed: PackedBatch, outputs=None):
+        self.examples = [step.examples[i] for i in packed.index]
+        self.step = step
+        self.index = at = packed.index_B  # the examples' numbers in the step
+        self.label, self.reward, self.group = step.label[at], step.reward[at], step.group[at]
+        self.length = packed.length_BK  # (B, K) scored tokens
+        # (B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a
+        # completion's end
+        self.outputs = outputs
 
 
 # ---- micro-batches ------------------------------------------------------------------------------
@@ -400,42 +317,18 @@ class MicroBatch(NamedTuple):
     filler: bool = False
 
 
-def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
-    """Each rank's part of a step, as numbers of groups.
+def cut_micro_batches(sizes: list[int], cut: Cut) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank, as numbers of groups. sizes: of each group, in tokens or, where
+    cut.max_tokens is None, in examples.
 
-    by_tokens: the longest group goes first, each to the rank with the fewest tokens so far. Otherwise ranks take
-    groups in turn.
+    All ranks get equally many, because collectives inside a sharded forward must match: a rank with
+    fewer repeats group 0 as a filler.
     """
-    if not by_tokens:
-        return [list(range(rank, len(sizes), ranks)) for rank in range(ranks)]
-    parts = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lightest = tokens.index(min(tokens))
-        parts[lightest].append(i)
-        tokens[lightest] += sizes[i]
-    return parts
-
-
-def cut_micro_batches(
-    sizes: list[int],
-    counts: list[int],
-    parts: list[list[int]],
-    max_examples: int | None,
-    max_tokens: int | None,
-) -> list[list[MicroBatch]]:
-    """Cut each rank's part into micro-batches of at most max_tokens tokens or, where that is None, of max_examples
-    examples. sizes, counts: tokens and examples of each group; parts, and the result: numbers of groups.
-
-    All ranks get equally many, because collectives inside a sharded forward must match: a rank with fewer repeats
-    group 0 as a filler.
-    """
+    by_tokens = cut.max_tokens is not None
+    room = cut.max_tokens if by_tokens else cut.max_examples
     micros = []
-    for part in parts:
-        if max_tokens:
-            indices = _first_fit(part, sizes, max_tokens)
-        else:
-            indices = _consecutive(part, counts, max_examples)
+    for share in split_over_ranks(sizes, cut.ranks, by_tokens):
+        indices = fill(share, sizes, room, first_fit=by_tokens)
         micros.append([MicroBatch(sorted(index)) for index in indices])
     most = max(map(len, micros))
     for rank_micros in micros:
@@ -443,31 +336,36 @@ def cut_micro_batches(
     return micros
 
 
-def _consecutive(part: list[int], counts: list[int], most: int) -> list[list[int]]:
-    """Consecutive groups of up to `most` examples together."""
-    cut, room = [], 0
-    for i in part:
-        if counts[i] > room:
-            cut.append([])
-            room = most
-        cut[-1].append(i)
-        room -= counts[i]
-    return cut
+def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
+    """Each rank's share of a step, as numbers of groups.
+
+    by_tokens: the longest group goes first, each to the rank with the fewest tokens so far. Otherwise
+    ranks take groups in turn.
+    """
+    if not by_tokens:
+        return [list(range(rank, len(sizes), ranks)) for rank in range(ranks)]
+    shares, tokens = [[] for _ in range(ranks)], [0] * ranks
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lightest = tokens.index(min(tokens))
+        shares[lightest].append(i)
+        tokens[lightest] += sizes[i]
+    return shares
 
 
-def _first_fit(part: list[int], sizes: list[int], tokens: int) -> list[list[int]]:
-    """First-fit decreasing: the longest group first, each into the first micro-batch with room for it. A group over
-    the budget is a micro-batch of its own."""
-    cut, room = [], []
-    for i in sorted(part, key=lambda i: -sizes[i]):
-        first = next((j for j, free in enumerate(room) if free >= sizes[i]), None)
-        if first is None:
-            first = len(cut)
-            cut.append([])
-            room.append(tokens)
-        cut[first].append(i)
-        room[first] -= sizes[i]
-    return cut
+def fill(items: list[int], sizes: list[int], room: int, first_fit=False) -> list[list[int]]:
+    """Put each item into the last bin or, with first_fit, into the first one that has room for its
+    size; else into a new bin. An item that is larger than a bin has one of its own."""
+    bins, left = [], []
+    for i in items:
+        open_bins = range(len(bins)) if first_fit else range(len(bins))[-1:]
+        found = next((j for j in open_bins if left[j] >= sizes[i]), None)
+        if found is None:
+            found = len(bins)
+            bins.append([])
+            left.append(room)
+        bins[found].append(i)
+        left[found] -= sizes[i]
+    return bins
 
 
 if __name__ == "__main__":  # python data.py FILE [--model M] shows a file as a run would see it

@@ -125,7 +125,10 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
     prompts, completions = _texts(gpt.config.padded_vocab_size)
     batch, prompt_cache = pack(prompts, completions)._replace(by_token=True), PromptCache()
     expected_BKL = batch.tokens_of_completions(expected_T)
-    shared, cached = gpt(batch, prompt_cache), gpt(batch, prompt_cache)  # the first fills the cache
+    shared, cached = (
+        gpt(batch, prompt_cache).logps,
+        gpt(batch, prompt_cache).logps,
+    )  # the first fills the cache
 
     # sampling: the first two tokens of the first completions
     first_BL = torch.tensor(np.array([pair[0][:2] for pair in completions]))

@@ -29,6 +29,19 @@ from packing import PackedBatch
 from runs.console import Failed
 
 
+class Scores(NamedTuple):
+    """What a forward gives for a PackedBatch."""
+
+    logps: torch.Tensor
+    """Log-probs of the completions in nats, float64 for a float64 model, else float32: (B, K) sums,
+    with data.score_prompt the prompt's in each; or (B, K, L) by token, 0 beyond a completion's end."""
+    outputs: torch.Tensor | None = None
+    """(B, K, L, ...): what the objective's module gives at each token; None without a module."""
+    entropy: torch.Tensor | None = None
+    """(B, K), if the batch asks for it: for each completion the sum over its tokens of the entropy, in
+    nats, of the distribution from which the token is drawn. Without gradient."""
+
+
 class Packed:
     """What both codes do with a PackedBatch or a KVCache. A model has, besides: config, blocks,
     embedding, lm_head, max_seq_length, hidden."""
@@ -37,10 +50,6 @@ class Packed:
     rows: dict[str, Rows]
     # True: the backward runs blocks again instead of saving their activations
     activation_checkpointing = False
-    # True: a forward with gradient leaves in entropy_BK, for each completion, the sum over its
-    # tokens of the entropy of the distribution from which the token is drawn, in nats
-    measures_entropy = False
-    entropy_BK: torch.Tensor | None = None
 
     # of the objective's own (train.Objective.make_module): trained and saved with the model, never
     # exported
@@ -52,18 +61,10 @@ class Packed:
         self.lm_head.logp = functools.partial(_logp, self)
 
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
-        """PackedBatch -> (B, K) summed log-probs of the completions, in nats: float64 for a float64
-        model, else float32. With data.score_prompt each sum has the prompt's log-probs, too. If the
-        batch says by_token: (B, K, L) log-probs of the completions' tokens, 0 beyond a completion's
-        end.
+        """PackedBatch -> Scores. prompt_cache: the first forward that gets it fills it; later ones
+        read it and compute completions only.
 
-        If the objective has a module and the batch is for_loss: a pair of these log-probs and of
-        the module's outputs, (B, K, L, ...).
-
-        KVCache -> (B, V) logits of the next tokens, in float32.
-
-        prompt_cache: the first forward that gets it fills it; later ones read it and compute
-        completions only."""
+        KVCache -> (B, V) logits of the next tokens, in float32."""
         if isinstance(x, KVCache):
             h_RQC = self.hidden(x.token_RQ, x.position_RQ, x)
             return self.head(h_RQC.flatten(0, 1)[x.last_B]).float()
@@ -73,17 +74,14 @@ class Packed:
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
         # the head runs only on hidden states that predict a target
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
-        logps = self._completion_logps(x, h_TC)
-        if self.objective_module is None or not x.for_loss:
-            return logps
-        return logps, x.tokens_of_completions(self._module_outputs(h_TC))
-
-    def _completion_logps(self, x: PackedBatch, h_TC):
-        entropy = self.measures_entropy and torch.is_grad_enabled()
-        logp_T, entropy_T = self.lm_head.logp(h_TC, x.target_T, entropy)
-        if torch.is_grad_enabled():
-            self.entropy_BK = x.sums(entropy_T) if entropy else None
-        return x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
+        logp_T, entropy_T = self.lm_head.logp(h_TC, x.target_T, x.entropy)
+        logps = x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
+        outputs = entropy = None
+        if self.objective_module is not None:
+            outputs = x.tokens_of_completions(self._module_outputs(h_TC))
+        if x.entropy:
+            entropy = x.sums(entropy_T)
+        return Scores(logps, outputs, entropy)
 
     def _module_outputs(self, h_TC):
         """What the objective's module makes of the hidden states: (T, ...), at least in float32.

@@ -4,7 +4,7 @@ Shape letters: see data.py.
 """
 
 import hashlib
-import math
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,39 +18,29 @@ def to_device(x, device):
     return x.to(device, non_blocking=True)
 
 
-# The tensors of a PackedBatch, in the order in which they lie in its buffer. Torch indexes with int64; flash attention
-# takes int32.
-INT64_FIELDS = (
-    "token_N",
-    "position_N",
-    "prompt_N",
-    "branch_N",
-    "source_T",
-    "target_T",
-    "sequence_T",
-    "length_BK",
-    "sequence_BK",
-    "first_target_BK",
-    "prompt_B",
-    "index_B",
-    "prompt_P",
-    "completion_M",
-    "key_I",
-)
-INT32_FIELDS = ("query_start_S", "completion_query_start_S", "key_start_S")
+def prompt_groups(prompts, order=None) -> list[list[int]]:
+    """The numbers of equal prompts, for each distinct prompt in the order of its first appearance."""
+    groups = {}
+    for i in range(len(prompts)) if order is None else order:
+        groups.setdefault(prompts[i].tobytes(), []).append(i)
+    return list(groups.values())
 
 
 class PackedBatch(NamedTuple):
-    """U prompts, each followed by the completions of all its examples, in one row of N input tokens without padding.
+    """U prompts, each followed by the completions of all its examples, in one row of N input tokens
+    without padding. `pack` has an example.
 
-    A completion's positions continue those of its prompt, and its tokens see the prompt and themselves, never another
-    completion. Its last token is no input, because nothing follows it.
+    A completion's positions continue those of its prompt, and its tokens see the prompt and
+    themselves, never another completion. Its last token is no input, because nothing follows it.
 
-    A prompt and one of its completions are a sequence; there are B * K, in the order in which the completions lie. For
-    flash attention a sequence's keys are the prompt and the completion. Its queries are the completion and, in the
-    first of a prompt's sequences, the prompt. The last query sees all keys, the one before it all keys but the last,
-    and so on ("bottom-right causal"). If the prompts' keys and values come from a cache (model.PromptCache), the
-    queries are the completions alone.
+    A prompt and one of its completions are a sequence; there are B * K, in the order in which the
+    completions lie. For flash attention a sequence's keys are the prompt and the completion. Its
+    queries are the completion and, in the first of a prompt's sequences, the prompt. The last query
+    sees all keys, the one before it all keys but the last, and so on ("bottom-right causal"). If the
+    prompts' keys and values come from a cache (attention.PromptCache), the queries are the
+    completions alone.
+
+    Torch indexes with int64; flash attention takes int32: the three tensors (..., S).
     """
 
     token_N: torch.Tensor
@@ -68,38 +58,34 @@ class PackedBatch(NamedTuple):
     prompt_B: torch.Tensor  # which of the U prompts the example has
     index_B: torch.Tensor  # the example's number in its step
     prompt_P: torch.Tensor  # which of the N tokens belong to prompts
-    # Which of the N tokens belong to completions. If none does (all completions have one token), this is token 0:
-    # the model's layers need at least one query.
+    # Which of the N tokens belong to completions. If none does (all completions have one token),
+    # this is token 0: the model's layers need at least one query.
     completion_M: torch.Tensor
-    # Which of the N tokens are the keys, one sequence after the other. Empty if no prompt is shared: all N tokens, as
-    # they lie.
+    # Which of the N tokens are the keys, one sequence after the other. Empty if no prompt is
+    # shared: all N tokens, as they lie.
     key_I: torch.Tensor
-    # Where each sequence's queries begin, and where the last one's end: the cu_seq_q of torch's varlen_attn.
+    # Where each sequence's queries begin, and where the last one's end: torch's cu_seq_q.
     query_start_S: torch.Tensor
     completion_query_start_S: torch.Tensor  # the same if only the M completion tokens are queries
     key_start_S: torch.Tensor  # the same for the keys: cu_seq_k
     # (U,) for each prompt: its input tokens, and those of each of its completions
     segment_sizes: tuple[tuple[int, ...], ...]
     index: tuple[int, ...]  # index_B, on the CPU
+    ids: list  # (B,) the token ids of each example: its prompt and its K completions
     max_queries: int  # the most queries of a sequence
     max_completion_queries: int  # the same if only the M completion tokens are queries
     max_keys: int  # the most keys of a sequence
     longest: int  # L: tokens of the longest completion, here or in the step
-    buffer: torch.Tensor  # all tensors above, one after the other, as int32 on the CPU
-    # what the model gives for this batch: log-probs (B, K), or of each token (B, K, L)
+    # What a model's forward is asked for. by_token: log-probs of each token (B, K, L), not of
+    # completions (B, K).
     by_token: bool = False
-    # True: a loss is made of what the model gives, which then has the outputs of the objective's module, too
-    for_loss: bool = False
+    entropy: bool = False  # the entropy of the distributions, too
 
     def to(self, device) -> "PackedBatch":
-        """This batch on a device. One copy moves all tensors, without waiting for the work queued on the device."""
-        if torch.device(device).type == "cpu":
-            return self
-        buffer = self.buffer.to(device, non_blocking=True)
-        return self._replace(**_buffer_views(buffer, self._shapes()))
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {name: getattr(self, name).shape for name in (*INT64_FIELDS, *INT32_FIELDS)}
+        """This batch on a device. The copies do not wait for the work that is queued there."""
+        device, fields = torch.device(device), self._asdict().items()
+        tensors = {name: x for name, x in fields if isinstance(x, torch.Tensor)}
+        return self._replace(**{name: to_device(x, device) for name, x in tensors.items()})
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -111,8 +97,9 @@ class PackedBatch(NamedTuple):
         B, K = self.length_BK.shape
         sums = x_T.new_zeros(B * K + len(self.segment_sizes))
         if x_T.is_cuda:
-            # On a GPU index_add adds in any order, so two passes over the same numbers would differ in their last
-            # bits. index_put sorts them first. On a CPU index_add has an order, and index_put has none.
+            # On a GPU index_add adds in any order, so two passes over the same numbers would differ
+            # in their last bits. index_put sorts them first. On a CPU index_add has an order, and
+            # index_put has none.
             sums = sums.index_put((self.sequence_T,), x_T, accumulate=True)
         else:
             sums = sums.index_add(0, self.sequence_T, x_T)
@@ -130,162 +117,127 @@ class PackedBatch(NamedTuple):
 
     def digests(self) -> list[list[bytes]]:
         """(B, K) hashes of 16 bytes, each of the token ids of a prompt and one of its completions."""
-        host = _buffer_views(self.buffer, self._shapes())  # the batch itself may be on a GPU
-        token, target = host["token_N"].numpy(), host["target_T"].numpy()
-        prompts, completion_sizes = [], []
-        start = 0
-        for prompt_size, *sizes in self.segment_sizes:
-            prompt = token[start : start + prompt_size].tobytes()
-            prompts.append(len(prompt).to_bytes(8, "big") + prompt)
-            completion_sizes += [size + 1 for size in sizes]  # the last token is a target only
-            start += prompt_size + sum(sizes)
-        rows = zip(
-            host["prompt_B"].tolist(),
-            host["sequence_BK"].tolist(),
-            host["first_target_BK"].tolist(),
-        )
-        digests = []
-        for u, sequences, firsts in rows:
-            row = []
-            for sequence, first in zip(sequences, firsts):
-                completion = target[first : first + completion_sizes[sequence]].tobytes()
-                row.append(hashlib.blake2b(prompts[u] + completion, digest_size=16).digest())
-            digests.append(row)
-        return digests
 
+        def digest(prompt, completion):
+            ids = len(prompt).to_bytes(8, "big") + prompt.tobytes() + completion.tobytes()
+            return hashlib.blake2b(ids, digest_size=16).digest()
 
-def _buffer_views(buffer: torch.Tensor, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """The tensors of a PackedBatch, by name, from its buffer. They share its device."""
-    int64_sizes = [math.prod(shapes[name]) for name in INT64_FIELDS]
-    int32_sizes = [math.prod(shapes[name]) for name in INT32_FIELDS]
-    n_int64 = sum(int64_sizes)
-    tensors = [*buffer[:n_int64].long().split(int64_sizes), *buffer[n_int64:].split(int32_sizes)]
-    names = (*INT64_FIELDS, *INT32_FIELDS)
-    return {name: x.view(shapes[name]) for name, x in zip(names, tensors)}
-
-
-def _spans(lengths):
-    """For runs of these lengths, one after the other: the number of each element's run, and its offset in the run.
-
-    [2, 0, 3] -> [0, 0, 2, 2, 2], [0, 1, 0, 1, 2]
-    """
-    run = np.repeat(np.arange(len(lengths)), lengths)
-    start = np.cumsum(lengths) - lengths
-    return run, np.arange(len(run)) - start[run]
+        return [[digest(prompt, y) for y in completions] for prompt, completions in self.ids]
 
 
 def pack(prompts, completions, score_prompt: bool = False, index=None) -> PackedBatch:
-    """Pack B prompts and their completions; examples with equal prompts share one. The result is on the CPU.
+    """Pack B prompts and their completions; examples with equal prompts share one. The result is on
+    the CPU.
 
-    prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty. score_prompt: the prompts'
-    tokens from the second on are targets, too. index: the examples' numbers in their step (default: 0 to B - 1).
+    prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty.
+    score_prompt: the prompts' tokens from the second on are targets, too. index: the examples'
+    numbers in their step (default: 0 to B - 1).
+
+    Two prompts, three completions (K = 1). Examples 0 and 2 have the prompt 10 11 12, with the
+    completions 20 21 and 22 23 24; example 1 has the prompt 13 with the completion 30 31:
+
+                     prompt 0   its completions   prompt 1   its completion
+        token_N      10 11 12   20     22 23      13         30
+        position_N    0  1  2    3      3  4       0          1
+        prompt_N      0  0  0    0      0  0       1          1
+        branch_N      0  0  0    1      2  2       0          1
+
+                     sequence 0   sequence 1     sequence 2
+        target_T     20 21        22 23 24       30 31
+        source_T      2  3         2  4  5        6  7       places in the row
+        key_I        0 1 2 3      0 1 2 4 5      6 7         places in the row
+        queries      0 1 2 3      4 5            6 7         so query_start_S is 0 4 6 8
     """
     B, K = len(prompts), len(completions[0])
-    index = range(B) if index is None else index
 
-    # The distinct prompts, and the sequences in the order in which their completions lie.
-    examples_of = {}
-    for b, prompt in enumerate(prompts):
-        examples_of.setdefault(prompt.tobytes(), []).append(b)
-    groups = list(examples_of.values())
-    U = len(groups)
-    order = [b for group in groups for b in group]
-    prompt_B = np.empty(B, int)
-    prompt_B[order] = np.repeat(np.arange(U), list(map(len, groups)))
-    sequence_BK = np.empty((B, K), int)
-    sequence_BK[order] = np.arange(B * K).reshape(B, K)
-    prompts = [prompts[group[0]] for group in groups]
-    completions = [y for b in order for y in completions[b]]
-    prompt_U = np.array(list(map(len, prompts)))
-    completion_J = np.array(list(map(len, completions)))
-    count_U = np.array(list(map(len, groups))) * K  # completions of each prompt
-    u_J = np.repeat(np.arange(U), count_U)
-    # 0 in a prompt's first completion
-    number_J = np.arange(B * K) - (np.cumsum(count_U) - count_U)[u_J]
+    # 1. The distinct prompts, and which examples have them.
+    groups = prompt_groups(prompts)
+    prompt_B, sequence_BK = np.empty(B, int), np.empty((B, K), int)
 
-    # Segments: each prompt, followed by its completions without their last tokens.
-    place_U = np.cumsum(count_U + 1) - (count_U + 1)  # a prompt's place among the U + J segments
-    place_J = place_U[u_J] + 1 + number_J
-    size = np.empty(U + B * K, int)
-    size[place_U], size[place_J] = prompt_U, completion_J - 1
-    start = np.cumsum(size) - size
-    inputs = [None] * len(size)
-    prompt_of_segment, branch_of_segment = np.empty_like(size), np.zeros_like(size)
-    prompt_of_segment[place_U], prompt_of_segment[place_J] = np.arange(U), u_J
-    branch_of_segment[place_J] = number_J + 1
-    for place, prompt in zip(place_U, prompts):
-        inputs[place] = prompt
-    for place, y in zip(place_J, completions):
-        inputs[place] = y[:-1]
-    segment_N, offset_N = _spans(size)
-    prompt_N, branch_N = prompt_of_segment[segment_N], branch_of_segment[segment_N]
-    position_N = offset_N + np.where(branch_N > 0, prompt_U[prompt_N], 0)
+    # 2. The row: each prompt, followed by its completions without their last tokens. A completion's
+    # source is the token before its first one, the prompt's last, and then its own inputs.
+    tokens, positions, segment_sizes, prompt_places = [], [], [], []
+    targets, sources, keys, n_queries = [], [], [], []
+    end = 0  # of the row so far
+    for u, group in enumerate(groups):
+        prompt = prompts[group[0]]
+        prompt_place = np.arange(end, end + len(prompt))
+        prompt_places.append(prompt_place)
+        prompt_B[group] = u
+        tokens.append(prompt)
+        positions.append(np.arange(len(prompt)))
+        end += len(prompt)
+        sizes = [len(prompt)]
+        for b in group:
+            for k, completion in enumerate(completions[b]):
+                size = len(completion) - 1
+                place = np.arange(end, end + size)
+                sequence_BK[b, k] = len(targets)
+                tokens.append(completion[:-1])
+                positions.append(np.arange(len(prompt), len(prompt) + size))
+                targets.append(completion)
+                sources += [prompt_place[-1:], place]
+                keys += [prompt_place, place]
+                n_queries.append(size + (len(prompt) if len(sizes) == 1 else 0))
+                end += size
+                sizes.append(size)
+        segment_sizes.append(tuple(sizes))
+    completion_J = np.array(list(map(len, targets)))
 
-    # Targets: the completions in their order and, last, the prompts from the second token on if these are scored.
-    targets = list(completions)
-    scored_U = prompt_U - 1 if score_prompt else np.zeros_like(prompt_U)
+    # 3. The prompts as targets from their second token on, if these are scored: after the others.
+    n_scored_U = np.zeros(len(groups), int)
     if score_prompt:
-        targets += [prompt[1:] for prompt in prompts]
-    sequence_T, offset_T = _spans(np.concatenate([completion_J, scored_U]))
-    # The source of a target is the token before it. Before a completion's first token this is the prompt's last one.
-    segment_start = np.concatenate([start[place_J] - 1, start[place_U]])
-    prompt_end = (start[place_U] + prompt_U - 1)[np.concatenate([u_J, np.arange(U)])]
-    is_first_T = (offset_T == 0) & (sequence_T < B * K)
-    source_T = np.where(is_first_T, prompt_end[sequence_T], segment_start[sequence_T] + offset_T)
-    first_target_J = np.cumsum(completion_J) - completion_J
+        for u, place in enumerate(prompt_places):
+            targets.append(prompts[groups[u][0]][1:])
+            sources.append(place[:-1])
+            n_scored_U[u] = len(place) - 1
+    lengths = list(map(len, targets))
 
-    # Attention's sequences: their queries and keys (see PackedBatch).
-    completion_M = np.flatnonzero(branch_N)
-    completion_queries_J = completion_J - 1
+    # 4. Attention: which prompt and completion each token belongs to, and each sequence's queries and
+    # keys (see PackedBatch).
+    size_of_segment = np.array(list(chain(*segment_sizes)))
+    branch_of_segment = list(chain(*(range(len(sizes)) for sizes in segment_sizes)))
+    branch_N = np.repeat(branch_of_segment, size_of_segment)
+    completion_M, n_completion_queries = np.flatnonzero(branch_N), completion_J - 1
     if not len(completion_M):
-        completion_M = np.zeros(1, int)
-        completion_queries_J[0] = 1
-    queries_J = completion_J - 1 + np.where(number_J == 0, prompt_U[u_J], 0)
-    keys_J = completion_J - 1 + prompt_U[u_J]
-    key_I = np.zeros(0, int)
-    if U < B * K:
-        sequence_I, offset_I = _spans(keys_J)
-        in_prompt_I = start[place_U[u_J]][sequence_I] + offset_I
-        in_completion_I = (start[place_J] - prompt_U[u_J])[sequence_I] + offset_I
-        key_I = np.where(offset_I < prompt_U[u_J][sequence_I], in_prompt_I, in_completion_I)
-
-    arrays = {
-        "token_N": np.concatenate(inputs),
-        "position_N": position_N,
-        "prompt_N": prompt_N,
-        "branch_N": branch_N,
-        "source_T": source_T,
-        "target_T": np.concatenate(targets),
-        "sequence_T": sequence_T,
-        "length_BK": completion_J[sequence_BK] + scored_U[prompt_B][:, None],
-        "sequence_BK": sequence_BK,
-        "first_target_BK": first_target_J[sequence_BK],
-        "prompt_B": prompt_B,
-        "index_B": np.array(index),
-        "prompt_P": np.flatnonzero(branch_N == 0),
-        "completion_M": completion_M,
-        "key_I": key_I,
-        "query_start_S": np.append(0, np.cumsum(queries_J)),
-        "completion_query_start_S": np.append(0, np.cumsum(completion_queries_J)),
-        "key_start_S": np.append(0, np.cumsum(keys_J)),
-    }
-    # Numpy does all the work here. This function runs in a thread of its own, where a torch operation would start a
-    # second set of OpenMP threads; between operations they wait in a loop, on the cores that the training step needs.
-    flat = [arrays[name].ravel() for name in (*INT64_FIELDS, *INT32_FIELDS)]
-    pinned = torch.cuda.is_initialized()
-    buffer = torch.empty(sum(map(len, flat)), dtype=torch.int32, pin_memory=pinned)
-    np.concatenate(flat, out=buffer.numpy(), casting="same_kind")
-    for name in INT64_FIELDS:
-        arrays[name] = arrays[name].astype(np.int64, copy=False)
-    for name in INT32_FIELDS:
-        arrays[name] = arrays[name].astype(np.int32)
+        completion_M, n_completion_queries[0] = np.zeros(1, int), 1
+    n_keys = [len(prompt) + len(own) for prompt, own in zip(keys[::2], keys[1::2])]
+    is_shared = len(groups) < B * K
+    # Numpy does all the work here. This function runs in a thread of its own, where a torch
+    # operation would start a second set of OpenMP threads; between operations they wait in a loop,
+    # on the cores that the training step needs.
+    arrays = dict(
+        token_N=np.concatenate(tokens),
+        position_N=np.concatenate(positions),
+        prompt_N=np.repeat(np.arange(len(groups)), list(map(sum, segment_sizes))),
+        branch_N=branch_N,
+        source_T=np.concatenate(sources),
+        target_T=np.concatenate(targets),
+        sequence_T=np.repeat(np.arange(len(targets)), lengths),
+        length_BK=completion_J[sequence_BK] + n_scored_U[prompt_B][:, None],
+        sequence_BK=sequence_BK,
+        first_target_BK=(np.cumsum(completion_J) - completion_J)[sequence_BK],
+        prompt_B=prompt_B,
+        index_B=np.arange(B) if index is None else np.array(index),
+        prompt_P=np.concatenate(prompt_places),
+        completion_M=completion_M,
+        key_I=np.concatenate(keys) if is_shared else np.zeros(0, int),
+    )
+    starts = dict(
+        query_start_S=n_queries,
+        completion_query_start_S=n_completion_queries,
+        key_start_S=n_keys,
+    )
+    tensors = {name: torch.from_numpy(x.astype(np.int64, copy=False)) for name, x in arrays.items()}
+    for name, sizes in starts.items():
+        tensors[name] = torch.from_numpy(np.cumsum([0, *sizes]).astype(np.int32))
     return PackedBatch(
-        **{name: torch.from_numpy(array) for name, array in arrays.items()},
-        segment_sizes=tuple(tuple(part.tolist()) for part in np.split(size, place_U[1:])),
-        index=tuple(index),
-        max_queries=int(queries_J.max()),
-        max_completion_queries=int(completion_queries_J.max()),
-        max_keys=int(keys_J.max()),
+        **tensors,
+        segment_sizes=tuple(segment_sizes),
+        index=tuple(arrays["index_B"].tolist()),
+        ids=list(zip(prompts, completions)),
+        max_queries=max(n_queries),
+        max_completion_queries=int(max(n_completion_queries)),
+        max_keys=max(n_keys),
         longest=int(completion_J.max()),
-        buffer=buffer,
     )

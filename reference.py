@@ -23,14 +23,14 @@ class Reference:
         self.fabric, self.policy, self.frozen = fabric, policy, frozen
 
     def compute(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
-        """-> what the policy's forward would give: log-probs in nats (see model.py)"""
+        """-> log-probs in nats (see model.Scores)"""
         if self.frozen is None:
             with disable_adapters(self.policy):
-                return self.policy(packed, prompt_cache)
+                return self.policy(packed, prompt_cache).logps
         # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
         # differently from the policy.
         with self.fabric.autocast():
-            return self.frozen(packed, prompt_cache)
+            return self.frozen(packed, prompt_cache).logps
 
     __call__ = compute
 

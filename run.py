@@ -35,6 +35,7 @@ from records.examples import (
     absolute_sources,
     count_labels,
     examples_hash,
+    load_examples,
     load_splits,
     suggest_class_weights,
     with_limits,
@@ -133,6 +134,18 @@ class Run:
         """Train with another objective from the next fit on. It takes over what the last one remembers."""
         vars(objective).update(self.objective.state_dict())
         self.objective = objective
+
+    def load_records(self, path) -> list[Example]:
+        """Another file's records as examples, as data.train's are read. A resume refuses a file that has
+        changed. Raises BadInput."""
+        with user_error("data", path):
+            examples, _ = load_examples(
+                str(path), self.tokenizer, self.objective.records, self.cfg.data
+            )
+        name, new = f"records of {path}", examples_hash({"": examples})
+        is_same = self.state.hashes.setdefault(name, new) == new
+        refuse_unless(is_same, f"resume: {name}: not what this run began with")
+        return examples
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
         """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the
@@ -268,6 +281,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     """
     console.shows_progress = cfg.progress
     find_checkpoint(cfg)  # refuses a folder that holds another run
+    objective.check()
     refuse_settings_of_objective(cfg, objective)
     saved_state(objective)  # refused now, not at the first checkpoint
 

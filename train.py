@@ -12,12 +12,12 @@ Shape letters: G examples of a step, B of a micro-batch, K completions of a prom
 pairs of a step (n <= G).
 """
 
+import inspect
 import math
-import numbers
 import time
 import traceback
 from dataclasses import dataclass
-from functools import partial
+from difflib import get_close_matches
 from itertools import chain
 from typing import NamedTuple
 
@@ -31,16 +31,17 @@ from data import (
     LossView,
     MicroBatch,
     StepView,
-    batch_of_step,
+    made_ahead,
     make_batch,
-    mismatched,
+    mismatched_pairs,
     step_batches,
 )
+from model import Scores
 from records.examples import Example
 from reference import CachedReference
 from run import Run, saved_state
 from runs.checkpoint import checkpoint_folder
-from runs.console import Failed, Interrupted, advance, progress, say
+from runs.console import BadInput, Failed, Interrupted, advance, progress, say
 from runs.devices import all_reduce
 from runs.logger import write_json
 from runs.optimizer import Plan, clip_gradient, is_due, is_end, lr_at, make_plan, steps_of
@@ -90,7 +91,7 @@ class Objective:
 
     records = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
-    kl_pairs = False
+    needs_mismatched_pairs = False
     """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, for z."""
     needs_reference = True
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
@@ -101,7 +102,7 @@ class Objective:
 
     @property
     def needs_no_gradient_pass(self) -> bool:
-        return self.needs_reference or self.kl_pairs
+        return self.needs_reference or self.needs_mismatched_pairs
 
     def loss(self, logps, ref_logps, batch: LossView, z):
         """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
@@ -110,7 +111,8 @@ class Objective:
         with the loss among them, reach `metrics`. Validation calls it too.
 
         A micro-batch is any part of the step, so a loss must not mix its examples: sums over the step
-        come from batch.step."""
+        come from batch.step. The start check compares a loss with those of the halves of its examples,
+        with made-up log-probs of the reference."""
         raise NotImplementedError
 
     def reduce(self, logps, ref_logps, lengths):
@@ -120,15 +122,15 @@ class Objective:
         lengths."""
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
-    def partners(self, examples: list[Example]) -> list[int | np.ndarray]:
-        """With kl_pairs: the number of the example whose completion each example borrows, or -1; or a
-        completion itself, an array of token ids.
+    def mismatched_pairs(self, examples: list[Example]) -> list[int | np.ndarray]:
+        """With needs_mismatched_pairs: for each example the number of the one whose completion its
+        mismatched pair has, -1 for no pair; or this completion itself, an array of token ids.
 
         An override is called as each step begins, so it may use the policy and what after_step has
         changed. It is also called in each validation with all of val, and in the start check. With
         reference_cache it is called for all steps before the first one, and must then give the same again. This
         one needs no policy: it is called a step ahead, in a thread."""
-        return mismatched(examples)
+        return mismatched_pairs(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
         """columns: of all G examples, on the CPU. -> a row of metrics.csv; None is an empty cell."""
@@ -142,14 +144,15 @@ class Objective:
 
     def baseline(self, logratio_n, step: StepView):
         """z of a step from the log-ratios (n,) of its mismatched pairs: first the mean, then the clamp.
-        -> a number, or (G,): one for each example. Pair i is that of example step.kl_index[i]; n may
-        be 0. Validation and precomputing call it too: it must not update what the objective
+        -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
+        may be 0. Validation and precomputing call it too: it must not update what the objective
         remembers."""
         return (logratio_n.sum() / max(1, len(logratio_n))).clamp(min=0)
 
     def after_step(self, columns: dict, kl: KL) -> None:
-        """Called once a training step with the columns of all G examples, on the device, equal on
-        all ranks: the place to update what the objective remembers. Validation never calls it."""
+        """Called once a training step, after its row of metrics.csv, with the columns of all G examples,
+        on the device, equal on all ranks: the place to update what the objective remembers. Validation
+        never calls it."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
         """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
@@ -171,6 +174,28 @@ class Objective:
         """Whether this algorithm has its own version of a method of Objective."""
         return getattr(cls, method) is not getattr(Objective, method)
 
+    def check(self) -> None:
+        """Raise BadInput for what would do nothing without a word: a misspelt name, and parameters that
+        nobody trains; and for a method that cannot be called as the loop calls it."""
+        plain, kind = Objective(), type(self).__name__
+        for name in dir(type(self)):
+            own, expected = getattr(self, name), getattr(plain, name, None)
+            if not hasattr(plain, name):
+                like = get_close_matches(name, dir(plain), 1, cutoff=0.85)
+                refuse_unless(not like, f"{kind}.{name}: not known: did you mean {like}?")
+            elif callable(expected) and not name.startswith("__"):
+                names = inspect.signature(expected).parameters
+                try:
+                    inspect.signature(own).bind(*names)
+                except TypeError:
+                    raise BadInput(f"{kind}.{name}: expected ({', '.join(names)})") from None
+        for name, x in vars(self).items():
+            parameters = x.parameters() if isinstance(x, torch.nn.Module) else [x]
+            refuse_unless(
+                not any(getattr(p, "requires_grad", False) for p in parameters),
+                f"{kind}.{name}: nothing trains or saves it: make it in make_module",
+            )
+
 
 class BeforeGradient(NamedTuple):
     """What the no-gradient pass of a step found."""
@@ -190,7 +215,6 @@ class Trainer:
         self.run = run
         self.has_fitted = False
         self.column_names = {}  # of each objective's loss, in training and in validation
-        self.first_step = 1  # of the fit
 
     def __enter__(self):
         return self
@@ -219,66 +243,64 @@ class Trainer:
         plan = plan or make_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)
-        self.first_step = run.state.step + 1
-        for batch in step_batches(run, examples, plan):
-            began = time.perf_counter()
-            run.policy.module.measures_entropy = self.row_is_due(run.state.step + 1, plan)
-            with self.progress_of_step(batch):
-                columns, kl = self.forward_backward(batch)
+        first = run.state.step + 1
+        batches = step_batches(run, examples, plan)
+        # pairs of its own may need what the last step has changed
+        if not run.objective.overrides("mismatched_pairs"):
+            batches = made_ahead(batches)
+        for batch in batches:
+            began, step = time.perf_counter(), run.state.step + 1
+            silent = 5 if step == first else 60  # seconds
+            with self.progress(f"step {step}", batch, silent):
+                columns, kl = self.forward_backward(batch, self.row_is_due(step, plan))
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
-            run.objective.after_step(columns, kl)
-            if run.state.step == self.first_step:
-                saved_state(run.objective)  # what it cannot save is refused before hours are spent
-                say(
-                    f"step {run.state.step}: {run.throughput.memory():.1f} GB of memory at its peak"
-                )
+            if step == first:
+                say(f"step {step}: {run.throughput.memory():.1f} GB of memory at its peak")
+            # metrics see the objective as the loss saw it, so before after_step
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
-            step = run.state.step
-            is_last = step == plan.end
+            run.objective.after_step(columns, kl)
+            saved_state(run.objective)  # what it cannot save is refused before hours are spent
             is_best = False
-            if self.validation_is_due(plan) or self.check_is_due(plan):
+            checks = run.evaluator.checker and self.is_due(run.cfg.eval.check_interval, plan)
+            if checks or self.is_due(run.cfg.val_interval, plan):
                 is_best = self.evaluate(plan)
-            if is_last or is_best or is_due(step, run.cfg.save_interval, plan):
+            if step == plan.end or is_best or is_due(step, run.cfg.save_interval, plan):
                 run.save()
             if run.stop.requested(step) and step < plan.total:
                 run.save_and_say_how_to_go_on()
                 return False
         return True
 
-    def progress_of_step(self, batch: Batch):
-        """Of a long step: from five seconds on in the first step, from a minute on in later ones."""
-        step = self.run.state.step + 1
-        total = passed_examples(batch, self.run.objective, self.run.fabric.world_size)
-        return progress(f"step {step}", total, silent=5 if step == self.first_step else 60)
+    def progress(self, title: str, batch: Batch, silent: float = 5):
+        """Of the passes over a batch, in examples of this rank."""
+        passes = 1 + self.run.objective.needs_no_gradient_pass
+        n = passes * len(batch.examples) // self.run.fabric.world_size
+        return progress(title, n, silent)
 
-    def forward_backward(self, batch: Batch) -> tuple[dict, KL]:
-        """Add the step's gradient to the policy's. -> {column: (G,)} and KL, of all ranks"""
+    def forward_backward(self, batch: Batch, entropy: bool = False) -> tuple[dict, KL]:
+        """Add the step's gradient to the policy's. entropy: whether to compute it, for a column.
+        -> {column: (G,)} and KL, of all ranks"""
         run, columns = self.run, {}
         micros = batch.micro_batches
-        first_forward, score_pairs = None, self.forward
-        if run.objective.kl_pairs and len(micros) == 1:
+        cache = scores = None
+        if run.objective.needs_mismatched_pairs and len(micros) == 1:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = PromptCache()
-            packed = self.pack_own(batch, micros[0].index)
-            first_forward = packed, self.forward(packed, cache)
-            score_pairs = partial(self.forward, prompt_cache=cache)
-        before = self.no_gradient_pass(batch, score_pairs, run.objective)
+            packed = self.pack(batch, micros[0].index)._replace(entropy=entropy)
+            scores = self.forward(packed, cache)
+        before = self.no_gradient_pass(batch, cache)
         for i, micro in enumerate(micros):
-            # FSDP2 always synchronises: otherwise each rank would hold the whole, unsharded gradient until the last
-            # micro-batch
+            # FSDP2 always synchronises: otherwise each rank would hold the whole, unsharded gradient
+            # until the last micro-batch
             synchronises = i == len(micros) - 1 or run.cfg.strategy == "fsdp"
             with run.fabric.no_backward_sync(run.policy, enabled=not synchronises):
-                if first_forward:
-                    packed, logps = first_forward
-                else:
-                    packed = self.pack_own(batch, micro.index)
-                    logps = self.forward(packed)
-                loss_B = self.micro_batch_loss(
-                    run.objective, batch, micro, packed, logps, before, columns
-                )
+                if cache is None:
+                    packed = self.pack(batch, micro.index)._replace(entropy=entropy)
+                    scores = self.forward(packed)
+                loss_B = self.micro_batch_loss(batch, micro, packed, scores, before, columns)
                 # DDP and FSDP2 average gradients over ranks
                 weight = 0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
                 run.fabric.backward(loss_B.sum() * weight)
@@ -286,16 +308,18 @@ class Trainer:
         return self.sum_over_ranks(columns), before.kl
 
     @torch.no_grad()
-    def no_gradient_pass(self, batch: Batch, score_pairs, objective: Objective) -> BeforeGradient:
+    def no_gradient_pass(self, batch: Batch, policy_cache=None) -> BeforeGradient:
         """The reference's log-probs of this rank's completions, and z from the log-ratios of all
-        mismatched pairs of the step, on all ranks. score_pairs(packed): the policy's log-probs.
+        mismatched pairs of the step, on all ranks. policy_cache: the policy's keys and values of the
+        prompts, if they are known.
 
         The reference runs the micro-batches of the policy, first the own completions, then the
-        borrowed ones. So both models round alike. Before the first update the log-ratio of an own
-        completion is exactly 0; of a borrowed one, too, if the step is one micro-batch or the examples are
-        long (else it may differ by rounding). Later the rounding of the two mostly cancels."""
-        run, device = self.run, self.run.fabric.device
-        G, has_pairs, ref_logps = len(batch.examples), batch.partners is not None, None
+        mismatched ones. So both models round alike. Before the first update the log-ratio of an own
+        completion is exactly 0; of a mismatched one, too, if the step is one micro-batch or the
+        examples are long (else it may differ by rounding). Later the rounding of the two mostly
+        cancels."""
+        run, objective, device = self.run, self.run.objective, self.run.fabric.device
+        G, has_pairs, ref_logps = len(batch.examples), batch.mismatched_pairs is not None, None
         logratio_G = torch.zeros(G, device=device, dtype=torch.float64)
         for micro in batch.micro_batches if objective.needs_no_gradient_pass else []:
             prompt_cache = PromptCache() if has_pairs else None
@@ -307,8 +331,8 @@ class Trainer:
                 if not micro.filler:
                     ref_logps[packed.index_B] = ref_own
             if has_pairs:
-                packed = self.pack(batch, micro.index, borrowed=True)
-                logps, ref_pairs = score_pairs(packed), None
+                packed = self.pack(batch, micro.index, mismatched=True)
+                logps, ref_pairs = self.forward(packed, policy_cache).logps, None
                 if objective.needs_reference:
                     ref_pairs = run.reference(packed, prompt_cache)
                 if objective.by_token:
@@ -319,20 +343,15 @@ class Trainer:
             advance(len(micro.index))
             if not run.policy.training:  # a step is never left in its middle (devices.Stop)
                 run.stop.check(device)
-        step = batch.step_view(device)
-        # an example without a partner is left out of the mean
-        logratio_n = all_reduce(logratio_G)[step.kl_index] if has_pairs else logratio_G[:0]
+        step = StepView(batch, device)
+        # an example without a pair is left out of the mean
+        logratio_n = all_reduce(logratio_G)[step.mismatched_index] if has_pairs else logratio_G[:0]
         z = objective.baseline(logratio_n, step)
-        if isinstance(z, numbers.Real):
-            z = torch.full((), z, device=device)
-        if not isinstance(z, torch.Tensor):
-            got = type(z).__name__
-            raise Failed(f"baseline: one number or ({G},), one for each example, not {got}")
+        z = torch.as_tensor(z, device=device, dtype=torch.get_default_dtype())
         if z.shape not in ((), (G,)):
-            raise Failed(
-                f"baseline: one number or ({G},), one for each example, not {tuple(z.shape)}"
-            )
-        return BeforeGradient(ref_logps, KL(logratio_n, z.to(torch.get_default_dtype())), step)
+            shape = tuple(z.shape)
+            raise Failed(f"baseline: one number or ({G},), one for each example, not {shape}")
+        return BeforeGradient(ref_logps, KL(logratio_n, z), step)
 
     def check_finite(self, batch: Batch, columns: dict, kl: KL, grad_norm) -> float:
         """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
@@ -340,9 +359,8 @@ class Trainer:
         run = self.run
         stop_code = torch.full_like(grad_norm, run.stop.code(), dtype=torch.float64)
         # a loss may be infinite where its gradient is not, as by a constant
-        loss = columns["loss"].sum().to(grad_norm.device)
-        of_step = torch.stack([grad_norm.double(), kl.z.double().sum(), loss, stop_code])
-        grad_norm, z, loss, stop_code = all_reduce(of_step, "max").tolist()
+        of_step = [grad_norm.double(), kl.z.double().sum(), columns["loss"].sum(), stop_code]
+        grad_norm, z, loss, stop_code = all_reduce(torch.stack(of_step), "max").tolist()
         run.stop.set_agreed(stop_code)
         if all(map(math.isfinite, (grad_norm, z, loss))):
             return grad_norm
@@ -373,11 +391,11 @@ class Trainer:
         run, step = self.run, self.run.state.step
         metrics = None
         if self.row_is_due(step, plan):
-            on_cpu, kl = columns_to_cpu(columns, kl)
-            entropy_G = on_cpu.pop("entropy", None)
-            metrics = run.objective.metrics(on_cpu, kl)
-            if entropy_G is not None:
-                row["entropy"] = entropy_of_step(entropy_G, batch)
+            columns, kl = on_cpu(columns, kl)
+            # a mean over tokens, from the means over each example's
+            entropy_G, tokens_G = columns.pop("entropy"), columns.pop("scored_tokens")
+            row["entropy"] = float(np.average(entropy_G, weights=tokens_G))
+            metrics = self.metrics(columns, kl)
             row["epoch"] = (step - plan.begin) / plan.per_epoch
             row["samples"] = step * len(batch.examples)
         # only now: on a GPU the row has waited for the step's end
@@ -387,46 +405,48 @@ class Trainer:
             metrics = join_columns(metrics, row | run.throughput.read())
         run.logger.step(step, metrics, seconds)
 
+    def metrics(self, columns: dict, kl: KL) -> dict:
+        """A row by the objective's metrics. Raises Failed for a column that they miss."""
+        try:
+            return self.run.objective.metrics(columns, kl)
+        except KeyError as e:
+            raise Failed(f"metrics: no column {e}: the loss must return it") from e
+
     # ---- parts of a step ------------------------------------------------------------------------
 
-    def pack(self, batch: Batch, index, borrowed: bool = False):
-        return batch.pack(index, borrowed).to(self.run.fabric.device)
+    def pack(self, batch: Batch, index, mismatched: bool = False):
+        return batch.pack(index, mismatched).to(self.run.fabric.device)
 
-    def pack_own(self, batch: Batch, index):
-        """Own completions, for the loss."""
-        return self.pack(batch, index)._replace(for_loss=True)
-
-    def forward(self, packed, prompt_cache=None):
-        """The policy's log-probs of a packed batch, (B, K) or by token (B, K, L), with gradient in
-        training; with an objective's module a pair of these and its outputs where the batch is for the
-        loss. prompt_cache: where to leave the prompts' keys and values, or from where to read them."""
+    def forward(self, packed, prompt_cache=None) -> Scores:
+        """The policy's log-probs of a packed batch, with gradient in training. prompt_cache: where to
+        leave the prompts' keys and values, or from where to read them."""
         return self.run.policy(packed, prompt_cache)
 
     def micro_batch_loss(
-        self, objective, batch: Batch, micro: MicroBatch, packed, logps, before, columns
+        self, batch: Batch, micro: MicroBatch, packed, scores: Scores, before, columns
     ):
-        """-> the losses (B,) of a micro-batch. before: what no_gradient_pass found. The columns are written to
-        their places among the step's G. A filler only makes the columns, so that all ranks have the same
-        ones."""
-        ref_logps, z, outputs = before.ref_logps, before.kl.z, None
-        if isinstance(logps, tuple):
-            logps, outputs = logps
-        B = len(logps)
+        """-> the losses (B,) of a micro-batch. before: what no_gradient_pass found. The columns are
+        written to their places among the step's G. A filler only makes the columns, so that all ranks
+        have the same ones."""
+        objective, logps = self.run.objective, scores.logps
+        ref_logps, z = before.ref_logps, before.kl.z
         if ref_logps is not None:
-            # a filler is another rank's example: with log-ratios of 0 its loss, which counts for nothing, is finite
+            # a filler is another rank's example: with log-ratios of 0 its loss, which counts for
+            # nothing, is finite
             ref_logps = logps.detach() if micro.filler else ref_logps[packed.index_B]
         if objective.by_token:
             logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         if z.dim():
             z = z[packed.index_B]
-        view = batch.loss_view(packed, before.step)._replace(outputs=outputs)
-        loss_B, values = check_loss(objective.loss(logps, ref_logps, view, z), B)
-        self.check_columns(objective, values)
+        view = LossView(before.step, packed, scores.outputs)
+        loss_B, values = check_loss(objective.loss(logps, ref_logps, view, z), len(packed.index))
+        self.check_columns(values)
         loss_B = loss_B * before.step.weight[packed.index_B]
         values = join_columns({"loss": loss_B}, values)
-        entropy_BK = getattr(self.run.policy.module, "entropy_BK", None)
-        if self.run.policy.training and entropy_BK is not None:
-            values = join_columns(values, {"entropy": entropy_BK.sum(1) / packed.length_BK.sum(1)})
+        if scores.entropy is not None:
+            n_B = packed.length_BK.sum(1)
+            of_tokens = {"entropy": scores.entropy.sum(1) / n_B, "scored_tokens": n_B}
+            values = join_columns(values, of_tokens)
         for name, value_B in values.items():
             value_B = value_B.detach().double()
             column_G = columns.setdefault(name, value_B.new_zeros(len(batch.examples)))
@@ -434,21 +454,17 @@ class Trainer:
                 column_G[packed.index_B] = value_B
         return loss_B
 
-    def check_columns(self, objective, columns: dict) -> None:
-        """Raise Failed unless each micro-batch, of all ranks and steps, has the same columns: in a column that
-        only some have, the examples of the others would count as 0. A collective at an objective's first
-        micro-batch."""
-        names, key = set(columns), (type(objective), self.run.policy.training)
-        of_ranks = [names]
+    def check_columns(self, columns: dict) -> None:
+        """Raise Failed unless each micro-batch, of all ranks and steps, has the same columns: in a
+        column that only some have, the examples of the others would count as 0. A collective at an
+        objective's first micro-batch."""
+        key = type(self.run.objective), self.run.policy.training
         if key not in self.column_names:
-            self.column_names[key] = names
-            if self.run.fabric.world_size > 1:
-                of_ranks = [None] * self.run.fabric.world_size
-                torch.distributed.all_gather_object(of_ranks, names)
-        seen = [self.column_names[key], *of_ranks]
-        if differ := sorted(set.union(*seen) - set.intersection(*seen)):
+            self.column_names[key] = self.run.fabric.broadcast(list(columns))  # rank 0's
+        if differ := set(columns) ^ set(self.column_names[key]):
+            names = ", ".join(sorted(differ))
             raise Failed(
-                f"loss: columns {', '.join(differ)}: not of every micro-batch: return the same columns for each"
+                f"loss: columns {names}: not of every micro-batch: return the same columns for each"
             )
 
     def sum_over_ranks(self, columns: dict) -> dict:
@@ -460,19 +476,17 @@ class Trainer:
 
     # ---- between steps --------------------------------------------------------------------------
 
-    def held_out(self, name: str) -> list:
-        """The examples of val, the first limit_val of them; or those of test."""
-        examples = self.run.examples[name]
-        if name == "test":
-            return examples
+    @property
+    def val(self) -> list:
+        """The examples of val, the first limit_val of them."""
+        examples = self.run.examples["val"]
         return examples[: steps_of(self.run.cfg.limit_val, len(examples))]
 
     def score(self, examples, title: str = "validation") -> dict:
         """-> a row of val.csv"""
         if not examples[0].completions:  # prompts alone: only a checker has something to say
             return {}
-        columns, kl = self.score_examples(examples, title)
-        return self.run.objective.metrics(columns, kl)
+        return self.metrics(*self.score_examples(examples, title))
 
     @torch.no_grad()
     def score_examples(self, examples, title: str = "scoring") -> tuple[dict, KL]:
@@ -480,43 +494,37 @@ class Trainer:
         One z for all of them, so the numbers depend on neither batch size nor ranks. -> what a loss
         gives of each, {column: (n,)}, and KL; of all ranks, on the CPU. A collective. title: of its
         progress."""
-        run, columns, objective = self.run, {}, self.run.objective
+        run, columns = self.run, {}
         run.policy.eval()
-        batch = make_batch(run, examples, objective)
-        total = passed_examples(batch, objective, run.fabric.world_size)
-        with progress(title, total):
-            before = self.no_gradient_pass(batch, self.forward, objective)
+        batch = make_batch(run, examples)
+        with self.progress(title, batch):
+            before = self.no_gradient_pass(batch)
             for micro in batch.micro_batches:
-                packed = self.pack_own(batch, micro.index)
-                logps = self.forward(packed)
-                self.micro_batch_loss(objective, batch, micro, packed, logps, before, columns)
+                packed = self.pack(batch, micro.index)
+                self.micro_batch_loss(batch, micro, packed, self.forward(packed), before, columns)
                 advance(len(micro.index))
                 run.stop.check(run.fabric.device)
         run.policy.train()
-        return columns_to_cpu(self.sum_over_ranks(columns), before.kl)
+        return on_cpu(self.sum_over_ranks(columns), before.kl)
 
-    def validation_is_due(self, plan: Plan) -> bool:
-        step, interval = self.run.state.step, self.run.cfg.val_interval
+    def is_due(self, interval, plan: Plan) -> bool:
+        """Whether to validate or to check answers after this step."""
+        step = self.run.state.step
         return is_due(step, interval, plan) or is_end(step, plan, interval)
-
-    def check_is_due(self, plan: Plan) -> bool:
-        """Whether the checker is asked after this step, or at step 0."""
-        step, interval = self.run.state.step, self.run.cfg.eval.check_interval
-        if not self.run.evaluator.checker:
-            return False
-        return step == 0 or is_due(step, interval, plan) or is_end(step, plan, interval)
 
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
         so far by keep_best"""
-        run, step, val = self.run, self.run.state.step, self.held_out("val")
+        run, step, val = self.run, self.run.state.step, self.val
         if not val:
             return False
         run.state.unvalidated = True
         row = self.score(val)
         if run.evaluator.checker:
-            share = run.evaluator.accuracy(step) if self.check_is_due(plan) else None
-            own_kl = None if share is None else self.own_kl(run.evaluator.checked_answers)
+            share = own_kl = None
+            if step == 0 or self.is_due(run.cfg.eval.check_interval, plan):
+                share = run.evaluator.accuracy(step)
+                own_kl = self.own_kl(run.evaluator.checked_answers)
             row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
         samples = run.evaluator.samples(step)
         run.state.unvalidated = False
@@ -538,7 +546,7 @@ class Trainer:
         batch = Batch(answers, cut=run.cut)
         for micro in batch.micro_batches:
             packed = self.pack(batch, micro.index)
-            r_B = (self.forward(packed) - reference.compute(packed))[:, 0]
+            r_B = (self.forward(packed).logps - reference.compute(packed))[:, 0]
             total += r_B.double().sum() * (not micro.filler)
             run.stop.check(run.fabric.device)
         run.policy.train()
@@ -550,9 +558,8 @@ class Trainer:
         """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
         run, step, cfg = self.run, self.run.state.step, self.run.cfg
         run.logger.begin(plan, len(examples), cfg.batch_size, step)
-        starts_equal = step == run.reference_step and not cfg.reference
-        if starts_equal and run.objective.needs_reference:
-            self.check_start(make_batch(run, examples[: cfg.batch_size], run.objective))
+        if step == run.reference_step:
+            self.check_start(make_batch(run, examples[: cfg.batch_size]))
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0 or run.state.unvalidated:
@@ -561,48 +568,82 @@ class Trainer:
 
     @torch.no_grad()
     def check_start(self, batch: Batch) -> None:
-        """Raise Failed unless the reference is the model that the run starts from: r is exactly 0 on
-        own completions and on borrowed ones."""
+        """On a few examples: raise Failed unless the reference is the model that the run starts from (r
+        is exactly 0 on own completions and on mismatched ones), and for a loss that mixes examples.
+        Say the log-prob a token."""
         run = self.run
         run.policy.eval()
         index = batch.micro_batches[0].index[:CHECKED]
+        is_start = run.objective.needs_reference and not run.cfg.reference
         caches, differences = (PromptCache(), PromptCache()), []
-        for borrowed in (False, True) if batch.partners is not None else (False,):
-            packed = self.pack(batch, index, borrowed)
-            logps = self.forward(packed, caches[0])
-            differences.append((logps - run.reference.compute(packed, caches[1])).abs().max())
-        largest = all_reduce(torch.stack(differences).max().double(), "max").item()
-        if largest != 0:
-            reason = "the reference is not the model that the run starts from"
-            if not math.isfinite(largest):
-                reason = "the weights do not give finite log-probs"
-            raise Failed(
-                f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: {reason}"
-            )
-        say(f"step {run.state.step}: policy and reference agree to the bit")
+        for mismatched in (False, True) if batch.mismatched_pairs is not None else (False,):
+            packed = self.pack(batch, index, mismatched)
+            scores = self.forward(packed, caches[0])
+            if is_start:
+                ref_logps = run.reference.compute(packed, caches[1])
+                differences.append((scores.logps - ref_logps).abs().max())
+            if not mismatched:
+                own, n_tokens = scores, packed.length_BK.sum()
+        agree = ""
+        if is_start:
+            largest = all_reduce(torch.stack(differences).max().double(), "max").item()
+            if largest != 0:
+                raise Failed(
+                    f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: the "
+                    "reference is not the model that the run starts from"
+                )
+            agree = "policy and reference agree to the bit; "
+        run.policy.train()  # the loss may be another one in validation
+        self.check_mixing(batch, index, own)
+        sums = torch.stack([own.logps.double().sum(), n_tokens.double()])
+        logp, n_tokens = all_reduce(sums).tolist()
+        say(f"step {run.state.step}: {agree}{logp / n_tokens:.2f} nats a token")
 
+    def check_mixing(self, batch: Batch, index: list[int], scores: Scores) -> None:
+        """Raise Failed if an example's loss depends on the other examples of its micro-batch: another
+        cut would then give another gradient. So the losses of `index` are compared with those of its
+        halves. The reference's log-probs are made up, 0 for all examples but the first: if all
+        log-ratios were 0, a mean over examples might not show."""
+        step, logps, n = StepView(batch, self.run.fabric.device), scores.logps, len(index)
+        ref_logps = None
+        if self.run.objective.needs_reference:
+            ref_logps = logps.new_zeros(step.size, *logps.shape[1:])
+            ref_logps[index[0]] = logps[0]
+        before = BeforeGradient(ref_logps, KL(logps.new_zeros(0), logps.new_zeros(())), step)
+        losses = []
+        for start, end in ((0, n), (0, n // 2), (n // 2, n)):
+            if part := index[start:end]:
+                outputs = None if scores.outputs is None else scores.outputs[start:end]
+                given = self.pack(batch, part), Scores(logps[start:end], outputs), before, {}
+                losses.append(self.micro_batch_loss(batch, MicroBatch(part), *given))
+        # not to the bit: a fork's own model may round differently in a half
+        if not torch.allclose(losses[0], torch.cat(losses[1:]), 0.02, 1e-6, equal_nan=True):
+            raise Failed(
+                "loss: an example's loss depends on the other examples of its micro-batch, so another "
+                "cut would give another gradient: take sums over examples from batch.step"
+            )
+
+    @torch.no_grad()
     def precompute(self, examples, plan: Plan) -> None:
         """Compute all log-probs of the reference that the run will need, and release it."""
         run = self.run
-
-        def zeros(packed):  # the policy's log-probs are not needed
-            return torch.zeros(packed.length_BK.shape, device=run.fabric.device)
-
-        steps = range(run.state.step + 1, plan.end + 1)
-        batches = (batch_of_step(run, examples, plan, step) for step in steps)
-        splits = [self.held_out(name) for name in ("val", "test")]
-        held_out = (make_batch(run, x, run.objective) for x in splits if x)
-        n = len(steps) * run.cfg.batch_size + sum(map(len, splits))
-        run.policy.eval()
+        splits = [x for x in (self.val, run.examples["test"]) if x]
+        batches = chain(step_batches(run, examples, plan), (make_batch(run, x) for x in splits))
+        n = (plan.end - run.state.step) * run.cfg.batch_size + sum(map(len, splits))
         with progress("precomputing log-probs", n // run.fabric.world_size):
-            for batch in chain(batches, held_out):
-                self.no_gradient_pass(batch, zeros, run.objective)
+            for batch in batches:
+                for micro in batch.micro_batches:
+                    run.reference(self.pack(batch, micro.index))
+                    if batch.mismatched_pairs is not None:
+                        run.reference(self.pack(batch, micro.index, mismatched=True))
+                    advance(len(micro.index))
+                    run.stop.check(run.fabric.device)
         run.reference.release()
 
     def finish(self) -> None:
         """Of the last weights, and then of the best ones: export them and score the test split. Answers of
         the last ones are compared with those before the run."""
-        run, test, scores = self.run, self.held_out("test"), {}
+        run, test, scores = self.run, self.run.examples["test"], {}
         last = run.state.step
         if run.saved_step < last:  # a branch that has no step left
             run.save()
@@ -640,35 +681,22 @@ def join_columns(own: dict, programs: dict) -> dict:
     return own | programs
 
 
-def passed_examples(batch: Batch, objective: Objective, ranks: int) -> int:
-    """How many examples of this rank advance() counts in the passes over a batch."""
-    return len(batch.examples) * (2 if objective.needs_no_gradient_pass else 1) // ranks
-
-
 def check_loss(returned, B: int) -> tuple[torch.Tensor, dict]:
-    """What a loss has returned: the losses (B,), and {column: (B,)}. Raises Failed if it is anything else."""
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
-        got = type(returned).__name__
-        raise Failed(f"loss: expected (losses, columns), a tensor and a dict of tensors, got {got}")
+    """What a loss has returned: the losses (B,), and {column: (B,)}. Raises Failed if it is anything
+    else: a mean, for one, would silently scale the gradient."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise Failed("loss: expected (losses, columns), a tensor and a dict of tensors")
     loss_B, columns = returned
-    for name, x in {"": loss_B, **columns}.items():
-        who = f"loss: {name}" if name else "loss"
-        if not isinstance(x, torch.Tensor):
-            raise Failed(f"{who}: expected a tensor ({B},), got {type(x).__name__}")
-        if x.shape != (B,):  # a mean would silently scale the gradient
-            raise Failed(f"{who}: one number an example, shape ({B},), not {tuple(x.shape)}")
+    for name, x in {"losses": loss_B, **columns}.items():
+        got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        if got != (B,):
+            raise Failed(
+                f"loss: {name}: expected a tensor ({B},), one number an example, got {got}"
+            )
     if torch.is_grad_enabled() and not loss_B.requires_grad:
         raise Failed("loss: it has no gradient, so nothing would be learned")
     return loss_B, columns
 
 
-def entropy_of_step(entropy_G, batch: Batch) -> float:
-    """The mean over a step's tokens, from the means over each example's."""
-    return float(np.average(entropy_G.numpy(), weights=batch.scored_tokens))
-
-
-def columns_to_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
-    """In one copy, which waits for the device once."""
-    parts = [*columns.values(), kl.logratio, kl.z.double().flatten()]
-    *values, logratio, z = torch.cat(parts).cpu().split([len(x) for x in parts])
-    return dict(zip(columns, values)), KL(logratio, z.to(kl.z.dtype).view(kl.z.shape))
+def on_cpu(columns: dict, kl: KL) -> tuple[dict, KL]:
+    return {name: x.cpu() for name, x in columns.items()}, KL(*(x.cpu() for x in kl))

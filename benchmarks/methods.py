@@ -245,7 +245,7 @@ class Sampler:
             for i in range(0, len(pairs), BATCH):
                 prompts, answers = zip(*pairs[i : i + BATCH])
                 answers = [(np.array(ids, np.int32),) for ids in answers]
-                scores += self.policy(pack(prompts, answers))[:, 0].double().tolist()
+                scores += self.policy(pack(prompts, answers)).logps[:, 0].double().tolist()
         return scores
 
 

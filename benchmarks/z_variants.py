@@ -23,7 +23,6 @@ import instructions
 
 import kto
 import online
-from data import mismatched
 from runs.console import run_cli
 
 
@@ -66,13 +65,13 @@ class OnlineSettings(online.Settings):
 class OtherZ(kto.KTO):
     def __init__(self, args: ZSettings):
         super().__init__(args)
-        self.kl_pairs = args.z != "zero"
+        self.needs_mismatched_pairs = args.z != "zero"
         self.variant = VARIANTS[args.z]
 
-    def partners(self, examples):
+    def mismatched_pairs(self, examples):
         if self.variant.block:
             return neighbours(len(examples), self.variant.block)
-        return mismatched(examples)
+        return mismatched_pairs(examples)
 
     def baseline(self, logratio_n, step):
         group, rank, _ = self.variant
@@ -83,7 +82,7 @@ class OtherZ(kto.KTO):
 
     def metrics(self, columns, kl):
         row = super().metrics(columns, kl)
-        if self.kl_pairs:
+        if self.needs_mismatched_pairs:
             error = kl.z - super().baseline(kl.logratio, None).to(kl.z.dtype)
             row |= {"z/bias": error.mean().item(), "z/rmse": error.square().mean().sqrt().item()}
         return row
@@ -96,11 +95,11 @@ class OnlineOtherZ(OtherZ):
 def neighbours(n: int, size: int) -> list[int]:
     """TRL's pairs of n examples: each takes the completion of the one before it in its block of
     `size`; the first of a block takes the last one's."""
-    partners = []
+    mismatched_pairs = []
     for start in range(0, n, size):
         block = list(range(start, min(start + size, n)))
-        partners += block[-1:] + block[:-1]
-    return partners
+        mismatched_pairs += block[-1:] + block[:-1]
+    return mismatched_pairs
 
 
 def z_by_groups(r_G, group: int | None, rank: int | None):

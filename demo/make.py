@@ -176,7 +176,7 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     optimizer = torch.optim.AdamW(gpt.parameters(), LR, (0.9, 0.99), weight_decay=0.0)
     for step in range(1, STEPS + 1):
         batch = careless_batch(task, tokenizer, rng, held_out)
-        loss = -gpt(batch).sum() / batch.length_BK.sum()
+        loss = -gpt(batch).logps.sum() / batch.length_BK.sum()
         loss.backward()
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, step / 100, 1.1 - step / STEPS)

@@ -124,7 +124,7 @@ def trained(gpt, batch, steps=2):
     optimizer = torch.optim.SGD([p for p in gpt.parameters() if p.requires_grad], lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
-        (-gpt(batch).mean()).backward()
+        (-gpt(batch).logps.mean()).backward()
         optimizer.step()
     return gpt
 

@@ -189,7 +189,7 @@ def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_
 
 def micro_batch(found: list[Example], index: list[int]) -> data.LossView:
     batch = Batch(found)
-    return batch.loss_view(batch.pack(index), batch.step_view(torch.device("cpu")))
+    return data.LossView(data.StepView(batch, torch.device("cpu")), batch.pack(index))
 
 
 def test_a_weight_and_a_label_reach_the_step(tmp_path):
@@ -338,7 +338,7 @@ def letters(*pairs: str) -> list[Example]:
 
 
 @pytest.mark.parametrize(
-    "pairs, partners",
+    "pairs, mismatched_pairs",
     [
         (["ax", "by", "cz"], [1, 2, 0]),  # the plain shift, and the last takes the first's
         (["ax", "ay", "bx", "by"], [3, 2, 1, 0]),  # two pairs with the same two answers
@@ -350,36 +350,38 @@ def letters(*pairs: str) -> list[Example]:
         ([], []),
     ],
 )
-def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(pairs, partners):
-    assert data.mismatched(letters(*pairs)) == partners
+def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(
+    pairs, mismatched_pairs
+):
+    assert data.mismatched_pairs(letters(*pairs)) == mismatched_pairs
 
 
-def test_mismatched_agrees_with_its_definition_on_small_alphabets():
+def test_mismatched_pairs_agree_with_its_definition_on_small_alphabets():
     rng, without = random.Random(0), 0
     for _ in range(400):
         n, size = rng.randint(1, 9), rng.randint(1, 4)
         pairs = [rng.choice("abcd"[:size]) + rng.choice("wxyz"[:size]) for _ in range(n)]
-        for i, got in enumerate(data.mismatched(letters(*pairs))):
+        for i, got in enumerate(data.mismatched_pairs(letters(*pairs))):
             p, c = pairs[i]
             fit = (j for j in range(n) if pairs[j][0] != p and pairs[j][1] != c)
             allowed = {(j - i) % n: j for j in fit}
             assert got == (allowed[min(allowed)] if allowed else -1) and got != i
             without += not allowed
-    assert without > 100, "else the case without a partner was not met"
+    assert without > 100, "else the case without a pair was not met"
 
 
 def test_completions_are_compared_after_cutting(tmp_path):
     source = write(tmp_path / "d.jsonl", rated("a", "xyz1"), rated("b", "xyz2"), rated("c", "z"))
-    assert data.mismatched(read(source, plain())) == [1, 2, 0]
+    assert data.mismatched_pairs(read(source, plain())) == [1, 2, 0]
     cut = read(source, plain(), max_completion=3)
-    assert data.mismatched(cut) == [2, 2, 0], "a and b now say the same"
+    assert data.mismatched_pairs(cut) == [2, 2, 0], "a and b now say the same"
 
 
-def test_a_batch_hands_out_own_and_borrowed_completions():
+def test_a_batch_hands_out_own_and_mismatched_completions():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
-    batch = Batch(found, data.mismatched(found))
-    assert batch.partners == [1, 2, 1]
-    own, lent = batch.pack([0, 2]), batch.pack([2], borrowed=True)
+    batch = Batch(found, data.mismatched_pairs(found))
+    assert batch.mismatched_pairs == [1, 2, 1]
+    own, lent = batch.pack([0, 2]), batch.pack([2], mismatched=True)
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     assert [batch.group_size(group) for group in batch.groups] == [5, 4, 4], "the longer of the two"
@@ -392,7 +394,7 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
         example([1, 2], [7, 8, 9]),
         example([5], [3, 4]),
     ]
-    batch = Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=7))
+    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(max_tokens=7))
     assert batch.groups == [[0, 2], [1, 3]] and [2 + 2 + 3, 1 + 1 + 2] == [7, 4]
     assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
     packed = batch.pack([0, 2])
@@ -405,8 +407,9 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
 
 def cut(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
     """A pass's micro-batches of each rank, cut as the trainer cuts them."""
-    parts = data.split_over_ranks(sizes, ranks, tokens is not None)
-    return data.cut_micro_batches(sizes, [1] * len(sizes), parts, size, tokens)
+    return data.cut_micro_batches(
+        sizes if tokens else [1] * len(sizes), data.Cut(0, ranks, size, tokens)
+    )
 
 
 def steps():
@@ -486,18 +489,21 @@ def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only(
     assert order(2, 8) != first, "or two seeds would repeat each other, an epoch apart"
 
 
+def by_prompt(found: list[Example], order) -> list[int]:
+    return sum(packing.prompt_groups([e.prompt for e in found], order), [])
+
+
 def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
     found = [example([p], [n]) for n in range(4) for p in (7, 5, 9)]
     orders = []
     for epoch in range(9):
-        order = data.epoch_order_by_prompt(found, epoch, 3, True)
+        order = by_prompt(found, data.epoch_order(12, epoch, 3, True))
         assert sorted(order) == list(range(12))
         prompts = [found[i].prompt[0] for i in order]
         assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
         orders.append(tuple(order))
     assert len(set(orders)) == 9, "both prompts and their examples are shuffled"
-    in_file = data.epoch_order_by_prompt(found, 0, 3, False)
-    assert in_file == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert by_prompt(found, range(12)) == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -525,17 +531,3 @@ def test_a_packed_batch_by_hand():
     assert by_token == [[[1, 2, 0], [3, 4, 5]], [[6, 0, 0], [7, 8, 0]]]
     assert r.length_BK.tolist() == [[2, 3], [1, 2]]
     assert r.segment_sizes == ((3, 1, 2), (1, 0, 1)) and r.sizes == (6, 2)
-    assert {getattr(r, name).dtype for name in packing.INT64_FIELDS} == {torch.int64}
-
-
-def test_the_buffer_of_a_packed_batch_holds_all_its_tensors():
-    """A copy of the buffer alone reaches a GPU: what is not in it, or at another place, would be wrong there."""
-    for K in (1, 2):
-        r = packing.pack(PROMPTS, [ys[:K] for ys in COMPLETIONS], score_prompt=True, index=[7, 3])
-        assert r.buffer.dtype == torch.int32
-        tensors = {name: x for name, x in r._asdict().items() if isinstance(x, torch.Tensor)}
-        del tensors["buffer"]
-        views = packing._buffer_views(r.buffer, {name: x.shape for name, x in tensors.items()})
-        assert views.keys() == tensors.keys()
-        for name, x in views.items():
-            assert x.dtype == tensors[name].dtype and torch.equal(x, tensors[name])

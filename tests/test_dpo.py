@@ -29,7 +29,7 @@ def pair(prompt, chosen, rejected, rewards=(None, None)):
 def score(args, policy, reference, examples):
     """-> columns, metrics"""
     objective = dpo.DPO(args)
-    batch = make_batch(trainer_of(objective).run, examples, objective)
+    batch = make_batch(trainer_of(objective).run, examples)
     return score_batch(objective, policy, reference, batch)[1:]
 
 

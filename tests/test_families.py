@@ -256,8 +256,8 @@ def test_three_completions_share_a_prompt_and_samples_are_transformers(name, tmp
     gpt, r = load.load_model(tmp_path).eval(), np.random.default_rng(0)
     prompts = [r.integers(512, size=n) for n in (9, 1, 15)]
     answers = [tuple(r.integers(512, size=n) for n in r.integers(1, 9, 3)) for _ in prompts]
-    alone = [[gpt(pack([p], [(c,)])).item() for c in row] for p, row in zip(prompts, answers)]
-    assert same(gpt(pack(prompts, answers)), torch.tensor(alone), 1e-4)
+    alone = [[gpt(pack([p], [(c,)])).logps.item() for c in row] for p, row in zip(prompts, answers)]
+    assert same(gpt(pack(prompts, answers)).logps, torch.tensor(alone), 1e-4)
     tokenizer = Tokenizer(tmp_path)
     fabric = Fabric(accelerator="cpu", devices=1)
     ours = generate.generate(fabric, gpt, prompts, tokenizer, Sampling(temperature=0.0), 20, seed=1)
@@ -275,7 +275,7 @@ def test_the_dropout_of_a_config_is_switched_off_and_stays_in_the_export(tmp_pat
     config = json.loads(file.read_text()) | {"residual_dropout": 0.5, "embedding_dropout": 0.5}
     file.write_text(json.dumps(config))
     gpt, batch = load.load_model(tmp_path / "in"), pack([IDS[:3].numpy()], [(IDS[3:9].numpy(),)])
-    assert gpt.training and torch.equal(gpt(batch), gpt(batch))
+    assert gpt.training and torch.equal(gpt(batch).logps, gpt(batch).logps)
     export(Source(tmp_path / "in"), gpt.rows, gpt.unique_parameters(), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
 

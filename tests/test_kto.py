@@ -18,6 +18,7 @@ import kto
 import load
 from data import Batch, Cut, make_batch
 from kto import auc
+from model import Scores
 from packing import pack
 from records.examples import Example
 from reference import Reference
@@ -41,14 +42,15 @@ def recorded_batch(batch, pairs: bool) -> Batch:
 
     n = len(batch["label"])
     examples = [example(*cut(i, ""), bool(batch["label"][i])) for i in range(n)]
-    partners = None
+    mismatched_pairs = None
     if pairs:
-        partners = [(i - 1) % n for i in range(n)]
-        for i, j in enumerate(partners):  # it rotates the other way round: (x1, yn), (x2, y1), ...
+        mismatched_pairs = [(i - 1) % n for i in range(n)]
+        # it rotates the other way round: (x1, yn), (x2, y1), ...
+        for i, j in enumerate(mismatched_pairs):
             prompt, completion = cut(i, "KL_")
             assert (prompt == examples[i].prompt).all()
             assert (completion == examples[j].completions[0]).all()
-    return Batch(examples, partners)
+    return Batch(examples, mismatched_pairs)
 
 
 def trainer_of(objective, policy=None, reference=None) -> Trainer:
@@ -62,7 +64,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         state=SimpleNamespace(step=0),
         stop=SimpleNamespace(check=lambda device: None),
         cut=Cut(max_examples=99, max_tokens=None),
-        cfg=SimpleNamespace(data=data, strategy="auto"),
+        cfg=SimpleNamespace(data=data, strategy="auto", reference=None),
     )
     return Trainer(run)
 
@@ -71,7 +73,7 @@ def score(objective, policy, reference, batch):
     """One step of both passes, with the gradient left in the policy. -> NoGrad, columns, metrics"""
     trainer = trainer_of(objective, policy, reference)
     columns, kl = trainer.forward_backward(batch)
-    no_grad = trainer.no_gradient_pass(batch, trainer.forward, objective)
+    no_grad = trainer.no_gradient_pass(batch)
     assert no_grad.kl.z.item() == pytest.approx(kl.z.item(), abs=1e-5)
     return no_grad, columns, objective.metrics(columns, kl)
 
@@ -132,7 +134,7 @@ class Table(torch.nn.Module):
         self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
     def forward(self, packed, prompt_cache=None):
-        return self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK
+        return Scores(self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK)
 
 
 def tables(labels=(True, False, True, True), **kw):
@@ -140,7 +142,7 @@ def tables(labels=(True, False, True, True), **kw):
     torch.set_default_dtype(torch.float64)
     examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate(labels)]
     objective = kto.KTO(kto.KTOSettings(beta=0.1, **kw))
-    return objective, make_batch(trainer_of(objective).run, examples, objective)
+    return objective, make_batch(trainer_of(objective).run, examples)
 
 
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
@@ -150,7 +152,7 @@ RATIOS, Z = [0.5, -1.0, 0.3, 3.0], (2 * -0.5 + 3 * 0.1 + 4 * 0.75 + 1 * 0.5) / 4
 
 def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     objective, batch = tables()
-    assert batch.partners == [1, 2, 3, 0]
+    assert batch.mismatched_pairs == [1, 2, 3, 0]
     assert Z > 0.1 and min(RATIOS) < -0.1, "else clamping each one first would not show"
     no_grad, _, row = score(objective, Table(POLICY), Table(REF), batch)
     assert no_grad.kl.z.item() == pytest.approx(Z, rel=1e-12)
@@ -175,10 +177,13 @@ def test_the_metrics_are_those_of_the_field():
     assert row["accuracy/about_z"] == pytest.approx(2 / 4), about_z
 
 
-def test_an_example_without_partner_leaves_the_mean_and_is_counted():
+def test_an_example_without_a_pair_leaves_the_mean_and_is_counted():
     objective, batch = tables()
-    for partners, z, n in (([2, -1, 3, -1], (3 * 0.1 + 4 * 0.75) / 2, 2), ([-1] * 4, 0.0, 0)):
-        some = dataclasses.replace(batch, partners=partners)
+    for mismatched_pairs, z, n in (
+        ([2, -1, 3, -1], (3 * 0.1 + 4 * 0.75) / 2, 2),
+        ([-1] * 4, 0.0, 0),
+    ):
+        some = dataclasses.replace(batch, mismatched_pairs=mismatched_pairs)
         no_grad, _, row = score(objective, Table(POLICY), Table(REF), some)
         assert no_grad.kl.z.item() == pytest.approx(z) and row["kl/pairs"] == n
 
@@ -248,7 +253,7 @@ def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampl
     packed = pack(prompts, [(np.array(ids),) for ids in answers])
     policy, reference = (load.load_model(folder) for folder in (tmp_path / "final", tiny))
     with torch.no_grad():
-        by_hand = (policy(packed) - reference(packed)).mean().item()
+        by_hand = (policy(packed).logps - reference(packed).logps).mean().item()
     own = head.index("kl/own")
     assert float(first[own]) == 0 and by_hand > 0.1, "else nothing was learned"
     assert float(last[own]) == pytest.approx(by_hand, rel=1e-4)

@@ -335,19 +335,19 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
 
 
 @pytest.mark.parametrize(
-    "kl_pairs, reference, lora, prompt, completion",
+    "mismatched, reference, lora, prompt, completion",
     [
         (False, True, False, 4, 4),  # policy: forward 1, backward 2; reference 1
         (True, True, False, 4, 6),  # both completions share the passes of the prompt
     ],
 )
 def test_useful_flops_are_two_for_each_weight_token_and_pass(
-    kl_pairs, reference, lora, prompt, completion, tiny
+    mismatched, reference, lora, prompt, completion, tiny
 ):
     policy = load.load_model(tiny)
     fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     cfg = run_settings("out", precision="32-true", lora=Lora(rank=2 if lora else None))
-    objective = SimpleNamespace(kl_pairs=kl_pairs, needs_reference=reference)
+    objective = SimpleNamespace(mismatched=mismatched, needs_reference=reference)
     speed = Throughput(fabric, cfg, policy, objective)
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
     for seconds in (0.5, 1.5):

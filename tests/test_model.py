@@ -105,7 +105,7 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
         batch = pack(prompts, completions, score_prompt)
         calls = chunked(monkeypatch, V, tokens)
         theirs = plainly(other, prompts, completions, score_prompt)
-        ours = gpt(batch)
+        ours = gpt(batch).logps
         assert sum(calls) == len(batch.target_T) and max(calls) <= tokens, "no (N, V) logits"
         assert ours.dtype == dtype and ours.shape == (5, K)
         assert ((ours - theirs) / theirs).abs().max() <= tolerance
@@ -176,9 +176,9 @@ def test_one_call_of_flash_attention_gives_what_the_tiles_give(
     def run():
         gpt.zero_grad()
         cache = attention.PromptCache()
-        first = gpt(batch, cache)
+        first = gpt(batch, cache).logps
         with torch.no_grad():
-            second = gpt(other, cache)
+            second = gpt(other, cache).logps
         (first * torch.arange(1, K + 1)).sum().backward()
         return first.detach(), second, [p.grad for p in gpt.unique_parameters().values()]
 
@@ -220,18 +220,18 @@ def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
     (prompts, completions), (_, others) = ragged(1, 61, 0), ragged(2, 61, 1)
     batch = pack(prompts, completions, score_prompt)
     other = pack(prompts, others, score_prompt)
-    gpt(batch).sum().backward()
+    gpt(batch).logps.sum().backward()
     gradients = {n: p.grad.clone() for n, p in gpt.unique_parameters().items()}
     tolerance = 1e-10
     for tile in (1, 30, 128):
         monkeypatch.setattr(attention, "TILE_TOKENS", tile)
         gpt.zero_grad()
         cache = attention.PromptCache()
-        first = gpt(batch, cache)
+        first = gpt(batch, cache).logps
         with torch.no_grad():
-            second = gpt(other, cache)
-            assert same(first.detach(), gpt(batch), tolerance)
-            assert same(second, gpt(other), tolerance)
+            second = gpt(other, cache).logps
+            assert same(first.detach(), gpt(batch).logps, tolerance)
+            assert same(second, gpt(other).logps, tolerance)
         first.sum().backward()
         for name, p in gpt.unique_parameters().items():
             assert same(p.grad, gradients[name], tolerance)
@@ -241,7 +241,7 @@ def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
 
 
 def test_bfloat16_log_probs_are_not_rounded_to_bfloat16(tiny):
-    logp_T = load.load_model(tiny, dtype=torch.bfloat16)(pack(*ragged(1, 512, 0)))
+    logp_T = load.load_model(tiny, dtype=torch.bfloat16)(pack(*ragged(1, 512, 0))).logps
     assert not torch.equal(logp_T, logp_T.bfloat16().float())
 
 
@@ -335,15 +335,13 @@ def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targe
     gpt = load.load_model(tmp_path, Lora(rank=2, targets=targets))
     prompts, completions = ragged(2, 97, 0)
     batch = pack(prompts, completions)
-    gpt(batch)
-    assert gpt.entropy_BK is None
-    gpt.measures_entropy = True
-    gpt(batch)
+    assert gpt(batch).entropy is None
+    entropy_BK = gpt(batch._replace(entropy=True)).entropy
     for b, k in ((0, 0), (4, 1), (2, 1)):
         prompt, completion = prompts[b], completions[b][k]
         logits_TV = logits(gpt, [*prompt, *completion[:-1]])[len(prompt) - 1 :]
         expected = torch.distributions.Categorical(logits=logits_TV).entropy().sum()
-        assert same(gpt.entropy_BK[b, k], expected.detach(), 1e-4)
+        assert same(entropy_BK[b, k], expected.detach(), 1e-4)
 
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():

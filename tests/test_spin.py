@@ -85,14 +85,14 @@ def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, 
 def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     tiny, demos, tmp_path, monkeypatch, capsys
 ):
-    seen, real = [], data.batch_of_step
+    seen, real = [], data.make_batch
 
-    def batch_of_step(run, *args):
+    def make_batch(run, *args):
         batch = real(run, *args)
         seen.append((run.objective.args.beta, batch.examples))
         return batch
 
-    monkeypatch.setattr(data, "batch_of_step", batch_of_step)
+    monkeypatch.setattr(data, "make_batch", make_batch)
     argv = ("--spin.max_iterations=2", "--spin.beta=[0.2,0.7]", "--spin.mix=0.5", "--epochs=1")
     go(tiny, demos, tmp_path, *argv)
     own = [ids_of(tmp_path, i) for i in (1, 2)]
@@ -115,7 +115,7 @@ def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_pat
     examples = load_examples(str(demos), Tokenizer(tiny), "demonstrations", limits)[0]
     gpt = load.load_model(tiny)
     with torch.no_grad():
-        logps = [gpt(pack([e.prompt], [e.completions])).item() for e in examples]
+        logps = [gpt(pack([e.prompt], [e.completions])).logps.item() for e in examples]
     nll = [-logp / len(e.completions[0]) for logp, e in zip(logps, examples)]
     assert float(rows[1].split(",")[1]) == pytest.approx(np.mean(nll), rel=1e-5)
 
