@@ -94,8 +94,8 @@ def made_ahead(batches: Iterator["Batch"]) -> Iterator["Batch"]:
 def make_batch(run, examples) -> "Batch":
     """These examples as the batch of a step, with mismatched pairs if the objective asks for them."""
     objective = run.objective
-    partners = objective.partners(examples) if objective.kl_pairs else None
-    return Batch(examples, partners, run.cfg.data.score_prompt, objective.by_token, run.cut)
+    pairs = objective.mismatched_pairs(examples) if objective.needs_mismatched_pairs else None
+    return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.cut)
 
 
 @functools.lru_cache(maxsize=2)
@@ -143,7 +143,7 @@ class Batch:
     examples: list[Example]
     # for each example whose completion its mismatched pair has: the number of an example, -1: it has
     # no pair; or the completion itself
-    partners: list[int | np.ndarray] | None = None
+    mismatched_pairs: list[int | np.ndarray] | None = None
     score_prompt: bool = False
     by_token: bool = False
     cut: Cut = Cut()
@@ -180,9 +180,9 @@ class Batch:
         """(G,) tokens of an example's own completions, or of its mismatched one if that has more: a
         micro-batch must hold either."""
         own = [sum(map(len, e.completions)) for e in self.examples]
-        if self.partners is None:
+        if self.mismatched_pairs is None:
             return own
-        return [max(n, len(self.borrowed_completion(i))) for i, n in enumerate(own)]
+        return [max(n, len(self.mismatched_completion(i))) for i, n in enumerate(own)]
 
     def group_size(self, group: list[int]) -> int:
         """The most tokens that a group has in a pass: its prompt once, and completions of all its
@@ -193,37 +193,37 @@ class Batch:
     def pack_ahead(self) -> None:
         """Pack what the passes of the step will ask for."""
         for micro in self.micro_batches:
-            for borrowed in (False, True) if self.partners is not None else (False,):
-                self.packed[tuple(micro.index), borrowed] = self.pack(micro.index, borrowed)
+            for mismatched in (False, True) if self.mismatched_pairs is not None else (False,):
+                self.packed[tuple(micro.index), mismatched] = self.pack(micro.index, mismatched)
 
-    def pack(self, index: list[int], borrowed: bool = False) -> PackedBatch:
+    def pack(self, index: list[int], mismatched: bool = False) -> PackedBatch:
         """These examples' prompts with their own completions or, as mismatched pairs, with those of
         others. The result is on the CPU."""
-        if ahead := self.packed.get((tuple(index), borrowed)):
+        if ahead := self.packed.get((tuple(index), mismatched)):
             return ahead
         completions = [self.examples[i].completions for i in index]
-        if borrowed:
-            completions = [(self.borrowed_completion(i),) for i in index]
+        if mismatched:
+            completions = [(self.mismatched_completion(i),) for i in index]
         prompts = [self.examples[i].prompt for i in index]
         packed = pack(prompts, completions, self.score_prompt, index)
         if self.by_token:  # all micro-batches of a step have one L
             packed = packed._replace(by_token=True, longest=self.longest_completion)
         return packed
 
-    def borrowed_completion(self, i: int) -> np.ndarray:
+    def mismatched_completion(self, i: int) -> np.ndarray:
         """The token ids of the completion in example i's mismatched pair. An example without a pair
         takes that of example 0, to keep the shape; it is left out of the KL mean."""
-        partner = self.partners[i]
-        return partner if np.ndim(partner) else self.examples[max(partner, 0)].completions[0]
+        pair = self.mismatched_pairs[i]
+        return pair if np.ndim(pair) else self.examples[max(pair, 0)].completions[0]
 
     @functools.cached_property
     def longest_completion(self) -> int:
         """Tokens of the longest completion of all examples and mismatched pairs."""
-        others = [y for y in self.partners or () if np.ndim(y)]
+        others = [y for y in self.mismatched_pairs or () if np.ndim(y)]
         return max(map(len, chain(others, *(e.completions for e in self.examples))))
 
 
-def mismatched(examples: list[Example]) -> list[int]:
+def mismatched_pairs(examples: list[Example]) -> list[int]:
     """For each example the number of the one whose completion its mismatched pair has; -1: no pair.
 
     It is the next example, in circular order, with another prompt and another completion. Shifting
@@ -234,12 +234,12 @@ def mismatched(examples: list[Example]) -> list[int]:
     n = len(keys)
     if any(len(set(same)) == 1 for same in zip(*keys)):  # one prompt, or one completion, for all
         return [-1] * n  # a shortcut: the search below would compare each example with all others
-    partners = []
+    found = []
     for i, (prompt, completion) in enumerate(keys):
         others = ((i + distance) % n for distance in range(1, n))
         fit = (j for j in others if keys[j][0] != prompt and keys[j][1] != completion)
-        partners.append(next(fit, -1))
-    return partners
+        found.append(next(fit, -1))
+    return found
 
 
 # ---- what a loss and a baseline see --------------------------------------------------------------
@@ -288,8 +288,8 @@ class StepView(View):
         number = {i: u for u, group in enumerate(batch.groups) for i in group}
         self.group = tensor([number[i] for i in range(self.size)])
         # (n,) which of the G have a mismatched pair
-        pairs = [i for i, x in enumerate(batch.partners or ()) if np.ndim(x) or x >= 0]
-        self.kl_index = tensor(pairs).long()
+        pairs = [i for i, x in enumerate(batch.mismatched_pairs or ()) if np.ndim(x) or x >= 0]
+        self.mismatched_index = tensor(pairs).long()
 
 
 class LossView(View):

@@ -70,7 +70,8 @@ class KTO(Objective):
     def __init__(self, args: KTOSettings):
         self.args = args
         self.average_logps = args.average_logps
-        self.kl_pairs = args.loss == "kto"  # apo_zero_unpaired is the same loss at z = 0
+        # apo_zero_unpaired is the same loss at z = 0
+        self.needs_mismatched_pairs = args.loss == "kto"
 
     def loss(self, logps, ref_logps, batch, z):
         args, logp_B, length_B = self.args, logps[:, 0], batch.length[:, 0]
@@ -101,10 +102,10 @@ class KTO(Objective):
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
         row = {
-            "kl": z if self.kl_pairs else None,
+            "kl": z if self.needs_mismatched_pairs else None,
             "kl/stderr": (kl.logratio.std() / math.sqrt(n)).item() if n > 1 else None,
             "kl/clamped": float(has_moved and z == 0 and kl.logratio.mean() < 0) if n else None,
-            "kl/pairs": n if self.kl_pairs else None,
+            "kl/pairs": n if self.needs_mismatched_pairs else None,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected if has_both else None,

@@ -343,7 +343,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
             fabric,
             cfg.precision,
             policy.module,
-            kl_pairs=objective.kl_pairs,
+            mismatched=objective.needs_mismatched_pairs,
             reference=objective.needs_reference and not cfg.reference_cache,
             lora=bool(cfg.lora.rank),
         ),

@@ -33,7 +33,7 @@ from data import (
     StepView,
     made_ahead,
     make_batch,
-    mismatched,
+    mismatched_pairs,
     step_batches,
 )
 from model import Scores
@@ -90,7 +90,7 @@ class Objective:
 
     records = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
-    kl_pairs = False
+    needs_mismatched_pairs = False
     """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, for z."""
     needs_reference = True
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
@@ -101,7 +101,7 @@ class Objective:
 
     @property
     def needs_no_gradient_pass(self) -> bool:
-        return self.needs_reference or self.kl_pairs
+        return self.needs_reference or self.needs_mismatched_pairs
 
     def loss(self, logps, ref_logps, batch: LossView, z):
         """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
@@ -121,15 +121,15 @@ class Objective:
         lengths."""
         return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
 
-    def partners(self, examples: list[Example]) -> list[int | np.ndarray]:
-        """With kl_pairs: the number of the example whose completion each example borrows, or -1; or a
-        completion itself, an array of token ids.
+    def mismatched_pairs(self, examples: list[Example]) -> list[int | np.ndarray]:
+        """With needs_mismatched_pairs: for each example the number of the one whose completion its
+        mismatched pair has, -1 for no pair; or this completion itself, an array of token ids.
 
         An override is called as each step begins, so it may use the policy and what after_step has
         changed. It is also called in each validation with all of val, and in the start check. With
         reference_cache it is called for all steps before the first one, and must then give the same again. This
         one needs no policy: it is called a step ahead, in a thread."""
-        return mismatched(examples)
+        return mismatched_pairs(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
         """columns: of all G examples, on the CPU. -> a row of metrics.csv; None is an empty cell."""
@@ -143,8 +143,8 @@ class Objective:
 
     def baseline(self, logratio_n, step: StepView):
         """z of a step from the log-ratios (n,) of its mismatched pairs: first the mean, then the clamp.
-        -> a number, or (G,): one for each example. Pair i is that of example step.kl_index[i]; n may
-        be 0. Validation and precomputing call it too: it must not update what the objective
+        -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
+        may be 0. Validation and precomputing call it too: it must not update what the objective
         remembers."""
         return (logratio_n.sum() / max(1, len(logratio_n))).clamp(min=0)
 
@@ -244,7 +244,8 @@ class Trainer:
         self.before_first_step(examples, plan)
         first = run.state.step + 1
         batches = step_batches(run, examples, plan)
-        if not run.objective.overrides("partners"):  # these may need what the last step has changed
+        # pairs of its own may need what the last step has changed
+        if not run.objective.overrides("mismatched_pairs"):
             batches = made_ahead(batches)
         for batch in batches:
             began, step = time.perf_counter(), run.state.step + 1
@@ -283,7 +284,7 @@ class Trainer:
         run, columns = self.run, {}
         micros = batch.micro_batches
         cache = scores = None
-        if run.objective.kl_pairs and len(micros) == 1:
+        if run.objective.needs_mismatched_pairs and len(micros) == 1:
             # The gradient pass goes first and leaves the keys and values of the prompts in a cache;
             # the no-gradient pass reads them. So each prompt is computed once.
             cache = PromptCache()
@@ -312,12 +313,12 @@ class Trainer:
         prompts, if they are known.
 
         The reference runs the micro-batches of the policy, first the own completions, then the
-        borrowed ones. So both models round alike. Before the first update the log-ratio of an own
-        completion is exactly 0; of a borrowed one, too, if the step is one micro-batch or the
+        mismatched ones. So both models round alike. Before the first update the log-ratio of an own
+        completion is exactly 0; of a mismatched one, too, if the step is one micro-batch or the
         examples are long (else it may differ by rounding). Later the rounding of the two mostly
         cancels."""
         run, objective, device = self.run, self.run.objective, self.run.fabric.device
-        G, has_pairs, ref_logps = len(batch.examples), batch.partners is not None, None
+        G, has_pairs, ref_logps = len(batch.examples), batch.mismatched_pairs is not None, None
         logratio_G = torch.zeros(G, device=device, dtype=torch.float64)
         for micro in batch.micro_batches if objective.needs_no_gradient_pass else []:
             prompt_cache = PromptCache() if has_pairs else None
@@ -329,7 +330,7 @@ class Trainer:
                 if not micro.filler:
                     ref_logps[packed.index_B] = ref_own
             if has_pairs:
-                packed = self.pack(batch, micro.index, borrowed=True)
+                packed = self.pack(batch, micro.index, mismatched=True)
                 logps, ref_pairs = self.forward(packed, policy_cache).logps, None
                 if objective.needs_reference:
                     ref_pairs = run.reference(packed, prompt_cache)
@@ -343,7 +344,7 @@ class Trainer:
                 run.stop.check(device)
         step = StepView(batch, device)
         # an example without a pair is left out of the mean
-        logratio_n = all_reduce(logratio_G)[step.kl_index] if has_pairs else logratio_G[:0]
+        logratio_n = all_reduce(logratio_G)[step.mismatched_index] if has_pairs else logratio_G[:0]
         z = objective.baseline(logratio_n, step)
         z = torch.as_tensor(z, device=device, dtype=torch.get_default_dtype())
         if z.shape not in ((), (G,)):
@@ -412,8 +413,8 @@ class Trainer:
 
     # ---- parts of a step ------------------------------------------------------------------------
 
-    def pack(self, batch: Batch, index, borrowed: bool = False):
-        return batch.pack(index, borrowed).to(self.run.fabric.device)
+    def pack(self, batch: Batch, index, mismatched: bool = False):
+        return batch.pack(index, mismatched).to(self.run.fabric.device)
 
     def forward(self, packed, prompt_cache=None) -> Scores:
         """The policy's log-probs of a packed batch, with gradient in training. prompt_cache: where to
@@ -567,20 +568,20 @@ class Trainer:
     @torch.no_grad()
     def check_start(self, batch: Batch) -> None:
         """On a few examples: raise Failed unless the reference is the model that the run starts from (r
-        is exactly 0 on own completions and on borrowed ones), and for a loss that mixes examples. Say
-        the log-prob a token."""
+        is exactly 0 on own completions and on mismatched ones), and for a loss that mixes examples.
+        Say the log-prob a token."""
         run = self.run
         run.policy.eval()
         index = batch.micro_batches[0].index[:CHECKED]
         is_start = run.objective.needs_reference and not run.cfg.reference
         caches, differences = (PromptCache(), PromptCache()), []
-        for borrowed in (False, True) if batch.partners is not None else (False,):
-            packed = self.pack(batch, index, borrowed)
+        for mismatched in (False, True) if batch.mismatched_pairs is not None else (False,):
+            packed = self.pack(batch, index, mismatched)
             scores = self.forward(packed, caches[0])
             if is_start:
                 ref_logps = run.reference.compute(packed, caches[1])
                 differences.append((scores.logps - ref_logps).abs().max())
-            if not borrowed:
+            if not mismatched:
                 own, n_tokens = scores, packed.length_BK.sum()
         agree = ""
         if is_start:
@@ -632,8 +633,8 @@ class Trainer:
             for batch in batches:
                 for micro in batch.micro_batches:
                     run.reference(self.pack(batch, micro.index))
-                    if batch.partners is not None:
-                        run.reference(self.pack(batch, micro.index, borrowed=True))
+                    if batch.mismatched_pairs is not None:
+                        run.reference(self.pack(batch, micro.index, mismatched=True))
                     advance(len(micro.index))
                     run.stop.check(run.fabric.device)
         run.reference.release()

@@ -10,8 +10,8 @@ printed from there and not run again.
 - TRL runs in its own environment, which this program makes: in ours litgpt's requirements would allow an old
   version only.
 - Each run is a process of its own. Ours and TRL's take turns: A B B A.
-- The losses of all steps must agree. TRL borrows the previous completion of a batch and we borrow the next one, so TRL
-  gets each batch in reverse order.
+- The losses of all steps must agree. TRL's mismatched pairs have the previous completion of a batch, ours the next
+  one, so TRL gets each batch in reverse order.
 - Time is wall time from the end of the first step to the end of the last.
 - Useful tokens are the prompt and completion tokens of the rated examples (of a pair: the prompt once and both
   completions), without padding.

@@ -10,7 +10,7 @@
 What the other libraries do is in docs/beside.md. Here it is computed from the log-ratios of all pairs of the step, so
 it needs neither their micro-batches nor their ranks. A variant is a subclass of Trainer:
 
-- its `fit` may give each example a second completion, which is borrowed as TRL does it: the previous one of a block of
+- its `fit` may give each example a second completion, mismatched as TRL does it: the previous one of a block of
   consecutive examples;
 - its `micro_batch_loss` gives each example the z of its own group in place of the step's;
 - its `log` adds how far these are from the step's z: z/bias, their mean difference, and z/rmse.
@@ -99,10 +99,10 @@ def with_neighbours(examples, size: int) -> list:
     paired = []
     for start in range(0, len(examples), size):
         block = examples[start : start + size]
-        borrowed = block[-1:] + block[:-1]
+        mismatched = block[-1:] + block[:-1]
         paired += [
             e._replace(completions=(*e.completions, b.completions[0]))
-            for e, b in zip(block, borrowed)
+            for e, b in zip(block, mismatched)
         ]
     return paired
 

@@ -16,7 +16,7 @@ class ZBySource(KTO):
         # without data.extra all examples have one source
         sources = [tuple(example.extra.values()) for example in step.examples]
         z_G = torch.zeros(step.size, dtype=logratio_n.dtype, device=logratio_n.device)
-        paired = step.kl_index.tolist()
+        paired = step.mismatched_index.tolist()
         for source in set(sources):
             own = torch.tensor([other == source for other in sources])
             pairs = own[paired].to(logratio_n.device)

@@ -59,15 +59,17 @@ class Throughput:
 
     policy: the model itself, before Fabric wraps it. FLOPs are the useful ones: 2 for each weight, token
     and pass, without the attention scores. One pass is one forward. A backward counts as 2 passes, or as
-    1 with LoRA, where the weight matrices need no gradient. kl_pairs: each completion is scored a second
+    1 with LoRA, where the weight matrices need no gradient. mismatched: each completion is scored a second
     time, as another prompt's mismatched one; that prompt's own pass serves both. reference: whether it
     runs in the step (it does not when its log-probs are precomputed).
     """
 
-    def __init__(self, fabric, precision: str, policy, kl_pairs: bool, reference: bool, lora: bool):
+    def __init__(
+        self, fabric, precision: str, policy, mismatched: bool, reference: bool, lora: bool
+    ):
         self.device = fabric.device
         self.prompt_passes = (2 if lora else 3) + reference
-        self.completion_passes = self.prompt_passes + kl_pairs * (1 + reference)
+        self.completion_passes = self.prompt_passes + mismatched * (1 + reference)
         self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
         self.n_block_weights = 0
         for name, parameter in policy.blocks.named_parameters():

@@ -309,8 +309,8 @@ def test_examples_that_all_share_a_prompt_have_no_pairs_and_that_is_seen_at_once
     e = Example(np.array([1]), (np.array([2]),), True)
     many = [e._replace(completions=(np.array([i]),)) for i in range(30_000)]
     began = time.process_time()
-    assert data.mismatched(many) == [-1] * 30_000 and time.process_time() - began < 5
-    assert data.mismatched([e, e._replace(prompt=np.array([5]))]) == [-1, -1]
+    assert data.mismatched_pairs(many) == [-1] * 30_000 and time.process_time() - began < 5
+    assert data.mismatched_pairs([e, e._replace(prompt=np.array([5]))]) == [-1, -1]
 
 
 # ---- split and table -----------------------------------------------------------------------------
@@ -450,7 +450,7 @@ def letters(*pairs: str) -> list[Example]:
 
 
 @pytest.mark.parametrize(
-    "pairs, partners",
+    "pairs, mismatched_pairs",
     [
         (["ax", "by", "cz"], [1, 2, 0]),  # the plain shift, and the last takes the first's
         (["ax", "by"], [1, 0]),
@@ -468,52 +468,54 @@ def letters(*pairs: str) -> list[Example]:
         ([], []),
     ],
 )
-def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(pairs, partners):
-    assert data.mismatched(letters(*pairs)) == partners
+def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(
+    pairs, mismatched_pairs
+):
+    assert data.mismatched_pairs(letters(*pairs)) == mismatched_pairs
 
 
-def test_mismatched_agrees_with_its_definition_on_small_alphabets():
+def test_mismatched_pairs_agree_with_its_definition_on_small_alphabets():
     rng, without = random.Random(0), 0
     for _ in range(400):
         n, size = rng.randint(1, 9), rng.randint(1, 4)
         pairs = [rng.choice("abcd"[:size]) + rng.choice("wxyz"[:size]) for _ in range(n)]
-        for i, got in enumerate(data.mismatched(letters(*pairs))):
+        for i, got in enumerate(data.mismatched_pairs(letters(*pairs))):
             p, c = pairs[i]
             fit = (j for j in range(n) if pairs[j][0] != p and pairs[j][1] != c)
             allowed = {(j - i) % n: j for j in fit}
             assert got == (allowed[min(allowed)] if allowed else -1) and got != i
             without += not allowed
-    assert without > 100, "else the case without a partner was not met"
+    assert without > 100, "else the case without a pair was not met"
 
 
 def test_completions_are_compared_after_cutting(tmp_path):
     source = write(tmp_path / "d.jsonl", rated("a", "xyz1"), rated("b", "xyz2"), rated("c", "z"))
-    assert data.mismatched(read(source, plain())) == [1, 2, 0]
+    assert data.mismatched_pairs(read(source, plain())) == [1, 2, 0]
     cut = read(source, plain(), max_completion=3)
-    assert data.mismatched(cut) == [2, 2, 0], "a and b now say the same"
+    assert data.mismatched_pairs(cut) == [2, 2, 0], "a and b now say the same"
 
 
-def test_a_micro_batch_has_no_more_tokens_with_borrowed_completions_than_with_its_own():
+def test_a_micro_batch_has_no_more_tokens_with_mismatched_completions_than_with_its_own():
     lengths = [5] * 12 + [100] * 4
     found = [example([1], [2, *range(100 + i, 99 + i + n)]) for i, n in enumerate(lengths)]
-    partners = [(i + 11) % len(found) for i in range(len(found))]  # short ones borrow long ones
-    batch = Batch(found, partners, cut=data.Cut(max_tokens=150))
-    for borrowed in (False, True):
-        packed = [batch.pack(micro.index, borrowed) for micro in batch.micro_batches]
+    mismatched_pairs = [(i + 11) % len(found) for i in range(len(found))]
+    batch = Batch(found, mismatched_pairs, cut=data.Cut(max_tokens=150))
+    for mismatched in (False, True):
+        packed = [batch.pack(micro.index, mismatched) for micro in batch.micro_batches]
         assert max(len(x.token_N) for x in packed) <= 150
         assert sum(len(x.index) for x in packed) == len(found)
 
 
-def test_a_batch_hands_out_own_and_borrowed_completions():
+def test_a_batch_hands_out_own_and_mismatched_completions():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
-    batch = Batch(found, data.mismatched(found))
-    assert batch.partners == [1, 2, 1]
-    own, lent = batch.pack([0, 2]), batch.pack([2], borrowed=True)
+    batch = Batch(found, data.mismatched_pairs(found))
+    assert batch.mismatched_pairs == [1, 2, 1]
+    own, lent = batch.pack([0, 2]), batch.pack([2], mismatched=True)
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     assert [batch.group_size(group) for group in batch.groups] == [5, 4, 4], "the longer of the two"
     assert Batch(found, score_prompt=True).pack([0]).length_BK.tolist() == [[3]]
-    alone = Batch(found[:1], [-1]).pack([0], borrowed=True)
+    alone = Batch(found[:1], [-1]).pack([0], mismatched=True)
     assert alone.length_BK.tolist() == [[2]], "any will do, it is left out of the mean"
 
 
@@ -524,14 +526,16 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
         example([1, 2], [7, 8, 9]),
         example([5], [3, 4]),
     ]
-    batch = Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=7))
+    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(max_tokens=7))
     assert batch.groups == [[0, 2], [1, 3]] and [2 + 2 + 3, 1 + 1 + 2] == [7, 4]
     assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
     packed = batch.pack([0, 2])
     assert packed.token_N.tolist() == [1, 2, 3, 7, 8], "the prompt stands there once"
     assert packed.target_T.tolist() == [3, 4, 7, 8, 9] and packed.prompt_B.tolist() == [0, 0]
-    lent = batch.pack([0, 2], borrowed=True)
-    assert lent.token_N.tolist() == [1, 2, 3], "6 and 3 4 are borrowed; the last token is no input"
+    lent = batch.pack([0, 2], mismatched=True)
+    assert lent.token_N.tolist() == [1, 2, 3], (
+        "6 and 3 4 are mismatched; the last token is no input"
+    )
     assert data.StepView(batch, torch.device("cpu")).group.tolist() == [0, 1, 0, 1]
     small = Batch(found, cut=data.Cut(max_tokens=6))
     assert small.micro_batches == [MicroBatch([2]), MicroBatch([0]), MicroBatch([1, 3])] or (
@@ -772,16 +776,16 @@ def test_a_packed_batch_moves_as_one():
 def test_a_batch_that_was_packed_ahead_hands_out_what_was_packed():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
     batch, later = (
-        Batch(found, data.mismatched(found), cut=data.Cut(max_tokens=9)) for _ in range(2)
+        Batch(found, data.mismatched_pairs(found), cut=data.Cut(max_tokens=9)) for _ in range(2)
     )
     batch.pack_ahead()
     assert batch.micro_batches == [MicroBatch([0, 1]), MicroBatch([2])]
     asked = [([0, 1], False), ([0, 1], True), ([2], False), ([2], True)]
     assert len(batch.packed) == len(asked)
-    for index, borrowed in asked:
-        packed = batch.pack(index, borrowed)
-        assert packed is batch.pack(index, borrowed), "packed once"
-        assert torch.equal(packed.token_N, later.pack(index, borrowed).token_N)
+    for index, mismatched in asked:
+        packed = batch.pack(index, mismatched)
+        assert packed is batch.pack(index, mismatched), "packed once"
+        assert torch.equal(packed.token_N, later.pack(index, mismatched).token_N)
     alone = Batch(found)
     alone.pack_ahead()
-    assert list(alone.packed) == [((0, 1, 2), False)], "without partners nothing is borrowed"
+    assert list(alone.packed) == [((0, 1, 2), False)], "no mismatched pairs were asked for"

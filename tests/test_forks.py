@@ -534,7 +534,7 @@ def test_a_trainer_with_our_own_z_has_the_numbers_of_kto_py(tiny, ratings, tmp_p
 
 
 class Follower(kto.KTO):
-    """Whose completion each example borrows depends on what the step before has left."""
+    """Whose completion a mismatched pair has depends on what the step before has left."""
 
     shift = 0
 
@@ -544,7 +544,7 @@ class Follower(kto.KTO):
     def state_dict(self):
         return {"shift": self.shift}
 
-    def partners(self, examples):
+    def mismatched_pairs(self, examples):
         seen.append(self.shift)
         return [(i + self.shift) % len(examples) for i in range(len(examples))]
 
@@ -552,7 +552,9 @@ class Follower(kto.KTO):
 seen: list[int] = []
 
 
-def test_partners_of_ones_own_are_chosen_by_what_the_step_before_has_left(tiny, ratings, tmp_path):
+def test_mismatched_pairs_of_ones_own_are_chosen_by_what_the_step_before_has_left(
+    tiny, ratings, tmp_path
+):
     argv = (*COMMON, "--keep_last=9", "--save_interval=1")
     seen.clear()
     whole = train(tiny, ratings, tmp_path / "whole", *argv, objective=Follower)
@@ -567,22 +569,22 @@ def test_partners_of_ones_own_are_chosen_by_what_the_step_before_has_left(tiny, 
 class Fresh(kto.KTO):
     """z of completions that no example has."""
 
-    def partners(self, examples):
+    def mismatched_pairs(self, examples):
         return [np.array([7, 8, 9 + i][: 1 + i % 3], np.int32) for i in range(len(examples))]
 
 
-def test_partners_may_be_completions(tiny, ratings, tmp_path):
+def test_mismatched_pairs_may_be_completions(tiny, ratings, tmp_path):
     argv = (*COMMON, "--max_steps=3", "--precision=64-true")
 
     class AsExamples(kto.KTO):
         """The same by hand: the completions belong to examples behind the step's."""
 
-        def partners(self, examples):
+        def mismatched_pairs(self, examples):
             return list(range(len(examples)))
 
     class Lends(Trainer):
         def no_gradient_pass(self, batch, policy_cache=None):
-            lent = Fresh.partners(self.run.objective, batch.examples)
+            lent = Fresh.mismatched_pairs(self.run.objective, batch.examples)
             both = [e._replace(completions=(y,)) for e, y in zip(batch.examples, lent)]
             own = super().no_gradient_pass(batch, policy_cache)
             lending = data.make_batch(self.run, both)
@@ -598,7 +600,7 @@ def test_partners_may_be_completions(tiny, ratings, tmp_path):
     class ByToken(kto.KTO):
         by_token = True
 
-        def partners(self, examples):
+        def mismatched_pairs(self, examples):
             return [np.arange(5, 5 + 40, dtype=np.int32) for _ in examples]
 
     rows = train(tiny, ratings, tmp_path / "c", *argv, objective=ByToken)["rows"]
@@ -610,7 +612,7 @@ class OwnAnswers(kto.KTO):
 
     run = None
 
-    def partners(self, examples):
+    def mismatched_pairs(self, examples):
         run, prompts = self.run, [e.prompt for e in examples]
         seed = run.cfg.seed * 1009 + run.state.step
         ids = generate(run.fabric, run.policy, prompts, run.tokenizer, Sampling(), 5, seed)
@@ -646,7 +648,7 @@ def test_an_override_of_forward_is_reached_on_every_path(cut, tiny, ratings, tmp
 
     argv = (*COMMON, f"--micro_batch_size={cut}", "--max_steps=2", f"--data.val={ratings}")
     train(tiny, ratings, tmp_path, *argv, "--val_interval=null", trainer=Counts)
-    # own and borrowed completions: of two validations of 24, of two steps, and in the start check
+    # own and mismatched completions: of two validations of 24, of two steps, in the start check
     assert sum(calls) == 2 * 48 + 2 * 12 + 2 * min(4, cut), calls
 
 

@@ -43,14 +43,15 @@ def recorded_batch(batch, pairs: bool) -> Batch:
 
     n = len(batch["label"])
     examples = [example(*cut(i, ""), bool(batch["label"][i])) for i in range(n)]
-    partners = None
+    mismatched_pairs = None
     if pairs:
-        partners = [(i - 1) % n for i in range(n)]
-        for i, j in enumerate(partners):  # it rotates the other way round: (x1, yn), (x2, y1), ...
+        mismatched_pairs = [(i - 1) % n for i in range(n)]
+        # it rotates the other way round: (x1, yn), (x2, y1), ...
+        for i, j in enumerate(mismatched_pairs):
             prompt, completion = cut(i, "KL_")
             assert (prompt == examples[i].prompt).all()
             assert (completion == examples[j].completions[0]).all()
-    return Batch(examples, partners)
+    return Batch(examples, mismatched_pairs)
 
 
 def trainer_of(objective, policy=None, reference=None) -> Trainer:
@@ -152,7 +153,7 @@ RATIOS, Z = [0.5, -1.0, 0.3, 3.0], (2 * -0.5 + 3 * 0.1 + 4 * 0.75 + 1 * 0.5) / 4
 
 def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     objective, batch = tables()
-    assert batch.partners == [1, 2, 3, 0]
+    assert batch.mismatched_pairs == [1, 2, 3, 0]
     assert Z > 0.1 and min(RATIOS) < -0.1, "else clamping each one first would not show"
     no_grad, _, row = score(objective, Table(POLICY), Table(REF), batch)
     assert no_grad.kl.z.item() == pytest.approx(Z, rel=1e-12)
@@ -177,10 +178,13 @@ def test_the_metrics_are_those_of_the_field():
     assert row["accuracy/about_z"] == pytest.approx(2 / 4), about_z
 
 
-def test_an_example_without_partner_leaves_the_mean_and_is_counted():
+def test_an_example_without_a_pair_leaves_the_mean_and_is_counted():
     objective, batch = tables()
-    for partners, z, n in (([2, -1, 3, -1], (3 * 0.1 + 4 * 0.75) / 2, 2), ([-1] * 4, 0.0, 0)):
-        some = dataclasses.replace(batch, partners=partners)
+    for mismatched_pairs, z, n in (
+        ([2, -1, 3, -1], (3 * 0.1 + 4 * 0.75) / 2, 2),
+        ([-1] * 4, 0.0, 0),
+    ):
+        some = dataclasses.replace(batch, mismatched_pairs=mismatched_pairs)
         no_grad, _, row = score(objective, Table(POLICY), Table(REF), some)
         assert no_grad.kl.z.item() == pytest.approx(z) and row["kl/pairs"] == n
 

@@ -441,7 +441,7 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
 
 
 @pytest.mark.parametrize(
-    "kl_pairs, reference, lora, prompt, completion",
+    "mismatched, reference, lora, prompt, completion",
     [
         (False, True, False, 4, 4),  # policy: forward 1, backward 2; reference 1
         (False, True, True, 3, 3),  # with LoRA the matrices need no gradient
@@ -450,11 +450,11 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
     ],
 )
 def test_useful_flops_are_two_for_each_weight_token_and_pass(
-    kl_pairs, reference, lora, prompt, completion, tiny
+    mismatched, reference, lora, prompt, completion, tiny
 ):
     policy = load.load_model(tiny)
     fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    speed = Throughput(fabric, "32-true", policy, kl_pairs, reference, lora)
+    speed = Throughput(fabric, "32-true", policy, mismatched, reference, lora)
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
     for seconds in (0.5, 1.5):
         speed.add([example], seconds)

@@ -312,9 +312,9 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={other}",
             "--save_interval=null")  # fmt: skip
     for cut in ("--micro_batch_size=7", "--micro_batch_tokens=BUDGET", "--micro_batch_size=4"):
-        # so many tokens that the own completions fit into one micro-batch, and the borrowed ones, too
+        # so many tokens that the own completions fit into one micro-batch, and the mismatched ones, too
         if drawn:
-            batch = data.Batch(drawn[0], data.mismatched(drawn[0]))
+            batch = data.Batch(drawn[0], data.mismatched_pairs(drawn[0]))
             cut = cut.replace("BUDGET", str(sum(map(batch.group_size, batch.groups))))
         train(tiny, ratings, tmp_path / str(len(tokens)), *argv, cut)
         tokens.append(sum(lengths))
