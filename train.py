@@ -587,10 +587,12 @@ class Trainer:
         agree = ""
         if is_start:
             largest = all_reduce(torch.stack(differences).max().double(), "max").item()
+            reason = "the reference is not the model that the run starts from"
+            if not math.isfinite(largest):
+                reason = "the weights do not give finite log-probs"
             if largest != 0:
                 raise Failed(
-                    f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: the "
-                    "reference is not the model that the run starts from"
+                    f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: {reason}"
                 )
             agree = "policy and reference agree to the bit; "
         run.policy.train()  # the loss may be another one in validation

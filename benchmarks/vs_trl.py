@@ -11,7 +11,7 @@ printed from there and not run again. On a GPU both sides use the GPU.
 - TRL runs in an environment of its own, out/vs_trl/venv, which this program makes: litgpt's
   requirements would allow an old version only.
 - Each run is a process of its own, and the sides take turns: A B B A.
-- The losses of all steps must agree. TRL borrows the previous completion of a batch and we borrow the
+- The losses of all steps must agree. TRL's mismatched pairs have the previous completion of a batch, ours the
   next one, so TRL gets each batch in reverse order.
 - Time is that of all steps but the first. Ours is the column `seconds` of metrics.csv: the wait for a
   batch that a thread has packed is no part of it.

@@ -23,6 +23,7 @@ import instructions
 
 import kto
 import online
+from data import mismatched_pairs
 from runs.console import run_cli
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
