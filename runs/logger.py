@@ -58,8 +58,8 @@ class Throughput:
 
     policy: the model itself, before Fabric wraps it. FLOPs are the useful ones: 2 for each weight, token
     and pass, without the attention scores. One pass is one forward. A backward counts as 2 passes, or as
-    1 with LoRA, where the weight matrices need no gradient. With mismatched each completion is scored a
-    second time, as another prompt's mismatched one; that prompt's own pass serves both.
+    1 with LoRA, where the weight matrices need no gradient. For z each completion is scored a second
+    time, as another prompt's mismatched one; that prompt's own pass serves both.
     """
 
     def __init__(self, fabric, cfg: RunSettings, policy, objective):
@@ -67,7 +67,8 @@ class Throughput:
         # of its cached log-probs the reference does not run in a step
         reference = objective.needs_reference and not cfg.reference_cache
         self.prompt_passes = (2 if cfg.lora.rank else 3) + reference
-        self.completion_passes = self.prompt_passes + objective.mismatched * (1 + reference)
+        pair_passes = objective.needs_mismatched_pairs * (1 + reference)
+        self.completion_passes = self.prompt_passes + pair_passes
         self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
         self.n_block_weights = 0
         for name, parameter in policy.blocks.named_parameters():

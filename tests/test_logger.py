@@ -347,7 +347,7 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
     policy = load.load_model(tiny)
     fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     cfg = run_settings("out", precision="32-true", lora=Lora(rank=2 if lora else None))
-    objective = SimpleNamespace(mismatched=mismatched, needs_reference=reference)
+    objective = SimpleNamespace(needs_mismatched_pairs=mismatched, needs_reference=reference)
     speed = Throughput(fabric, cfg, policy, objective)
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
     for seconds in (0.5, 1.5):
