@@ -195,8 +195,10 @@ class Started:
             code = 99
             atexit._clear()  # the hooks of the parent; those of the program run below
             try:
-                # a port that an earlier run in this process has chosen may be taken by now
-                os.environ.pop("MASTER_PORT", None)
+                for name in environments_of_ranks(1)[
+                    0
+                ]:  # an earlier run in this process has set some
+                    os.environ.pop(name, None)
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
                 os.environ |= env
                 for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):

@@ -189,7 +189,7 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert_same(result(out), result(clone / "out" / "whole"))
     assert result(out)["rows"][0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     code, _, said = run(clone, tmp_path / "c", command.replace("mine.py", "kto.py"))
-    assert code == 2 and re.search(r"a run of mine\.py, not of kto\.py", said), said
+    assert code == 2 and re.search("program: not what this run began with", said), said
 
 
 def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
@@ -272,7 +272,7 @@ FAULTS = [
      "loss: an example's loss depends on the other examples of its micro-batch"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] * a[0].mean(), {})}, "loss: an example's loss depends"),
     ({"metrics": lambda o, columns, kl: {"a": columns["b"]}}, "metrics: no column 'b'"),
-    ({"state_dict": lambda o: {"z": torch.zeros(3)}}, "state_dict: Changed: .*not JSON serializable"),
+    ({"state_dict": lambda o: {"z": torch.zeros(3)}}, "state_dict: Changed: expected attributes"),
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
     ({"make_module": lambda o, width: torch.nn.Flatten(0)}, "make_module: one output a token"),
     *(({"loss": named(name)}, f"loss: {name}: the program has a column of this name")
@@ -702,7 +702,8 @@ def test_a_module_gets_the_states_that_predict_the_tokens(tiny, ratings, tmp_pat
                 logits = self.copy(states[len(x) - 1 : -1])
                 torch.testing.assert_close(outputs[: len(y)], logits, atol=1e-4, rtol=0)
                 assert not outputs[len(y) :].any()
-                lengths.append(len(y))
+                if logps.requires_grad:  # not in the start check
+                    lengths.append(len(y))
             return super().loss(logps, ref_logps, batch, z)
 
     argv = (*COMMON, "--batch_size=7", "--max_steps=1", "--micro_batch_size=3")

@@ -104,17 +104,6 @@ def test_the_page_has_the_picture_with_a_colour_for_each_group(show, monkeypatch
     ]
 
 
-def test_the_page_has_the_picture_and_answers(show):
-    groups = [{"kto": {"beta": i}} for i in range(12)] + [{"kto": {"beta": 0}, "seed": 2}]
-    runs = [show.run(f"out/{i}", "4,0.7,0,0.4,0\n", **group) for i, group in enumerate(groups)]
-    show(*runs)
-    out = runs[0].parent
-    page = (out / "report.md").read_text()
-    assert "'a b ='\n  before 'no `a'\n  after  'b\\nyes'\n" in page
-    assert "![curves](report.png)" in page and (out / "report.png").stat().st_size > 20_000
-    assert (out / "report.csv").read_text().count("\n") == 14
-
-
 def test_a_folder_that_is_no_run_is_one_line(show, tmp_path):
     with pytest.raises(BadInput, match="^/.*/settings.yaml: No such file or directory$"):
         show(tmp_path / "nothing")
