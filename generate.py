@@ -13,6 +13,7 @@ Shape letters:
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
+from torch.distributed.fsdp import FSDPModule
 
 from attention import KVCache
 from hub import find_model
@@ -32,7 +34,7 @@ from packing import pack, to_device
 from records.forms import Record
 from records.tokenizer import Texts, Tokenizer
 from runs.console import advance, run_cli
-from runs.devices import all_reduce, free_memory, keep_gathered, prepare_machine
+from runs.devices import all_reduce, prepare_machine
 from runs.settings import Sampling, parse_command, refuse_unless
 
 # ---- one token ----------------------------------------------------------------------------------
@@ -80,6 +82,40 @@ def penalise(logits_BV, token_BX, penalty: float):
     logit_BX = logits_BV.gather(1, token_BX)
     lower_BX = torch.where(logit_BX > 0, logit_BX / penalty, logit_BX * penalty)
     return logits_BV.scatter(1, token_BX, lower_BX)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def free_memory(device) -> float:
+    """Bytes that a cache may take. On a GPU: what is free, down to a power of two, so that two equal
+    runs find the same number. On a CPU, which has no such number: 16 GB."""
+    if device.type != "cuda":
+        return 16e9
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2.0 ** math.floor(math.log2(torch.cuda.mem_get_info(device)[0] + unused))
+
+
+@contextlib.contextmanager
+def keep_gathered(policy, device):
+    """Keep the blocks of a sharded policy gathered from one forward to the next, if memory allows:
+    else sampling would gather the whole model for each token."""
+    module = getattr(policy, "module", policy)
+    blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+    size = sum(p.numel() * p.element_size() for p in module.parameters())  # of the whole model
+    if blocks:
+        # The least of all ranks: they must agree, because gathering a block is a collective.
+        room = torch.tensor(free_memory(device), dtype=torch.float64, device=device)
+        if size > all_reduce(room, "min").item() / 2:
+            blocks = []
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True, recurse=False)
+            block.reshard()
 
 
 # ---- answers ------------------------------------------------------------------------------------

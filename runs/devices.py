@@ -17,7 +17,6 @@ from datetime import timedelta
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runs.console import BadInput, Failed, Interrupted, launched, rank, say
@@ -258,37 +257,3 @@ class Stop:
         if code >= 1 or (code and time_limit):
             self.set_agreed(code)
             raise Interrupted
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def free_memory(device) -> float:
-    """Bytes that a cache may take. On a GPU: what is free, down to a power of two, so that two equal
-    runs find the same number. On a CPU, which has no such number: 16 GB."""
-    if device.type != "cuda":
-        return 16e9
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2.0 ** math.floor(math.log2(torch.cuda.mem_get_info(device)[0] + unused))
-
-
-@contextlib.contextmanager
-def keep_gathered(policy, device):
-    """Keep the blocks of a sharded policy gathered from one forward to the next, if memory allows:
-    else sampling would gather the whole model for each token."""
-    module = getattr(policy, "module", policy)
-    blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
-    size = sum(p.numel() * p.element_size() for p in module.parameters())  # of the whole model
-    if blocks:
-        # The least of all ranks: they must agree, because gathering a block is a collective.
-        room = torch.tensor(free_memory(device), dtype=torch.float64, device=device)
-        if size > all_reduce(room, "min").item() / 2:
-            blocks = []
-    for block in blocks:
-        block.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            block.set_reshard_after_forward(True, recurse=False)
-            block.reshard()

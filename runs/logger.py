@@ -134,10 +134,11 @@ class Csv:
         # a killed process may have left half a line
         header, *rows = [x for x in text.splitlines(keepends=True) if x.endswith("\n")] or [""]
         rows = [row for row in rows if int(row.split(",")[0]) <= last]
-        path.unlink(missing_ok=True)
         if rows:
             self.names = next(csv.reader([header]))
             write_whole(path, "".join([header, *rows]))
+        else:
+            path.unlink(missing_ok=True)
 
     def row(self, values: dict) -> None:
         """Add a row. The names in the first row of the file are its columns: a later name that is
