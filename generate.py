@@ -296,7 +296,6 @@ class Ask(Sampling):
 
 def main(argv=None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
-    args.validate("generate")
     source = find_model(args.model)
     prepare_machine()
     fabric = Fabric(devices=1)

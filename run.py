@@ -10,7 +10,7 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,6 @@ from runs.checkpoint import (
     read_settings,
     read_state,
     save_checkpoint,
-    weights_hash,
 )
 from runs.console import say, user_error
 from runs.devices import (
@@ -498,6 +497,16 @@ def load_models(
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
     return policy, frozen, hashes
+
+
+def weights_hash(weights: Mapping[str, torch.Tensor]) -> str:
+    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
+    h = hashlib.sha256()
+    for name in sorted(weights):
+        x = weights[name].detach().cpu().contiguous()
+        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        h.update(x.flatten().view(torch.uint8).numpy())
+    return h.hexdigest()
 
 
 def hash_models(models: dict) -> dict[str, str]:

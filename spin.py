@@ -57,7 +57,6 @@ class SPINSettings(Sampling):
         return self.beta if isinstance(self.beta, list) else [self.beta] * self.max_iterations
 
     def validate(self, group: str = "spin") -> None:
-        super().validate(group)
         n, betas = self.max_iterations, self.betas()
         refuse_unless(
             len(betas) == n and all(beta > 0 for beta in betas),

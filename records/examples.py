@@ -219,14 +219,12 @@ def table(source: str, path: Path):
 def with_limits(data: Data, context: int) -> Data:
     """Fill in max_prompt and max_completion so that both together fit into a model's context (in
     tokens). Raises BadInput where the given ones do not."""
-    max_prompt, max_completion = data.max_prompt, data.max_completion
-    if max_prompt is None:
-        max_prompt = max(1, min(1024, context // 2, context - (max_completion or 1)))
-    if max_completion is None:
-        max_completion = min(1024, context - max_prompt)
+    room = context - (data.max_completion or 1)
+    max_prompt = data.max_prompt or max(1, min(1024, context // 2, room))
+    max_completion = data.max_completion or min(1024, context - max_prompt)
     refuse_unless(
         max_completion >= 1 and max_prompt + max_completion <= context,
-        f"data.max_prompt {max_prompt} + data.max_completion {max(1, max_completion)} exceed the "
+        f"data.max_prompt {max_prompt} + data.max_completion {max_completion} exceed the "
         f"context of {context}",
     )
     return replace(data, max_prompt=max_prompt, max_completion=max_completion)
@@ -240,8 +238,9 @@ def load_splits(
     parts, counts = {}, {}
     for name in ("train", "val", "test"):
         source = getattr(data, name)
-        loaded = load_examples(source, tokenizer, kind, data) if source else ([], {})
-        parts[name], counts[name] = loaded
+        parts[name], counts[name] = (
+            load_examples(source, tokenizer, kind, data) if source else ([], {})
+        )
     if data.split:
         if data.val or data.test:
             raise BadInput("data.split: it cuts data.train; give it, or data.val and data.test")
@@ -301,18 +300,15 @@ def count_labels(examples: list[Example]) -> tuple[int, int]:
 def suggest_class_weights(examples: list[Example]) -> str | None:
     """A line with the class weights that arXiv 2402.01306 suggests for train: w_D n_D / (w_U n_U) is to
     lie in [1, 4/3]. The smaller of the two weights is 1. None where there are not two classes."""
-    n_desirable, n_undesirable = count_labels(examples)
-    if not n_desirable or not n_undesirable:
+    up, down = count_labels(examples)
+    if not up or not down:
         return None
-    ratio = n_undesirable / n_desirable
-    desirable, undesirable = "1", "1"
-    if ratio < 3 / 4:
-        undesirable = f"{3 / 4 / ratio:.2f} to {1 / ratio:.2f}"
-    else:
-        desirable = f"{max(1, ratio):.2f} to {4 / 3 * ratio:.2f}"
+    weights = "1", f"{3 / 4 * up / down:.2f} to {up / down:.2f}"
+    if down / up >= 3 / 4:
+        weights = f"{max(1, down / up):.2f} to {4 / 3 * down / up:.2f}", "1"
     return (
-        "train: class weights that the KTO paper suggests for this balance:\n  "
-        f"kto.desirable_weight {desirable}, kto.undesirable_weight {undesirable}"
+        "train: class weights that the KTO paper suggests for this balance:\n"
+        "  kto.desirable_weight {}, kto.undesirable_weight {}".format(*weights)
     )
 
 

@@ -18,7 +18,6 @@ tensor) and `random|rank`.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -26,7 +25,6 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -143,16 +141,6 @@ def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> Non
 
 
 # ---- the run's folder ----------------------------------------------------------------------------
-
-
-def weights_hash(weights: Mapping[str, torch.Tensor]) -> str:
-    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
-    h = hashlib.sha256()
-    for name in sorted(weights):
-        x = weights[name].detach().cpu().contiguous()
-        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.flatten().view(torch.uint8).numpy())
-    return h.hexdigest()
 
 
 def checkpoints_by_step(out: Path) -> dict[int, Path]:

@@ -145,13 +145,6 @@ class Optim:
     clip: PositiveFloat | None = 1.0
     """Largest gradient norm; a larger gradient is scaled down to it. null: no clipping."""
 
-    def validate(self, group: str) -> None:
-        for name in ("warmup", "constant"):
-            refuse_unless(getattr(self, name) >= 0, f"{group}.{name}: expected 0 or more")
-        refuse_unless(
-            self.min_lr <= self.lr, f"{group}.min_lr: {self.min_lr} is above lr, {self.lr}"
-        )
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -178,9 +171,6 @@ class Sampling:
     cache_gb: PositiveFloat | None = None
     """Memory for their keys and values on a device; prompts that do not fit are answered afterwards.
     Default: half of the free memory of a GPU (to a power of two), 8 on a CPU."""
-
-    def validate(self, group: str) -> None:
-        refuse_unless("" not in self.stop, f"{group}.stop: a stop text is not empty")
 
 
 @dataclass(frozen=True)
@@ -294,6 +284,8 @@ class RunSettings:
         for name, value in flatten(self).items():
             if value is not None and re.search("interval$|^limit_", name):
                 refuse_unless(value > 0, f"{name}: expected above 0, got {value}")
+            if name in ("optim.warmup", "optim.constant"):
+                refuse_unless(value >= 0, f"{name}: expected 0 or more, got {value}")
         fsdp, quantize = self.strategy == "fsdp", self.lora.quantize
         conflicts = {
             "lora.quantize: a quantised model cannot be trained itself; set lora.rank": (
@@ -390,8 +382,6 @@ NAMES_ELSEWHERE = {
     "learning_rate": "optim.lr",
     "load_in_4bit": "lora.quantize",
     "logging_steps": "log_interval",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
     "lora_r": "lora.rank",
     "lora_target_modules": "lora.targets",
     "loss_type": "loss",
@@ -437,8 +427,6 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
         say(f"your model: defaults, not config/{demo} (--print_config shows them)")
     settings = parse_command(cls, doc, words, defaults)
     settings.validate()
-    if settings.lora.rank and settings.optim.lr == Optim().lr:
-        say(f"optim.lr {Optim().lr:g} is for whole models: adapters often take 1e-5 to 1e-3")
     return settings
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import load
 from hub import Source, export, find_model
-from runs.checkpoint import weights_hash
+from run import weights_hash
 
 
 @pytest.mark.parametrize("name", HF)
