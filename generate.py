@@ -32,7 +32,7 @@ from load import load_model
 from lora import merge_for_sampling
 from packing import pack, to_device
 from records.forms import Record
-from records.tokenizer import Texts, Tokenizer
+from records.tokenizer import Tokenizer
 from runs.console import advance, run_cli
 from runs.devices import all_reduce, prepare_machine
 from runs.settings import Sampling, parse_command, refuse_unless
@@ -84,7 +84,7 @@ def penalise(logits_BV, token_BX, penalty: float):
     return logits_BV.scatter(1, token_BX, lower_BX)
 
 
-# ---- memory ------------------------------------------------------------------------------------
+# ---- memory -------------------------------------------------------------------------------------
 
 
 def free_memory(device) -> float:
@@ -307,10 +307,10 @@ def main(argv=None) -> None:
     with contextlib.suppress(EOFError):  # Ctrl-D
         for i, line in enumerate(lines):
             turns.append({"role": "user", "content": line})
-            if tokenizer.template and not args.plain:
-                texts = tokenizer.render(Record(turns, []))
-            else:  # the last turn alone
-                texts = Texts(line, [], by_template=False)
+            by_template = bool(tokenizer.template) and not args.plain
+            # without a template the last turn alone
+            record = Record(turns if by_template else line, [])
+            texts = tokenizer.render(record, by_template)
             ((ids, _),) = tokenizer.encode_all([texts])
             refuse_unless(
                 0 < len(ids) < context,

@@ -199,7 +199,7 @@ def context_of(config) -> int:
     return original or text.original_max_position_embeddings
 
 
-# ---- names of weights ---------- -----------------------------------------------------------------
+# ---- names of weights ----------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):

@@ -125,10 +125,8 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
     prompts, completions = _texts(gpt.config.padded_vocab_size)
     batch, prompt_cache = pack(prompts, completions)._replace(by_token=True), PromptCache()
     expected_BKL = batch.tokens_of_completions(expected_T)
-    shared, cached = (
-        gpt(batch, prompt_cache).logps,
-        gpt(batch, prompt_cache).logps,
-    )  # the first fills the cache
+    shared = gpt(batch, prompt_cache).logps  # and fills the cache
+    cached = gpt(batch, prompt_cache).logps
 
     # sampling: the first two tokens of the first completions
     first_BL = torch.tensor(np.array([pair[0][:2] for pair in completions]))

@@ -37,8 +37,9 @@ def read_run(folder: Path) -> SimpleNamespace:
     with user_error(None, folder):
         text = (folder / "settings.yaml").read_text()
         for name in ("metrics.csv", "val.csv"):
-            # a csv file is empty before its first row
-            rows = StringIO((folder / name).read_text() or "step")
+            # a csv file is not there before its first row
+            file = folder / name
+            rows = file if file.exists() else StringIO("step")
             tables.append(pd.read_csv(rows, index_col="step").reindex(columns=PLOTS).astype(float))
     metrics, val = tables
     settings = flatten(yaml.safe_load(text))

@@ -261,7 +261,8 @@ class Trainer:
             # metrics see the objective as the loss saw it, so before after_step
             self.log(batch, columns, kl, {"grad_norm": grad_norm, "lr": lr}, plan, began)
             run.objective.after_step(columns, kl)
-            saved_state(run.objective)  # what it cannot save is refused before hours are spent
+            if step == first:
+                saved_state(run.objective)  # what it cannot save is refused before hours are spent
             is_best = False
             checks = run.evaluator.checker and self.is_due(run.cfg.eval.check_interval, plan)
             if checks or self.is_due(run.cfg.val_interval, plan):

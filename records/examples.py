@@ -317,10 +317,11 @@ def examples_hash(parts: dict[str, list[Example]]) -> str:
     h = hashlib.sha256()
     for name, examples in parts.items():
         for e in examples:
+            keys = e.keys
             # the lengths say where a text ends
-            rest = name, *map(len, e.keys), e.label, e.rewards, e.weight, e.extra
+            rest = name, *map(len, keys), e.label, e.rewards, e.weight, e.extra
             h.update(repr(rest).encode())
-            h.update(b"".join(e.keys))
+            h.update(b"".join(keys))
     return h.hexdigest()
 
 

@@ -510,10 +510,7 @@ def _one_line(message: str, known: dict) -> str:
         value = re.search(r"value: (.*)|'(.*)'$|: (\S+) does not", message)
         got = f", got {value[value.lastindex]}" if value else ""
         return f"{name}: expected {_type_name(known[name])}{got}"
-    if name in (
-        "",
-        "config",
-    ):  # the message says it: an option without a value, a file that is none
+    if not name or name == "config":  # an option without a value; a file that is none
         return " ".join(message.split())
     wanted = name.replace("-", "_")
     wanted = NAMES_ELSEWHERE.get(wanted, wanted)

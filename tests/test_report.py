@@ -107,3 +107,10 @@ def test_the_page_has_the_picture_with_a_colour_for_each_group(show, monkeypatch
 def test_a_folder_that_is_no_run_is_one_line(show, tmp_path):
     with pytest.raises(BadInput, match="^/.*/settings.yaml: No such file or directory$"):
         show(tmp_path / "nothing")
+
+
+def test_a_run_that_ended_before_its_first_step_is_in_the_table(show):
+    failed = show.run("out/b", finished=False)
+    (failed / "metrics.csv").unlink()
+    lines = show(show.run("out/a", "4,0.7,0,0.4,0\n"), failed)
+    assert ["before", "50", "50"] in lines and ["steps", "4"] in lines
