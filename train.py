@@ -558,7 +558,7 @@ class Trainer:
     def before_first_step(self, examples, plan: Plan) -> None:
         """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
         run, step, cfg = self.run, self.run.state.step, self.run.cfg
-        run.logger.begin(plan, len(examples), cfg.batch_size, step)
+        run.logger.begin(plan, len(examples))
         if step == run.reference_step:
             self.check_start(make_batch(run, examples[: cfg.batch_size]))
         if isinstance(run.reference, CachedReference) and not run.reference.released:
