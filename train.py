@@ -269,7 +269,7 @@ class Trainer:
                 is_best = self.evaluate(plan)
             if step == plan.end or is_best or is_due(step, run.cfg.save_interval, plan):
                 run.save()
-            if run.stop.requested(step) and step < plan.total:
+            if run.stop.reason and step < plan.total:
                 run.save_and_say_how_to_go_on()
                 return False
         return True
@@ -358,14 +358,14 @@ class Trainer:
         """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
         one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
         run = self.run
-        stop_code = torch.full_like(grad_norm, run.stop.code(), dtype=torch.float64)
+        step = run.state.step + 1
+        stop_code = torch.full_like(grad_norm, run.stop.code(step), dtype=torch.float64)
         # a loss may be infinite where its gradient is not, as by a constant
         of_step = [grad_norm.double(), kl.z.double().sum(), columns["loss"].sum(), stop_code]
         grad_norm, z, loss, stop_code = all_reduce(torch.stack(of_step), "max").tolist()
         run.stop.set_agreed(stop_code)
         if all(map(math.isfinite, (grad_norm, z, loss))):
             return grad_norm
-        step = run.state.step + 1
         bad = (~columns["loss"].isfinite()).nonzero()[:, 0].tolist()
         names = ", ".join(batch.examples[i].where for i in bad[:8])
         raise Failed(
