@@ -91,7 +91,7 @@ def step_lines(tmp_path, capsys, monkeypatch):
 
     def lines(total, start=0, log_interval=1, on=True, seconds=1.0, **row) -> list[str]:
         own = Logger(run_settings(tmp_path, progress=on), -1, False)
-        own.begin(Plan(total, total), total)
+        own.begin(Plan(total, total, 0, total, total), total)
         capsys.readouterr()
         row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5} | row
         for step in range(start + 1, total + 1):
