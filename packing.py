@@ -18,11 +18,11 @@ def to_device(x, device):
     return x.to(device, non_blocking=True)
 
 
-def prompt_groups(prompts, order=None) -> list[list[int]]:
+def prompt_groups(prompts) -> list[list[int]]:
     """The numbers of equal prompts, for each distinct prompt in the order of its first appearance."""
     groups = {}
-    for i in range(len(prompts)) if order is None else order:
-        groups.setdefault(prompts[i].tobytes(), []).append(i)
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt.tobytes(), []).append(i)
     return list(groups.values())
 
 
@@ -83,14 +83,10 @@ class PackedBatch(NamedTuple):
 
     def to(self, device) -> "PackedBatch":
         """This batch on a device. The copies do not wait for the work that is queued there."""
-        device, fields = torch.device(device), self._asdict().items()
-        tensors = {name: x for name, x in fields if isinstance(x, torch.Tensor)}
-        return self._replace(**{name: to_device(x, device) for name, x in tensors.items()})
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """(U,) input tokens of each prompt with its completions."""
-        return tuple(map(sum, self.segment_sizes))
+        device = torch.device(device)
+        return PackedBatch(
+            *(to_device(x, device) if isinstance(x, torch.Tensor) else x for x in self)
+        )
 
     def sums(self, x_T):
         """Sums (B, K) of the targets' numbers over each completion and its prompt, if that is scored."""
@@ -115,12 +111,12 @@ class PackedBatch(NamedTuple):
             is_token.view(*is_token.shape, *[1] * (x_T.dim() - 1)), x_T[target_BKL], 0
         )
 
-    def digests(self) -> list[list[bytes]]:
-        """(B, K) hashes of 16 bytes, each of the token ids of a prompt and one of its completions."""
+    def digests(self) -> list[list[str]]:
+        """(B, K) hashes, each of the token ids of a prompt and one of its completions."""
 
         def digest(prompt, completion):
             ids = len(prompt).to_bytes(8, "big") + prompt.tobytes() + completion.tobytes()
-            return hashlib.blake2b(ids, digest_size=16).digest()
+            return hashlib.blake2b(ids, digest_size=16).hexdigest()
 
         return [[digest(prompt, y) for y in completions] for prompt, completions in self.ids]
 
