@@ -174,10 +174,9 @@ def set_weights(module, weights: Mapping | None, share: float = 1.0) -> None:
     A collective if the module is sharded: rank 0 gives the weights of all parameters, the other ranks may give None.
     """
     for name, p in module.unique_parameters().items():
-        if weights is None:
-            p.copy_(place_like(torch.empty(p.shape, dtype=p.dtype), p))
-        elif name in weights:
-            new = place_like(weights[name].detach().to(p.dtype), p)
+        x = torch.empty(p.shape) if weights is None else weights.get(name)
+        if x is not None:
+            new = place_like(x.detach().to(p.dtype), p)
             p.copy_(new if share == 1 else p.lerp(new, share))
 
 

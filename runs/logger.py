@@ -10,7 +10,6 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +30,6 @@ CELLS = {
     "checker_accuracy": "checker {:.4f}",
     "tokens/s": "tok/s {:,.0f}",
 }
-KL_CLAMPED = "kl 0 (clamped)"  # a bare "kl 0.0000" would look like a bug
 
 
 # ---- speed and memory ------------------------------------------------------------------------
@@ -65,15 +63,15 @@ class Throughput:
         pair_passes = objective.needs_mismatched_pairs * (1 + reference)
         self.completion_passes = self.prompt_passes + pair_passes
         self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
-        self.n_block_weights = 0
-        for name, parameter in policy.blocks.named_parameters():
-            if "lora_" not in name:
-                # A 4-bit parameter is packed; its quant_state has the shape of the matrix.
-                shape = getattr(parameter, "quant_state", parameter).shape
-                self.n_block_weights += shape.numel()
+        self.n_block_weights = sum(
+            # a 4-bit parameter is packed; its quant_state has the shape of the matrix
+            getattr(parameter, "quant_state", parameter).shape.numel()
+            for name, parameter in policy.blocks.named_parameters()
+            if "lora_" not in name
+        )
         gpu = ""
-        if fabric.device.type == "cuda" and "bf16" in cfg.precision:
-            gpu = torch.cuda.get_device_name(fabric.device)
+        if self.device.type == "cuda" and "bf16" in cfg.precision:
+            gpu = torch.cuda.get_device_name(self.device)
         peak = next((peak for name, peak in BF16_PEAKS.items() if name in gpu), 0)
         self.peak_flops = peak * fabric.world_size
         self.tokens = self.flops = self.seconds = 0
@@ -137,7 +135,7 @@ def add_row(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
-def open_tracker(cfg: RunSettings) -> Callable | None:
+def open_tracker(cfg: RunSettings):
     """-> track(step, numbers, samples), which hands {name: number} and answers of the policy to tensorboard
     or wandb; None if neither is asked for."""
     out = Path(cfg.out_dir)
@@ -262,6 +260,8 @@ def write_json(path: Path, value) -> None:
 
 def format_cells(row: dict) -> list[str]:
     """The values of `row` that the console shows, as texts. A missing column and None are left out."""
-    formats = CELLS | ({"kl": KL_CLAMPED} if row.get("kl/clamped") else {})
+    formats = dict(CELLS)
+    if row.get("kl/clamped"):  # a bare "kl 0.0000" would look like a bug
+        formats["kl"] = "kl 0 (clamped)"
     cells = formats.items()
     return [text.format(row[name]) for name, text in cells if row.get(name) is not None]
