@@ -97,19 +97,14 @@ class PackedAttention:
         batch = self.batch
         if len(batch.key_I):
             k, v = k[:, :, batch.key_I], v[:, :, batch.key_I]
-        query_start_S, max_queries = batch.query_start_S, batch.max_queries
-        if self.cached:
-            query_start_S, max_queries = (
-                batch.completion_query_start_S,
-                batch.max_completion_queries,
-            )
+        query_start_S = batch.completion_query_start_S if self.cached else batch.query_start_S
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
         # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
         options = dict(scale=attn.scale, window_size=((attn.window or 0) - 1, 0))
         if "enable_gqa" in VARLEN:
             options["enable_gqa"] = k.shape[1] < q.shape[1]
         # The kernel fails for a maximum of 1 if some sequences are empty (flash-attention issue 1537).
-        most = max(2, max_queries), max(2, batch.max_keys)
+        most = [max(2, batch.max_keys)] * 2  # bounds for queries and keys
         out = varlen_attn(q, k, v, query_start_S, batch.key_start_S, *most, **options)
         return out.transpose(0, 1)[None]
 

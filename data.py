@@ -25,7 +25,7 @@ import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -42,11 +42,11 @@ DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_
 CPU_ACTIVATIONS = 4e9  # bytes
 
 
-def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int | None:
-    """Tokens of a micro-batch, at most; None where micro_batch_size counts its examples. On a CPU the
-    default is smaller where the activations of so many tokens would take more than 4 GB, at 20 numbers
-    of 4 bytes for a token, a layer and a unit of its width."""
-    if cfg.micro_batch_tokens or cfg.micro_batch_size:
+def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
+    """Tokens of a micro-batch, at most. On a CPU the default is smaller where the activations of so many
+    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
+    width."""
+    if cfg.micro_batch_tokens:
         return cfg.micro_batch_tokens
     if cfg.accelerator != "cpu":
         return DEFAULT_TOKENS
@@ -70,8 +70,8 @@ def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
             number = plan.begin + epoch
             order = epoch_order(len(examples), number, run.cfg.seed, data.shuffle)
             if data.group_by_prompt:
-                groups = prompt_groups([e.prompt for e in examples], order)
-                order = list(chain(*groups))
+                groups = prompt_groups([examples[j].prompt for j in order])
+                order = [order[k] for k in chain(*groups)]
         yield make_batch(run, [examples[j] for j in order[i * G : (i + 1) * G]])
 
 
@@ -98,12 +98,8 @@ def make_batch(run, examples) -> "Batch":
     return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.cut)
 
 
-@functools.lru_cache(maxsize=2)
-def epoch_order(n: int, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """The order of an epoch's n examples. It depends on the arguments alone.
-
-    The list is cached: do not change it.
-    """
+def epoch_order(n: int, epoch: int, seed: int, shuffle: bool = True) -> list[int]:
+    """The order of an epoch's n examples. It depends on the arguments alone."""
     if not shuffle:
         return list(range(n))
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
@@ -115,12 +111,8 @@ def next_items(items: list, i: int, n: int, seed: int) -> list:
 
     Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
     """
-    picked = []
-    for j in range((i - 1) * n, i * n):
-        epoch, k = divmod(j, len(items))
-        order = epoch_order(len(items), epoch, seed, True)
-        picked.append(items[order[k]])
-    return picked
+    endless = chain.from_iterable(epoch_order(len(items), epoch, seed) for epoch in count())
+    return [items[j] for j in islice(endless, (i - 1) * n, i * n)]
 
 
 # ---- the batch of a step ------------------------------------------------------------------------
@@ -131,8 +123,8 @@ class Cut(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    max_examples: int | None = None  # of a micro-batch
-    max_tokens: int | None = DEFAULT_TOKENS  # of a micro-batch
+    room: int = DEFAULT_TOKENS  # of a micro-batch, in tokens or in examples
+    by_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,44 +143,26 @@ class Batch:
     packed: dict[tuple[tuple[int, ...], bool], PackedBatch] = field(default_factory=dict)
 
     @functools.cached_property
-    def groups(self) -> list[list[int]]:
-        """The numbers of the examples with one prompt, for each of the step's prompts in order of
-        appearance."""
-        return prompt_groups([e.prompt for e in self.examples])
-
-    @functools.cached_property
     def micro_batches(self) -> list["MicroBatch"]:
         """This rank's micro-batches, of the gradient pass and of the no-gradient pass. All ranks have
         equally many."""
-        by_tokens, groups = self.cut.max_tokens is not None, []
-        for group in self.groups:
+        cut, examples = self.cut, self.examples
+        # (G,) what an example adds to its prompt: tokens of its own completions, or of its mismatched one
+        # if that has more, since a micro-batch must hold either
+        added = [1] * len(examples)
+        if cut.by_tokens:
+            added = [sum(map(len, e.completions)) for e in examples]
+            if self.mismatched_pairs is not None:
+                others = [len(self.mismatched_completion(i)) for i in range(len(examples))]
+                added = list(map(max, added, others))
+        groups, sizes = [], []
+        for group in prompt_groups([e.prompt for e in examples]):
+            prompt = len(examples[group[0]].prompt) if cut.by_tokens else 0
             # a group that is larger than a micro-batch is cut: each part computes the prompt
-            if by_tokens:
-                room = self.cut.max_tokens - len(self.examples[group[0]].prompt)
-                groups += fill(group, self.most_completion_tokens, room)
-            else:
-                groups += fill(group, [1] * len(self.examples), self.cut.max_examples)
-        sizes = [self.group_size(group) if by_tokens else len(group) for group in groups]
-        micros = []
-        for micro in cut_micro_batches(sizes, self.cut)[self.cut.rank]:
-            index = sorted(chain(*(groups[g] for g in micro.index)))
-            micros.append(MicroBatch(index, micro.filler))
-        return micros
-
-    @functools.cached_property
-    def most_completion_tokens(self) -> list[int]:
-        """(G,) tokens of an example's own completions, or of its mismatched one if that has more: a
-        micro-batch must hold either."""
-        own = [sum(map(len, e.completions)) for e in self.examples]
-        if self.mismatched_pairs is None:
-            return own
-        return [max(n, len(self.mismatched_completion(i))) for i, n in enumerate(own)]
-
-    def group_size(self, group: list[int]) -> int:
-        """The most tokens that a group has in a pass: its prompt once, and completions of all its
-        examples."""
-        completions = sum(self.most_completion_tokens[i] for i in group)
-        return len(self.examples[group[0]].prompt) + completions
+            for part in fill(group, added, cut.room - prompt, cut.by_tokens):
+                groups.append(part)
+                sizes.append(prompt + sum(added[i] for i in part))
+        return cut_micro_batches(groups, sizes, cut)[cut.rank]
 
     def pack_ahead(self) -> None:
         """Pack what the passes of the step will ask for."""
@@ -207,7 +181,9 @@ class Batch:
         prompts = [self.examples[i].prompt for i in index]
         packed = pack(prompts, completions, self.score_prompt, index)
         if self.by_token:  # all micro-batches of a step have one L
-            packed = packed._replace(by_token=True, longest=self.longest_completion)
+            others = [y for y in self.mismatched_pairs or () if np.ndim(y)]
+            longest = max(map(len, chain(others, *(e.completions for e in self.examples))))
+            packed = packed._replace(by_token=True, longest=longest)
         return packed
 
     def mismatched_completion(self, i: int) -> np.ndarray:
@@ -215,12 +191,6 @@ class Batch:
         takes that of example 0, to keep the shape; it is left out of the KL mean."""
         pair = self.mismatched_pairs[i]
         return pair if np.ndim(pair) else self.examples[max(pair, 0)].completions[0]
-
-    @functools.cached_property
-    def longest_completion(self) -> int:
-        """Tokens of the longest completion of all examples and mismatched pairs."""
-        others = [y for y in self.mismatched_pairs or () if np.ndim(y)]
-        return max(map(len, chain(others, *(e.completions for e in self.examples))))
 
 
 def mismatched_pairs(examples: list[Example]) -> list[int]:
@@ -246,16 +216,14 @@ def mismatched_pairs(examples: list[Example]) -> list[int]:
 
 
 class View:
-    """Some examples of a step, as an algorithm sees them. Its tensors are on the device of the
-    log-probs."""
+    """Some examples of a step, as an algorithm sees them: StepView and LossView have `examples`, and on the
+    device of the log-probs the tensors
 
-    examples: list[Example]
-    label: torch.Tensor  # bool, True: desirable
-    # graded rewards; for an example without one 1 if it is desirable, else 0
-    reward: torch.Tensor
-    # examples with one prompt have one number, from 0 on, the same in a step and its micro-batches.
-    # A step may hold a part of a prompt's answers only
-    group: torch.Tensor
+        label   bool, True: desirable
+        reward  graded rewards; for an example without one 1 if it is desirable, else 0
+        group   examples with one prompt have one number, from 0 on, the same in a step and its
+                micro-batches. A step may hold a part of a prompt's answers only
+    """
 
     def extra(self, name: str):
         """A field that data.extra names: a tensor of numbers, or a list of texts, one for each
@@ -285,8 +253,8 @@ class StepView(View):
         self.reward = tensor(list(map(float, rewards)))
         # the records' own weights, 1 where a record has none; the loop multiplies the loss by them
         self.weight = tensor([e.weight for e in examples])
-        number = {i: u for u, group in enumerate(batch.groups) for i in group}
-        self.group = tensor([number[i] for i in range(self.size)])
+        numbers = {}
+        self.group = tensor([numbers.setdefault(e.keys[0], len(numbers)) for e in examples])
         # (n,) which of the G have a mismatched pair
         pairs = [i for i, x in enumerate(batch.mismatched_pairs or ()) if np.ndim(x) or x >= 0]
         self.mismatched_index = tensor(pairs).long()
@@ -317,50 +285,41 @@ class MicroBatch(NamedTuple):
     filler: bool = False
 
 
-def cut_micro_batches(sizes: list[int], cut: Cut) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank, as numbers of groups. sizes: of each group, in tokens or, where
-    cut.max_tokens is None, in examples.
+def cut_micro_batches(
+    groups: list[list[int]], sizes: list[int], cut: Cut
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank. groups: examples that stay together; sizes: of each group, in the
+    unit of cut.room.
 
-    All ranks get equally many, because collectives inside a sharded forward must match: a rank with
-    fewer repeats group 0 as a filler.
+    By tokens the longest group goes first, each to the rank with the fewest tokens so far. Otherwise ranks
+    take groups in turn. All ranks get equally many micro-batches, because collectives inside a sharded
+    forward must match: a rank with fewer repeats group 0 as a filler.
     """
-    by_tokens = cut.max_tokens is not None
-    room = cut.max_tokens if by_tokens else cut.max_examples
+    shares = [range(rank, len(groups), cut.ranks) for rank in range(cut.ranks)]
+    if cut.by_tokens:
+        shares, tokens = [[] for _ in shares], [0] * cut.ranks
+        for g in sorted(range(len(groups)), key=lambda g: -sizes[g]):
+            lightest = tokens.index(min(tokens))
+            shares[lightest].append(g)
+            tokens[lightest] += sizes[g]
     micros = []
-    for share in split_over_ranks(sizes, cut.ranks, by_tokens):
-        indices = fill(share, sizes, room, first_fit=by_tokens)
-        micros.append([MicroBatch(sorted(index)) for index in indices])
+    for share in shares:
+        bins = fill(share, sizes, cut.room, cut.by_tokens)
+        micros.append([MicroBatch(sorted(chain(*(groups[g] for g in one)))) for one in bins])
     most = max(map(len, micros))
     for rank_micros in micros:
-        rank_micros += [MicroBatch([0], filler=True)] * (most - len(rank_micros))
+        rank_micros += [MicroBatch(groups[0], filler=True)] * (most - len(rank_micros))
     return micros
 
 
-def split_over_ranks(sizes: list[int], ranks: int, by_tokens: bool) -> list[list[int]]:
-    """Each rank's share of a step, as numbers of groups.
-
-    by_tokens: the longest group goes first, each to the rank with the fewest tokens so far. Otherwise
-    ranks take groups in turn.
-    """
-    if not by_tokens:
-        return [list(range(rank, len(sizes), ranks)) for rank in range(ranks)]
-    shares, tokens = [[] for _ in range(ranks)], [0] * ranks
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lightest = tokens.index(min(tokens))
-        shares[lightest].append(i)
-        tokens[lightest] += sizes[i]
-    return shares
-
-
-def fill(items: list[int], sizes: list[int], room: int, first_fit=False) -> list[list[int]]:
+def fill(items, sizes: list[int], room: int, first_fit: bool) -> list[list[int]]:
     """Put each item into the last bin or, with first_fit, into the first one that has room for its
     size; else into a new bin. An item that is larger than a bin has one of its own."""
     bins, left = [], []
     for i in items:
-        open_bins = range(len(bins)) if first_fit else range(len(bins))[-1:]
-        found = next((j for j in open_bins if left[j] >= sizes[i]), None)
-        if found is None:
-            found = len(bins)
+        start = 0 if first_fit else max(0, len(bins) - 1)
+        found = next((j for j in range(start, len(bins)) if left[j] >= sizes[i]), len(bins))
+        if found == len(bins):
             bins.append([])
             left.append(room)
         bins[found].append(i)

@@ -18,11 +18,11 @@ def to_device(x, device):
     return x.to(device, non_blocking=True)
 
 
-def prompt_groups(prompts, order=None) -> list[list[int]]:
+def prompt_groups(prompts) -> list[list[int]]:
     """The numbers of equal prompts, for each distinct prompt in the order of its first appearance."""
     groups = {}
-    for i in range(len(prompts)) if order is None else order:
-        groups.setdefault(prompts[i].tobytes(), []).append(i)
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt.tobytes(), []).append(i)
     return list(groups.values())
 
 
@@ -70,11 +70,9 @@ class PackedBatch(NamedTuple):
     key_start_S: torch.Tensor  # the same for the keys: cu_seq_k
     # (U,) for each prompt: its input tokens, and those of each of its completions
     segment_sizes: tuple[tuple[int, ...], ...]
-    index: tuple[int, ...]  # index_B, on the CPU
+    index: list[int]  # index_B, on the CPU
     ids: list  # (B,) the token ids of each example: its prompt and its K completions
-    max_queries: int  # the most queries of a sequence
-    max_completion_queries: int  # the same if only the M completion tokens are queries
-    max_keys: int  # the most keys of a sequence
+    max_keys: int  # the most keys of a sequence; it never has more queries
     longest: int  # L: tokens of the longest completion, here or in the step
     # What a model's forward is asked for. by_token: log-probs of each token (B, K, L), not of
     # completions (B, K).
@@ -83,14 +81,10 @@ class PackedBatch(NamedTuple):
 
     def to(self, device) -> "PackedBatch":
         """This batch on a device. The copies do not wait for the work that is queued there."""
-        device, fields = torch.device(device), self._asdict().items()
-        tensors = {name: x for name, x in fields if isinstance(x, torch.Tensor)}
-        return self._replace(**{name: to_device(x, device) for name, x in tensors.items()})
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """(U,) input tokens of each prompt with its completions."""
-        return tuple(map(sum, self.segment_sizes))
+        device = torch.device(device)
+        return PackedBatch(
+            *(to_device(x, device) if isinstance(x, torch.Tensor) else x for x in self)
+        )
 
     def sums(self, x_T):
         """Sums (B, K) of the targets' numbers over each completion and its prompt, if that is scored."""
@@ -115,12 +109,12 @@ class PackedBatch(NamedTuple):
             is_token.view(*is_token.shape, *[1] * (x_T.dim() - 1)), x_T[target_BKL], 0
         )
 
-    def digests(self) -> list[list[bytes]]:
-        """(B, K) hashes of 16 bytes, each of the token ids of a prompt and one of its completions."""
+    def digests(self) -> list[list[str]]:
+        """(B, K) hashes, each of the token ids of a prompt and one of its completions."""
 
         def digest(prompt, completion):
             ids = len(prompt).to_bytes(8, "big") + prompt.tobytes() + completion.tobytes()
-            return hashlib.blake2b(ids, digest_size=16).digest()
+            return hashlib.blake2b(ids, digest_size=16).hexdigest()
 
         return [[digest(prompt, y) for y in completions] for prompt, completions in self.ids]
 
@@ -149,6 +143,7 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         queries      0 1 2 3      4 5            6 7         so query_start_S is 0 4 6 8
     """
     B, K = len(prompts), len(completions[0])
+    index = index or list(range(B))
 
     # 1. The distinct prompts, and which examples have them.
     groups = prompt_groups(prompts)
@@ -157,7 +152,7 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     # 2. The row: each prompt, followed by its completions without their last tokens. A completion's
     # source is the token before its first one, the prompt's last, and then its own inputs.
     tokens, positions, segment_sizes, prompt_places = [], [], [], []
-    targets, sources, keys, n_queries = [], [], [], []
+    targets, sources, keys, n_queries, n_keys = [], [], [], [], []
     end = 0  # of the row so far
     for u, group in enumerate(groups):
         prompt = prompts[group[0]]
@@ -178,7 +173,8 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
                 targets.append(completion)
                 sources += [prompt_place[-1:], place]
                 keys += [prompt_place, place]
-                n_queries.append(size + (len(prompt) if len(sizes) == 1 else 0))
+                n_keys.append(len(prompt) + size)
+                n_queries.append(n_keys[-1] if len(sizes) == 1 else size)
                 end += size
                 sizes.append(size)
         segment_sizes.append(tuple(sizes))
@@ -195,14 +191,11 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
 
     # 4. Attention: which prompt and completion each token belongs to, and each sequence's queries and
     # keys (see PackedBatch).
-    size_of_segment = np.array(list(chain(*segment_sizes)))
-    branch_of_segment = list(chain(*(range(len(sizes)) for sizes in segment_sizes)))
-    branch_N = np.repeat(branch_of_segment, size_of_segment)
+    branches = chain(*(range(len(sizes)) for sizes in segment_sizes))
+    branch_N = np.repeat(list(branches), list(chain(*segment_sizes)))
     completion_M, n_completion_queries = np.flatnonzero(branch_N), completion_J - 1
     if not len(completion_M):
         completion_M, n_completion_queries[0] = np.zeros(1, int), 1
-    n_keys = [len(prompt) + len(own) for prompt, own in zip(keys[::2], keys[1::2])]
-    is_shared = len(groups) < B * K
     # Numpy does all the work here. This function runs in a thread of its own, where a torch
     # operation would start a second set of OpenMP threads; between operations they wait in a loop,
     # on the cores that the training step needs.
@@ -218,26 +211,23 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         sequence_BK=sequence_BK,
         first_target_BK=(np.cumsum(completion_J) - completion_J)[sequence_BK],
         prompt_B=prompt_B,
-        index_B=np.arange(B) if index is None else np.array(index),
-        prompt_P=np.concatenate(prompt_places),
+        index_B=np.array(index),
+        prompt_P=np.flatnonzero(branch_N == 0),
         completion_M=completion_M,
-        key_I=np.concatenate(keys) if is_shared else np.zeros(0, int),
+        key_I=np.concatenate(keys) if len(groups) < B * K else np.zeros(0, int),
     )
-    starts = dict(
-        query_start_S=n_queries,
-        completion_query_start_S=n_completion_queries,
-        key_start_S=n_keys,
-    )
-    tensors = {name: torch.from_numpy(x.astype(np.int64, copy=False)) for name, x in arrays.items()}
-    for name, sizes in starts.items():
-        tensors[name] = torch.from_numpy(np.cumsum([0, *sizes]).astype(np.int32))
+
+    def starts(sizes):
+        return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32))
+
     return PackedBatch(
-        **tensors,
+        **{name: torch.from_numpy(x.astype(np.int64, copy=False)) for name, x in arrays.items()},
+        query_start_S=starts(n_queries),
+        completion_query_start_S=starts(n_completion_queries),
+        key_start_S=starts(n_keys),
         segment_sizes=tuple(segment_sizes),
-        index=tuple(arrays["index_B"].tolist()),
+        index=index,
         ids=list(zip(prompts, completions)),
-        max_queries=max(n_queries),
-        max_completion_queries=int(max(n_completion_queries)),
         max_keys=max(n_keys),
         longest=int(completion_J.max()),
     )

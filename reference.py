@@ -73,7 +73,7 @@ class CachedReference:
     def __call__(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
         """-> log-probs (B, K) in nats, from the folder where it has them. prompt_cache is not used: the
         prompts' keys may never have been computed. Raises BadInput."""
-        keys = [[key.hex() for key in row] for row in packed.digests()]
+        keys = packed.digests()
         device = packed.token_N.device
         is_missing = any(key not in self.known for row in keys for key in row)
         if is_missing and self.released:

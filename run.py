@@ -347,7 +347,10 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
         cfg=cfg,
         fabric=fabric,
         cut=Cut(
-            fabric.global_rank, fabric.world_size, cfg.micro_batch_size, most_tokens(cfg, *size)
+            fabric.global_rank,
+            fabric.world_size,
+            room=cfg.micro_batch_size or most_tokens(cfg, *size),
+            by_tokens=not cfg.micro_batch_size,
         ),
         source=source,
         tokenizer=tokenizer,

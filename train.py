@@ -44,7 +44,7 @@ from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed, Interrupted, advance, progress, say
 from runs.devices import all_reduce
 from runs.logger import write_json
-from runs.optimizer import Plan, clip_gradient, is_due, is_end, lr_at, make_plan, steps_of
+from runs.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at, steps_of
 from runs.settings import refuse_unless
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
@@ -240,7 +240,7 @@ class Trainer:
         )
         self.has_fitted = True
         examples = run.examples["train"] if examples is None else examples
-        plan = plan or make_plan(run.cfg, len(examples))
+        plan = plan or iteration_plans(run.cfg, [len(examples)])[0]
         run.last_step = plan.total
         self.before_first_step(examples, plan)
         first = run.state.step + 1
@@ -252,7 +252,7 @@ class Trainer:
             began, step = time.perf_counter(), run.state.step + 1
             silent = 5 if step == first else 60  # seconds
             with self.progress(f"step {step}", batch, silent):
-                columns, kl = self.forward_backward(batch, self.row_is_due(step, plan))
+                columns, kl = self.forward_backward(batch, is_due(step, run.cfg.log_interval, plan))
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
@@ -264,12 +264,12 @@ class Trainer:
             if step == first:
                 saved_state(run.objective)  # what it cannot save is refused before hours are spent
             is_best = False
-            checks = run.evaluator.checker and self.is_due(run.cfg.eval.check_interval, plan)
-            if checks or self.is_due(run.cfg.val_interval, plan):
+            checks = run.evaluator.checker and is_due(step, run.cfg.eval.check_interval, plan)
+            if checks or is_due(step, run.cfg.val_interval, plan):
                 is_best = self.evaluate(plan)
             if step == plan.end or is_best or is_due(step, run.cfg.save_interval, plan):
                 run.save()
-            if run.stop.requested(step) and step < plan.total:
+            if run.stop.reason and step < plan.total:
                 run.save_and_say_how_to_go_on()
                 return False
         return True
@@ -358,14 +358,14 @@ class Trainer:
         """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
         one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
         run = self.run
-        stop_code = torch.full_like(grad_norm, run.stop.code(), dtype=torch.float64)
+        step = run.state.step + 1
+        stop_code = torch.full_like(grad_norm, run.stop.code(step), dtype=torch.float64)
         # a loss may be infinite where its gradient is not, as by a constant
         of_step = [grad_norm.double(), kl.z.double().sum(), columns["loss"].sum(), stop_code]
         grad_norm, z, loss, stop_code = all_reduce(torch.stack(of_step), "max").tolist()
         run.stop.set_agreed(stop_code)
         if all(map(math.isfinite, (grad_norm, z, loss))):
             return grad_norm
-        step = run.state.step + 1
         bad = (~columns["loss"].isfinite()).nonzero()[:, 0].tolist()
         names = ", ".join(batch.examples[i].where for i in bad[:8])
         raise Failed(
@@ -384,14 +384,11 @@ class Trainer:
         run.state.step += 1
         return lr
 
-    def row_is_due(self, step: int, plan: Plan) -> bool:
-        return step == plan.end or is_due(step, self.run.cfg.log_interval, plan)
-
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float) -> None:
         """Write a row of metrics.csv if one is due: of this step, but its speed since the last row."""
         run, step = self.run, self.run.state.step
         metrics = None
-        if self.row_is_due(step, plan):
+        if is_due(step, run.cfg.log_interval, plan):
             columns, kl = on_cpu(columns, kl)
             # a mean over tokens, from the means over each example's
             entropy_G, tokens_G = columns.pop("entropy"), columns.pop("scored_tokens")
@@ -508,11 +505,6 @@ class Trainer:
         run.policy.train()
         return on_cpu(self.sum_over_ranks(columns), before.kl)
 
-    def is_due(self, interval, plan: Plan) -> bool:
-        """Whether to validate or to check answers after this step."""
-        step = self.run.state.step
-        return is_due(step, interval, plan) or is_end(step, plan, interval)
-
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
         so far by keep_best"""
@@ -523,7 +515,7 @@ class Trainer:
         row = self.score(val)
         if run.evaluator.checker:
             share = own_kl = None
-            if step == 0 or self.is_due(run.cfg.eval.check_interval, plan):
+            if step == 0 or is_due(step, run.cfg.eval.check_interval, plan):
                 share = run.evaluator.accuracy(step)
                 own_kl = self.own_kl(run.evaluator.checked_answers)
             row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
@@ -558,7 +550,7 @@ class Trainer:
     def before_first_step(self, examples, plan: Plan) -> None:
         """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
         run, step, cfg = self.run, self.run.state.step, self.run.cfg
-        run.logger.begin(plan, len(examples), cfg.batch_size, step)
+        run.logger.begin(plan, len(examples))
         if step == run.reference_step:
             self.check_start(make_batch(run, examples[: cfg.batch_size]))
         if isinstance(run.reference, CachedReference) and not run.reference.released:

@@ -3,7 +3,6 @@
 All of this is Fabric's and torch's; this file chooses among it, and works around what it gets wrong.
 """
 
-import contextlib
 import ctypes
 import gc
 import logging
@@ -29,12 +28,7 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
     runs. Raises BadInput."""
     devices, nodes = cfg.devices, cfg.num_nodes
     if started := int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-        refuse_unless(
-            devices in (1, started),
-            f"devices: {devices}, but the launcher started {started} processes on this node",
-        )
-        devices = started
-        nodes = max(1, int(os.environ["WORLD_SIZE"]) // started)
+        devices, nodes = started, int(os.environ["WORLD_SIZE"]) // started
     # srun starts this program once a task. Fabric uses these processes only where their number is the
     # one that the settings ask for; any other number would be so many runs of the same settings.
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
@@ -49,24 +43,14 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
         accelerator == "cpu" or devices <= gpus,
         f"accelerator: gpu, devices: {devices}, but this machine has {gpus} GPUs",
     )
-    precision = cfg.precision or default_precision(accelerator, n_layer, n_embd)
-    if accelerator == "cpu" and "bf16" in precision and not multiplies_bfloat16():
-        say(f"precision: {precision}: this CPU emulates bfloat16, about six times slower")
+    precision = cfg.precision
+    if not precision:
+        # a CPU gains from products of bfloat16 where the blocks have more than 50M weights: 1.6 to 1.7
+        # times at 135M (benchmarks/RESULTS.md); without such products it is about six times slower
+        gains = multiplies_bfloat16() and 12 * n_layer * n_embd**2 > 50e6
+        precision = "bf16-mixed" if accelerator == "gpu" or gains else "32-true"
+        say(f"precision: {precision}, which is fastest for this machine and a model of this size")
     return dict(devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision)
-
-
-def default_precision(accelerator: str, n_layer: int, n_embd: int) -> str:
-    """What this machine multiplies. A CPU with products of bfloat16 gains from them where the blocks have
-    more than 50M weights: 1.6 to 1.7 times at 135M (benchmarks/RESULTS.md)."""
-    precision, reason = "32-true", "since this CPU has no products of bfloat16"
-    if accelerator == "gpu":
-        precision, reason = "bf16-mixed", "as on every GPU"
-    elif multiplies_bfloat16():
-        reason = "since the model is small"
-        if 12 * n_layer * n_embd**2 > 50e6:
-            precision, reason = "bf16-mixed", "since this CPU has products of bfloat16"
-    say(f"precision: {precision}, {reason}")
-    return precision
 
 
 def multiplies_bfloat16() -> bool:
@@ -88,8 +72,7 @@ def prepare_machine() -> None:
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     trim_threshold, mmap_threshold = -1, -3  # numbers of the two settings in glibc's malloc.h
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # not glibc
-        mallopt = ctypes.CDLL(None).mallopt
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc
         mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc takes
         mallopt(trim_threshold, 2**31 - 1)
 
@@ -111,8 +94,9 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         is_new = torch.__version__ >= "2.13"
         strategy = DDPStrategy(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
     elif strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
-        sizes = dict(data_parallel_size=n_devices, tensor_parallel_size=1)
-        strategy = ModelParallelStrategy(shard, **sizes)
+        strategy = ModelParallelStrategy(
+            shard, data_parallel_size=n_devices, tensor_parallel_size=1
+        )
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,
@@ -168,10 +152,10 @@ def on_rank_0(fabric, work):
 
 
 def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x on the device of `like`, and sharded like it if `like` is sharded and has x's shape. Sharding is a
-    collective that takes the values of rank 0."""
+    """x, which is whole, on the device of `like`, and sharded if `like` is. Sharding is a collective that takes
+    the values of rank 0."""
     x = x.to(like.device)
-    if isinstance(like, DTensor) and not isinstance(x, DTensor) and x.shape == like.shape:
+    if isinstance(like, DTensor):
         return distribute_tensor(x, like.device_mesh, like.placements)
     return x
 
@@ -190,10 +174,9 @@ def set_weights(module, weights: Mapping | None, share: float = 1.0) -> None:
     A collective if the module is sharded: rank 0 gives the weights of all parameters, the other ranks may give None.
     """
     for name, p in module.unique_parameters().items():
-        if weights is None:
-            p.copy_(place_like(torch.empty(p.shape, dtype=p.dtype), p))
-        elif name in weights:
-            new = place_like(weights[name].detach().to(p.dtype), p)
+        x = torch.empty(p.shape) if weights is None else weights.get(name)
+        if x is not None:
+            new = place_like(x.detach().to(p.dtype), p)
             p.copy_(new if share == 1 else p.lerp(new, share))
 
 
@@ -207,13 +190,13 @@ class Stop:
     look between two units of work. The second signal is Python's own. Nothing ends between the
     micro-batches of a step: the random state that is saved would be one of mid-step.
 
-    reason: for the line that says so. signal: the number of the signal that arrived, or 0.
+    reason: why to stop, as the ranks have agreed; empty to go on. signal: the number of the signal that
+    arrived, or 0.
     """
 
     def __init__(self, max_time: timedelta | None, at_step: int | None):
         self.deadline = time.monotonic() + max_time.total_seconds() if max_time else math.inf
         self.at_step, self.signal, self.reason = at_step, 0, ""
-        self.agreed = 0.0  # the largest code of all ranks
         numbers = signal.SIGINT, signal.SIGTERM
         self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
 
@@ -229,24 +212,19 @@ class Stop:
             name = signal.Signals(number).name
             os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
 
-    def code(self) -> float:
-        """What this rank knows: 0 go on; 0.5 the time is up; else a signal's number."""
-        return self.signal or 0.5 * (time.monotonic() > self.deadline)
+    def code(self, step: int = 0) -> float:
+        """What this rank knows in this step: 0 go on; 0.25 it is the last one; 0.5 the time is up; else a
+        signal's number."""
+        is_late = time.monotonic() > self.deadline
+        return self.signal or 0.5 * is_late or 0.25 * (step == self.at_step)
 
     def set_agreed(self, code: float) -> None:
-        """The largest code of all ranks, which they exchange in each step (Trainer.check_finite)."""
-        self.agreed = code
+        """The largest code of all ranks, which they exchange in each step (Trainer.check_finite). A signal
+        that arrives later waits for the next step's."""
         if code >= 1:
             self.signal, self.reason = int(code), signal.Signals(int(code)).name
         elif code:
-            self.reason = "max_time"
-
-    def requested(self, step: int) -> bool:
-        """Whether to end after this step, whose code is agreed on. A signal that arrives after the ranks'
-        exchange waits for the next step's."""
-        if step == self.at_step:
-            self.reason = "stop_at"
-        return step == self.at_step or self.agreed > 0
+            self.reason = "max_time" if code == 0.5 else "stop_at"
 
     def check(self, device, time_limit: bool = False) -> None:
         """Raise Interrupted if a signal asks the run to end, or the time limit where that counts. A

@@ -7,7 +7,6 @@ checkpoint's step and writes them again.
 
 import csv
 import json
-import math
 import resource
 import sys
 import time
@@ -23,20 +22,14 @@ from runs.optimizer import Plan
 from runs.settings import RunSettings
 
 # Column of a row -> how the console shows its value; other columns are only in the files.
-STEP_CELLS = {
-    "loss": "loss {:.4f}",
-    "kl": "kl {:.4f}",
-    "rewards/margins": "margins {:.4f}",
-    "tokens/s": "tok/s {:,.0f}",
-}
-VALIDATION_CELLS = {
+CELLS = {
     "loss": "loss {:.4f}",
     "kl": "kl {:.4f}",
     "accuracy": "accuracy {:.4f}",
     "rewards/margins": "margins {:.4f}",
     "checker_accuracy": "checker {:.4f}",
+    "tokens/s": "tok/s {:,.0f}",
 }
-KL_CLAMPED = "kl 0 (clamped)"  # a bare "kl 0.0000" would look like a bug
 
 
 # ---- speed and memory ------------------------------------------------------------------------
@@ -70,13 +63,17 @@ class Throughput:
         pair_passes = objective.needs_mismatched_pairs * (1 + reference)
         self.completion_passes = self.prompt_passes + pair_passes
         self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
-        self.n_block_weights = 0
-        for name, parameter in policy.blocks.named_parameters():
-            if "lora_" not in name:
-                # A 4-bit parameter is packed; its quant_state has the shape of the matrix.
-                shape = getattr(parameter, "quant_state", parameter).shape
-                self.n_block_weights += shape.numel()
-        self.peak_flops = peak_flops(fabric.device, cfg.precision) * fabric.world_size
+        self.n_block_weights = sum(
+            # a 4-bit parameter is packed; its quant_state has the shape of the matrix
+            getattr(parameter, "quant_state", parameter).shape.numel()
+            for name, parameter in policy.blocks.named_parameters()
+            if "lora_" not in name
+        )
+        gpu = ""
+        if self.device.type == "cuda" and "bf16" in cfg.precision:
+            gpu = torch.cuda.get_device_name(self.device)
+        peak = next((peak for name, peak in BF16_PEAKS.items() if name in gpu), 0)
+        self.peak_flops = peak * fabric.world_size
         self.tokens = self.flops = self.seconds = 0
 
     def add(self, examples, seconds: float) -> None:
@@ -113,44 +110,72 @@ class Throughput:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def peak_flops(device: torch.device, precision: str) -> float:
-    """The peak FLOP/s of a known GPU in bfloat16, by its data sheet, without sparsity; else 0.0."""
-    if device.type == "cpu" or "bf16" not in precision:
-        return 0.0
-    gpu = torch.cuda.get_device_name(device)
-    return next((peak for name, peak in BF16_PEAKS.items() if name in gpu), 0.0)
-
-
 # ---- files and trackers --------------------------------------------------------------------------
 
 
-class Csv:
-    """A csv file to which rows are added; each row is in the file when row() returns. last: the rows after
-    this step are removed first (-1: all)."""
+def cut_rows(path: Path, last: int) -> None:
+    """Remove the rows of a csv file after step `last` (-1: all), and half a row of a killed process."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [x for x in lines[1:] if x.endswith("\n") and int(x.split(",")[0]) <= last]
+    if rows:
+        write_whole(path, "".join([lines[0], *rows]))
+    else:
+        path.unlink(missing_ok=True)
 
-    def __init__(self, path: Path, last: int):
-        self.path = path
-        text = path.read_text() if path.exists() else ""
-        # a killed process may have left half a line
-        header, *rows = [x for x in text.splitlines(keepends=True) if x.endswith("\n")] or [""]
-        rows = [row for row in rows if int(row.split(",")[0]) <= last]
-        if rows:
-            self.names = next(csv.reader([header]))
-            write_whole(path, "".join([header, *rows]))
-        else:
-            path.unlink(missing_ok=True)
 
-    def row(self, values: dict) -> None:
-        """Add a row. The names in the first row of the file are its columns: a later name that is
-        not among them is dropped; a missing one, or None, is an empty cell."""
-        is_first = not self.path.exists()
-        if is_first:
-            self.names = list(values)
-        with open(self.path, "a", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self.names, extrasaction="ignore", lineterminator="\n")
-            if is_first:
-                writer.writeheader()
-            writer.writerow(values)
+def add_row(path: Path, row: dict) -> None:
+    """Add a row to a csv file. The names in the file's first row are its columns: a later name that is not
+    among them is dropped; a missing one, or None, is an empty cell."""
+    with open(path, "a+", encoding="utf-8", newline="") as file:
+        file.seek(0)
+        names = csv.DictReader(file).fieldnames
+        writer = csv.DictWriter(file, names or row, extrasaction="ignore", lineterminator="\n")
+        if not names:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def open_tracker(cfg: RunSettings):
+    """-> track(step, numbers, samples), which hands {name: number} and answers of the policy to tensorboard
+    or wandb; None if neither is asked for."""
+    out = Path(cfg.out_dir)
+    if cfg.logger == "tensorboard":
+        from tensorboardX import SummaryWriter
+
+        # its own name has whole seconds: a quick resume would replace the file
+        writer = SummaryWriter(out / "tensorboard", filename_suffix=f".{time.time_ns()}")
+
+        def track(step, numbers, samples):
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+            if samples:
+                text = "\n\n".join(f"{x['prompt']} **{x['completion']}**" for x in samples)
+                writer.add_text("val/samples", text, step)
+            writer.flush()
+
+        return track
+    if cfg.logger == "wandb":
+        import wandb
+
+        id_file = out / "wandb_id"  # a resumed run continues the same wandb run
+        with user_error("logger: wandb (WANDB_MODE=offline needs no key)", None, Exception):
+            # it ends when Python exits, and is marked as crashed after an exception
+            run = wandb.init(
+                dir=out,
+                config=asdict(cfg),
+                name=out.name,
+                id=id_file.read_text() if id_file.exists() else None,
+                resume="allow",
+            )
+        write_whole(id_file, run.id)
+
+        def track(step, numbers, samples):
+            if samples:
+                rows = [list(x.values()) for x in samples]
+                numbers["val/samples"] = wandb.Table(["prompt", "completion"], rows)
+            run.log(numbers, step=step)
+
+        return track
 
 
 class Logger:
@@ -162,129 +187,81 @@ class Logger:
 
     def __init__(self, cfg: RunSettings, step: int, unvalidated: bool):
         self.main = rank() == 0
-        self.cfg, self.out, self.bar = cfg, Path(cfg.out_dir), None
-        self.last_row, self.last_validation = step, step - unvalidated
+        self.cfg, self.out = cfg, Path(cfg.out_dir)
+        self.total = self.bar = self.track = None
+        if self.main:
+            cut_rows(self.out / "metrics.csv", step)
+            cut_rows(self.out / "val.csv", step - unvalidated)
+            self.track = open_tracker(cfg)
 
-    def _begin_tracker(self, is_resume: bool) -> None:
-        if self.cfg.logger == "tensorboard":
-            from tensorboardX import SummaryWriter
-
-            self.tracker = SummaryWriter(
-                str(self.out / "tensorboard"), flush_secs=5, filename_suffix=f".{time.time_ns()}"
-            )  # its own name has whole seconds: a quick resume would replace the file
-        elif self.cfg.logger == "wandb":
-            import wandb
-
-            id_file = self.out / "wandb_id"  # a resumed run continues the same wandb run
-            with user_error("logger: wandb (WANDB_MODE=offline needs no key)", None, Exception):
-                self.tracker = wandb.init(
-                    project=self.cfg.project,
-                    dir=self.out,
-                    config=asdict(self.cfg),
-                    name=self.out.name,
-                    id=id_file.read_text() if is_resume and id_file.exists() else None,
-                    resume="allow",
-                )
-            write_whole(id_file, self.tracker.id)
-
-    def _track(self, row: dict, prefix: str, step: int, samples: list[dict] = ()) -> None:
-        """Hand the numbers of a row, and answers of the policy, to the tracker."""
-        numbers = {prefix + name: value for name, value in row.items() if value is not None}
-        if self.cfg.logger == "tensorboard":
-            for name, value in numbers.items():
-                self.tracker.add_scalar(name, value, step)
-            if samples:
-                text = "\n\n".join(f"{x['prompt']} **{x['completion']}**" for x in samples)
-                self.tracker.add_text("val/samples", text, step)
-        elif self.cfg.logger == "wandb":
-            import wandb
-
-            if samples:
-                rows = [list(x.values()) for x in samples]
-                numbers["val/samples"] = wandb.Table(["prompt", "completion"], rows)
-            self.tracker.log(numbers, step=step)
-
-    def begin(self, plan: Plan, n: int, batch_size: int, start: int) -> None:
-        """Open the files and say how long the run is. Later calls, of later iterations, do nothing.
-
-        n: the number of training examples. start: the step that a resumed run continues after.
-        """
-        if not self.main or self.bar is not None:
+    def begin(self, plan: Plan, n: int) -> None:
+        """Say how long the run is, on n training examples. Later calls, of later iterations, do nothing."""
+        if self.total:
             return
-        self.metrics = Csv(self.out / "metrics.csv", self.last_row)
-        self.val = Csv(self.out / "val.csv", self.last_validation)
-        self._begin_tracker(is_resume=self.last_row >= 0)
+        self.total, batch_size = plan.total, self.cfg.batch_size
         left_out = n - plan.per_epoch * batch_size
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
-        self.is_terminal = sys.stderr.isatty()
-        self.start, self.twentieth, self.printed = start, -1, time.monotonic()
-        self.bar = tqdm(
-            total=plan.total,
-            initial=start,
-            # the last part, a bar, fills a terminal's line
-            bar_format="step {n}/{total}: {desc}ETA {remaining}" + " {bar}" * self.is_terminal,
-            file=None if self.is_terminal else Lines(),
-            mininterval=0.1 if self.is_terminal else math.inf,
-            smoothing=0,
-            delay=1e-9,  # nothing before the first step
-            dynamic_ncols=True,
-            leave=False,
-            disable=not self.cfg.progress,
-        )
 
     def step(self, step: int, row: dict | None, seconds: float) -> None:
         """After an optimizer step, which took so many seconds. row: its row of metrics.csv, or None where
         no row is due. Elsewhere than on a terminal a run prints about twenty lines, or one a minute."""
-        if not self.main:
+        if not self.main or row is None:
             return
-        if row:
-            self.metrics.row({"step": step} | row)
-            self._track(row, "", step)
-        if self.bar.disable:
-            return
-        if self.bar.n == self.start:  # what came before the first step is no part of the ETA
-            self.bar.start_t = time.time() - seconds
-            self.bar.last_print_t = time.time()  # else close() takes it for never shown
-        self.bar.update()
-        twentieth = 20 * step // self.bar.total
-        is_late = time.monotonic() - self.printed > 60
-        if row and (self.is_terminal or twentieth > self.twentieth or is_late):
-            formats = STEP_CELLS | ({"kl": KL_CLAMPED} if row.get("kl/clamped") else {})
-            self.bar.set_description_str(" ".join([*format_cells(row, formats), ""]))
-            self.twentieth, self.printed = twentieth, time.monotonic()
+        self._write("metrics.csv", step, row)
+        is_terminal = sys.stderr.isatty()
+        if self.bar is None:  # only now: what came before the first step is no part of the ETA
+            self.bar = tqdm(
+                total=self.total,
+                initial=step - 1,
+                # the last part, a bar, fills a terminal's line
+                bar_format="step {n}/{total}: {desc}ETA {remaining}" + " {bar}" * is_terminal,
+                file=None if is_terminal else Lines(),
+                miniters=0,
+                smoothing=0,
+                delay=1e-9,  # no line for step 0
+                dynamic_ncols=True,
+                leave=False,
+                disable=not self.cfg.progress,
+            )
+            self.bar.start_t = self.bar.last_print_t = time.time() - seconds
+        # without accuracy: a terminal's line is short
+        cells = format_cells(row | {"accuracy": None})
+        self.bar.set_description_str(" ".join([*cells, ""]), refresh=False)
+        self.bar.update(step - self.bar.n)
+        if not is_terminal:
+            self.bar.miniters = min(self.total / 20, 60 / seconds)
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
         if not self.main:
             return
-        self.val.row({"step": step} | row)
-        cells = format_cells(row, VALIDATION_CELLS)
-        if "accuracy" in row and row["accuracy"] is None:
-            cells.append("no accuracy (r is 0)" if step == 0 else "no accuracy")
+        self._write("val.csv", step, row, "val/", samples)
         if self.cfg.progress:
-            say(f"validation at step {step}: {', '.join(cells) or 'samples only'}")
-        self._track(row, "val/", step, samples)
+            say(f"validation at step {step}: {', '.join(format_cells(row)) or 'samples only'}")
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
 
+    def _write(self, file: str, step: int, row: dict, prefix: str = "", samples=()) -> None:
+        """Add a row to a csv file, and hand its numbers to the tracker, with a prefix to their names."""
+        add_row(self.out / file, {"step": step} | row)
+        if self.track:
+            numbers = {prefix + name: value for name, value in row.items() if value is not None}
+            self.track(step, numbers, samples)
+
     def close(self) -> None:
-        """Close the tracker and the progress bar. wandb ends its run when Python exits, and marks
-        it as crashed after an exception."""
         if self.bar is not None:
             self.bar.close()
-            if self.cfg.logger == "tensorboard":
-                self.tracker.close()
 
 
 def write_json(path: Path, value) -> None:
     write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
-def format_cells(row: dict, formats: dict[str, str]) -> list[str]:
-    """The values of `row` that have a format, as texts. A missing column and None are left out."""
+def format_cells(row: dict) -> list[str]:
+    """The values of `row` that the console shows, as texts. A missing column and None are left out."""
+    formats = dict(CELLS)
+    if row.get("kl/clamped"):  # a bare "kl 0.0000" would look like a bug
+        formats["kl"] = "kl 0 (clamped)"
     cells = formats.items()
     return [text.format(row[name]) for name, text in cells if row.get(name) is not None]

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from runs.console import BadInput
-from runs.settings import Optim, RunSettings
+from runs.settings import Optim, RunSettings, refuse_unless
 
 
 class Plan(NamedTuple):
-    """How long a run is and what happens when. Every number counts optimizer steps.
+    """How long an iteration is and what happens when. Every number counts optimizer steps.
 
     KTO and DPO have one iteration; SPIN and online.py have several, with a plan for each.
     """
@@ -18,11 +17,11 @@ class Plan(NamedTuple):
     per_epoch: int
     # of the whole run, all iterations together: the length of the learning rate's schedule
     total: int
-    begin: int = 0  # this iteration has the steps begin + 1, ..., end
-    end: int = 0
+    begin: int  # this iteration has the steps begin + 1, ..., end
+    end: int
     # steps of the epoch of which optim.warmup and optim.constant are fractions: the first
-    # iteration's, for all of them. None: per_epoch
-    schedule_epoch: int | None = None
+    # iteration's, for all of them
+    schedule_epoch: int
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -37,48 +36,38 @@ def steps_of(interval: int | float | None, per_epoch: int) -> int | None:
 
 
 def is_due(step: int, interval: int | float | None, plan: Plan) -> bool:
-    """Whether what happens every `interval` happens after this step. Steps (an int) are counted over the whole run,
-    epochs (a float) from the beginning of the iteration."""
-    if interval is None:
-        return False
-    if isinstance(interval, float):
-        return (step - plan.begin) % steps_of(interval, plan.per_epoch) == 0
-    return step % interval == 0
-
-
-def is_end(step: int, plan: Plan, interval: int | float | None) -> bool:
-    """Whether to validate or check after this step although the interval is not over: at the end of the run, and at the
-    end of an iteration unless the interval is in steps (an int), which are counted over all iterations."""
-    return step == plan.total or (step == plan.end and not isinstance(interval, int))
-
-
-def make_plan(cfg: RunSettings, n: int) -> Plan:
-    """The plan of cfg.epochs passes over n examples. An epoch leaves out the remainder that does not
-    fill a batch. Raises BadInput when n is smaller than batch_size."""
-    per_epoch = n // cfg.batch_size
-    if per_epoch == 0:
-        raise BadInput(
-            f"{cfg.data.train}: {n} examples are fewer than batch_size={cfg.batch_size}; "
-            "give more examples or a smaller batch_size"
-        )
-    if cfg.limit_train:
-        per_epoch = min(per_epoch, steps_of(cfg.limit_train, per_epoch))
-    total = min(cfg.epochs * per_epoch, cfg.max_steps or math.inf)
-    return Plan(per_epoch, total, end=total)
+    """Whether what happens every `interval` happens after this step. Steps (an int) are counted over the
+    whole run, and its last step counts. Epochs (a float) are counted from the beginning of the iteration,
+    and its last step counts, also where the interval is None."""
+    if isinstance(interval, int):
+        return step % interval == 0 or step == plan.total
+    if step == plan.end or interval is None:
+        return step == plan.end
+    return (step - plan.begin) % steps_of(interval, plan.per_epoch) == 0
 
 
 def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
-    """A plan for each iteration, one after the other; iteration i has sizes[i] examples. All plans
-    have one schedule: the total of all iterations, and the first one's epoch. Iterations that begin
-    after max_steps are left out."""
-    plans, begin = [], 0
+    """A plan for each iteration, one after the other; iteration i has cfg.epochs passes over sizes[i]
+    examples. An epoch leaves out the remainder that does not fill a batch. All plans have one schedule: the
+    total of all iterations, and the first one's epoch. Iterations that begin after max_steps are left out.
+    Raises BadInput when there are fewer examples than batch_size."""
+    lengths, ends = [], [0]
     for n in sizes:
-        plan = make_plan(cfg, n)
-        end = min(begin + cfg.epochs * plan.per_epoch, cfg.max_steps or math.inf)
-        if end > begin:
-            plans.append(plan._replace(begin=begin, end=end))
-        begin = end
-    return [plan._replace(total=begin, schedule_epoch=plans[0].per_epoch) for plan in plans]
+        per_epoch = n // cfg.batch_size
+        refuse_unless(
+            per_epoch,
+            f"{cfg.data.train}: {n} examples are fewer than batch_size={cfg.batch_size}; "
+            "give more examples or a smaller batch_size",
+        )
+        if cfg.limit_train:
+            per_epoch = min(per_epoch, steps_of(cfg.limit_train, per_epoch))
+        lengths.append(per_epoch)
+        ends.append(min(ends[-1] + cfg.epochs * per_epoch, cfg.max_steps or math.inf))
+    return [
+        Plan(per_epoch, ends[-1], begin, end, lengths[0])
+        for per_epoch, begin, end in zip(lengths, ends, ends[1:])
+        if begin < end
+    ]
 
 
 # ---- the learning rate --------------------------------------------------------------------------
@@ -87,7 +76,7 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
 def lr_at(step: int, plan: Plan, o: Optim) -> float:
     """The learning rate of step 1, 2, ..., plan.total: a linear warmup to o.lr, then o.lr for
     o.constant, then a decay that would reach o.min_lr one step after the last."""
-    epoch = plan.schedule_epoch or plan.per_epoch
+    epoch = plan.schedule_epoch
     warmup = steps_of(o.warmup, epoch) if o.warmup else 0
     if step <= warmup:
         return o.lr * step / warmup

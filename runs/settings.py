@@ -269,9 +269,7 @@ class RunSettings:
     """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
     name ends with loss, the highest of any other."""
     logger: Literal["csv", "tensorboard", "wandb"] = "csv"
-    """csv (always written), tensorboard or wandb (WANDB_MODE=offline works)."""
-    project: str = "kto"
-    """Project name for wandb."""
+    """csv (always written), tensorboard or wandb (WANDB_PROJECT names its project; WANDB_MODE=offline works)."""
     progress: bool = True
     """A progress bar on a terminal, a line now and then elsewhere."""
 
@@ -324,7 +322,7 @@ CUT_SETTINGS = {
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | {
     "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
-    "logger", "project", "progress", "max_time", "stop_at", "eval.samples", "eval.batch_size",
+    "logger", "progress", "max_time", "stop_at", "eval.samples", "eval.batch_size",
     "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
 }  # fmt: skip
 # Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the

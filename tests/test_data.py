@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, user, write
 
 import data
+import kto
 import packing
 from data import Batch, MicroBatch
 from records.examples import (
@@ -23,6 +25,7 @@ from records.examples import (
 )
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
+from runs.optimizer import Plan
 from runs.settings import Data
 
 
@@ -384,7 +387,9 @@ def test_a_batch_hands_out_own_and_mismatched_completions():
     own, lent = batch.pack([0, 2]), batch.pack([2], mismatched=True)
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
-    assert [batch.group_size(group) for group in batch.groups] == [5, 4, 4], "the longer of the two"
+    for room, left in ((13, []), (12, [[2]])):
+        cut = Batch(found, batch.mismatched_pairs, cut=data.Cut(room=room)).micro_batches
+        assert [m.index for m in cut[1:]] == left, "5, 4 and 4 tokens: the longer of the two"
 
 
 def test_examples_of_one_prompt_stay_together_and_share_it():
@@ -394,8 +399,8 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
         example([1, 2], [7, 8, 9]),
         example([5], [3, 4]),
     ]
-    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(max_tokens=7))
-    assert batch.groups == [[0, 2], [1, 3]] and [2 + 2 + 3, 1 + 1 + 2] == [7, 4]
+    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(room=7))
+    assert [2 + 2 + 3, 1 + 1 + 2] == [7, 4]
     assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
     packed = batch.pack([0, 2])
     assert packed.token_N.tolist() == [1, 2, 3, 7, 8], "the prompt stands there once"
@@ -406,10 +411,10 @@ def test_examples_of_one_prompt_stay_together_and_share_it():
 
 
 def cut(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
-    """A pass's micro-batches of each rank, cut as the trainer cuts them."""
-    return data.cut_micro_batches(
-        sizes if tokens else [1] * len(sizes), data.Cut(0, ranks, size, tokens)
-    )
+    """A pass's micro-batches of each rank, of examples that have a prompt each."""
+    groups = [[i] for i in range(len(sizes))]
+    cut = data.Cut(0, ranks, tokens or size, bool(tokens))
+    return data.cut_micro_batches(groups, sizes if tokens else [1] * len(sizes), cut)
 
 
 def steps():
@@ -482,28 +487,32 @@ def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only(
     assert sorted(first) == list(range(50)) and first != list(range(50))
     torch.manual_seed(99)  # somebody draws in between
     torch.rand(3)
-    data.epoch_order.cache_clear()
     assert order(3, 7) == first
     assert len({tuple(order(epoch, 7)) for epoch in range(10)}) == 10, "another order each epoch"
     assert order(3, 8) != first and list(data.epoch_order(5, 3, 7, False)) == [0, 1, 2, 3, 4]
     assert order(2, 8) != first, "or two seeds would repeat each other, an epoch apart"
 
 
-def by_prompt(found: list[Example], order) -> list[int]:
-    return sum(packing.prompt_groups([e.prompt for e in found], order), [])
-
-
 def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
     found = [example([p], [n]) for n in range(4) for p in (7, 5, 9)]
-    orders = []
-    for epoch in range(9):
-        order = by_prompt(found, data.epoch_order(12, epoch, 3, True))
+
+    def orders(**kw) -> list[list[int]]:
+        """Of nine epochs, each of one step."""
+        cfg = kto.Settings("m", Data("t", group_by_prompt=True, **kw), batch_size=12, seed=3)
+        learner = SimpleNamespace(needs_mismatched_pairs=False, by_token=False)
+        state = SimpleNamespace(step=0)
+        run = SimpleNamespace(cfg=cfg, objective=learner, state=state, cut=data.Cut())
+        batches = data.step_batches(run, found, Plan(1, 9, 0, 9, 1))
+        where = {id(e): i for i, e in enumerate(found)}
+        return [[where[id(e)] for e in batch.examples] for batch in batches]
+
+    shuffled = orders()
+    for order in shuffled:
         assert sorted(order) == list(range(12))
         prompts = [found[i].prompt[0] for i in order]
         assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
-        orders.append(tuple(order))
-    assert len(set(orders)) == 9, "both prompts and their examples are shuffled"
-    assert by_prompt(found, range(12)) == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert len(set(map(tuple, shuffled))) == 9, "both prompts and their examples are shuffled"
+    assert orders(shuffle=False) == [[0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]] * 9
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -530,4 +539,4 @@ def test_a_packed_batch_by_hand():
     by_token = r.tokens_of_completions(torch.arange(1.0, 9)).tolist()
     assert by_token == [[[1, 2, 0], [3, 4, 5]], [[6, 0, 0], [7, 8, 0]]]
     assert r.length_BK.tolist() == [[2, 3], [1, 2]]
-    assert r.segment_sizes == ((3, 1, 2), (1, 0, 1)) and r.sizes == (6, 2)
+    assert r.segment_sizes == ((3, 1, 2), (1, 0, 1))

@@ -1,4 +1,4 @@
-"""How many processes there are, which precision they compute in, when they stop; and memory."""
+"""How many processes there are, which precision they compute in and when they stop."""
 
 import os
 import signal
@@ -25,15 +25,13 @@ def resolved(size=DEMO, accelerator="cpu", **given) -> dict:
     return resolve_devices(kto.Settings("m", Data("t"), accelerator=accelerator, **given), *size)
 
 
-def test_a_launchers_number_of_processes_is_taken_or_contradicted(monkeypatch):
+def test_a_launchers_number_of_processes_is_taken(monkeypatch):
     asked = dict(devices=3, num_nodes=2, accelerator="cpu", precision="32-true")
     assert resolved(**asked) == asked, "no launcher"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    found = resolved()
+    found = resolved(devices=3)
     assert (found["devices"], found["num_nodes"]) == (2, 2)
-    with pytest.raises(BadInput, match="^devices: 3, but the launcher started 2 processes"):
-        resolved(devices=3)
 
 
 def test_srun_starts_as_many_processes_as_the_settings_ask_for_or_one(monkeypatch):
@@ -53,43 +51,32 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpus, multiplies, size, precision, reason",
+    "gpus, multiplies, size, precision",
     [
-        (1, False, DEMO, "bf16-mixed", "as on every GPU"),
-        (0, True, LARGE, "bf16-mixed", "since this CPU has products of bfloat16"),
-        (0, True, DEMO, "32-true", "since the model is small"),
-        (0, False, LARGE, "32-true", "since this CPU has no products of bfloat16"),
+        (1, False, DEMO, "bf16-mixed"),
+        (0, True, LARGE, "bf16-mixed"),
+        (0, True, DEMO, "32-true"),
+        (0, False, LARGE, "32-true"),
     ],
 )
 def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_said(
-    gpus, multiplies, size, precision, reason, monkeypatch, capsys
+    gpus, multiplies, size, precision, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
     assert resolved(size, "auto")["precision"] == precision
-    assert capsys.readouterr().out == f"precision: {precision}, {reason}\n"
+    assert capsys.readouterr().out.startswith(f"precision: {precision}, ")
     assert resolved(size, "auto", precision="64-true")["precision"] == "64-true"
     assert capsys.readouterr().out == "", "it was asked for"
-
-
-def test_bfloat16_that_is_asked_for_and_emulated_is_said(monkeypatch, capsys):
-    for multiplies, lines in ((True, 0), (False, 1)):
-        monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
-        assert resolved(LARGE, precision="bf16-mixed")["precision"] == "bf16-mixed"
-        said = "precision: bf16-mixed: this CPU emulates bfloat16, about six times slower\n"
-        assert capsys.readouterr().out == said * lines
 
 
 def test_a_signal_that_comes_after_the_ranks_have_agreed_waits_for_the_next_step(capfd):
     stop = Stop(None, 9)
     try:
-        stop.set_agreed(stop.code())
+        stop.set_agreed(stop.code(1))
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not stop.requested(1)
-        stop.set_agreed(stop.code())
-        assert stop.requested(2) and stop.reason == "SIGTERM"
+        assert not stop.reason
+        stop.set_agreed(stop.code(2))
+        assert stop.reason == "SIGTERM"
     finally:
         stop.close()
-
-
-# ---- memory --------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         reference=reference and Reference(fabric, None, reference),
         state=SimpleNamespace(step=0),
         stop=SimpleNamespace(check=lambda device: None),
-        cut=Cut(max_examples=99, max_tokens=None),
+        cut=Cut(room=99, by_tokens=False),
         cfg=SimpleNamespace(data=data, strategy="auto", reference=None),
     )
     return Trainer(run)

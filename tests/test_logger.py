@@ -24,7 +24,7 @@ from records.examples import Example
 from runs import console
 from runs.checkpoint import RunState
 from runs.console import BadInput
-from runs.logger import Csv, Logger, Throughput
+from runs.logger import Logger, Throughput, add_row, cut_rows
 from runs.optimizer import Plan
 from runs.settings import Data, Eval, Lora
 
@@ -42,9 +42,9 @@ def rows(path: Path) -> list[dict]:
 
 
 def write(path, *rows, last: int = -1) -> None:
-    file = Csv(path, last)
+    cut_rows(path, last)
     for row in rows:
-        file.row(row)
+        add_row(path, row)
 
 
 @pytest.mark.parametrize("torn", ["", "3,0.", "3", '3,"', "3,0.3\n4,0.4\n5"])
@@ -62,17 +62,14 @@ def test_a_resume_cuts_the_rows_after_its_checkpoints_step_and_a_torn_one(torn, 
 def test_where_a_validation_is_owed_its_row_of_val_csv_is_cut_too(unvalidated, left, tmp_path):
     for name in ("metrics.csv", "val.csv"):
         write(tmp_path / name, *({"step": i, "loss": 0.5} for i in range(5)))
-    own = Logger(run_settings(tmp_path), 2, unvalidated)
-    own.begin(Plan(9, 9), 9, 1, 2)
-    own.close()
+    Logger(run_settings(tmp_path), 2, unvalidated)
     assert [len(rows(tmp_path / name)) for name in ("metrics.csv", "val.csv")] == [3, left]
 
 
 def test_columns_stay_where_the_first_row_put_them_and_a_row_is_on_disk_at_once(tmp_path):
     path = tmp_path / "m.csv"
     write(path, {"step": 1, "loss": None, "kl": 0.0}, {"kl": 2.0, "step": 2, "loss": 3.0})
-    file = Csv(path, 2)
-    file.row({"step": 3, "kl": 4.0, "new": 1.0})
+    write(path, {"step": 3, "kl": 4.0, "new": 1.0}, last=2)
     content = "step,loss,kl\n1,,0.0\n2,3.0,2.0\n3,,4.0\n"
     assert path.read_text() == content, "0.0 is a value, None is an empty cell"
 
@@ -88,37 +85,49 @@ def alone(monkeypatch):
     monkeypatch.setattr(console, "shows_progress", True)
 
 
-def step_lines(tmp_path, capsys, total, start=0, log_interval=1, on=True, **row) -> list[str]:
-    """The lines of a run, each of whose rows has the same numbers."""
-    own = Logger(run_settings(tmp_path, progress=on), -1, False)
-    own.begin(Plan(total, total), total, 1, start)
-    capsys.readouterr()
-    row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5, "auc": 0.5} | row
-    for step in range(start + 1, total + 1):
-        is_due = step % log_interval == 0 or step == total
-        own.step(step, row if is_due else None, 0.0)
-    lines = capsys.readouterr().out.splitlines()
-    own.close()
+@pytest.fixture
+def step_lines(tmp_path, capsys, monkeypatch):
+    """step_lines(total, ...) -> the lines of a run whose steps take as long, and have the same numbers."""
+
+    def lines(total, start=0, log_interval=1, on=True, seconds=1.0, **row) -> list[str]:
+        own = Logger(run_settings(tmp_path, progress=on), -1, False)
+        own.begin(Plan(total, total, 0, total, total), total)
+        capsys.readouterr()
+        row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5} | row
+        for step in range(start + 1, total + 1):
+            # of a clock that the steps alone move
+            for clock in ("tqdm.std.time", "runs.logger.time.time"):
+                monkeypatch.setattr(clock, lambda step=step: 1e9 + step * seconds)
+            if own.bar:
+                own.bar._time = time.time
+            is_due = step % log_interval == 0 or step == total
+            own.step(step, row | {"auc": 0.5, "accuracy": 0.5} if is_due else None, seconds)
+        own.close()
+        return capsys.readouterr().out.splitlines()
+
     return lines
 
 
-def test_elsewhere_than_on_a_terminal_a_run_prints_about_twenty_lines(tmp_path, capsys):
-    lines = step_lines(tmp_path, capsys, 1000)
-    assert len(lines) == 21
-    assert lines[0].startswith("step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 00:")
-    assert lines[1].startswith("step 50/") and lines[-1].startswith("step 1000/")
+def test_elsewhere_than_on_a_terminal_a_run_prints_about_twenty_lines(step_lines):
+    lines = step_lines(1000)
+    assert lines[:2] == [
+        "step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 16:39",
+        "step 51/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 15:49",
+    ]
+    assert len(lines) == 20 and lines[-1].startswith("step 951/")
     for total, interval in ((30, 1), (1000, 7), (2100, 100)):
-        assert 10 <= len(step_lines(tmp_path, capsys, total, log_interval=interval)) <= 30
-    steps = [line.split("/")[0] for line in step_lines(tmp_path, capsys, 1000, start=900)]
-    assert steps == ["step 901", "step 950", "step 1000"], "a resumed run prints its first step too"
-    assert step_lines(tmp_path, capsys, 100, on=False) == []
+        assert 10 <= len(step_lines(total, log_interval=interval)) <= 30
+    steps = [line.split("/")[0] for line in step_lines(1000, start=900)]
+    assert steps == ["step 901", "step 951"], "a resumed run prints its first step too"
+    assert len(step_lines(100_000, start=99_000, seconds=6.0)) == 100, "or one a minute"
+    assert step_lines(100, on=False) == []
 
 
-def test_a_line_says_where_the_clamp_made_z_zero(tmp_path, capsys):
+def test_a_line_says_where_the_clamp_made_z_zero(step_lines):
     row = {"kl": 0.0, "kl/clamped": 1.0, "tokens/s": 12345.0, "rewards/margins": -12.5}
-    (line,) = step_lines(tmp_path, capsys, 100_000, start=99_999, **row)
+    (line,) = step_lines(100_000, start=99_999, **row)
     assert "loss 0.2500 kl 0 (clamped) margins -12.5000 tok/s 12,345" in line
-    (line,) = step_lines(tmp_path, capsys, 1, kl=0.0, **{"kl/clamped": 0.0})
+    (line,) = step_lines(1, kl=0.0, **{"kl/clamped": 0.0})
     assert "kl 0.0000 margins" in line
 
 

@@ -17,7 +17,6 @@ from runs.optimizer import (
     iteration_plans,
     lr_at,
     make_optimizer,
-    make_plan,
     steps_of,
 )
 from runs.settings import Data, Lora, Optim
@@ -53,7 +52,8 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
 def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_out(
     settings, per_epoch, total
 ):
-    plan = make_plan(run_settings(batch_size=8, **settings), n=87)  # 10 batches and 7 examples
+    # 10 batches and 7 examples
+    (plan,) = iteration_plans(run_settings(batch_size=8, **settings), [87])
     assert (plan.per_epoch, plan.total) == (per_epoch, total)
     assert isinstance(plan.total, int), "range() takes it"
 
@@ -67,10 +67,13 @@ def test_intervals_in_epochs_count_from_the_iterations_begin_and_in_steps_over_t
 
     assert due(first, 0.5) == due(second, 0.5) == [3, 6, 9, 12], "6 steps are an epoch"
     assert due(first, cfg.val_interval) == due(first, cfg.save_interval) == [6, 12], "by default"
-    assert due(first, 1.0) == [6, 12] and due(first, 5) == due(second, 5) == [5, 10]
-    assert due(first, None) == [] and due(first, 0.01) == list(range(1, 13))
+    assert due(first, 1.0) == [6, 12] and due(first, 5) == due(second, 5) == [5, 10, 12]
+    assert due(first, 0.01) == list(range(1, 13))
     third = second._replace(begin=7, per_epoch=4)  # a longer or shorter iteration
-    assert due(third, 1.0) == [3, 7, 11] and due(third, 4) == [4, 8, 12]
+    assert due(third, 1.0) == [3, 7, 11, 12] and due(third, 4) == [4, 8, 12]
+    # the last step of an iteration, except where steps are counted; the run's last one
+    assert due(first, None) == [6] and due(second, None) == [12] == due(second, 99)
+    assert due(first, 99) == [12] and due(second._replace(end=11), 4) == [4, 8, 12]
 
 
 def test_iterations_lie_end_to_end_under_one_schedule():
@@ -79,7 +82,6 @@ def test_iterations_lie_end_to_end_under_one_schedule():
     assert [(p.begin, p.end) for p in plans] == [(0, 20), (20, 40), (40, 50)]
     assert [p.per_epoch for p in plans] == [10, 10, 5]
     assert {(p.total, p.schedule_epoch) for p in plans} == {(50, 10)}
-    assert iteration_plans(twice, [87]) == [make_plan(twice, 87)._replace(schedule_epoch=10)]
     plans = iteration_plans(run_settings(batch_size=8, max_steps=12), [87, 87, 87])
     assert [(p.end, p.total) for p in plans] == [(10, 12), (12, 12)], "max_steps counts all of them"
 
@@ -88,7 +90,7 @@ def test_iterations_lie_end_to_end_under_one_schedule():
 
 
 def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
-    plan, o = Plan(per_epoch, total), Optim(**optim)
+    plan, o = Plan(per_epoch, total, 0, total, per_epoch), Optim(**optim)
     return [lr_at(step, plan, o) for step in range(1, total + 1)]
 
 

@@ -221,7 +221,7 @@ def test_every_setting_is_read_by_something():
 ODD = {
     "model": "null", "data.train": "a: b, [c] #d", "reference": "10", "out_dir": "2026-11-21", "resume": "yes",
     "max_steps": 7, "max_time": timedelta(hours=12.5), "limit_train": 1.0, "limit_val": 3, "val_interval": 2,
-    "save_interval": 1e-3, "project": "Größe 'x'\n", "progress": False, "data.val": "-v", "data.test": "on",
+    "save_interval": 1e-3, "keep_best": "Größe 'x'\n", "progress": False, "data.val": "-v", "data.test": "on",
     "data.date": "2026-01-31", "data.labels": "up=4|5", "optim.lr": 1e-7, "optim.warmup": 1.0, "optim.constant": 1,
     "kto.beta": 0.1 + 0.2, "eval.stop": ["\n", "a: b"], "eval.top_k": None,
 }  # fmt: skip

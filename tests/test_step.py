@@ -253,8 +253,12 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     for cut in ("--micro_batch_size=7", "--micro_batch_tokens=BUDGET", "--micro_batch_size=4"):
         # so many tokens that the own completions fit into one micro-batch, and the mismatched ones, too
         if drawn:
-            batch = data.Batch(drawn[0], data.mismatched_pairs(drawn[0]))
-            cut = cut.replace("BUDGET", str(sum(map(batch.group_size, batch.groups))))
+            pairs = data.mismatched_pairs(drawn[0])
+            others = [drawn[0][j].completions[0] for j in pairs]
+            own = [e.completions[0] for e in drawn[0]]
+            budget = sum(max(len(a), len(b)) for a, b in zip(own, others))
+            budget += sum(len(e.prompt) for e in drawn[0])
+            cut = cut.replace("BUDGET", str(budget))
         train(tiny, ratings, tmp_path / str(len(tokens)), *argv, cut)
         tokens.append(sum(lengths))
         lengths.clear()
