@@ -16,11 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from attention import KVCache, PromptCache
 from hub import Source, find_model, read_config, read_whole, their_errors
-from lora import add_adapters, fold_adapters, fold_peft
+from lora import add_adapters, fold_adapters, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from packing import pack
 from reference import freeze
-from runs.checkpoint import read_settings, read_state, read_tensors
+from runs.checkpoint import read_settings, read_tensors
 from runs.devices import set_weights
 from runs.settings import Lora
 
@@ -38,59 +38,55 @@ def load_model(
         source = find_model(str(source))
     # new adapters are drawn from torch's seed, whatever reading draws
     with torch.random.fork_rng(devices=[]):
-        gpt = _load_plain(source, dtype)
+        gpt = _load_plain(source, torch.promote_types(dtype, torch.float32))
+    if isinstance(gpt, TransformersGPT):  # its tables of positions stay in float32
+        for p in gpt.parameters():
+            p.data = p.data.to(dtype)
+    else:
+        gpt.to(dtype)
     add_adapters(gpt, lora)
     return gpt
 
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
-    """Without adapters of its own: those of a checkpoint or a PEFT folder are merged into its
-    base."""
-    folder = source.folder
+    """Without adapters of its own."""
     if source.base is None:
         return _read(source, dtype)
     gpt = _load_plain(source.base, dtype)
-    if (folder / "adapter_config.json").exists():
-        fold_peft(gpt, folder)
-        return gpt
-    add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
-    with their_errors(folder):
-        unknown = gpt.load_state_dict(_checkpoint_weights(folder), strict=False).unexpected_keys
-        if unknown:
-            raise ValueError(f"{unknown[0]}: not of this model")
-    fold_adapters(gpt)
-    return gpt.requires_grad_(True)
+    put_on(gpt, source.folder)
+    return gpt
 
 
-def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, whole, by the policy's names: the trained ones, and with LoRA a base into
-    which adapters were merged. Without those of the objective's module."""
-    has_moved = read_state(folder).reference_has_moved and read_settings(folder)["lora"]["rank"]
-    kinds = ("weights", "reference") if has_moved else ("weights",)
+def put_on(gpt: Packed, folder: Path) -> None:
+    """Give a plain model what a checkpoint or a PEFT folder that began as this model has learned:
+    adapters are merged. Raises BadInput."""
+    with their_errors(f"{folder}: does not fit its base"):
+        if (folder / "adapter_config.json").exists():
+            return fold_adapters(gpt, read_peft(folder))
+        lora = Lora(**read_settings(folder)["lora"])
+        add_adapters(gpt, lora)
+        params = gpt.unique_parameters()
+        # with LoRA a moved reference is the base, into which adapters were merged
+        kinds = ("weights", "reference") if lora.rank else ("weights",)
 
-    def place(kind, name, size, dtype):
-        if kind in kinds and not name.startswith("objective_module."):
-            return torch.empty(size, dtype=dtype)
+        def place(kind, name, size, dtype):
+            if kind in kinds and not name.startswith("objective_module."):
+                return params[name].detach()  # it shares the weight's memory
 
-    return {key.partition("|")[2]: x for key, x in read_tensors(folder, place).items()}
+        read_tensors(folder, place)
+        fold_adapters(gpt)
 
 
 def _read(source: Source, dtype: torch.dtype) -> Packed:
     """The model of a folder with all weights."""
     config = read_config(source)
-    wide = torch.promote_types(dtype, torch.float32)
-    hf = read_whole(source.root, config, wide)
+    hf = read_whole(source.root, config, dtype)
     with their_errors(f"model: {source.root}: {config.model_type}"):
         expected_T = _plain_logps(hf)
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
         gpt = gpt or TransformersGPT(hf)
         _compare(gpt.eval(), expected_T)
-    if isinstance(gpt, TransformersGPT):  # its tables of positions stay in float32
-        for p in gpt.parameters():
-            p.data = p.data.to(dtype)
-    else:
-        gpt.to(dtype)
     return gpt.train()
 
 
@@ -161,33 +157,31 @@ def shard_over_ranks(
     whole: Packed | None,
     source: Source,
     precision: str,
-    lora: Lora | None,
-    learns: bool,
+    lora: Lora | None = None,
     objective_module: nn.Module | None = None,
 ) -> nn.Module:
     """A model that rank 0 holds (elsewhere None), sharded over all ranks: no other rank ever has
-    the whole of it. The objective's module, if there is one, is sharded with it. A collective."""
-    about, first = None, fabric.global_rank == 0
-    if first:
+    the whole of it. Without `lora` it is a frozen one. The objective's module, if there is one, is
+    sharded with it. A collective."""
+    about, weights, config = None, None, read_config(source)
+    if whole:
         # its values count, not other ranks'
         whole.objective_module = copy.deepcopy(objective_module)
+        weights = whole.unique_parameters()
         about = whole.tied, whole.embedding.weight.dtype, dict(whole.named_buffers())
-    tied, dtype, buffers = fabric.broadcast(about)
+    config.tie_word_embeddings, dtype, buffers = fabric.broadcast(about)
     options = dict(attn_implementation="eager", dtype=dtype)
     with torch.device("meta"):
-        hf = transformers.AutoModelForCausalLM.from_config(read_config(source), **options)
+        hf = transformers.AutoModelForCausalLM.from_config(config, **options)
         shell = litgpt_model(hf) or TransformersGPT(hf)
-    if tied:
-        shell.tie()
     add_adapters(shell, lora)
     shell.objective_module = objective_module
-    if not learns:
+    if lora is None:
         freeze(shell, precision)
     module = fabric.setup_module(shell)
     for name, x in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(shell.get_submodule(owner), attribute, x.to(fabric.device))
-    set_weights(module, whole.unique_parameters() if first else None)
+        shell.get_buffer(name).copy_(x)
+    set_weights(module, weights)
     return module
 
 
@@ -212,8 +206,4 @@ def shard_module(module, mesh, bf16: bool):
     # By default a root stays gathered for its backward; a frozen model has no backward.
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
-    tied = module.tied
-    module.to_empty(device=mesh.device_type)
-    if tied:
-        module.tie()
-    return module
+    return module.to_empty(device=mesh.device_type)

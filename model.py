@@ -119,9 +119,13 @@ class Packed:
         """Whether the head's matrix is the embedding."""
         return getattr(self.lm_head, "weight", None) is self.embedding.weight
 
-    def tie(self) -> None:
-        """Make the embedding the head's matrix."""
-        self.lm_head.weight = self.embedding.weight
+    def to_empty(self, **options):
+        """As torch's, but a tied head stays tied."""
+        tied = self.tied
+        super().to_empty(**options)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        return self
 
     def cache_bytes(self, slots: int) -> int:
         """Bytes of a KVCache for one sequence, in the dtype of the embedding."""
@@ -258,6 +262,8 @@ def litgpt_model(hf) -> GPT | None:
         return None
     with torch.device("meta"):
         gpt = GPT(config).to(hf.dtype)
+    if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight:
+        gpt.lm_head.weight = gpt.embedding.weight
     gpt.rows = litgpt_rows(hf.state_dict())
     ends = {r.name: r.end for r in gpt.rows.values()}
     if ends != {name: len(x) for name, x in gpt.state_dict().items()}:
@@ -277,8 +283,6 @@ def copy_from(gpt: GPT, hf) -> None:
     positions."""
     weights = hf.state_dict()
     gpt.to_empty(device="cpu")
-    if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight:
-        gpt.tie()
     ours = gpt.state_dict()
     for name, r in gpt.rows.items():
         r.of(ours[r.name]).copy_(weights[name])
@@ -291,12 +295,9 @@ def copy_from(gpt: GPT, hf) -> None:
 # ---- transformers' own class ---------------------------------------------------------------------
 
 ATTENTION = "packed"  # the name under which transformers finds our attention
-# Arguments of attention that change nothing here: what they say is in the packed batch, or it is
-# switched off.
-NEUTRAL = {
-    "cache_position", "dropout", "is_causal", "output_attentions", "position_embeddings", "position_ids",
-    "sliding_window", "use_cache",
-}  # fmt: skip
+# The current forward's attention, and the layers that have asked for it: not every class of
+# transformers hands arguments on to its layers.
+FORWARD = SimpleNamespace(attention=None, called=set())
 
 
 class Layer(NamedTuple):
@@ -304,7 +305,7 @@ class Layer(NamedTuple):
 
     module: nn.Module
     window: int | None
-    scale: float
+    scale: float | None
     cap: float | None
 
 
@@ -331,11 +332,6 @@ class TransformersGPT(Packed, nn.Module):
         multiplier, divisor = (getattr(c, x, None) for x in ("logit_scale", "logits_scaling"))
         self.hidden_scale = (multiplier or 1) / (divisor or 1)
         self.embedding.padding_idx = None  # that token's row would have no gradient
-        # The attention of the current forward, for all layers: not every class of transformers
-        # hands arguments on to its layers. called: modules that have asked for it.
-        self.slot = SimpleNamespace(attention=None, called=set())
-        for module in self.modules():
-            module.slot = self.slot
         for block in self.blocks:
             block.forward = functools.partial(_block_forward, self, block)
         self.prepare_head()
@@ -352,10 +348,10 @@ class TransformersGPT(Packed, nn.Module):
 
     def hidden(self, token_RQ, position_RQ, attention):
         """-> last hidden states (R, Q, C)."""
-        self.slot.attention = attention
+        FORWARD.attention, FORWARD.called = attention, set()
         y = self.decoder(input_ids=token_RQ, position_ids=position_RQ, use_cache=False)
-        self.slot.attention = None
-        called, n = len(self.slot.called), self.config.n_layer
+        FORWARD.attention = None
+        called, n = len(FORWARD.called), self.config.n_layer
         if called != n:
             raise ValueError(f"{called} of {n} layers have an attention that can be replaced")
         h_RQC = y.last_hidden_state
@@ -369,34 +365,25 @@ def _window_as_mask(local_size: int | None = None, use_vmap: bool = False, **_un
     return local_size
 
 
-def _attend(module, query, key, value, attention_mask=None, scaling=None, softcap=None, **others):
+def _attend(module, query, key, value, attention_mask=None, scaling=None, softcap=None, **_unused):
     """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
-    D) -> (R, Q, H, D). Raises ValueError."""
-    for name, x in others.items():
-        if x is not None and name not in NEUTRAL:
-            raise ValueError(f"attention: {name} is not supported")
-    window = attention_mask  # see _window_as_mask
-    if window is not None and type(window) is not int:
-        raise ValueError("attention: a mask of its own is not supported")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    module.slot.called.add(module)
+    D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of load.py sees it."""
+    layer = Layer(module, attention_mask, scaling, softcap)  # the mask: see _window_as_mask
+    FORWARD.called.add(module)
     # Under autocast transformers rotates queries and keys in float32. Attention would cast them
     # anyway, but flash attention is chosen by what it gets, and a cache holds it.
     query, key, value = map(autocast, (query, key, value))
-    out = module.slot.attention.attend(Layer(module, window, scale, softcap), query, key, value)
+    out = FORWARD.attention.attend(layer, query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _block_forward(model: TransformersGPT, block: nn.Module, *inputs, **options):
     """A block's forward. Under activation checkpointing the backward calls it again, after the
     forward has ended: so it puts the attention back."""
-    slot, attention = model.slot, model.slot.attention
+    attention = FORWARD.attention
 
     def run(*inputs):
-        before, slot.attention = slot.attention, attention
-        try:
-            return type(block).forward(block, *inputs, **options)
-        finally:
-            slot.attention = before
+        FORWARD.attention = attention
+        return type(block).forward(block, *inputs, **options)
 
     return model.run_block(run, *inputs)

@@ -133,9 +133,7 @@ NORM = "transformer.ln_f.bias"
 BROKEN = {
     "config.json: OSError": lambda f: (f / "config.json").write_text('{"model_type": '),
     "config.json: .*model type .llamba.": lambda f: edited(f, model_type="llamba"),
-    "quantization_config: .* is not supported": lambda f: edited(
-        f, quantization_config={"bits": 4}
-    ),
+    '"quantization_config" is not supported': lambda f: edited(f, quantization_config={"bits": 4}),
     "no file named model.safetensors": lambda f: (f / "model.safetensors").unlink(),
     "do not fit config.json: .*mismatched.*wte": lambda f: edited(f, vocab_size=511),
     "do not fit config.json: .*unexpected.*h.1": lambda f: edited(f, n_layer=1),
