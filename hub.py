@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import huggingface_hub
 import torch
 import transformers
 
@@ -110,27 +111,23 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
             f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints",
         )
     if not folder.is_dir():
-        folder = _download(name, what, weights)
+        wanted = ["*.json", "*.jinja", "tokenizer.model"] + ["*.safetensors"] * weights
+        # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
+        unwanted = ["consolidated*", "*/*"]
+        try:
+            options = dict(allow_patterns=wanted, ignore_patterns=unwanted)
+            folder = Path(huggingface_hub.snapshot_download(name, **options))
+        except Exception as e:  # the hub's client has a dozen errors for a failed download
+            raise BadInput(
+                f"{what}: {name}: no such folder here, and not fetched from huggingface.co "
+                f"({type(e).__name__}); without a network, download it elsewhere and give the folder "
+                "that holds config.json and model.safetensors"
+            ) from e
     if (folder / "state.json").exists():
         base = read_settings(folder)["model"]
     elif (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     return Source(folder, base and find_model(base, what, weights))
-
-
-def _download(name: str, what: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.jinja", "tokenizer.model"] + ["*.safetensors"] * weights
-    # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
-    unwanted = ["consolidated*", "*/*"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-    except Exception as e:  # the hub's client has a dozen errors for a failed download
-        raise BadInput(
-            f"{what}: {name}: no such folder here, and not fetched from huggingface.co ({type(e).__name__}); "
-            "without a network, download it elsewhere and give the folder that holds config.json and model.safetensors"
-        ) from e
 
 
 def read_json(file: Path) -> dict:
@@ -161,7 +158,7 @@ def read_config(source: Source):
         config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
         if found := REFUSED.search(config.to_json_string(use_diff=False)):
             raise BadInput(f"{file}: {found[0]} is not supported")
-        int(context_of(config))  # some types have none
+        int(context_of(config))  # refuses a type that has none
     text = config.get_text_config()
     for name, value in text.to_dict().items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
@@ -187,16 +184,14 @@ class Rows(NamedTuple):
 
     name: str
     """Our name of the weight."""
-    first: int = 0
-    """The first of its rows."""
-    end: int | None = None
-    """The row after the last one. None: its last one, too."""
+    span: slice = slice(None)
+    """Which of its rows."""
     transposed: bool = False
     """Whether transformers has it as (inputs, outputs), as GPT-2's are."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         """These rows of our weight, as transformers has them."""
-        rows = weight[self.first : self.end]
+        rows = weight[self.span]
         return rows.T if self.transposed else rows
 
 
@@ -211,7 +206,7 @@ def litgpt_rows(theirs: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
         transposed = ".c_" in name and x.dim() == 2
         first = ends.get(ours, 0)
         ends[ours] = first + x.shape[int(transposed)]
-        rows[name] = Rows(ours, first, ends[ours], transposed)
+        rows[name] = Rows(ours, slice(first, ends[ours]), transposed)
     return rows
 
 

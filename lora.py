@@ -23,7 +23,7 @@ from head import autocast
 from hub import Source, read_json, their_errors
 from runs.console import BadInput, rank
 from runs.devices import gather_tensor, place_like
-from runs.settings import Lora
+from runs.settings import Lora, refuse_unless
 
 # ---- make ----------------------------------------------------------------------------------------
 
@@ -63,9 +63,8 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
     unfit = ("gate_proj", "up_proj", "down_proj") if model.has_experts else ()
     for name, layer in model.named_modules():
         is_head = name == "lm_head"
-        if type(layer) is not nn.Linear or not (is_head or layer in in_blocks):
-            continue
-        if name.endswith(unfit):
+        can_adapt = type(layer) is nn.Linear and (is_head or layer in in_blocks)
+        if not can_adapt or name.endswith(unfit):
             continue
         hits = [
             {t for t in targets if t == "all-linear" and not is_head or f".{x}".endswith(f".{t}")}
@@ -76,11 +75,15 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
         if any(hits):
             layers[name] = tuple(map(bool, hits))
             found.update(*hits)
-    for target in targets - found:
-        expected = "all-linear or names of linear layers, such as q_proj or self_attn.o_proj"
-        raise BadInput(f"lora.targets: expected {expected}; got {target}")
-    if "lm_head" in layers and model.tied:
-        raise BadInput("lora.targets: lm_head: it is tied to the embedding, so it takes no adapter")
+    refuse_unless(
+        targets <= found,
+        "lora.targets: expected all-linear or names of linear layers, such as q_proj or "
+        f"self_attn.o_proj; got {', '.join(targets - found)}",
+    )
+    refuse_unless(
+        "lm_head" not in layers or not model.tied,
+        "lora.targets: lm_head: it is tied to the embedding, so it takes no adapter",
+    )
     return layers
 
 
@@ -157,11 +160,12 @@ def gather_adapters(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Ten
         a, b = gather_tensor(layer.lora_A), gather_tensor(layer.lora_B)
         parts = [(a, b)]
         if isinstance(layer, LoRAQKVLinear):  # one adapter each for q, k and v
-            parts = list(zip(a.chunk(sum(layer.enable_lora)), b.split(layer.qkv_shapes)))
+            b = b.split(layer.qkv_shapes)
             if len(theirs) == 1:  # GPT-2 has one layer for all three: the adapters side by side
-                parts = [(a, torch.block_diag(*b.split(layer.qkv_shapes)))]
+                parts = [(a, torch.block_diag(*b))]
             else:
                 theirs = itertools.compress(theirs, layer.enable_lora)
+                parts = zip(a.chunk(len(b)), b)
         adapters |= {x: (*part, layer.scaling) for x, part in zip(theirs, parts)}
     return adapters
 
@@ -171,7 +175,7 @@ def merge_adapters(weights: Mapping, adapters: Mapping, model: nn.Module) -> Non
     KeyError for an adapter of a layer that the model does not have."""
     for layer, (a, b, scale) in adapters.items():
         rows = model.rows[f"{layer}.weight"]
-        weights[rows.name][rows.first : rows.end].add_(b @ a * scale)
+        weights[rows.name][rows.span].add_(b @ a * scale)
 
 
 def plain_name(name: str) -> str:
@@ -229,8 +233,8 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
         for name, a in tensors.items():
             # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
             # model.layers.0.self_attn.q_proj
-            match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight", name)
-            layer, kind = match.groups()
+            pattern = r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight"
+            layer, kind = re.fullmatch(pattern, name).groups()
             if kind == "lora_B":
                 continue
             # the pattern self_attn.q_proj is for all layers whose names end so; the first that
@@ -287,11 +291,11 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
         if type(old) is not nn.Linear:
             continue
         # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
-        if old.in_features % 64:
-            raise BadInput(
-                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
-                f"this model has {old.in_features}"
-            )
+        refuse_unless(
+            old.in_features % 64 == 0,
+            "lora.quantize: nf4 needs layer widths that are multiples of 64, "
+            f"this model has {old.in_features}",
+        )
         sizes = (old.in_features, old.out_features, old.bias is not None)
         new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
         new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
