@@ -138,10 +138,7 @@ class PackedAttention:
         token_N = torch.arange(len(self.batch.token_N), device=self.batch.token_N.device)
         token_Q = self.queries(token_N)
         bins, first_token, first_query = [], 0, 0
-        for prompts in self.prompts_of_bins():
-            segments = [segment for segments in prompts for segment in segments]
-            if len(prompts) > 1:
-                segments = [tuple(map(sum, zip(*segments)))]
+        for segments in self.segments_of_bins():
             tiles, n_keys = [], 0
             for number, (n_queries, n_tokens) in enumerate(segments):
                 n_keys += n_tokens
@@ -149,7 +146,7 @@ class PackedAttention:
                     continue
                 mask = None
                 # only a prompt is plain causal: a completion must not see the other completions
-                if window is not None or number > 0 or len(prompts) > 1:
+                if window is not None or number > 0 or len(segments) == 1:
                     i = token_Q[first_query : first_query + n_queries, None]
                     j = token_N[None, first_token : first_token + n_keys]
                     mask = self.mask(i, j, window)
@@ -159,19 +156,21 @@ class PackedAttention:
             first_token += n_keys
         return bins
 
-    def prompts_of_bins(self) -> list[list[list[tuple[int, int]]]]:
-        """Bins of consecutive prompts, up to TILE_TOKENS tokens together or a longer one alone; of each prompt the
-        (queries, tokens) of its segments."""
-        bins, bin_size, sizes = [], math.inf, self.batch.segment_sizes
+    def segments_of_bins(self) -> list[list[tuple[int, int]]]:
+        """Bins of consecutive prompts, up to TILE_TOKENS tokens together or a longer one alone: the (queries, tokens)
+        of the segments of a prompt that is alone (itself, then each completion), of several prompts their sum."""
+        batch, bins, bin_size = self.batch, [], math.inf
         # 1 where token 0 stands in (see PackedBatch.completion_M), else 0
-        n_queries = len(self.batch.completion_M) - sum(sum(row[1:]) for row in sizes)
-        for row in sizes:
+        n_queries = len(batch.prompt_P) + len(batch.completion_M) - len(batch.token_N)
+        for row in batch.segment_sizes:
+            segments = list(zip([n_queries, *row[1:]] if self.cached else row, row))
+            n_queries = 0
             bin_size += sum(row)
             if bin_size > TILE_TOKENS:
                 bin_size = sum(row)
-                bins.append([])
-            bins[-1].append(list(zip([n_queries, *row[1:]] if self.cached else row, row)))
-            n_queries = 0
+                bins.append(segments)
+            else:
+                bins[-1] = [tuple(map(sum, zip(*bins[-1], *segments)))]
         return bins
 
     def mask(self, i, j, window: int | None):
@@ -202,8 +201,8 @@ def sdpa(attn, q, k, v, mask):
 
     mask: boolean, True: attend; None: plain causal.
     """
-    if k.shape[1] < q.shape[1]:
-        n = q.shape[1] // k.shape[1]
+    n = q.shape[1] // k.shape[1]
+    if n > 1:
         k, v = (x.repeat_interleave(n, dim=1) for x in (k, v))
     if attn.cap is None:
         return nn.functional.scaled_dot_product_attention(
@@ -259,19 +258,18 @@ class KVCache:
 
         Returns the row that each sequence had before, in the new order.
         """
-        n, kept = len(rows), set(rows)
-        movers = (row for row in rows if row >= n)
-        order = [row if row in kept else next(movers) for row in range(n)]
-        gaps = [row for row in range(n) if row not in kept]
+        n = len(rows)
+        gaps = sorted({*range(n)} - {*rows})
+        movers = [row for row in rows if row >= n]
         self.row_B = self.row_B[:n]
         to, source = (
-            to_device(torch.tensor(x, dtype=torch.long), self.row_B.device)
-            for x in (gaps, [order[gap] for gap in gaps])
+            to_device(torch.tensor(x, dtype=torch.long), self.row_B.device) for x in (gaps, movers)
         )
         for layer, (k, v) in self.tensors.items():
             k[to], v[to] = k[source], v[source]
             self.tensors[layer] = k[:n], v[:n]
-        return order
+        row_before = dict(zip(gaps, movers))
+        return [row_before.get(row, row) for row in range(n)]
 
     def attend(self, attn, q, k, v):
         """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Fills the slots of k and v."""

@@ -8,29 +8,27 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import huggingface_hub
 import torch
 import transformers
 
 from runs.checkpoint import read_settings
 from runs.console import BadInput
-from runs.settings import find_path
+from runs.settings import find_path, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
 
-# Kinds of rotary positions that do not depend on the length of the text. longrope's do beyond the
-# original context, which is ours.
-ROPES = ("default", "linear", "llama3", "yarn", "longrope")
-# Fields of config.json that must be empty, or one of these.
-REFUSED = (
-    "quantization_config",
-    "attn_temperature_tuning",
-    "llama_4_scaling_beta",
-    "rope_type",
+# What a config must not say: quantised weights, and what the comparison of load.py cannot show, for
+# its texts are short: attention or rotary positions that change with the length of the text.
+# longrope's do so beyond the original context, which is ours.
+REFUSED = re.compile(
+    '"(quantization_config|attn_temperature_tuning|attention_chunk_size|llama_4_scaling_beta)"(?=: [^nf])'
+    '|"rope_type": "(?!default|linear|llama3|yarn|longrope).+"'
 )
 # Files that go from a source into an export: its own config.json (not what transformers makes of
 # it, which has our changes and which other versions may not read), of the tokenizer, of sampling,
@@ -39,9 +37,6 @@ COPIED = re.compile(
     "config.json|tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|generation_config"
     "|(pre)?processor"
 )
-
-# what old files hold besides weights
-OLD_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 
 # transformers' name of a part of GPT-2 or of a Llama-shaped model, and litgpt's. q, k and v are one
 # matrix in litgpt.
@@ -108,36 +103,31 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     """The model that a setting names: a Hugging Face folder or id, a litgpt folder, a run (its
     `final`), a checkpoint of a run, or a PEFT folder. `what`: the setting. weights=False: a
     download leaves them out. Raises BadInput."""
-    folder = find_path(name)
+    folder, base = find_path(name), None
     if (folder / "settings.yaml").exists() and not (folder / "state.json").exists():
         folder = folder / "final"
-        if not folder.is_dir():
-            raise BadInput(
-                f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints"
-            )
+        refuse_unless(
+            folder.is_dir(),
+            f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints",
+        )
     if not folder.is_dir():
-        folder = _download(name, what, weights)
+        wanted = ["*.json", "*.jinja", "tokenizer.model"] + ["*.safetensors"] * weights
+        # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
+        unwanted = ["consolidated*", "*/*"]
+        try:
+            options = dict(allow_patterns=wanted, ignore_patterns=unwanted)
+            folder = Path(huggingface_hub.snapshot_download(name, **options))
+        except Exception as e:  # the hub's client has a dozen errors for a failed download
+            raise BadInput(
+                f"{what}: {name}: no such folder here, and not fetched from huggingface.co "
+                f"({type(e).__name__}); without a network, download it elsewhere and give the folder "
+                "that holds config.json and model.safetensors"
+            ) from e
     if (folder / "state.json").exists():
-        return Source(folder, find_model(read_settings(folder)["model"], what, weights))
-    if (folder / "adapter_config.json").exists():
+        base = read_settings(folder)["model"]
+    elif (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
-        return Source(folder, find_model(base, what, weights))
-    return Source(folder)
-
-
-def _download(name: str, what: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.jinja", "tokenizer.model"] + ["*.safetensors"] * weights
-    # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
-    unwanted = ["consolidated*", "*/*"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-    except Exception as e:  # the hub's client has a dozen errors for a failed download
-        raise BadInput(
-            f"{what}: {name}: no such folder here, and not fetched from huggingface.co ({type(e).__name__}); "
-            "without a network, download it elsewhere and give the folder that holds config.json and model.safetensors"
-        ) from e
+    return Source(folder, base and find_model(base, what, weights))
 
 
 def read_json(file: Path) -> dict:
@@ -162,41 +152,28 @@ def their_errors(where):
 
 def read_config(source: Source):
     """transformers' config of a model, without dropout: policy and reference must be equal. Raises
-    BadInput, also for a model whose numbers the comparison at its start (see load.py), which has
-    short texts, could not vouch for."""
+    BadInput, also for what is REFUSED."""
     file = source.root / "config.json"
     with their_errors(file):
         config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
+        if found := REFUSED.search(config.to_json_string(use_diff=False)):
+            raise BadInput(f"{file}: {found[0]} is not supported")
+        int(context_of(config))  # refuses a type that has none
     text = config.get_text_config()
     for name, value in text.to_dict().items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(text, name, 0.0)
-    # The comparison has short texts only: refuse positions that depend on a text's length.
-    for name, value in _fields(config.to_dict()):
-        if name in REFUSED and value and value not in ROPES:
-            raise BadInput(f"{file}: {name}: {value} is not supported")
-    if type(getattr(text, "max_position_embeddings", None)) is not int:
-        raise BadInput(f"{file}: max_position_embeddings: missing: the context is not known")
     return config
-
-
-def _fields(config: dict) -> Iterator[tuple[str, object]]:
-    """Names and values of a config and of those within it."""
-    for name, value in config.items():
-        yield name, value
-        if isinstance(value, dict):
-            yield from _fields(value)
 
 
 def context_of(config) -> int:
     """Tokens of the longest text that a model takes."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return text.max_position_embeddings
-    # a longer text would have other positions from its first token on
-    original = rope.get("original_max_position_embeddings")
-    return original or text.original_max_position_embeddings
+    if rope.get("rope_type") == "longrope":
+        # a longer text would have other positions from its first token on
+        return rope["original_max_position_embeddings"]
+    return text.max_position_embeddings
 
 
 # ---- names of weights ----------------------------------------------------------------------------
@@ -207,16 +184,14 @@ class Rows(NamedTuple):
 
     name: str
     """Our name of the weight."""
-    first: int = 0
-    """The first of its rows."""
-    end: int | None = None
-    """The row after the last one. None: its last one, too."""
+    span: slice = slice(None)
+    """Which of its rows."""
     transposed: bool = False
     """Whether transformers has it as (inputs, outputs), as GPT-2's are."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         """These rows of our weight, as transformers has them."""
-        rows = weight[self.first : self.end]
+        rows = weight[self.span]
         return rows.T if self.transposed else rows
 
 
@@ -231,7 +206,7 @@ def litgpt_rows(theirs: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
         transposed = ".c_" in name and x.dim() == 2
         first = ends.get(ours, 0)
         ends[ours] = first + x.shape[int(transposed)]
-        rows[name] = Rows(ours, first, ends[ours], transposed)
+        rows[name] = Rows(ours, slice(first, ends[ours]), transposed)
     return rows
 
 
@@ -253,7 +228,8 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
             return hf.eval()
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
-    info["unexpected_keys"] = {n for n in info["unexpected_keys"] if not OLD_BUFFERS.fullmatch(n)}
+    unexpected = info["unexpected_keys"]  # a constant in GPT-2's old files is no weight
+    info["unexpected_keys"] = {name for name in unexpected if not name.endswith("masked_bias")}
     faults = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if faults:
         raise BadInput(f"{folder}: the weights do not fit config.json: {str(faults)[:300]}")

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from attention import KVCache, PromptCache
 from hub import Source, find_model, read_config, read_whole, their_errors
-from lora import add_adapters, fold_adapters, fold_peft
+from lora import add_adapters, fold_adapters, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from packing import pack
 from reference import freeze
-from runs.checkpoint import read_settings, read_state, read_tensors
+from runs.checkpoint import read_settings, read_tensors
 from runs.devices import set_weights
 from runs.settings import Lora
 
@@ -38,60 +38,52 @@ def load_model(
         source = find_model(str(source))
     # new adapters are drawn from torch's seed, whatever reading draws
     with torch.random.fork_rng(devices=[]):
-        gpt = _load_plain(source, dtype)
+        gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).train()
+    if isinstance(gpt, TransformersGPT):  # its tables of positions stay in float32
+        for p in gpt.parameters():
+            p.data = p.data.to(dtype)
+    else:
+        gpt.to(dtype)
     add_adapters(gpt, lora)
     return gpt
 
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
-    """Without adapters of its own: those of a checkpoint or a PEFT folder are merged into its
-    base."""
-    folder = source.folder
-    if source.base is None:
-        return _read(source, dtype)
-    gpt = _load_plain(source.base, dtype)
-    if (folder / "adapter_config.json").exists():
-        fold_peft(gpt, folder)
+    """A model without adapters of its own, read and compared; then, folder by folder, what was
+    learned on it."""
+    if source.base:
+        gpt = _load_plain(source.base, dtype)
+        put_on(gpt, source.folder)
         return gpt
-    add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
-    with their_errors(folder):
-        unknown = gpt.load_state_dict(_checkpoint_weights(folder), strict=False).unexpected_keys
-        if unknown:
-            raise ValueError(f"{unknown[0]}: not of this model")
-    fold_adapters(gpt)
-    return gpt.requires_grad_(True)
-
-
-def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, whole, by the policy's names: the trained ones, and with LoRA a base into
-    which adapters were merged. Without those of the objective's module."""
-    has_moved = read_state(folder).reference_has_moved and read_settings(folder)["lora"]["rank"]
-    kinds = ("weights", "reference") if has_moved else ("weights",)
-
-    def place(kind, name, size, dtype):
-        if kind in kinds and not name.startswith("objective_module."):
-            return torch.empty(size, dtype=dtype)
-
-    return {key.partition("|")[2]: x for key, x in read_tensors(folder, place).items()}
-
-
-def _read(source: Source, dtype: torch.dtype) -> Packed:
-    """The model of a folder with all weights."""
     config = read_config(source)
-    wide = torch.promote_types(dtype, torch.float32)
-    hf = read_whole(source.root, config, wide)
+    hf = read_whole(source.root, config, dtype)
     with their_errors(f"model: {source.root}: {config.model_type}"):
         expected_T = _plain_logps(hf)
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
         gpt = gpt or TransformersGPT(hf)
         _compare(gpt.eval(), expected_T)
-    if isinstance(gpt, TransformersGPT):  # its tables of positions stay in float32
-        for p in gpt.parameters():
-            p.data = p.data.to(dtype)
-    else:
-        gpt.to(dtype)
-    return gpt.train()
+    return gpt
+
+
+def put_on(gpt: Packed, folder: Path) -> None:
+    """Give a plain model what a checkpoint or a PEFT folder, whose base it is, has learned; adapters
+    are merged. Raises BadInput."""
+    with their_errors(f"{folder}: does not fit its base"):
+        if (folder / "adapter_config.json").exists():
+            return fold_adapters(gpt, read_peft(folder))
+        lora = Lora(**read_settings(folder)["lora"])
+        add_adapters(gpt, lora)
+        params = gpt.unique_parameters()
+        # with LoRA a moved reference is the base, into which adapters were merged
+        kinds = ("weights", "reference") if lora.rank else ("weights",)
+
+        def place(kind, name, size, dtype):
+            if kind in kinds and not name.startswith("objective_module."):
+                return params[name].detach()  # it shares the weight's memory
+
+        read_tensors(folder, place)
+        fold_adapters(gpt)
 
 
 # ---- the comparison ------------------------------------------------------------------------------
@@ -128,22 +120,20 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
     shared = gpt(batch, prompt_cache).logps  # and fills the cache
     cached = gpt(batch, prompt_cache).logps
 
-    # sampling: the first two tokens of the first completions
-    first_BL = torch.tensor(np.array([pair[0][:2] for pair in completions]))
-    sizes = [len(prompt) for prompt in prompts]
+    # sampling: the second tokens of the first completions, after the first ones
+    first_B, second_B = torch.tensor([pair[0][:2].tolist() for pair in completions]).T
+    sizes = list(map(len, prompts))
     kv_cache = KVCache(pack(prompts, [(pair[0][:1],) for pair in completions]), max(sizes) + 1)
-    logits = [gpt(kv_cache)]
-    kv_cache.at(first_BL[:, 0], torch.tensor(sizes), max(sizes))
-    logits.append(gpt(kv_cache))
-    logp_BLV = torch.stack(logits, 1).double().log_softmax(-1)
-    sampled = logp_BLV.gather(2, first_BL[..., None])[..., 0]
+    gpt(kv_cache)
+    kv_cache.at(first_B, torch.tensor(sizes), max(sizes))
+    sampled = gpt(kv_cache).double().log_softmax(-1).gather(1, second_B[:, None])
 
     # a mixture may choose another of two experts that are almost equal: then most tokens must agree
     share = 0.75 if gpt.has_experts else 1.0
     for name, logp, expected in (
         ("with shared prompts", shared, expected_BKL),
         ("with cached prompts", cached, expected_BKL),
-        ("token by token", sampled, expected_BKL[:, 0, :2]),
+        ("token by token", sampled, expected_BKL[:, 0, 1:2]),
     ):
         largest = (logp - expected).abs().quantile(share).item()
         if not largest <= TOLERANCE:  # nan, too
@@ -161,33 +151,31 @@ def shard_over_ranks(
     whole: Packed | None,
     source: Source,
     precision: str,
-    lora: Lora | None,
-    learns: bool,
+    lora: Lora | None = None,
     objective_module: nn.Module | None = None,
 ) -> nn.Module:
     """A model that rank 0 holds (elsewhere None), sharded over all ranks: no other rank ever has
-    the whole of it. The objective's module, if there is one, is sharded with it. A collective."""
-    about, first = None, fabric.global_rank == 0
-    if first:
+    the whole of it. Without `lora` it is a frozen one. The objective's module, if there is one, is
+    sharded with it. A collective."""
+    about, weights, config = None, None, read_config(source)
+    if whole:
         # its values count, not other ranks'
         whole.objective_module = copy.deepcopy(objective_module)
+        weights = whole.unique_parameters()
         about = whole.tied, whole.embedding.weight.dtype, dict(whole.named_buffers())
-    tied, dtype, buffers = fabric.broadcast(about)
+    config.tie_word_embeddings, dtype, buffers = fabric.broadcast(about)
     options = dict(attn_implementation="eager", dtype=dtype)
     with torch.device("meta"):
-        hf = transformers.AutoModelForCausalLM.from_config(read_config(source), **options)
+        hf = transformers.AutoModelForCausalLM.from_config(config, **options)
         shell = litgpt_model(hf) or TransformersGPT(hf)
-    if tied:
-        shell.tie()
     add_adapters(shell, lora)
     shell.objective_module = objective_module
-    if not learns:
+    if lora is None:
         freeze(shell, precision)
     module = fabric.setup_module(shell)
     for name, x in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(shell.get_submodule(owner), attribute, x.to(fabric.device))
-    set_weights(module, whole.unique_parameters() if first else None)
+        shell.get_buffer(name).copy_(x)
+    set_weights(module, weights)
     return module
 
 
@@ -202,7 +190,7 @@ def shard_module(module, mesh, bf16: bool):
     of_linears = {"mp_policy": policy} if bf16 else {}
     for block in module.blocks:
         if bf16:
-            linears = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
+            linears = [m for m in block.modules() if isinstance(m, nn.Linear)]
             fully_shard(linears, mesh=mesh, **of_linears)
         fully_shard(block, mesh=mesh)
     if not module.tied and module.plain_head:
@@ -212,8 +200,4 @@ def shard_module(module, mesh, bf16: bool):
     # By default a root stays gathered for its backward; a frozen model has no backward.
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
-    tied = module.tied
-    module.to_empty(device=mesh.device_type)
-    if tied:
-        module.tie()
-    return module
+    return module.to_empty(device=mesh.device_type)

@@ -5,13 +5,13 @@ matrix W (outputs, inputs) of its layer. This file knows no model class: a model
 lm_head, config, rows and has_experts (see model.Packed)."""
 
 import contextlib
+import itertools
 import json
 import logging
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
@@ -23,7 +23,7 @@ from head import autocast
 from hub import Source, read_json, their_errors
 from runs.console import BadInput, rank
 from runs.devices import gather_tensor, place_like
-from runs.settings import Lora
+from runs.settings import Lora, refuse_unless
 
 # ---- make ----------------------------------------------------------------------------------------
 
@@ -58,34 +58,39 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
     """The layers that lora.targets names by PEFT's rule: `o_proj` is for all whose names end so. Of
     litgpt's layer for q, k and v, which of the three."""
     targets, found, layers = {target.strip() for target in targets.split(",")}, set(), {}
-    theirs = {}  # our name of a weight: transformers' names
-    for name, rows in model.rows.items():
-        theirs.setdefault(rows.name, []).append(name)
     in_blocks = set(model.blocks.modules())
     # PEFT puts adapters of these names at joined experts, too (0.21)
     unfit = ("gate_proj", "up_proj", "down_proj") if model.has_experts else ()
     for name, layer in model.named_modules():
         is_head = name == "lm_head"
-        if type(layer) is not nn.Linear or not (is_head or layer in in_blocks):
+        can_adapt = type(layer) is nn.Linear and (is_head or layer in in_blocks)
+        if not can_adapt or name.endswith(unfit):
             continue
-        if name.endswith(unfit):
-            continue
-        of_all = set() if is_head else targets & {"all-linear"}
         hits = [
-            of_all | {t for t in targets if f".{weight}".endswith(f".{t}.weight")}
-            for weight in theirs[f"{name}.weight"]
+            {t for t in targets if t == "all-linear" and not is_head or f".{x}".endswith(f".{t}")}
+            for x in _their_names(model, name)
         ]
         if name.endswith("attn.qkv"):
             hits = (hits * 3)[:3]  # GPT-2 has one name for all three
         if any(hits):
             layers[name] = tuple(map(bool, hits))
             found.update(*hits)
-    for target in targets - found:
-        expected = "all-linear or names of linear layers, such as q_proj or self_attn.o_proj"
-        raise BadInput(f"lora.targets: expected {expected}; got {target}")
-    if "lm_head" in layers and model.tied:
-        raise BadInput("lora.targets: lm_head: it is tied to the embedding, so it takes no adapter")
+    refuse_unless(
+        targets <= found,
+        "lora.targets: expected all-linear or names of linear layers, such as q_proj or "
+        f"self_attn.o_proj; got {', '.join(targets - found)}",
+    )
+    refuse_unless(
+        "lm_head" not in layers or not model.tied,
+        "lora.targets: lm_head: it is tied to the embedding, so it takes no adapter",
+    )
     return layers
+
+
+def _their_names(model: nn.Module, layer: str) -> list[str]:
+    """transformers' names of a layer of ours: litgpt's layer for q, k and v may have three."""
+    weight = f"{layer}.weight"
+    return [x.removesuffix(".weight") for x, rows in model.rows.items() if rows.name == weight]
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -146,31 +151,31 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
             layer.merged = False
 
 
-class Adapter(NamedTuple):
-    """It adds scale * B @ A to the rows of a weight from `first` on."""
-
-    first: int
-    a: torch.Tensor
-    """(r, inputs)"""
-    b: torch.Tensor
-    """(rows, r)"""
-    scale: float
-
-
-def gather_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
-    """The adapters of each weight, by its plain name, whole and on the CPU; litgpt's layer for q, k
-    and v has up to three. A collective if the model is sharded."""
+def gather_adapters(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """{transformers' name of a layer: A, B, scale} of a model's adapters, as PEFT has them, whole and
+    on the CPU. A collective if the model is sharded."""
     adapters = {}
     for name, layer in _adapted_layers(model).items():
+        theirs = _their_names(model, name)
         a, b = gather_tensor(layer.lora_A), gather_tensor(layer.lora_B)
-        firsts, sizes = [0], len(b)
-        if isinstance(layer, LoRAQKVLinear):
-            q, kv = layer.n_head * layer.head_size, layer.n_query_groups * layer.head_size
-            firsts = [x for x, on in zip((0, q, q + kv), layer.enable_lora) if on]
-            sizes = layer.qkv_shapes
-        parts = zip(firsts, a.chunk(len(firsts)), b.split(sizes))
-        adapters[f"{name}.weight"] = [Adapter(*part, layer.scaling) for part in parts]
+        parts = [(a, b)]
+        if isinstance(layer, LoRAQKVLinear):  # one adapter each for q, k and v
+            b = b.split(layer.qkv_shapes)
+            if len(theirs) == 1:  # GPT-2 has one layer for all three: the adapters side by side
+                parts = [(a, torch.block_diag(*b))]
+            else:
+                theirs = itertools.compress(theirs, layer.enable_lora)
+                parts = zip(a.chunk(len(b)), b)
+        adapters |= {x: (*part, layer.scaling) for x, part in zip(theirs, parts)}
     return adapters
+
+
+def merge_adapters(weights: Mapping, adapters: Mapping, model: nn.Module) -> None:
+    """Add adapters (see gather_adapters) to weights, which have the plain names of the model's. Raises
+    KeyError for an adapter of a layer that the model does not have."""
+    for layer, (a, b, scale) in adapters.items():
+        rows = model.rows[f"{layer}.weight"]
+        weights[rows.name][rows.span].add_(b @ a * scale)
 
 
 def plain_name(name: str) -> str:
@@ -190,22 +195,22 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
             continue
         name = plain_name(name)
         w = gather_tensor(p) if base is None else base[name].detach()
-        for x in adapters.get(name, ()):
-            w = w.clone()
-            w[x.first : x.first + len(x.b)] += x.b @ x.a * x.scale
         if rank() and isinstance(p, DTensor):  # rank 0's counts; this one takes no memory
-            w = w.new_zeros(()).expand(w.shape)
-        weights[name] = w
+            w, adapters = w.new_zeros(()).expand(w.shape), {}
+        weights[name] = w.clone() if adapters else w
+    merge_adapters(weights, adapters, model)
     return weights
 
 
 @torch.no_grad()
-def fold_adapters(model: nn.Module) -> None:
-    """Merge the adapters for good: the model is then a plain one."""
-    weights = merged_weights(model)
+def fold_adapters(model: nn.Module, adapters: Mapping | None = None) -> None:
+    """Merge adapters, by default the model's own, for good: the model is then a plain one. Raises
+    KeyError."""
+    adapters = adapters or gather_adapters(model)
     for name, layer in _adapted_layers(model).items():
-        layer.linear.weight.copy_(weights[f"{name}.weight"])
         model.set_submodule(name, layer.linear)
+    merge_adapters(model.state_dict(), adapters, model)
+    model.requires_grad_(True)
     model.prepare_head()
 
 
@@ -228,8 +233,8 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
         for name, a in tensors.items():
             # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
             # model.layers.0.self_attn.q_proj
-            match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight", name)
-            layer, kind = match.groups()
+            pattern = r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight"
+            layer, kind = re.fullmatch(pattern, name).groups()
             if kind == "lora_B":
                 continue
             # the pattern self_attn.q_proj is for all layers whose names end so; the first that
@@ -242,41 +247,23 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
     return adapters
 
 
-@torch.no_grad()
-def fold_peft(model: nn.Module, folder: Path) -> None:
-    """Merge the adapters of a PEFT folder into a plain model. Raises BadInput."""
-    weights = model.state_dict()
-    for layer, (a, b, scale) in read_peft(folder).items():
-        with their_errors(f"{folder}: {layer}: not of this model"):
-            rows = model.rows[f"{layer}.weight"]
-            weights[rows.name][rows.first : rows.end].add_(b @ a * scale)
-
-
 def write_peft(
     adapters: Mapping, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
 ) -> None:
-    """Write gathered adapters of a model in PEFT's format. base: the model that they belong to. If
-    the source is made of PEFT folders, the file holds their adapters and ours together."""
-    scale = lora.alpha / lora.rank
-    factors = {}  # transformers' name of a layer: [(A, B)], for this one scale
-    for name, rows in model.rows.items():
-        for x in adapters.get(rows.name, ()):
-            # GPT-2 has one layer for q, k and v: our adapters side by side, each with its own rows
-            before = x.first - rows.first
-            after = (rows.end or len(x.b)) - x.first - len(x.b)
-            if before >= 0 and after >= 0:
-                b = nn.functional.pad(x.b, (0, 0, before, after))
-                factors.setdefault(name.removesuffix(".weight"), []).append((x.a, b))
+    """Write a model's adapters (see gather_adapters) in PEFT's format. base: the model that they belong to.
+    If the source is made of PEFT folders, the file holds their adapters and ours side by side."""
+    scale, sets = lora.alpha / lora.rank, [adapters]
     while source.base:
-        for layer, (a, b, own) in read_peft(source.folder).items():
-            factors.setdefault(layer, []).append((a, b * (own / scale)))
+        sets.append(read_peft(source.folder))
         source = source.base
     tensors, ranks = {}, {}
-    for layer, parts in factors.items():
-        a_parts, b_parts = zip(*parts)
-        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.cat(a_parts)
-        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.cat(b_parts, 1)
-        ranks[layer] = sum(map(len, a_parts))
+    for layer in {layer: 0 for adapters in sets for layer in adapters}:
+        parts = [adapters[layer] for adapters in sets if layer in adapters]
+        # PEFT has one scale for a layer: the scales of those before go into their B
+        a, b = [a for a, _, _ in parts], [b * (own / scale) for _, b, own in parts]
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.cat(a)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.cat(b, 1)
+        ranks[layer] = sum(map(len, a))
     others = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
@@ -304,11 +291,11 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
         if type(old) is not nn.Linear:
             continue
         # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
-        if old.in_features % 64:
-            raise BadInput(
-                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
-                f"this model has {old.in_features}"
-            )
+        refuse_unless(
+            old.in_features % 64 == 0,
+            "lora.quantize: nf4 needs layer widths that are multiples of 64, "
+            f"this model has {old.in_features}",
+        )
         sizes = (old.in_features, old.out_features, old.bias is not None)
         new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
         new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)

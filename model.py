@@ -58,7 +58,7 @@ class Packed:
     def prepare_head(self) -> None:
         """Attach logp to the head, so that FSDP2 gathers the head's weight before the call. Again
         where the head's layer is replaced."""
-        self.lm_head.logp = functools.partial(_logp, self)
+        self.lm_head.logp = self._logp
 
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
         """PackedBatch -> Scores. prompt_cache: the first forward that gets it fills it; later ones
@@ -76,11 +76,9 @@ class Packed:
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
         logp_T, entropy_T = self.lm_head.logp(h_TC, x.target_T, x.entropy)
         logps = x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
-        outputs = entropy = None
+        outputs, entropy = None, x.sums(entropy_T) if x.entropy else None
         if self.objective_module is not None:
             outputs = x.tokens_of_completions(self._module_outputs(h_TC))
-        if x.entropy:
-            entropy = x.sums(entropy_T)
         return Scores(logps, outputs, entropy)
 
     def _module_outputs(self, h_TC):
@@ -97,6 +95,30 @@ class Packed:
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
+
+    def _logp(self, h_TC, target_T, entropy: bool = False):
+        """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together. And
+        the entropy (T,), or None."""
+        device, cap = h_TC.device.type, self.config.final_logit_softcapping
+        chunks = Chunks.of(device, self.config.padded_vocab_size, entropy)
+        if self.plain_head:
+            return Head.apply(autocast(h_TC), self.lm_head.weight, target_T, cap, chunks)
+
+        def chunk_logp(h_TC, target_T):
+            logits_TV = self.head(h_TC)
+            logp_T, logp_TV = logp_of(logits_TV, target_T)
+            if not entropy:
+                return logp_T, None
+            with torch.no_grad():
+                return logp_T, entropy_of(logits_TV, logp_TV.exp(), target_T, logp_T)
+
+        # a head with a bias or adapters: autograd, with the logits of each chunk computed again in the
+        # backward
+        parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
+        logps, entropies = zip(
+            *[checkpoint(chunk_logp, h, t, use_reentrant=False) for h, t in parts]
+        )
+        return torch.cat(logps), torch.cat(entropies) if entropy else None
 
     def head(self, h):
         """Hidden states (..., C) -> logits (..., V), softcapped where the model does that."""
@@ -119,9 +141,13 @@ class Packed:
         """Whether the head's matrix is the embedding."""
         return getattr(self.lm_head, "weight", None) is self.embedding.weight
 
-    def tie(self) -> None:
-        """Make the embedding the head's matrix."""
-        self.lm_head.weight = self.embedding.weight
+    def to_empty(self, **options):
+        """As torch's, but a tied head stays tied."""
+        tied = self.tied
+        super().to_empty(**options)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        return self
 
     def cache_bytes(self, slots: int) -> int:
         """Bytes of a KVCache for one sequence, in the dtype of the embedding."""
@@ -140,29 +166,6 @@ class Packed:
         if self.tied:
             del parameters["lm_head.weight"]
         return parameters
-
-
-def _logp(model: Packed, h_TC, target_T, entropy: bool = False):
-    """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together. And
-    the entropy (T,), or None."""
-    device, cap = h_TC.device.type, model.config.final_logit_softcapping
-    chunks = Chunks.of(device, model.config.padded_vocab_size, entropy)
-    if model.plain_head:
-        return Head.apply(autocast(h_TC), model.lm_head.weight, target_T, cap, chunks)
-
-    def chunk_logp(h_TC, target_T):
-        logits_TV = model.head(h_TC)
-        logp_T, logp_TV = logp_of(logits_TV, target_T)
-        if not entropy:
-            return logp_T, None
-        with torch.no_grad():
-            return logp_T, entropy_of(logits_TV, logp_TV.exp(), target_T, logp_T)
-
-    # a head with a bias or adapters: autograd, with the logits of each chunk computed again in the
-    # backward
-    parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
-    logps, entropies = zip(*[checkpoint(chunk_logp, h, t, use_reentrant=False) for h, t in parts])
-    return torch.cat(logps), torch.cat(entropies) if entropy else None
 
 
 # ---- litgpt's blocks -----------------------------------------------------------------------------
@@ -231,12 +234,11 @@ def _sizes(c) -> dict:
 def litgpt_config(c) -> litgpt.Config | None:
     """litgpt's Config for a config of transformers; None where litgpt's blocks would compute
     something else."""
-    kind, gelus = c.model_type, {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-    if kind == "gpt2" and c.activation_function in gelus:
+    kind = c.model_type
+    if kind == "gpt2" and c.activation_function == "gelu_new":
         own = dict(
             rotary_percentage=0.0, bias=True, norm_class_name="LayerNorm", norm_eps=c.layer_norm_epsilon,
-            mlp_class_name="GptNeoxMLP", gelu_approximate=gelus[c.activation_function],
-            intermediate_size=c.n_inner,
+            mlp_class_name="GptNeoxMLP", gelu_approximate="tanh", intermediate_size=c.n_inner,
         )  # fmt: skip
     elif kind in ("llama", "mistral", "qwen2", "qwen3") and c.hidden_act == "silu":
         own = dict(
@@ -258,8 +260,10 @@ def litgpt_model(hf) -> GPT | None:
         return None
     with torch.device("meta"):
         gpt = GPT(config).to(hf.dtype)
+    if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight:
+        gpt.lm_head.weight = gpt.embedding.weight
     gpt.rows = litgpt_rows(hf.state_dict())
-    ends = {r.name: r.end for r in gpt.rows.values()}
+    ends = {r.name: r.span.stop for r in gpt.rows.values()}
     if ends != {name: len(x) for name, x in gpt.state_dict().items()}:
         return None  # such as biases of the attention's output alone
     if config.rope_n_elem and 2 * len(hf.model.rotary_emb.inv_freq) != config.head_size:
@@ -277,26 +281,21 @@ def copy_from(gpt: GPT, hf) -> None:
     positions."""
     weights = hf.state_dict()
     gpt.to_empty(device="cpu")
-    if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight:
-        gpt.tie()
     ours = gpt.state_dict()
     for name, r in gpt.rows.items():
         r.of(ours[r.name]).copy_(weights[name])
     if gpt.config.rope_n_elem:
         position_1N = torch.arange(gpt.config.block_size)[None]
-        like = torch.zeros(1, dtype=hf.dtype)
-        gpt.cos, gpt.sin = (x[0] for x in hf.model.rotary_emb(like, position_1N))
+        # in the dtype of its first argument
+        gpt.cos, gpt.sin = (x[0] for x in hf.model.rotary_emb(hf.lm_head.weight, position_1N))
 
 
 # ---- transformers' own class ---------------------------------------------------------------------
 
 ATTENTION = "packed"  # the name under which transformers finds our attention
-# Arguments of attention that change nothing here: what they say is in the packed batch, or it is
-# switched off.
-NEUTRAL = {
-    "cache_position", "dropout", "is_causal", "output_attentions", "position_embeddings", "position_ids",
-    "sliding_window", "use_cache",
-}  # fmt: skip
+# The current forward's attention, and the layers that have asked for it: not every class of
+# transformers hands arguments on to its layers.
+FORWARD = SimpleNamespace(attention=None, called=set())
 
 
 class Layer(NamedTuple):
@@ -304,7 +303,7 @@ class Layer(NamedTuple):
 
     module: nn.Module
     window: int | None
-    scale: float
+    scale: float | None
     cap: float | None
 
 
@@ -328,14 +327,8 @@ class TransformersGPT(Packed, nn.Module):
             part, _, rest = ours.partition(".")
             self.rows[f"{of_module[getattr(self, part)]}.{rest}"] = Rows(ours)
         # factors of the logits: the head is linear, so they may multiply the hidden states
-        multiplier, divisor = (getattr(c, x, None) for x in ("logit_scale", "logits_scaling"))
-        self.hidden_scale = (multiplier or 1) / (divisor or 1)
+        self.hidden_scale = getattr(c, "logit_scale", 1) / getattr(c, "logits_scaling", 1)
         self.embedding.padding_idx = None  # that token's row would have no gradient
-        # The attention of the current forward, for all layers: not every class of transformers
-        # hands arguments on to its layers. called: modules that have asked for it.
-        self.slot = SimpleNamespace(attention=None, called=set())
-        for module in self.modules():
-            module.slot = self.slot
         for block in self.blocks:
             block.forward = functools.partial(_block_forward, self, block)
         self.prepare_head()
@@ -347,19 +340,18 @@ class TransformersGPT(Packed, nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         n = self.config.n_layer
-        lists = (m for m in self.decoder.modules() if isinstance(m, nn.ModuleList))
-        return next(m for m in lists if len(m) == n)
+        modules = self.decoder.modules()
+        return next(m for m in modules if isinstance(m, nn.ModuleList) and len(m) == n)
 
     def hidden(self, token_RQ, position_RQ, attention):
         """-> last hidden states (R, Q, C)."""
-        self.slot.attention = attention
+        FORWARD.attention, FORWARD.called = attention, set()
         y = self.decoder(input_ids=token_RQ, position_ids=position_RQ, use_cache=False)
-        self.slot.attention = None
-        called, n = len(self.slot.called), self.config.n_layer
+        FORWARD.attention = None
+        called, n = len(FORWARD.called), self.config.n_layer
         if called != n:
             raise ValueError(f"{called} of {n} layers have an attention that can be replaced")
-        h_RQC = y.last_hidden_state
-        return h_RQC if self.hidden_scale == 1 else h_RQC * self.hidden_scale
+        return y.last_hidden_state * self.hidden_scale
 
 
 def _window_as_mask(local_size: int | None = None, use_vmap: bool = False, **_unused) -> int | None:
@@ -369,34 +361,25 @@ def _window_as_mask(local_size: int | None = None, use_vmap: bool = False, **_un
     return local_size
 
 
-def _attend(module, query, key, value, attention_mask=None, scaling=None, softcap=None, **others):
+def _attend(module, query, key, value, attention_mask=None, scaling=None, softcap=None, **_unused):
     """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
-    D) -> (R, Q, H, D). Raises ValueError."""
-    for name, x in others.items():
-        if x is not None and name not in NEUTRAL:
-            raise ValueError(f"attention: {name} is not supported")
-    window = attention_mask  # see _window_as_mask
-    if window is not None and type(window) is not int:
-        raise ValueError("attention: a mask of its own is not supported")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    module.slot.called.add(module)
+    D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of load.py sees it."""
+    layer = Layer(module, attention_mask, scaling, softcap)  # the mask: see _window_as_mask
+    FORWARD.called.add(module)
     # Under autocast transformers rotates queries and keys in float32. Attention would cast them
     # anyway, but flash attention is chosen by what it gets, and a cache holds it.
     query, key, value = map(autocast, (query, key, value))
-    out = module.slot.attention.attend(Layer(module, window, scale, softcap), query, key, value)
+    out = FORWARD.attention.attend(layer, query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _block_forward(model: TransformersGPT, block: nn.Module, *inputs, **options):
     """A block's forward. Under activation checkpointing the backward calls it again, after the
     forward has ended: so it puts the attention back."""
-    slot, attention = model.slot, model.slot.attention
+    attention = FORWARD.attention
 
     def run(*inputs):
-        before, slot.attention = slot.attention, attention
-        try:
-            return type(block).forward(block, *inputs, **options)
-        finally:
-            slot.attention = before
+        FORWARD.attention = attention
+        return type(block).forward(block, *inputs, **options)
 
     return model.run_block(run, *inputs)

@@ -21,7 +21,7 @@ from torch import nn
 from data import Cut, most_tokens
 from evaluate import Evaluator
 from hub import Source, context_of, export, find_model, read_config, read_json
-from load import load_model, shard_module, shard_over_ranks
+from load import load_model, put_on, shard_module, shard_over_ranks
 from lora import (
     gather_adapters,
     merged_weights,
@@ -483,7 +483,7 @@ def load_models(
     if objective.needs_reference and (cfg.reference or not cfg.lora.rank):
         if sharded:
             whole = other or policy
-            frozen = shard_over_ranks(fabric, whole, other_source, cfg.precision, None, False)
+            frozen = shard_over_ranks(fabric, whole, other_source, cfg.precision)
         else:  # not wrapped: DDP refuses a module that never trains
             frozen = freeze(other or copy.deepcopy(policy), cfg.precision)
             frozen = fabric.to_device(frozen)
@@ -493,7 +493,7 @@ def load_models(
     # from here on ranks may draw different random numbers (dropout)
     torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
     if sharded:
-        given = source, cfg.precision, cfg.lora, True, objective_module
+        given = source, cfg.precision, cfg.lora, objective_module
         policy = shard_over_ranks(fabric, policy, *given)
     else:
         policy.objective_module = objective_module
@@ -545,14 +545,15 @@ def export_checkpoint(source: Source, out: Path) -> None:
     into other weights than those they were trained on."""
     settings, state = read_settings(source.folder), read_state(source.folder)
     dtype = dtype_of(settings["precision"])
+    # at least float32: a run in bfloat16 holds its base rounded, which the export does not
+    gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
     if settings["lora"]["rank"] and not state.reference_has_moved:
-        base = load_model(source.base, dtype=dtype).unique_parameters()
+        base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}
         refuse_unless(
             weights_hash(base) == state.hashes["model weights"],
             f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
         )
-    # at least float32: a run in bfloat16 holds its base rounded, which the export does not
-    gpt = load_model(source, dtype=torch.promote_types(dtype, torch.float32))
+    put_on(gpt, source.folder)
     notes = notes_of((source.folder / "settings.yaml").read_text(), state)
     export(source, gpt.rows, gpt.unique_parameters(), out, notes)
 

@@ -12,6 +12,7 @@ from conftest import ROOT
 from torch import nn
 
 import attention
+import load
 import model
 from packing import pack
 from runs.console import BadInput
@@ -98,6 +99,29 @@ def logits(gpt, ids) -> torch.Tensor:
     batch = pack([np.array(ids)], [(np.array(ids[:1]),)])
     seen = attention.PackedAttention(batch)
     return gpt.head(gpt.hidden(batch.token_N[None], batch.position_N[None], seen))[0]
+
+
+# a text for the models whose vocabulary has 512 tokens
+IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def load_transformers(folder: Path):
+    """transformers' model, without a missing or an unknown weight."""
+    kind = transformers.AutoModelForCausalLM
+    hf, info = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return hf.eval()
+
+
+@torch.no_grad()
+def their_logits(hf) -> torch.Tensor:
+    return hf(input_ids=torch.tensor([IDS])).logits[0]
+
+
+@torch.no_grad()
+def our_logits(source) -> torch.Tensor:
+    """Logits of what find_model finds there: a folder, a run, a checkpoint, an adapter."""
+    return logits(load.load_model(source), IDS)
 
 
 def same(a, b, tolerance=0.0) -> bool:

@@ -8,7 +8,19 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, checkpoint_tensors, start, train
-from models import GQA, logits, made, refused, same, same_weights
+from models import (
+    GQA,
+    IDS,
+    load_transformers,
+    logits,
+    made,
+    our_logits,
+    refused,
+    same,
+    same_weights,
+    their_logits,
+)
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 import load
@@ -21,21 +33,6 @@ LORA = (
     "--lora.alpha=3",
     "--lora.targets=q_proj,o_proj,gate_proj,up_proj,down_proj",
 )
-IDS = list(range(3, 40))
-
-
-def load_transformers(folder: Path):
-    """transformers' model, without a missing or an unknown key."""
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    hf, info = load(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    return hf
-
-
-@torch.no_grad()
-def our_logits(source, dtype=torch.float32) -> torch.Tensor:
-    """Logits of what fetch_model finds there: a folder, a run, a checkpoint, an adapter."""
-    return logits(load.load_model(source, dtype=dtype), IDS).float()
 
 
 @torch.no_grad()
@@ -45,11 +42,6 @@ def rounded_logits(source) -> torch.Tensor:
     for p in gpt.parameters():
         p.copy_(p.bfloat16())
     return logits(gpt, IDS)
-
-
-@torch.no_grad()
-def their_logits(hf) -> torch.Tensor:
-    return hf(torch.tensor([IDS])).logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +138,8 @@ def peft_folder(lora: Path, out: Path, **changes) -> Path:
 
 
 def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
-    """Logits of PEFT's model; of ours where PEFT is not installed."""
-    try:
-        import peft
-    except ImportError:
-        return our_logits(adapter)
-    hf = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return their_logits(peft.PeftModel.from_pretrained(hf, adapter).eval())
+    """Logits of PEFT's model."""
+    return their_logits(PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval())
 
 
 def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(

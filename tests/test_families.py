@@ -14,7 +14,18 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, numbers, ranks, train
-from models import check_docs_table, logits, made, refused, same
+from models import (
+    IDS,
+    check_docs_table,
+    load_transformers,
+    logits,
+    made,
+    our_logits,
+    ragged,
+    refused,
+    same,
+    their_logits,
+)
 from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -65,10 +76,12 @@ FIELDS = {
     "deepseek_v3": BASE | ROUTED | MLA,
     "exaone4": WIDE | NEAR,
     "falcon": BASE,
+    "falcon_h1": GQA | dict(mamba_d_ssm=48, mamba_n_heads=4, mamba_d_head=12, mamba_d_state=8),
     "gemma2": WIDE | NEAR | CAPS,
     "gemma3": dict(text_config=GEMMA3, vision_config=EYES, mm_tokens_per_image=4),
     "gemma3_text": GEMMA3,
     "gpt_neox": BASE,
+    "gpt-sw3": OLD | dict(vocab_size=512),
     "gpt2": OLD | dict(vocab_size=512),
     "gpt2, inverse scale": OLD | dict(vocab_size=512, scale_attn_by_inverse_layer_idx=True),
     "granite": GQA | dict(embedding_multiplier=12.0, residual_multiplier=0.2, logits_scaling=3.0),
@@ -89,7 +102,7 @@ FIELDS = {
     | dict(rope_parameters=SHORT, partial_rotary_factor=0.75, original_max_position_embeddings=48),
     "qwen2, window": GQA | NEAR | dict(use_sliding_window=True),
     "qwen2_moe": GQA | EXPERTS | dict(shared_expert_intermediate_size=24),
-    "stablelm": BASE,
+    "stablelm": GQA,
     "vaultgemma": WIDE | NEAR | CAPS,
     "youtu": BASE | MLA | dict(pad_token_id=None),
 }  # fmt: skip
@@ -100,7 +113,6 @@ QUICK = ["gpt2", "llama", "llama, biases of attention", "mistral", "gemma3", "mi
 STEPS = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-2", "--val_interval=null")
 STEPS += ("--save_interval=null", "--data.max_prompt=24", "--data.max_completion=24")
 LORA = ("--lora.rank=2",)
-IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(1))
 
 
 def folder_of(name: str, folder: Path):
@@ -113,23 +125,9 @@ def folder_of(name: str, folder: Path):
     assert size < 1e6, "not tiny"
     torch.manual_seed(0)
     hf = made(config, folder)
-    hf(input_ids=IDS[None, :3])
+    hf(input_ids=torch.tensor([IDS[:3]]))
     shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
     return hf
-
-
-@torch.no_grad()
-def their_logits(folder: Path) -> torch.Tensor:
-    """transformers' logits, from a folder without a missing or an unknown weight."""
-    kind = transformers.AutoModelForCausalLM
-    hf, info = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
-    assert not info["missing_keys"] and not info["unexpected_keys"], info
-    return hf.eval()(input_ids=IDS[None]).logits[0]
-
-
-@torch.no_grad()
-def our_logits(folder: Path) -> torch.Tensor:
-    return logits(load.load_model(folder), IDS.tolist())
 
 
 def outcome(name: str, folder: Path) -> str | None:
@@ -143,10 +141,7 @@ def outcome(name: str, folder: Path) -> str | None:
     signal.alarm(60)
     try:
         folder_of(name, folder)
-    except (
-        Exception,
-        TimeoutError,
-    ):  # transformers' own: a size that does not fit another one, ...
+    except Exception:  # transformers' own: a size that does not fit another one, too slow, ...
         return None
     finally:
         signal.alarm(0)
@@ -156,7 +151,7 @@ def outcome(name: str, folder: Path) -> str | None:
         reason = str(e).rpartition(f"{folder}")[2].partition(": ")[2]
         return re.sub(r" are up to .* nats from", " are not", reason).split(", expected at most")[0]
     with torch.no_grad():
-        difference = (logits(gpt, IDS.tolist()) - their_logits(folder)).abs().amax(1)
+        difference = (logits(gpt, IDS) - their_logits(load_transformers(folder))).abs().amax(1)
     # a mixture may choose another of two experts that are almost equal, for a few of the tokens
     assert difference.quantile(0.75 if gpt.has_experts else 1.0) <= 1e-4
     return "litgpt" if type(gpt) is model.GPT else "transformers"
@@ -164,10 +159,10 @@ def outcome(name: str, folder: Path) -> str | None:
 
 EXPECTED = {
     "gpt2": "litgpt", "llama": "litgpt", "mistral": "litgpt", "qwen2": "litgpt",
-    "gpt_oss": "s_aux is not supported",
+    "gpt_oss": "log-probs .* are not transformers' own",
     "bloom": "0 of 2 layers have an attention", "falcon": "0 of 2 layers have an attention",
     "gpt2, inverse scale": "log-probs .* are not transformers' own|^transformers$",
-    "llama, dynamic": "rope_type: dynamic",
+    "llama, dynamic": "rope_type.*dynamic",
 }  # fmt: skip
 
 
@@ -218,7 +213,7 @@ def test_runs_of_each_kind_go_out_to_a_process_without_our_code(ratings, tmp_pat
     for name in RUNS:
         source = tmp_path / name
         hf = folder_of(name, source)
-        before, stored = their_logits(source), load_file(source / "model.safetensors")
+        before, stored = their_logits(hf), load_file(source / "model.safetensors")
         for kind, options in {"full": (), "lora": LORA}.items():
             run = train(source, ratings, tmp_path / f"{name}-{kind}", *STEPS, *options)
             final = tmp_path / f"{name}-{kind}" / "final"
@@ -235,10 +230,9 @@ def test_runs_of_each_kind_go_out_to_a_process_without_our_code(ratings, tmp_pat
             if kind == "lora":  # experts, routers, norms and the embedding stay
                 assert all(stored[n].dim() == 2 and "expert" not in n for n in moved), name
         adapted = PeftModel.from_pretrained(hf, tmp_path / f"{name}-lora" / "final_adapter").eval()
-        with torch.no_grad():
-            assert same(adapted(input_ids=IDS[None]).logits[0], ours[-1], 1e-4), name
+        assert same(their_logits(adapted), ours[-1], 1e-4), name
         assert same(our_logits(tmp_path / f"{name}-lora" / "final_adapter"), ours[-1], 1e-5), name
-    command = [sys.executable, "-c", READ, json.dumps(IDS.tolist()), *finals]
+    command = [sys.executable, "-c", READ, json.dumps(IDS), *finals]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name, line, own in zip(finals, done.stdout.splitlines(), ours, strict=True):
@@ -274,7 +268,7 @@ def test_the_dropout_of_a_config_is_switched_off_and_stays_in_the_export(tmp_pat
     file = tmp_path / "in" / "config.json"
     config = json.loads(file.read_text()) | {"residual_dropout": 0.5, "embedding_dropout": 0.5}
     file.write_text(json.dumps(config))
-    gpt, batch = load.load_model(tmp_path / "in"), pack([IDS[:3].numpy()], [(IDS[3:9].numpy(),)])
+    gpt, batch = load.load_model(tmp_path / "in"), pack(*ragged(1, 512, 0))
     assert gpt.training and torch.equal(gpt(batch).logps, gpt(batch).logps)
     export(Source(tmp_path / "in"), gpt.rows, gpt.unique_parameters(), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config

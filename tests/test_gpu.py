@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, train
-from models import gpt_of, ragged, shaken
+from conftest import assert_same, result, train
+from models import LLAMA, gpt_of, ragged, shaken
 
 import attention
 import generate
@@ -49,16 +49,10 @@ HEADS |= {"gemma": (4, 2, 256), "falcon": (8, 1, 64), "tiny": (4, 2, 8)}
 @pytest.mark.parametrize("heads", HEADS)
 def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch):
     H, G, D = HEADS[heads]
-    config = dict(
-        block_size=64, n_layer=2, n_embd=H * D, n_head=H, n_query_groups=G, head_size=D,
-        intermediate_size=64, vocab_size=61, padded_vocab_size=61, rotary_percentage=1.0,
-        parallel_residual=False, bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
-        sliding_window_size=window,
-    )  # fmt: skip
-    gpt = shaken(gpt_of(config)).to(DEVICE)
-    batch, other = (pack(*ragged(K, 61, seed)) for seed in (0, 1))
+    sizes = dict(n_embd=H * D, n_head=H, n_query_groups=G, head_size=D, sliding_window_size=window)
+    gpt = shaken(gpt_of(LLAMA | sizes)).to(DEVICE)
     prompts, completions = ragged(K, 61, 0)
-    other = pack(prompts, ragged(K, 61, 1)[1])
+    batch, other = pack(prompts, completions), pack(prompts, ragged(K, 61, 1)[1])
     one = pack(prompts, [tuple(c[:1] for c in cs) for cs in completions])
     calls, real = [], attention.varlen_attn
     monkeypatch.setattr(
@@ -164,12 +158,9 @@ def test_all_gpus_shard_to_the_numbers_of_one(tiny, ratings, tmp_path):
     argv += ["--save_interval=3"]
     one = train(tiny, ratings, tmp_path / "one", *argv[3:])["rows"]
     command = [sys.executable, kto.__file__, *argv, f"--devices={n}", "--strategy=fsdp"]
-    command += [f"--out_dir={tmp_path / 'all'}"] + (
-        ["--accelerator=cpu"] if DEVICE == "cpu" else []
-    )
+    command += [f"--out_dir={tmp_path / 'all'}"]
+    command += ["--accelerator=cpu"] if DEVICE == "cpu" else []
     subprocess.run(command, check=True, timeout=300)
-    from conftest import result
-
     off = max(abs(a["loss"] - b["loss"]) for a, b in zip(one, result(tmp_path / "all")["rows"]))
     assert off < 1e-5
 

@@ -8,7 +8,6 @@ import load
 from hub import Source, export
 from lora import disable_adapters, merge_for_sampling, merged_weights, reset_adapters
 from packing import pack
-from runs.console import BadInput
 from runs.settings import Lora
 
 
@@ -78,10 +77,6 @@ def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path)
         adapted, base = logits(gpt, ids), logits(load.load_model(folder), ids)
         assert not same(adapted, base, 1e-2), "else merging nothing would pass"
         assert same(logits(load.load_model(tmp_path / "out"), ids), adapted, 1e-5)
-    plain = load.load_model(folder).unique_parameters()
-    assert full.keys() == plain.keys()
-    moved = {n.split(".")[-2] for n in full if not torch.equal(full[n], plain[n])}
-    assert moved <= {"qkv", "proj", "fc", "fc_1", "fc_2"}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -111,17 +106,15 @@ def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders
 
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
     lora = Lora(rank=2, targets="lm_head")
-    with pytest.raises(BadInput, match="lora.targets: lm_head: .* tied"):
-        load.load_model(folders["gpt2"], lora)
+    refused("^lora.targets: lm_head: .* tied", load.load_model, folders["gpt2"], lora)
     gpt, batch = load.load_model(folders["llama"], lora), pack(*ragged(1, 97, 0))
     base = gpt(batch).logps
     trained(gpt, batch)
     full = merged_weights(gpt)
     plain = load.load_model(folders["llama"])
     plain.load_state_dict(full)
-    assert not same(gpt(batch).logps, base, 1e-2) and same(
-        plain(batch).logps, gpt(batch).logps, 1e-4
-    )
+    assert not same(gpt(batch).logps, base, 1e-2)
+    assert same(plain(batch).logps, gpt(batch).logps, 1e-4)
 
 
 def test_targets_are_named_as_peft_names_them(folders):
