@@ -58,9 +58,10 @@ class Record(NamedTuple):
     instruct: bool = False
 
     @property
-    def has_messages(self) -> bool:
+    def needs_template(self) -> bool:
         """Whether only a chat template can make a text of it."""
-        return not all(isinstance(x, str) for x in (self.prompt, *self.completions))
+        texts = self.prompt, *self.completions
+        return bool(self.tools) or not all(isinstance(x, str) for x in texts)
 
 
 class Dropped(Exception):
@@ -95,14 +96,13 @@ def understand_record(
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
     understood = _understand_form(fields, kind, labels)
-    if understood.prompt == []:
+    prompt = understood.prompt
+    if prompt == []:
         raise BadInput(f"prompt: missing; there is {', '.join(record)} (see data.columns)")
     if system:
-        prompt = [{"role": "system", "content": system}, *as_turns(understood.prompt)]
-        understood = understood._replace(prompt=prompt)
-    if tools and not understood.has_messages:
-        raise BadInput("tools: no messages here that a chat template would write them with")
+        prompt = [{"role": "system", "content": system}, *as_turns(prompt)]
     return understood._replace(
+        prompt=prompt,
         weight=weight,
         tools=tools,
         template_kwargs=template_kwargs or {},
@@ -219,18 +219,17 @@ def _message(value: object, name: str) -> dict:
         role = ROLES.get(str(message.get("role")).lower())
         if role and (isinstance(message.get("content"), str) or "tool_calls" in message):
             return {"content": None, **message, "role": role}
-    expected = "a string, or messages with a known role and a text"
-    raise BadInput(f"{name}: expected {expected}; got {value!r:.50}")
+    raise BadInput(
+        f"{name}: expected a string, or messages with a known role and a text; got {value!r:.50}"
+    )
 
 
 def _parsed(fields: dict, name: str):
     """An argument of the chat template. In a table it may be a text of JSON, since a column has one
     type for all rows."""
     value = fields.pop(name, None)
-    if not value or not isinstance(value, str):
-        return value
     with user_error(name):
-        return json.loads(value)
+        return json.loads(value or "null") if isinstance(value, str) else value
 
 
 def _label(fields: dict, labels: dict | None) -> bool:
@@ -251,5 +250,4 @@ def _number(value: object, name: str, lowest: float = -1e30) -> float:
     with suppress(ValueError):  # by its text: those of True, [1], ... are no numbers
         if lowest <= (number := float(str(value))) < 1e30:
             return number
-    expected = f"a finite number from {lowest:g} on"
-    raise BadInput(f"{name}: expected {expected}, got {value!r:.50}")
+    raise BadInput(f"{name}: expected a finite number from {lowest:g} on, got {value!r:.50}")
