@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -34,10 +33,10 @@ class Example(NamedTuple):
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
     label: bool  # desirable; True where nothing was rated
-    rewards: tuple[float | None, ...] = (None, None)  # of chosen and rejected
+    rewards: tuple = (None, None)  # of chosen and rejected: numbers, or None
     where: str = ""  # file:line
     weight: float = 1.0
-    extra: dict[str, str | float] = {}  # the fields that data.extra names
+    extra: dict = {}  # the fields that data.extra names: texts and numbers
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -228,7 +227,7 @@ def with_limits(data: Data, context: int) -> Data:
 
 
 def load_splits(
-    data: Data, tokenizer: Tokenizer, kind: Kind, say: Callable[[str], None]
+    data: Data, tokenizer: Tokenizer, kind: Kind, say: Callable
 ) -> dict[str, list[Example]]:
     """{"train", "val", "test": examples}, each described by say(line). A part that the settings do
     not name is empty. `data` as in load_examples. Raises BadInput."""
@@ -265,9 +264,7 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
     return split
 
 
-def describe(
-    name: str, examples: list[Example], counts: dict[str, int], say: Callable[[str], None]
-) -> None:
+def describe(name: str, examples: list[Example], counts: Counter, say: Callable) -> None:
     """Say, in a table, what is about to be learned from, for a person to check before it starts."""
     keys = [e.keys for e in examples]
     head = f"{name}: {len(keys):,} examples of {len({prompt for prompt, *_ in keys}):,} prompts"

@@ -91,7 +91,7 @@ class Tokenizer:
 
     def encode_all(
         self, texts: list[tuple[str, list[str]]], by_template: bool
-    ) -> Iterator[tuple[list[int], list[list[int]]]]:
+    ) -> Iterator[tuple[list, list]]:
         """(ids of the prompt, ids of each completion) of each record's texts.
 
         Plain texts get BOS in front, if the tokenizer adds one, and EOS at the end; to those of a
@@ -106,24 +106,19 @@ class Tokenizer:
                 pieces += [prompt, *(before + completion for completion in completions)]
             encoded = iter(self.encode(pieces))
             for _, completions in batch:
-                prompt = next(encoded)
-                completions = [self._behind(prompt, next(encoded), x) for x in completions]
+                prompt, answers = next(encoded), []
+                for completion, ids in zip(completions, encoded):
+                    before = prompt if self.adds_space else []
+                    if ids[: len(before)] != before:
+                        # One token has characters of both: the prompt keeps its own ids, and the
+                        # completion is encoded behind a mark, so that it gets no space.
+                        before, ids = self.encode([MARK, MARK + completion])
+                    answers.append(ids[len(before) :])
                 if not by_template:  # what stands in the text already is not doubled
                     if self.adds_bos and prompt[:1] != [self.bos]:
                         prompt = [self.bos, *prompt]
-                    completions = [x + [self.eos] * (x[-1:] != [self.eos]) for x in completions]
-                yield prompt, completions
-
-    def _behind(self, prompt: list[int], ids: list[int], completion: str) -> list[int]:
-        """The ids of a completion, from `ids`, those of prompt + completion if adds_space.
-
-        Where one token has characters of both, the prompt keeps its own ids, and the completion is
-        encoded behind a mark, so that it gets no space.
-        """
-        before = prompt if self.adds_space else []
-        if ids[: len(before)] != before:
-            before, ids = self.encode([MARK, MARK + completion])
-        return ids[len(before) :]
+                    answers = [x + [self.eos] * (x[-1:] != [self.eos]) for x in answers]
+                yield prompt, answers
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, with nothing added."""

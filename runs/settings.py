@@ -306,21 +306,20 @@ class RunSettings:
 
 # How a step is computed: on which devices, in which micro-batches, and where the reference's
 # log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
-CUT_SETTINGS = {
-    "accelerator", "devices", "num_nodes", "strategy",
-    "micro_batch_size", "micro_batch_tokens", "reference_cache",
-}  # fmt: skip
+CUT_SETTINGS = set(
+    "accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens reference_cache".split()
+)
 # What else a resume may change. A change of any other setting would make it another run.
-FREE_SETTINGS = CUT_SETTINGS | {
-    "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
-    "logger", "project", "progress", "max_time", "stop_at", "eval.samples", "eval.batch_size",
-    "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
-}  # fmt: skip
+FREE_SETTINGS = CUT_SETTINGS | set(
+    """
+    resume out_dir max_time stop_at activation_checkpointing
+    log_interval val_interval save_interval keep_last logger project progress
+    eval.samples eval.batch_size eval.check_interval eval.cache_gb
+    """.split()
+)
 # Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the
 # setting itself it compares only whether it is given.
-CONTENT_SETTINGS = {
-    "model", "reference", "data.train", "data.val", "data.test", "data.chat_template",
-}  # fmt: skip
+CONTENT_SETTINGS = set("model reference data.train data.val data.test data.chat_template".split())
 
 
 def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
@@ -359,31 +358,37 @@ def dump_yaml(settings) -> str:
 
 # ---- from the command line to settings -----------------------------------------------------------
 
-# The names that users of TRL, transformers and PEFT type (those that are not like ours), and the nearest
-# setting here, which may count otherwise: see its --help.
-NAMES_ELSEWHERE = {
-    "dataset_name": "data.train",
-    "eval_steps": "val_interval",
-    "gradient_accumulation_steps": "batch_size",
-    "gradient_checkpointing": "activation_checkpointing",
-    "learning_rate": "optim.lr",
-    "load_in_4bit": "lora.quantize",
-    "logging_steps": "log_interval",
-    "lora_r": "lora.rank",
-    "loss_type": "loss",
-    "max_grad_norm": "optim.clip",
-    "max_length": "data.max_prompt",
-    "model_name_or_path": "model",
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "micro_batch_size",
-    "ref_model": "reference",
-    "report_to": "logger",
-    "save_steps": "save_interval",
-    "save_total_limit": "keep_last",
-    "torch_dtype": "precision",
-    "use_peft": "lora.rank",
-    "warmup_ratio": "optim.warmup",
-}
+# The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
+# count otherwise: see its --help.
+NAMES_ELSEWHERE = dict(
+    line.split()
+    for line in """
+    dataset_name                 data.train
+    eval_steps                   val_interval
+    gradient_accumulation_steps  batch_size
+    gradient_checkpointing       activation_checkpointing
+    learning_rate                optim.lr
+    load_in_4bit                 lora.quantize
+    logging_steps                log_interval
+    lora_r                       lora.rank
+    lora_target_modules          lora.targets
+    loss_type                    loss
+    max_completion_length        data.max_completion
+    max_grad_norm                optim.clip
+    max_length                   data.max_prompt
+    model_name_or_path           model
+    num_train_epochs             epochs
+    output_dir                   out_dir
+    per_device_train_batch_size  micro_batch_size
+    ref_model                    reference
+    report_to                    logger
+    save_steps                   save_interval
+    save_total_limit             keep_last
+    torch_dtype                  precision
+    use_peft                     lora.rank
+    warmup_ratio                 optim.warmup
+    """.strip().splitlines()
+)
 
 
 def docstring_of(objective) -> str:
