@@ -311,7 +311,7 @@ def main(argv=None) -> None:
             # without a template the last turn alone
             record = Record(turns if by_template else line, [])
             texts = tokenizer.render(record, by_template)
-            ((ids, _),) = tokenizer.encode_all([texts])
+            ((ids, _),) = tokenizer.encode_all([texts], by_template)
             refuse_unless(
                 0 < len(ids) < context,
                 f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",

@@ -33,11 +33,9 @@ from lora import (
 from records.examples import (
     Example,
     absolute_sources,
-    count_labels,
     examples_hash,
     load_examples,
     load_splits,
-    suggest_class_weights,
     with_limits,
 )
 from records.tokenizer import Tokenizer
@@ -296,10 +294,6 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     # the records
     with user_error("data", cfg.data.train):
         examples = load_splits(cfg.data, tokenizer, objective.records, say)
-    n_desirable, n_undesirable = count_labels(examples["train"])
-    # with equal weights such a run mostly unlearns, first of all to end an answer
-    if n_undesirable > n_desirable > 0:
-        say(suggest_class_weights(examples["train"]))
     refuse_ids_beyond(config.vocab_size, cfg.model, examples)
     refuse_unless(not cfg.keep_best or examples["val"], "keep_best: data.val: no examples")
 

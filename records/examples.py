@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +25,6 @@ from records.tokenizer import Tokenizer
 from runs.console import BadInput, user_error
 from runs.settings import Data, find_path, parse_command, refuse_unless
 
-MOST_FAULTS = 20  # bad records that are reported before reading stops
-
 
 class Example(NamedTuple):
     """A prompt with its completion (rated or demonstrated), its two (chosen, rejected) or none, as
@@ -36,10 +33,10 @@ class Example(NamedTuple):
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
     label: bool  # desirable; True where nothing was rated
-    rewards: tuple[float | None, ...] = (None, None)  # of chosen and rejected
+    rewards: tuple = (None, None)  # of chosen and rejected: numbers, or None
     where: str = ""  # file:line
     weight: float = 1.0
-    extra: dict[str, str | float] = {}  # the fields that data.extra names
+    extra: dict = {}  # the fields that data.extra names: texts and numbers
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -51,19 +48,19 @@ class Example(NamedTuple):
 
 
 def load_examples(
-    source: str, tokenizer: Tokenizer, kind: Kind, data: Data
+    source: str | None, tokenizer: Tokenizer, kind: Kind, data: Data
 ) -> tuple[list[Example], Counter]:
-    """All examples of one or more sources (`a.jsonl,more/*.csv`), such as data.train names; and counts of
-    what was cut, dropped, ...
+    """All examples of the sources (`a.jsonl,more/*.csv`) that data.train or another setting names; and
+    counts of what was cut, dropped, ...
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
     each distinct prompt is one example without completions. `data`: the settings, with
     max_prompt and max_completion filled in (with_limits).
 
-    Raises BadInput with a line for each of the first 20 bad records; a label is never guessed.
+    Raises BadInput with a line for each of a file's first 20 bad records; a label is never guessed.
     """
     counts, examples = Counter(), []
-    for name in map(str.strip, source.split(",")):
+    for name in split_commas(source):
         for file in sorted(glob.glob(str(find_path(name)))) or [name]:
             examples += load_file(file, tokenizer, kind, data, counts)
     if kind == "prompts":
@@ -78,6 +75,7 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     """The examples of one file; adds to the counts. Raises BadInput."""
     columns = ALIASES | names_given("data.columns", data.columns)
     labels = names_given("data.labels", data.labels)
+    extra = split_commas(data.extra)
     records, texts, examples, faults = {}, [], [], []
     # 1. understand: what a line of the file holds becomes a Record
     for place, raw in read_records(file):
@@ -86,7 +84,7 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
             if isinstance(raw, bytes):
                 raw = json.loads(raw, object_pairs_hook=unique_keys)
             try:
-                record = understand_record(raw, kind, data.extra_fields, columns, labels)
+                record = understand_record(raw, kind, extra, columns, labels)
             except Dropped:
                 counts["dropped by data.labels"] += 1
                 continue
@@ -95,61 +93,57 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it.
     by_template = any(
-        record.has_messages or record.instruct and tokenizer.template for record in records.values()
+        record.needs_template or record.instruct and tokenizer.template
+        for record in records.values()
     )
     counts["by the chat template" if by_template else "plain"] += len(records)
     for where, record in records.items():
         with collect(faults, where):
             texts.append(tokenizer.render(record, by_template))
     if faults or not records:
-        raise BadInput("\n".join(faults) or f"{file}: no records")
+        raise BadInput("\n".join(faults[:20]) or f"{file}: no records")
     # 3. encode: texts become token ids, with BOS and EOS
-    encoded = zip(records.items(), tokenizer.encode_all(texts))
+    encoded = zip(records.items(), tokenizer.encode_all(texts, by_template))
     for (where, record), (prompt, completions) in encoded:
         if not prompt or not all(completions):
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
-        # 4. cut a prompt's beginning, where a BOS stays if there is room for more, and completions' ends
+        # 4. cut a prompt's beginning, but not its BOS, and completions' ends
         too_many = max(0, len(prompt) - data.max_prompt)
-        n_bos = int(prompt[0] == tokenizer.bos and data.max_prompt > 1)
+        n_bos = int(prompt[0] == tokenizer.bos)
         del prompt[n_bos : n_bos + too_many]
         counts["prompts cut"] += too_many > 0
         counts["completions cut"] += sum(len(ids) > data.max_completion for ids in completions)
+        prompt = np.array(prompt, np.int32)
         completions = tuple(np.array(ids[: data.max_completion], np.int32) for ids in completions)
-        example = Example(
-            np.array(prompt, np.int32),
-            completions,
-            record.label is not False,
-            record.rewards,
-            where,
-            record.weight,
-            record.extra,
-        )
-        if kind != "rated" or record.label is not None:
-            examples.append(example)
-            continue
-        for y, label, reward in zip(completions, (True, False), record.rewards):
-            # the two ratings of a pair share its prompt
-            examples.append(example._replace(completions=(y,), label=label, rewards=(reward, None)))
+        parts = [(completions, record.label is not False, record.rewards)]
+        if kind == "rated" and record.label is None:  # a pair: two ratings, which share its prompt
+            pair = zip(completions, (True, False), record.rewards)
+            parts = [((ids,), label, (reward, None)) for ids, label, reward in pair]
+        for part in parts:
+            examples.append(Example(prompt, *part, where, record.weight, record.extra))
     return examples
 
 
 @contextmanager
 def collect(faults: list[str], where: str):
-    """What is wrong with a record becomes a line in `faults`. Raises BadInput at the twentieth."""
+    """What is wrong with a record becomes a line in `faults`."""
     try:
         yield
     except ValueError as e:  # BadInput, or Python's own for a text that is no JSON or no Unicode
         # json counts lines within the line that it gets
         faults.append(f"{where}: {e}".replace("line 1 ", ""))
-        if len(faults) == MOST_FAULTS:
-            raise BadInput("\n".join(faults)) from None
+
+
+def split_commas(text: str | None) -> list[str]:
+    """The parts of a setting that holds several: `a, b` gives ["a", "b"], and None gives []."""
+    return [part.strip() for part in text.split(",")] if text else []
 
 
 def names_given(setting: str, text: str | None) -> dict[str, str]:
     """The records' names -> ours: `up=4|5,down=1` gives {"4": "up", "5": "up", "1": "down"}. Raises
     BadInput."""
     with user_error(setting, f"{text}: expected name=name, separated by commas"):
-        pairs = [pair.split("=") for pair in text.split(",")] if text else []
+        pairs = [pair.split("=") for pair in split_commas(text)]
         return unique_keys((x, ours) for ours, theirs in pairs for x in theirs.split("|"))
 
 
@@ -159,11 +153,12 @@ def names_given(setting: str, text: str | None) -> dict[str, str]:
 def absolute_sources(sources: str) -> str:
     """The same sources with absolute paths of files, folders and patterns, but ids of the Hub as they
     are: settings.yaml then means the same from any folder."""
-    parts = [part.strip() for part in sources.split(",")]
-    for i, part in enumerate(parts):
-        if glob.glob(str(find_path(part.partition(":")[0]))):
-            parts[i] = os.path.abspath(find_path(part))
-    return ",".join(parts)
+    return ",".join(
+        os.path.abspath(find_path(part))
+        if glob.glob(str(find_path(part.partition(":")[0])))
+        else part
+        for part in split_commas(sources)
+    )
 
 
 def read_records(source: str) -> Iterator[tuple[int, object]]:
@@ -193,23 +188,24 @@ def read_records(source: str) -> Iterator[tuple[int, object]]:
                 except (csv.Error, ValueError) as e:
                     raise BadInput(f"{source}:{rows.line_num}: {e}") from None
         else:
-            yield from enumerate(table(source, path), 1)
+            yield from enumerate(table(source), 1)
 
 
-def table(source: str, path: Path):
+def table(source: str):
     """The rows of a parquet file, of a folder of save_to_disk (`folder` or `folder:split`) or of a Hub
     data set (`id`, `id:split` or `id:config:split`)."""
     import datasets  # slow to import
 
     name, *rest = source.split(":")
     *config, split = rest or ["train"]
+    path = find_path(name)
     nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
     with user_error(f"{source}: {nothing}", name, Exception):  # the package raises a dozen kinds
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
-        if not find_path(name).is_dir():
+        if not path.is_dir():
             return datasets.load_dataset(name, *config, split=split)
-        rows = datasets.load_from_disk(find_path(name))
+        rows = datasets.load_from_disk(path)
         return rows[split] if isinstance(rows, dict) else rows
 
 
@@ -231,23 +227,22 @@ def with_limits(data: Data, context: int) -> Data:
 
 
 def load_splits(
-    data: Data, tokenizer: Tokenizer, kind: Kind, say: Callable[[str], None]
+    data: Data, tokenizer: Tokenizer, kind: Kind, say: Callable
 ) -> dict[str, list[Example]]:
-    """{"train", "val", "test": examples}, each described by say(table). A part that the settings do
+    """{"train", "val", "test": examples}, each described by say(line). A part that the settings do
     not name is empty. `data` as in load_examples. Raises BadInput."""
     parts, counts = {}, {}
     for name in ("train", "val", "test"):
-        source = getattr(data, name)
-        parts[name], counts[name] = (
-            load_examples(source, tokenizer, kind, data) if source else ([], {})
-        )
+        parts[name], counts[name] = load_examples(getattr(data, name), tokenizer, kind, data)
     if data.split:
-        if data.val or data.test:
-            raise BadInput("data.split: it cuts data.train; give it, or data.val and data.test")
+        refuse_unless(
+            not data.val and not data.test,
+            "data.split: it cuts data.train; give it, or data.val and data.test",
+        )
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     for name, examples in parts.items():
         if examples:
-            say(describe(name, examples, counts[name]))
+            describe(name, examples, counts[name], say)
     return parts
 
 
@@ -257,59 +252,45 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
     A prompt's part is a function of a hash of its ids: it depends neither on the order nor on the
     other prompts, and ratings of one prompt stay together. Raises BadInput.
     """
-    with user_error("data.split", parts):
-        sizes = np.array(parts.split(","), float)
-    if len(sizes) not in (2, 3) or not sizes[0] > 0 <= min(sizes):
-        raise BadInput(f"data.split: expected two or three parts like 980,10,10; got {parts}")
-    upper_edges, split = sizes.cumsum() / sizes.sum(), ([], [], [])
+    with user_error("data.split", f"{parts}: expected two or three numbers like 980,10,10"):
+        sizes = np.array(split_commas(parts), float)
+        if len(sizes) not in (2, 3):
+            raise ValueError
+    upper_edges, split = sizes.cumsum() / sizes.sum(), [[], [], []]
     for example in examples:
         digest = hashlib.sha256(example.prompt.tobytes()).digest()
         position = int.from_bytes(digest[:8], "big") / 2**64  # in [0, 1)
-        split[np.searchsorted(upper_edges, position, side="right")].append(example)
-    return list(split)
+        split[(upper_edges <= position).sum()].append(example)
+    return split
 
 
-def describe(name: str, examples: list[Example], counts: dict[str, int]) -> str:
-    """A table, as text, of what is about to be learned from, for a person to check before it starts."""
+def describe(name: str, examples: list[Example], counts: Counter, say: Callable) -> None:
+    """Say, in a table, what is about to be learned from, for a person to check before it starts."""
     keys = [e.keys for e in examples]
     head = f"{name}: {len(keys):,} examples of {len({prompt for prompt, *_ in keys}):,} prompts"
-    if any(classes := count_labels(examples)):
-        head += ", {:,} desirable, {:,} undesirable".format(*classes)
-    lines = [head]
+    labels = [e.label for e in examples if len(e.completions) == 1]
+    up, down = sum(labels), len(labels) - sum(labels)
+    say(f"{head}, {up:,} desirable, {down:,} undesirable" if labels else head)
     for what, lengths in {
         "prompt": [len(e.prompt) for e in examples],
         "completion": [len(ids) for e in examples for ids in e.completions],
     }.items():
         if lengths:
             numbers = np.percentile(lengths, [50, 95, 100]).astype(int)
-            lines.append("  {} tokens: median {}, 95% below {}, longest {}".format(what, *numbers))
+            say("  {} tokens: median {}, 95% below {}, longest {}".format(what, *numbers))
     # duplicates repeat prompt, completions and label; contradictions repeat all but the label
     distinct = len(set(keys))
     with_label = len({(key, e.label) for key, e in zip(keys, examples)})
     found = {"duplicates": len(keys) - with_label, "contradictions": with_label - distinct} | counts
-    lines.append("  " + ", ".join(f"{count:,} {what}" for what, count in found.items()))
-    return "\n".join(lines)
-
-
-def count_labels(examples: list[Example]) -> tuple[int, int]:
-    """How many ratings are desirable and undesirable. (0, 0) of anything but ratings."""
-    labels = [e.label for e in examples if len(e.completions) == 1]
-    return sum(labels), len(labels) - sum(labels)
-
-
-def suggest_class_weights(examples: list[Example]) -> str | None:
-    """A line with the class weights that arXiv 2402.01306 suggests for train: w_D n_D / (w_U n_U) is to
-    lie in [1, 4/3]. The smaller of the two weights is 1. None where there are not two classes."""
-    up, down = count_labels(examples)
-    if not up or not down:
-        return None
-    weights = "1", f"{3 / 4 * up / down:.2f} to {up / down:.2f}"
-    if down / up >= 3 / 4:
-        weights = f"{max(1, down / up):.2f} to {4 / 3 * down / up:.2f}", "1"
-    return (
-        "train: class weights that the KTO paper suggests for this balance:\n"
-        "  kto.desirable_weight {}, kto.undesirable_weight {}".format(*weights)
-    )
+    say("  " + ", ".join(f"{count:,} {what}" for what, count in found.items()))
+    if name == "train" and up and down:
+        # arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]. With equal weights and many more
+        # thumbs down than up a run mostly unlearns, first of all to end an answer.
+        ratio = down / up
+        say(
+            "  for this balance the KTO paper suggests kto.desirable_weight / kto.undesirable_weight "
+            f"from {ratio:.2f} to {4 / 3 * ratio:.2f}"
+        )
 
 
 def examples_hash(parts: dict[str, list[Example]]) -> str:
@@ -317,11 +298,8 @@ def examples_hash(parts: dict[str, list[Example]]) -> str:
     h = hashlib.sha256()
     for name, examples in parts.items():
         for e in examples:
-            keys = e.keys
-            # the lengths say where a text ends
-            rest = name, *map(len, keys), e.label, e.rewards, e.weight, e.extra
-            h.update(repr(rest).encode())
-            h.update(b"".join(keys))
+            content = name, e.keys, e.label, e.rewards, e.weight, e.extra
+            h.update(repr(content).encode())
     return h.hexdigest()
 
 
@@ -345,7 +323,6 @@ def page() -> None:
     data = with_limits(data, context_of(read_config(source).get_text_config()))
     template = data.chat_template or source.chat_template
     tokenizer = Tokenizer(source.tokenizer, template, data.date)
-    examples = load_splits(data, tokenizer, data.kind, print)["train"]
-    print(suggest_class_weights(examples) or "")
-    for ids in (examples[0].prompt, *examples[0].completions):
+    first = load_splits(data, tokenizer, data.kind, print)["train"][0]
+    for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")

@@ -48,19 +48,20 @@ class Record(NamedTuple):
     prompt: Turns
     completions: list[str | dict]  # one, rated or demonstrated; or chosen and rejected
     label: bool | None = None  # desirable? None for a pair, a demonstration or a prompt
-    rewards: tuple[float | None, ...] = (None, None)  # of chosen and rejected
+    rewards: tuple = (None, None)  # of chosen and rejected: numbers, or None
     weight: float = 1.0
     tools: list[dict] | None = None  # for the chat template
     template_kwargs: dict = {}  # for the chat template
-    extra: dict[str, str | float] = {}  # the fields that data.extra names
-    ignored: tuple[str, ...] = ()  # names of fields that nothing reads
+    extra: dict = {}  # the fields that data.extra names: texts and numbers
+    ignored: tuple = ()  # names of fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
     instruct: bool = False
 
     @property
-    def has_messages(self) -> bool:
+    def needs_template(self) -> bool:
         """Whether only a chat template can make a text of it."""
-        return not all(isinstance(x, str) for x in (self.prompt, *self.completions))
+        texts = self.prompt, *self.completions
+        return bool(self.tools) or not all(isinstance(x, str) for x in texts)
 
 
 class Dropped(Exception):
@@ -95,14 +96,13 @@ def understand_record(
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
     understood = _understand_form(fields, kind, labels)
-    if understood.prompt == []:
+    prompt = understood.prompt
+    if prompt == []:
         raise BadInput(f"prompt: missing; there is {', '.join(record)} (see data.columns)")
     if system:
-        prompt = [{"role": "system", "content": system}, *as_turns(understood.prompt)]
-        understood = understood._replace(prompt=prompt)
-    if tools and not understood.has_messages:
-        raise BadInput("tools: no messages here that a chat template would write them with")
+        prompt = [{"role": "system", "content": system}, *as_turns(prompt)]
     return understood._replace(
+        prompt=prompt,
         weight=weight,
         tools=tools,
         template_kwargs=template_kwargs or {},
@@ -113,31 +113,30 @@ def understand_record(
 
 
 def _understand_form(fields: dict, kind: Kind, labels: dict | None) -> Record:
-    """Prompt, completions and label, from the form that these fields have."""
+    """Prompt, completions, label and rewards, from the form that these fields have."""
     if kind == "prompts":
         prompt = _prompt(fields)
         if prompt and as_turns(prompt)[-1]["role"] == "assistant":
             prompt = prompt[:-1]  # the end of a dialogue is its answer
         fields.clear()  # nothing else is wanted, so nothing is ignored
         return Record(prompt, [])
+    # 1. which fields hold the completions, and how they are rated
     is_pair, is_rated = "chosen" in fields or "rejected" in fields, "label" in fields
     if is_pair and is_rated:
         raise BadInput("record: both a rating and a pair: which one is meant?")
+    label, rewards = None, (None, None)
     if kind == "paired" or is_pair and kind == "rated":
-        record = _answered(fields, "chosen", "rejected")
-        names = "chosen_reward", "rejected_reward"
-        rewards = tuple(_number(fields.pop(x), x) if x in fields else None for x in names)
-        return record._replace(rewards=rewards)
-    label = _label(fields, labels) if is_rated or kind == "rated" else None
-    if kind == "demonstrations" and label is False:
-        raise BadInput("label: undesirable: this completion is not to be imitated")
-    is_dialogue = "messages" in fields and "completion" not in fields
-    return _answered(fields, "messages" if is_dialogue else "completion")._replace(label=label)
-
-
-def _answered(fields: dict, *names: str) -> Record:
-    """A prompt and its completions, which these fields hold. Of dialogues without a prompt it is all
-    turns but the last."""
+        names = "chosen", "rejected"
+        graded = "chosen_reward", "rejected_reward"
+        rewards = tuple(_number(fields.pop(x), x) if x in fields else None for x in graded)
+    else:
+        is_dialogue = "messages" in fields and "completion" not in fields
+        names = ("messages" if is_dialogue else "completion",)
+        if is_rated or kind == "rated":
+            label = _label(fields, labels)
+        if kind == "demonstrations" and label is False:
+            raise BadInput("label: undesirable: this completion is not to be imitated")
+    # 2. the prompt; of dialogues without one it is all turns but the last
     answers = [_text_or_messages(fields, name) for name in names]
     if fields.keys().isdisjoint(PROMPTS) or names == ("messages",):
         prompt = as_turns(answers[0])[:-1]
@@ -146,7 +145,7 @@ def _answered(fields: dict, *names: str) -> Record:
     prompts, completions = zip(*(_join(prompt, x, name) for x, name in zip(answers, names)))
     if prompts[0] != prompts[-1]:
         raise BadInput("rejected: its turns before the last one differ from those of chosen")
-    return Record(prompts[0], list(completions))
+    return Record(prompts[0], list(completions), label, rewards)
 
 
 def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dict]:
@@ -219,18 +218,17 @@ def _message(value: object, name: str) -> dict:
         role = ROLES.get(str(message.get("role")).lower())
         if role and (isinstance(message.get("content"), str) or "tool_calls" in message):
             return {"content": None, **message, "role": role}
-    expected = "a string, or messages with a known role and a text"
-    raise BadInput(f"{name}: expected {expected}; got {value!r:.50}")
+    raise BadInput(
+        f"{name}: expected a string, or messages with a known role and a text; got {value!r:.50}"
+    )
 
 
 def _parsed(fields: dict, name: str):
     """An argument of the chat template. In a table it may be a text of JSON, since a column has one
     type for all rows."""
     value = fields.pop(name, None)
-    if not value or not isinstance(value, str):
-        return value
     with user_error(name):
-        return json.loads(value)
+        return json.loads(value or "null") if isinstance(value, str) else value
 
 
 def _label(fields: dict, labels: dict | None) -> bool:
@@ -251,5 +249,4 @@ def _number(value: object, name: str, lowest: float = -1e30) -> float:
     with suppress(ValueError):  # by its text: those of True, [1], ... are no numbers
         if lowest <= (number := float(str(value))) < 1e30:
             return number
-    expected = f"a finite number from {lowest:g} on"
-    raise BadInput(f"{name}: expected {expected}, got {value!r:.50}")
+    raise BadInput(f"{name}: expected a finite number from {lowest:g} on, got {value!r:.50}")

@@ -6,30 +6,20 @@ apart. Reading order: what a record goes through, render (messages to text) and 
 ids, with BOS and EOS).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import date as Date
 from functools import partial
 from os.path import commonprefix
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import AutoTokenizer
 
 from hub import read_json
 from records.forms import Record, as_turns
-from runs.console import BadInput, parse_file, user_error
+from runs.console import BadInput, user_error
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 BATCH = 4096  # records that are encoded at once: an encoding holds much more than its ids
-NO_DATE = "it asks for today's date, and two days would give two runs: give data.date"
-
-
-class Texts(NamedTuple):
-    """A record as text, ready to be encoded."""
-
-    prompt: str
-    completions: list[str]
-    by_template: bool  # a chat template wrote them: they have their BOS and their end already
 
 
 class Tokenizer:
@@ -50,22 +40,21 @@ class Tokenizer:
             self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
         if chat_template:
-            self.hf.chat_template = parse_file("data.chat_template", Path(chat_template))
+            with user_error("data.chat_template"):
+                self.hf.chat_template = Path(chat_template).read_text(encoding="utf-8")
         self.template = self.hf.chat_template
         with user_error("data.date", date):
             self.define_date = _define_date(date)
-        self.bos, own_stop = self.hf.bos_token_id, self.hf.eos_token_id
-        stops = [i for i in (own_stop, *model_stops(folder)) if i is not None]
+        stops = [i for i in (self.hf.eos_token_id, *model_stops(folder)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
         self.eos, self.stops = stops[0], tuple(dict.fromkeys(stops))
-        # Both begin with BOS where "a" is an unknown token and that has the id of BOS.
-        first, first_of_text = self.hf("a").input_ids[:1], self.encode(["a"])[0][:1]
-        self.adds_bos = first == [self.bos] != first_of_text
+        self.bos = self.hf.bos_token_id
+        self.adds_bos = self.hf("a").input_ids[:1] == [self.bos]
 
     # ---- a record's way: render, encode ----------------------------------------------------------
 
-    def render(self, record: Record, by_template: bool = True) -> Texts:
+    def render(self, record: Record, by_template: bool = True) -> tuple[str, list[str]]:
         """The texts of a record's prompt and completions. Raises BadInput.
 
         A chat template writes them: the prompt's text ends where the assistant's turn begins, and a
@@ -73,7 +62,7 @@ class Tokenizer:
         `by_template`: the texts stay as they are.
         """
         if not by_template:
-            return Texts(record.prompt, record.completions, by_template)
+            return record.prompt, record.completions
         if not self.template:
             raise BadInput(
                 "prompt: messages, but there is no chat template: give data.chat_template"
@@ -83,7 +72,7 @@ class Tokenizer:
             {"role": "assistant", "content": x} if isinstance(x, str) else x
             for x in record.completions
         ]
-        try:
+        with user_error("chat template", errors=Exception):  # a program: it may raise anything
             write = partial(
                 self.hf.apply_chat_template,
                 tools=record.tools,
@@ -98,14 +87,11 @@ class Tokenizer:
                 name = tool.get("function", tool)["name"]
                 if name not in "".join((prompt, *completions)):
                     raise BadInput(f"tools: the chat template does not write {name!r} anywhere")
-        except BadInput:
-            raise
-        except Exception as e:  # a template is a program: it may raise anything
-            reason = str(e).replace("'no_date' is undefined", NO_DATE)
-            raise BadInput(f"chat template: {reason}".partition("\n")[0]) from None
-        return Texts(prompt, completions, by_template)
+        return prompt, completions
 
-    def encode_all(self, all_texts: list[Texts]) -> Iterator[tuple[list[int], list[list[int]]]]:
+    def encode_all(
+        self, texts: list[tuple[str, list[str]]], by_template: bool
+    ) -> Iterator[tuple[list, list]]:
         """(ids of the prompt, ids of each completion) of each record's texts.
 
         Plain texts get BOS in front, if the tokenizer adds one, and EOS at the end; to those of a
@@ -113,47 +99,42 @@ class Tokenizer:
         before a completion, too: there prompt + completion is encoded, and the completion is what
         follows the prompt's ids.
         """
-        for start in range(0, len(all_texts), BATCH):
-            batch, pieces = all_texts[start : start + BATCH], []
-            for prompt, completions, _ in batch:
+        for start in range(0, len(texts), BATCH):
+            batch, pieces = texts[start : start + BATCH], []
+            for prompt, completions in batch:
                 before = prompt if self.adds_space else ""
                 pieces += [prompt, *(before + completion for completion in completions)]
             encoded = iter(self.encode(pieces))
-            for texts in batch:
-                prompt = next(encoded)
-                completions = [self._behind(prompt, next(encoded), x) for x in texts.completions]
-                if not texts.by_template:  # what stands in the text already is not doubled
+            for _, completions in batch:
+                prompt, answers = next(encoded), []
+                for completion, ids in zip(completions, encoded):
+                    before = prompt if self.adds_space else []
+                    if ids[: len(before)] != before:
+                        # One token has characters of both: the prompt keeps its own ids, and the
+                        # completion is encoded behind a mark, so that it gets no space.
+                        before, ids = self.encode([MARK, MARK + completion])
+                    answers.append(ids[len(before) :])
+                if not by_template:  # what stands in the text already is not doubled
                     if self.adds_bos and prompt[:1] != [self.bos]:
                         prompt = [self.bos, *prompt]
-                    completions = [x + [self.eos] * (x[-1:] != [self.eos]) for x in completions]
-                yield prompt, completions
-
-    def _behind(self, prompt: list[int], ids: list[int], completion: str) -> list[int]:
-        """The ids of a completion, from `ids`, those of prompt + completion if adds_space.
-
-        Where one token has characters of both, the prompt keeps its own ids, and the completion is
-        encoded behind a mark, so that it gets no space.
-        """
-        before = prompt if self.adds_space else []
-        if ids[: len(before)] != before:
-            before, ids = self.encode([MARK, MARK + completion])
-        return ids[len(before) :]
+                    answers = [x + [self.eos] * (x[-1:] != [self.eos]) for x in answers]
+                yield prompt, answers
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, with nothing added."""
         return self.hf(texts, add_special_tokens=False, return_attention_mask=False).input_ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids) -> str:
         """The text of these ids, special tokens left out."""
-        return self.hf.decode(list(map(int, ids)), skip_special_tokens=True)
+        return self.hf.decode(ids, skip_special_tokens=True)
 
 
 def _define_date(date: str | None) -> str:
     """What stands before a template, so that its strftime_now is of this day. Without a date there is
     none: some templates have a fixed day for this case, in the others it is an error. Written in the
     template's language, since transformers 5.23 lets no function of ours into its sandbox."""
-    if date is None:
-        return "{% set strftime_now = no_date %}\n"
+    if date is None:  # two days would give two runs; the error has this name
+        return "{% set strftime_now = strftime_now_without_data_date %}\n"
     day = Date.fromisoformat(date)
     codes = "%-d %-m %d %m %b %B %a %A %y %Y %j %H %M %S".split()
     filled = "".join(f"|replace('{code}', '{day.strftime(code)}')" for code in codes)
@@ -179,10 +160,11 @@ def _completion_text(write, prompt: str, turns: list[dict], answer: dict) -> str
     )
 
 
-def model_stops(folder: Path) -> list[int]:
-    """The ids that end an answer by the model's own config: one, several or none."""
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        ids = read_json(file).get("eos_token_id") if file.is_file() else None
-        if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
-    return []
+def model_stops(folder: Path) -> list[int | None]:
+    """The ids that end an answer by the model's own config: one, several or none (as None)."""
+    config = {}
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.exists():
+            config |= read_json(file)
+    ids = config.get("eos_token_id")
+    return ids if isinstance(ids, list) else [ids]

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -107,12 +106,6 @@ def user_error(setting: str | None, path=None, errors=(OSError, ValueError)):
         where = getattr(e, "filename", None) or path
         reason = getattr(e, "strerror", None) or " ".join(str(e).split()) or type(e).__name__
         raise BadInput(": ".join(str(x) for x in (setting, where, reason) if x)) from None
-
-
-def parse_file(setting: str | None, path, parse=str):
-    """parse(the text of a UTF-8 file). Raises BadInput, also for whatever the parser raises."""
-    with user_error(setting, path, Exception):
-        return parse(Path(path).read_text(encoding="utf-8"))
 
 
 def run_cli(main) -> None:

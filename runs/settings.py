@@ -20,6 +20,7 @@ import docstring_parser
 import jsonargparse
 import yaml
 from jsonargparse.typing import (
+    ClosedUnitInterval,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -31,7 +32,6 @@ from runs.console import BadInput, say
 
 ROOT = Path(__file__).parent.parent  # of the project
 
-BelowOne = restricted_number_type("BelowOne", float, [(">=", 0), ("<", 1)])
 UpToOne = restricted_number_type("UpToOne", float, [(">", 0), ("<=", 1)])
 
 
@@ -92,11 +92,6 @@ class Data:
     """More fields that every record must have, which a loss reads by batch.extra, and a checker by answer.fields:
     source,score."""
 
-    @property
-    def extra_fields(self) -> tuple[str, ...]:
-        names = (self.extra or "").split(",")
-        return tuple(name.strip() for name in names if name.strip())
-
 
 @dataclass(frozen=True)
 class Lora:
@@ -106,7 +101,7 @@ class Lora:
     """Rank of the adapters. null: no adapters, every weight is trained."""
     alpha: PositiveInt = 16
     """The adapters' output is multiplied by alpha / rank."""
-    dropout: BelowOne = 0.0
+    dropout: ClosedUnitInterval = 0.0
     """Dropout before the adapters. Above 0 policy and reference differ even at step 0."""
     targets: str = "all-linear"
     """Which linear layers get adapters, by commas, as PEFT names them: q_proj, self_attn.o_proj, c_attn,
@@ -136,9 +131,9 @@ class Optim:
     """Steps at the peak between warmup and decay; a float as for warmup."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    beta1: BelowOne = 0.9
+    beta1: ClosedUnitInterval = 0.9
     """Decay of the gradient's running mean."""
-    beta2: BelowOne = 0.999
+    beta2: ClosedUnitInterval = 0.999
     """Decay of the squared gradient's running mean."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""
@@ -282,69 +277,60 @@ class RunSettings:
         for name, value in flatten(self).items():
             if value is not None and re.search("interval$|^limit_", name):
                 refuse_unless(value > 0, f"{name}: expected above 0, got {value}")
-            if name in ("optim.warmup", "optim.constant"):
-                refuse_unless(value >= 0, f"{name}: expected 0 or more, got {value}")
-        fsdp, quantize = self.strategy == "fsdp", self.lora.quantize
-        conflicts = {
-            "lora.quantize: a quantised model cannot be trained itself; set lora.rank": (
-                quantize and not self.lora.rank
-            ),
-            "lora.quantize: nf4 does not work with strategy fsdp; use ddp": quantize and fsdp,
+            refuse_unless(
+                self.strategy != "fsdp" or value not in ("nf4", "64-true", "adamw8bit"),
+                f"{name}: {value} does not work with strategy fsdp; use ddp",
+            )
+        full = not self.lora.rank
+        refuse_unless(
+            not (full and self.lora.quantize),
+            "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
+        )
+        refuse_unless(
+            not (full and self.precision == "bf16-true"),
             "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no "
-            "weight of 0.02); use bf16-mixed, or LoRA": (
-                self.precision == "bf16-true" and not self.lora.rank
-            ),
-            "precision: 64-true does not work with strategy fsdp; use ddp": (
-                self.precision == "64-true" and fsdp
-            ),
-            "optim.name: adamw8bit does not work with strategy fsdp; use adamw, or ddp": (
-                self.optim.name == "adamw8bit" and fsdp
-            ),
-            "micro_batch_size and micro_batch_tokens: give one, not both": (
-                self.micro_batch_size and self.micro_batch_tokens
-            ),
-            "resume: auto needs --out_dir, the run's own": (
-                self.resume == "auto" and not self.out_dir
-            ),
-        }
-        for message, is_wrong in conflicts.items():
-            refuse_unless(not is_wrong, message)
+            "weight of 0.02); use bf16-mixed, or LoRA",
+        )
+        refuse_unless(
+            not (self.micro_batch_size and self.micro_batch_tokens),
+            "micro_batch_size and micro_batch_tokens: give one, not both",
+        )
+        refuse_unless(
+            self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
+        )
 
 
 # ---- what a resume may change --------------------------------------------------------------------
 
 # How a step is computed: on which devices, in which micro-batches, and where the reference's
 # log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
-CUT_SETTINGS = {
-    "accelerator", "devices", "num_nodes", "strategy",
-    "micro_batch_size", "micro_batch_tokens", "reference_cache",
-}  # fmt: skip
+CUT_SETTINGS = set(
+    "accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens reference_cache".split()
+)
 # What else a resume may change. A change of any other setting would make it another run.
-FREE_SETTINGS = CUT_SETTINGS | {
-    "resume", "out_dir", "log_interval", "val_interval", "save_interval", "keep_last",
-    "logger", "progress", "max_time", "stop_at", "eval.samples", "eval.batch_size",
-    "eval.check_interval", "eval.cache_gb", "activation_checkpointing",
-}  # fmt: skip
+FREE_SETTINGS = CUT_SETTINGS | set(
+    """
+    resume out_dir max_time stop_at activation_checkpointing
+    log_interval val_interval save_interval keep_last logger progress
+    eval.samples eval.batch_size eval.check_interval eval.cache_gb
+    """.split()
+)
 # Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the
 # setting itself it compares only whether it is given.
-CONTENT_SETTINGS = {
-    "model", "reference", "data.train", "data.val", "data.test", "data.chat_template",
-}  # fmt: skip
+CONTENT_SETTINGS = set("model reference data.train data.val data.test data.chat_template".split())
 
 
 def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compare the flat settings of a saved run with new ones. -> names of the changed settings that a
     resume cannot change, and of the changed ones of CUT_SETTINGS."""
-    changed = []
+    changed = set()
     for name, value in new.items():
         before = old.get(name)
         both_given = name in CONTENT_SETTINGS and None not in (value, before)
-        # 1 and 1.0 differ: a step and an epoch. The types of jsonargparse count as numbers.
-        is_same = before == value and isinstance(before, float) == isinstance(value, float)
-        if not both_given and not is_same:
-            changed.append(name)
-    fixed = [name for name in changed if name not in FREE_SETTINGS]
-    return fixed, [name for name in changed if name in CUT_SETTINGS]
+        # as text, for 1 and 1.0 differ: a step and an epoch
+        if not both_given and repr(before) != repr(value):
+            changed.add(name)
+    return sorted(changed - FREE_SETTINGS), sorted(changed & CUT_SETTINGS)
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:
@@ -372,32 +358,35 @@ def dump_yaml(settings) -> str:
 
 # The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
 # count otherwise: see its --help.
-NAMES_ELSEWHERE = {
-    "dataset_name": "data.train",
-    "eval_steps": "val_interval",
-    "gradient_accumulation_steps": "batch_size",
-    "gradient_checkpointing": "activation_checkpointing",
-    "learning_rate": "optim.lr",
-    "load_in_4bit": "lora.quantize",
-    "logging_steps": "log_interval",
-    "lora_r": "lora.rank",
-    "lora_target_modules": "lora.targets",
-    "loss_type": "loss",
-    "max_completion_length": "data.max_completion",
-    "max_grad_norm": "optim.clip",
-    "max_length": "data.max_prompt",
-    "model_name_or_path": "model",
-    "num_train_epochs": "epochs",
-    "output_dir": "out_dir",
-    "per_device_train_batch_size": "micro_batch_size",
-    "ref_model": "reference",
-    "report_to": "logger",
-    "save_steps": "save_interval",
-    "save_total_limit": "keep_last",
-    "torch_dtype": "precision",
-    "use_peft": "lora.rank",
-    "warmup_ratio": "optim.warmup",
-}
+NAMES_ELSEWHERE = dict(
+    line.split()
+    for line in """
+    dataset_name                 data.train
+    eval_steps                   val_interval
+    gradient_accumulation_steps  batch_size
+    gradient_checkpointing       activation_checkpointing
+    learning_rate                optim.lr
+    load_in_4bit                 lora.quantize
+    logging_steps                log_interval
+    lora_r                       lora.rank
+    lora_target_modules          lora.targets
+    loss_type                    loss
+    max_completion_length        data.max_completion
+    max_grad_norm                optim.clip
+    max_length                   data.max_prompt
+    model_name_or_path           model
+    num_train_epochs             epochs
+    output_dir                   out_dir
+    per_device_train_batch_size  micro_batch_size
+    ref_model                    reference
+    report_to                    logger
+    save_steps                   save_interval
+    save_total_limit             keep_last
+    torch_dtype                  precision
+    use_peft                     lora.rank
+    warmup_ratio                 optim.warmup
+    """.strip().splitlines()
+)
 
 
 def docstring_of(objective) -> str:
@@ -441,7 +430,6 @@ def split_options(words: list[str]) -> list[list[str]]:
 def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None):
     """The settings of a command. defaults: values by dotted names, of which a fork's `cls` may lack some.
     Raises BadInput."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
         usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
         description=doc.split("\n\n")[0],
@@ -453,8 +441,7 @@ def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None)
     parser.add_class_arguments(cls, None, as_group=False)
     _add_help(parser, cls)
     known = flatten(cls)
-    defaults = (defaults or {}).items()
-    parser.set_defaults({name: value for name, value in defaults if name in known})
+    parser.set_defaults({name: defaults[name] for name in known if name in (defaults or ())})
     # files first: an option overrides them wherever it stands
     options = split_options(words)
     options.sort(key=lambda option: not " ".join(option).startswith("--config"))
@@ -472,14 +459,15 @@ def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None)
     return settings
 
 
-def _add_help(parser, cls) -> None:
-    """The sentences under inherited fields: jsonargparse reads those of the class itself only."""
-    groups = {f"{name}.": kind for name, kind in typing.get_type_hints(cls).items()}
-    for prefix, group in {"": cls, **groups}.items():
-        for base in group.__mro__[1:-1] if dataclasses.is_dataclass(group) else ():
-            for one in docstring_parser.parse_from_object(base).params:
-                option = parser._option_string_actions[f"--{prefix}{one.arg_name}"]
-                option.help = " ".join(one.description.split())
+def _add_help(parser, cls, prefix: str = "") -> None:
+    """The sentences under the fields: jsonargparse does not read inherited ones."""
+    for base in cls.__mro__[:-1]:
+        for one in docstring_parser.parse_from_object(base).params:
+            option = parser._option_string_actions[f"--{prefix}{one.arg_name}"]
+            option.help = " ".join(one.description.split())
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            _add_help(parser, kind, f"{name}.")
 
 
 def _type_name(kind) -> str:
@@ -495,15 +483,14 @@ def _one_line(message: str, known: dict) -> str:
     # Unrecognized arguments: --bta 1
     # Validation failed: Key 'bta' is not expected
     # Validation failed: Group 'kto' does not accept nested key 'bta'
-    unknown = (
-        r"arguments: -*([\w.-]+)|Key '(.+)' is not|Group '(.+)' does not accept nested key '(.+)'"
-    )
-    m = re.search(unknown, message)
-    name = ".".join(filter(None, m.groups())) if m else ""
     # Parser key "epochs": Not of type PositiveInt: 0 does not conform to restriction v>0
     # Parser key "lora.rank": Does not validate against any of the Union subtypes ... Given value: 0
-    if m := re.search(r'key "([\w.]+)":', message):
-        name = m[1]  # of a setting, or of a group that is given a value
+    m = re.search(
+        r"arguments: -*([\w.-]+)|Key '(.+)' is not|Group '(.+)' does not accept nested key '(.+)'"
+        r'|key "([\w.]+)":',
+        message,
+    )
+    name = ".".join(filter(None, m.groups())) if m else ""
     if name in known:
         value = re.search(r"value: (.*)|'(.*)'$|: (\S+) does not", message)
         got = f", got {value[value.lastindex]}" if value else ""

@@ -134,7 +134,6 @@ REFUSED = [
     ("rated", rated(prompt=[P, {"role": "user"}]), "prompt", "a text"),
     ("rated", rated([{"role": "narrator", "content": "x"}]), "prompt", "known role"),
     ("rated", rated(completion=user("c")), "completion", "an assistant's"),
-    ("rated", rated(tools=[{"name": "t"}]), "tools", "no messages"),
     ("paired", rated(), "chosen", "missing"),
     ("paired", {"prompt": "p", "chosen": "c"}, "rejected", "missing"),
     ("paired", {"chosen": [P, C], "rejected": [user("q"), C]}, "rejected", "an assistant's"),

@@ -178,7 +178,7 @@ def test_the_real_model_has_the_hubs_ids_and_transformers_logits(tmp_path):
     }
     assert list(tokenizer.encode(list(known))) == list(known.values())
     assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (1, 2, False)
-    text = tokenizer.render(Record([user("What is 12 + 30?")], [], None)).prompt
+    text = tokenizer.render(Record([user("What is 12 + 30?")], [], None))[0]
     system = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert text.startswith(f"<|im_start|>{system}<|im_end|>\n<|im_start|>user\n")
     (ids,) = tokenizer.encode([text])

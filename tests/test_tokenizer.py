@@ -10,14 +10,14 @@ import tokens
 from tokens import CHATML, EOS, bot, folder, ids_of, user
 
 from records.forms import Record
-from records.tokenizer import Texts, Tokenizer
+from records.tokenizer import Tokenizer
 from runs.console import BadInput
 
 DIALOGUE = Record([user("p")], [bot("c")], True)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    ((ids, _),) = tokenizer.encode_all([Texts(text, [], by_template=False)])
+    ((ids, _),) = tokenizer.encode_all([(text, [])], by_template=False)
     return ids
 
 
@@ -30,7 +30,7 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
     assert prompt_ids(bos, "ab") == prompt_ids(bos, "<s>ab") == [512, 66, 67]
     assert prompt_ids(bos, "") == [512]
     assert bos.encode(["c"]) == [[68]], "a completion has no BOS"
-    ((prompt, _),) = bos.encode_all([bos.render(DIALOGUE)])
+    ((prompt, _),) = bos.encode_all([bos.render(DIALOGUE)], by_template=True)
     chatml = "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n"
     assert prompt == [512, *ids_of(bos, chatml)]
 
@@ -115,7 +115,7 @@ REFUSED = {
     None: "prompt: messages, .*data.chat_template",
     "a\n{% for %}\n": "chat template: ",
     "{{ messages | length }}": "chat template: the rendered dialogue does not begin with",
-    "{{ raise_exception('begin with\nthe user') }}": "chat template: begin with$",
+    "{{ raise_exception('begin with\nthe user') }}": "chat template: begin with the user$",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "chat template: ",
     "{{ cycler.__init__.__globals__.os.system('touch touched') }}": "chat template: ",
     "{{ lipsum.__globals__['os'].system('touch touched') }}": "chat template: ",
@@ -138,7 +138,7 @@ def test_a_template_that_asks_for_the_day_gets_the_one_that_was_given(tmp_path):
     asks = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     path = folder(tmp_path / "t", chat_template=asks)
     assert Tokenizer(path, date="2024-07-26").render(DIALOGUE)[0] == "26 Jul 2024p"
-    with pytest.raises(BadInput, match="^chat template: it asks for today's date.*data.date$"):
+    with pytest.raises(BadInput, match="^chat template: .*without_data_date"):
         Tokenizer(path).render(DIALOGUE)
     with pytest.raises(BadInput, match="^data.date: today: Invalid isoformat"):
         Tokenizer(path, date="today")
