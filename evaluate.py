@@ -35,23 +35,32 @@ class Answer(NamedTuple):
 Checker = Callable[[list[Answer]], list[bool | float]]
 
 
-def as_answer(tokenizer: Tokenizer, example: Example, ids: list[int], stop: list[str]) -> Answer:
-    """Sampled token ids as a checker sees them."""
-    text, cut = read_answer(tokenizer, ids, stop)
-    return Answer(tokenizer.decode(example.prompt), text, example.extra, cut)
+def with_answers(examples: list[Example], answers: list[list[int]]) -> list[Example]:
+    """The examples with token ids as their completions, in place of those of the data."""
+    pairs = zip(examples, answers)
+    return [e._replace(completions=(np.array(ids, np.int32),)) for e, ids in pairs]
+
+
+def as_answers(tokenizer: Tokenizer, examples: list[Example], stop: list[str]) -> list[Answer]:
+    """Examples that have an answer as their completion, as a checker sees them."""
+    answers = []
+    for e in examples:
+        text, cut = read_answer(tokenizer, e.completions[0], stop)
+        answers.append(Answer(tokenizer.decode(e.prompt), text, e.extra, cut))
+    return answers
 
 
 def count_by_field(answers: list[Answer], verdicts: list[bool | float]) -> dict:
     """{field: {value: [right, of]}}: counts by each text field that has few values, such as the kind of a task."""
-    counts = {}
-    for name, first in answers[0].fields.items():
-        values = [a.fields[name] for a in answers]
-        if isinstance(first, str) and 1 < len(set(values)) <= min(30, len(values) / 2):
-            counts[name] = {}
-            for value in sorted(set(values)):
-                own = [verdict for verdict, x in zip(verdicts, values) if x == value]
-                counts[name][value] = [sum(own), len(own)]
-    return counts
+    fields = {}
+    for answer, verdict in zip(answers, verdicts):
+        for name, value in answer.fields.items():
+            if isinstance(value, str):
+                count = fields.setdefault(name, {}).setdefault(value, [0, 0])
+                count[0] += verdict
+                count[1] += 1
+    most = min(30, len(answers) / 2)
+    return {name: counts for name, counts in fields.items() if 1 < len(counts) <= most}
 
 
 @dataclass
@@ -67,44 +76,28 @@ class Evaluator:
     checker: Checker | None
     """The user's own, given in code; without one, the checker that eval.check names."""
     stop: Stop
-    last_check = None
     checked_answers = ()
     """Of the last check, as examples with the answers as completions."""
+    last_check = {"step": None}  # noqa: RUF012
 
     def __post_init__(self):
-        if self.checker is None and self.cfg.eval.check == "demo":
+        if self.cfg.eval.check == "demo" and not self.checker:
             from demo.check import check
 
             self.checker = check
-        of_prompt = {}
+        first = {}
         for e in self.examples:
-            of_prompt.setdefault(e.prompt.tobytes(), e)
-        self.examples = list(of_prompt.values())
+            first.setdefault(e.prompt.tobytes(), e)
+        self.examples = list(first.values())
 
-    def samples(self, step: int) -> list[dict]:
-        """A few answers to look at, as {"prompt", "completion"}: the first ones of this step's check, or fresh ones if
-        there was none."""
-        n, check = self.cfg.eval.samples, self.last_check
-        if check and check["step"] == step:
-            answers = check["answers"]
-        else:
-            answers = [a._asdict() for a in self.answer(n, "samples")[1]]
-        return [{"prompt": a["prompt"], "completion": a["completion"]} for a in answers[:n]]
-
-    def answer(self, n: int, title: str) -> tuple[list[Example], list[Answer]]:
-        """Answers sampled from the policy to the first n held-out prompts: as the examples' completions, and as a
-        checker sees them. title: what they are for."""
-        args, tokenizer = self.cfg.eval, self.tokenizer
+    def answer(self, n: int, title: str) -> list[Example]:
+        """The first n held-out prompts with answers sampled from the policy as completions. title: what for."""
+        args, examples = self.cfg.eval, self.examples[:n]
         new = args.max_new_tokens or self.cfg.data.max_completion
         check_stop = partial(self.stop.check, self.fabric.device)
-        prompts = [e.prompt for e in self.examples[:n]]
-        with progress(title, len(prompts) * new):
-            all_ids = generate(
-                self.fabric, self.policy, prompts, tokenizer, args, new, self.cfg.seed, check_stop
-            )
-        pairs = list(zip(self.examples, all_ids))
-        answered = [e._replace(completions=(np.array(ids, np.int32),)) for e, ids in pairs]
-        return answered, [as_answer(tokenizer, e, ids, args.stop) for e, ids in pairs]
+        given = [e.prompt for e in examples], self.tokenizer, args, new, self.cfg.seed, check_stop
+        with progress(title, len(examples)):
+            return with_answers(examples, generate(self.fabric, self.policy, *given))
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:
         """The checker's verdicts, as Python's own bools and numbers; on rank 0 alone: no collective. Raises
@@ -125,15 +118,12 @@ class Evaluator:
             )
         return verdicts
 
-    def check(self, name: str, step: int) -> dict | None:
-        """Sample answers to the held-out prompts and have them checked; also written as
-        eval/name.json. -> {"step", "right", "of", "cut", "by": {field: {value: [right, of]}},
-        "answers"}; None without checker or prompts."""
-        n = self.cfg.eval.prompts
-        if not (self.checker and self.examples and n):
-            return None
-        if not self.last_check or self.last_check["step"] != step:
-            self.checked_answers, answers = self.answer(n, f"check at step {step}")
+    def check(self, name: str, step: int) -> dict:
+        """Sample answers to the held-out prompts and have them checked, once after a step; write eval/name.json. A
+        collective. -> {"step", "right", "of", "cut", "by": {field: {value: [right, of]}}, "answers"}"""
+        if self.last_check["step"] != step:
+            self.checked_answers = self.answer(self.cfg.eval.prompts, f"check at step {step}")
+            answers = as_answers(self.tokenizer, self.checked_answers, self.cfg.eval.stop)
             verdicts = on_rank_0(self.fabric, lambda: self.judge(answers))
             self.last_check = {
                 "step": step,
@@ -144,23 +134,31 @@ class Evaluator:
                 "answers": [a._asdict() | {"right": v} for a, v in zip(answers, verdicts)],
             }
         if self.fabric.global_rank == 0:
-            write_json(self.file(name), self.last_check)
+            write_json(Path(self.cfg.out_dir, "eval", f"{name}.json"), self.last_check)
         return self.last_check
 
-    def file(self, name: str) -> Path:
-        return Path(self.cfg.out_dir, "eval", f"{name}.json")
+    def accuracy(self, step: int) -> float:
+        """The share of held-out answers that the checker accepts."""
+        check = self.check(f"answers-{step}" if step else "before", step)
+        return check["right"] / check["of"]
 
-    def accuracy(self, step: int) -> float | None:
-        """The share of answers that the checker accepts."""
-        result = self.check(f"answers-{step}" if step else "before", step)
-        return result and result["right"] / result["of"]
+    def samples(self, step: int) -> list[dict]:
+        """A few answers to look at, as {"prompt", "completion"}: the first ones of this step's check, or fresh ones if
+        there was none."""
+        if self.last_check["step"] == step:
+            examples = self.checked_answers[: self.cfg.eval.samples]
+        else:
+            examples = self.answer(self.cfg.eval.samples, "samples")
+        answers = as_answers(self.tokenizer, examples, self.cfg.eval.stop)
+        return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
     def compare(self, step: int) -> None:
-        """Write the check of the last step as eval/after.json (after a resume it is asked anew), and
+        """With a checker: write the check of the last step as eval/after.json (after a resume it is asked anew), and
         print the accuracy and some answers beside those from before the run."""
-        after, before = self.check("after", step), self.file("before")
-        if after and before.exists():
-            say(format_before_after(json.loads(before.read_text()), after))
+        if self.checker and self.examples:
+            after, before = self.check("after", step), Path(self.cfg.out_dir, "eval", "before.json")
+            if before.exists():  # not in a branch of another run
+                say(format_before_after(json.loads(before.read_text()), after))
 
 
 # ---- before and after ----------------------------------------------------------------------------
@@ -174,10 +172,9 @@ def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """
     width = min(34, shutil.get_terminal_size((110, 0)).columns // len(head) - 2)
     lines = []
-    for row in (head, *rows):
-        prompt, *others = (cell.replace("\n", " ") for cell in row)
-        cells = [prompt[-width:], *(cell[:width] for cell in others)]
-        lines.append("  " + "  ".join(cell.ljust(width) for cell in cells).rstrip())
+    for prompt, *others in (head, *rows):
+        cells = [f"  {cell:<{width}.{width}}" for cell in (prompt[-width:], *others)]
+        lines.append("".join(cells).replace("\n", " ").rstrip())
     return "\n".join(lines)
 
 
@@ -192,8 +189,8 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
     return max(0.0, middle - half_width), middle + half_width
 
 
-def format_before_after(before: dict, after: dict, n: int = 5) -> str:
-    """The checker's accuracy before and after training, with 95% intervals, and n answers.
+def format_before_after(before: dict, after: dict) -> str:
+    """The checker's accuracy before and after training, with 95% intervals, and five answers.
 
     `before` and `after` are what Evaluator.check returns, of the same prompts in the same order. Answers that
     changed come first.
@@ -201,19 +198,17 @@ def format_before_after(before: dict, after: dict, n: int = 5) -> str:
     lines = ["", "held-out accuracy by the checker (95% interval)"]
     for name, check in (("before", before), ("after", after)):
         right, of = check["right"], check["of"]
-        low, high = wilson_interval(right, of)
-        interval = f"({100 * low:.1f} to {100 * high:.1f})"
-        # a sum of numbers from 0 to 1 has many digits
-        lines.append(f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}")
-    gain = 100 * (after["right"] / after["of"] - before["right"] / before["of"])
+        low, high = (100 * x for x in wilson_interval(right, of))
+        counts = f"{round(right, 1)} of {of}"  # a sum of numbers from 0 to 1 has many digits
+        lines.append(f"  {name:<7} {right / of:6.1%}  ({low:.1f} to {high:.1f})  {counts}")
+    gain = 100 * (after["right"] - before["right"]) / after["of"]
     lines.append(f"  gain    {gain:+5.1f} points")
     for name, counts in after["by"].items():
-        width = max(map(len, (name, *counts)))
-        lines.append(f"  {name:<{width}}  before   after     of")
-        for value, (right, of) in counts.items():
+        lines.append(f"  before   after     of  {name}")
+        for value, (right, of) in sorted(counts.items()):
             old = before["by"][name][value][0]
-            lines.append(f"  {value:<{width}}  {old / of:6.1%}  {right / of:6.1%}  {of:5}")
+            lines.append(f"  {old / of:6.1%}  {right / of:6.1%}  {of:5}  {value}")
     pairs = zip(before["answers"], after["answers"])
     rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
     rows.sort(key=lambda row: row[1] == row[2])  # those that changed first
-    return "\n".join([*lines, "", format_table(("prompt", "before", "after"), rows[:n])])
+    return "\n".join([*lines, "", format_table(("prompt", "before", "after"), rows[:5])])

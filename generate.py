@@ -9,7 +9,8 @@ Shape letters:
     B  those of the A that are sampled at once
     Y  new tokens of an answer, at most
     V  vocabulary
-    X  tokens of the longest of the B prompts with its answer
+    K  the likeliest tokens, among which top_k and top_p choose
+    X  tokens of the longest prompt with its answer
 """
 
 import contextlib
@@ -18,7 +19,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,28 +45,25 @@ def choose_token(logits_BV, u_B, args: Sampling):
     above the row's uniform number u."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
-    exact = logits_BV.is_cuda and torch.are_deterministic_algorithms_enabled()
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
-    if args.top_k:  # by index, not by a threshold: bfloat16 logits may tie with the k-th
-        top = p_BV.topk(min(args.top_k, p_BV.shape[1]))
-        p_BV = torch.zeros_like(p_BV).scatter(1, top.indices, top.values)
-    if args.top_p < 1:
-        sorted_BV, token_BV = p_BV.sort(-1, descending=True)
-        most_B1 = args.top_p * sorted_BV.sum(-1, keepdim=True)
-        outside_BV = cumsum(sorted_BV, exact) - sorted_BV >= most_B1
-        p_BV = p_BV.masked_fill(outside_BV.gather(-1, token_BV.argsort(-1)), 0)
-    cdf_BV = cumsum(p_BV, exact)
+    if args.top_k or args.top_p < 1:
+        V = p_BV.shape[1]
+        # k by index, not by a threshold: bfloat16 logits may tie with the k-th
+        sorted_BK, token_BK = p_BV.topk(min(args.top_k or V, V))
+        outside_BK = cumsum(sorted_BK) - sorted_BK >= args.top_p * sorted_BK.sum(-1, keepdim=True)
+        p_BV = torch.zeros_like(p_BV).scatter(1, token_BK, sorted_BK.masked_fill(outside_BK, 0))
+    cdf_BV = cumsum(p_BV)
     token_B = torch.searchsorted(cdf_BV, u_B[:, None] * cdf_BV[:, -1:], right=True)[:, 0]
     return token_B.clamp(max=p_BV.shape[1] - 1)
 
 
-def cumsum(x_BV, exact: bool):
+def cumsum(x_BV):
     """Cumulative sums along the vocabulary.
 
-    On a GPU those of torch differ from call to call in their last bits. `exact` ones are products with triangular
-    matrices of ones, within blocks of 256 and over the blocks.
+    On a GPU those of torch differ from call to call in their last bits. Where that matters, they are products with
+    triangular matrices of ones, within blocks of 256 and over the blocks.
     """
-    if not exact:
+    if not (x_BV.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x_BV.cumsum(-1)
     B, V = x_BV.shape
     blocks = torch.nn.functional.pad(x_BV, (0, -V % 256)).view(B, -1, 256)
@@ -87,35 +84,41 @@ def penalise(logits_BV, token_BX, penalty: float):
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def free_memory(device) -> float:
-    """Bytes that a cache may take. On a GPU: what is free, down to a power of two, so that two equal
-    runs find the same number. On a CPU, which has no such number: 16 GB."""
-    if device.type != "cuda":
-        return 16e9
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2.0 ** math.floor(math.log2(torch.cuda.mem_get_info(device)[0] + unused))
+def half_of_free_memory(device) -> float:
+    """Bytes, the least of all ranks. On a GPU of what is free, down to a power of two, so that two equal runs find the
+    same number. On a CPU, which has no such number: of 16 GB."""
+    free = 16e9
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = 2.0 ** math.floor(math.log2(torch.cuda.mem_get_info(device)[0] + unused))
+    return all_reduce(torch.tensor(free / 2, dtype=torch.float64, device=device), "min").item()
 
 
 @contextlib.contextmanager
-def keep_gathered(policy, device):
-    """Keep the blocks of a sharded policy gathered from one forward to the next, if memory allows:
-    else sampling would gather the whole model for each token."""
-    module = getattr(policy, "module", policy)
-    blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
-    size = sum(p.numel() * p.element_size() for p in module.parameters())  # of the whole model
-    if blocks:
-        # The least of all ranks: they must agree, because gathering a block is a collective.
-        room = torch.tensor(free_memory(device), dtype=torch.float64, device=device)
-        if size > all_reduce(room, "min").item() / 2:
+def ready_to_sample(fabric, policy):
+    """Within this context the policy has dropout off, adapters merged and autocast on. The blocks of a sharded policy
+    stay gathered from one forward to the next, if the whole takes at most half of the free memory: else sampling would
+    gather it for each token. -> half of the free memory, which keys and values may take besides."""
+    module, was_training = getattr(policy, "module", policy), policy.training
+    one = torch.ones(1, 1, device=fabric.device)
+    with fabric.autocast():
+        dtype = (one @ one).dtype  # in which linear layers compute
+    # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
+    with merge_for_sampling(module, dtype), fabric.autocast():
+        room = half_of_free_memory(fabric.device)  # that merged matrices leave
+        blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+        if sum(p.nbytes for p in module.parameters()) > room:
             blocks = []
-    for block in blocks:
-        block.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
         for block in blocks:
-            block.set_reshard_after_forward(True, recurse=False)
-            block.reshard()
+            block.set_reshard_after_forward(False, recurse=False)
+        policy.eval()
+        try:
+            yield room
+        finally:
+            policy.train(was_training)
+            for block in blocks:
+                block.set_reshard_after_forward(True, recurse=False)
+                block.reshard()
 
 
 # ---- answers ------------------------------------------------------------------------------------
@@ -130,7 +133,7 @@ def generate(
     args: Sampling,
     max_new: int,
     seed: int,
-    before_token: Callable[[], None] | None = None,
+    before_token: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Answers to `prompts` (arrays of token ids), at most max_new tokens each, with the EOS if it came to one. Every
     rank returns the same list.
@@ -144,134 +147,78 @@ def generate(
     """
     if not prompts:
         return []
-    module = getattr(policy, "module", policy)
-    context, device = module.max_seq_length, fabric.device
-    max_new = min(max_new, context)
-    answer_AY = torch.full((len(prompts), max_new), -1, device=device)  # -1: no token
-    slots = min(context, max(map(len, prompts)) + max_new)
-    one = torch.ones(1, 1, device=device)
-    with fabric.autocast():
-        dtype = (one @ one).dtype  # in which linear layers compute
-    merged = merge_for_sampling(module, dtype)
-    was_training = policy.training
-    policy.eval()
-    try:
-        # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
-        with merged, fabric.autocast(), keep_gathered(policy, device):
-            # in the memory that merged matrices leave
-            rows = rows_at_once(args, module.cache_bytes(slots), device)
-            stride = fabric.world_size
-            for start in range(0, len(prompts), rows * stride):
-                part = slice(start + fabric.global_rank, start + rows * stride, stride)
-                u = [_uniform(seed, i, max_new) for i in range(len(prompts))[part]]
-                answer_AY[part] = _sample(
-                    fabric, policy, prompts[part], tokenizer, args, max_new, u, before_token
-                )
-    finally:
-        policy.train(was_training)
-    # the one rank that sampled an answer has its tokens, the others have -1 + 1 = 0 there
-    answer_AY = all_reduce(answer_AY + 1) - 1
-    # a prompt that fills the context has no answer
-    return [
-        [token for token in answer[: context - len(prompt)] if token >= 0]
-        for prompt, answer in zip(prompts, answer_AY.tolist())
-    ]
+    module, n = getattr(policy, "module", policy), len(prompts)
+    slots = min(module.max_seq_length, max(map(len, prompts)) + max_new)
+    generators = [torch.Generator().manual_seed((seed * 1000003 + i) % 2**63) for i in range(n)]
+    u_AY = torch.stack([torch.rand(max_new, generator=x) for x in generators]).double()
+    answers = {}
+    with ready_to_sample(fabric, policy) as room:
+        if args.cache_gb:
+            room = args.cache_gb * 1e9
+        rows = max(1, min(args.batch_size, int(room / module.cache_bytes(slots))))
+        wave = rows * fabric.world_size
+        for start in range(0, n, wave):
+            own = list(range(n))[start + fabric.global_rank : start + wave : fabric.world_size]
+            # a rank without a prompt answers the first one once more, so that collectives match; rank 0's answer counts
+            given = prompts, own or [0], u_AY, slots
+            answers |= _sample(fabric, policy, *given, tokenizer, args, before_token)
+    for rank in range(fabric.world_size):
+        answers |= fabric.broadcast(answers, rank)
+    return [answers[i] for i in range(n)]
 
 
-def rows_at_once(args: Sampling, bytes_of_row: int, device) -> int:
-    """How many answers are sampled at once: batch_size, or fewer where keys and values would take more memory than
-    cache_gb. The same on every rank."""
-    room = args.cache_gb * 1e9 if args.cache_gb else free_memory(device) / 2
-    rows = min(args.batch_size, int(room / bytes_of_row))
-    return int(all_reduce(torch.tensor(max(1, rows), device=device), "min"))
-
-
-def _uniform(seed: int, i: int, n: int) -> torch.Tensor:
-    """Answer i's n uniform random numbers (n,), one a token, in float64."""
-    generator = torch.Generator().manual_seed((seed * 1000003 + i) % 2**63)
-    return torch.rand(n, generator=generator).double()
-
-
-def _sample(fabric, policy, prompts, tokenizer, args, max_new, uniform, before_token):
-    """The tokens of the answers to B prompts, sampled together (B, max_new); -1 after an answer's end.
+def _sample(fabric, policy, prompts, own, u_AY, slots, tokenizer, args, before_token) -> dict:
+    """{number of a prompt: answer} of this rank's `own` prompts, sampled together.
 
     It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward until
-    then, and a rank without prompts (its B is 1) that of a dummy, so that collectives match. Each token waits for the
-    device once.
+    then, so that collectives match. Each token waits for the device once.
     """
-    device, context = fabric.device, policy.max_seq_length
-    going_on = rows = list(range(len(prompts)))  # the prompts whose answers have not ended
-    prompts = prompts or [np.zeros(1, "int32")]
-    lengths = list(map(len, prompts))
-    length_B = to_device(torch.tensor(lengths), device)
-    u_BY = to_device(torch.stack(uniform or [torch.zeros(max_new)]), device)
-    answer_BY = torch.full(u_BY.shape, -1, device=device)
-    if args.repetition_penalty != 1:
-        # as long as the longest prompt, a shorter one is repeated: which tokens it has stays the same
-        equally_long = [np.resize(prompt, max(lengths)).astype(int) for prompt in prompts]
-        prompt_BX = to_device(torch.tensor(np.stack(equally_long)), device)
+    answers, max_new, device = {i: [] for i in own}, u_AY.shape[1], fabric.device
     # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
-    packed = pack(prompts, [(np.zeros(1, int),)] * len(prompts)).to(device)
-    cache = KVCache(packed, slots=min(context, max(lengths) + max_new))
-    row_B = torch.arange(len(prompts), device=device)
+    packed = pack([prompts[i] for i in own], [(np.zeros(1, int),)] * len(own)).to(device)
+    cache = KVCache(packed, slots)
+    going_on = own  # the answers that have not ended
     for y in range(max_new):
-        if before_token:
-            before_token()
+        before_token()
         logits_BV = policy(cache)
-        if y == 0:
-            advance(0)  # the prompts are read
         if going_on:
             if args.repetition_penalty != 1:
-                token_BX = torch.cat((prompt_BX[row_B], answer_BY[row_B, :y]), 1)
-                logits_BV = penalise(logits_BV, token_BX, args.repetition_penalty)
+                # all equally long, by repetition: which tokens a row has stays the same
+                seen = [np.resize([*prompts[i], *answers[i]], slots) for i in own]
+                seen_BX = to_device(torch.tensor(np.stack(seen)).long(), device)
+                logits_BV = penalise(logits_BV, seen_BX, args.repetition_penalty)
             if y < args.min_new_tokens:
                 logits_BV[:, tokenizer.stops] = -torch.inf
-            new_B = choose_token(logits_BV, u_BY[row_B, y], args)
-            answer_BY[row_B, y] = new_B
+            new_B = choose_token(logits_BV, to_device(u_AY[own, y], device), args)
+            for i, token in zip(own, new_B.tolist()):
+                answers[i].append(token)
             going_on = [
-                place
-                for place, (row, token) in enumerate(zip(rows, new_B.tolist()))
-                if token not in tokenizer.stops and lengths[row] + y < context - 1
+                row
+                for row, i in enumerate(own)
+                if answers[i][-1] not in tokenizer.stops
+                and y + 1 < min(max_new, slots - len(prompts[i]))
+                and not any(text in tokenizer.decode(answers[i]) for text in args.stop)
             ]
-            if args.stop:
-                answers = answer_BY[row_B, : y + 1].tolist()
-                going_on = [
-                    place
-                    for place in going_on
-                    if read_answer(tokenizer, answers[place], args.stop).cut
-                ]
-            # progress counts an answer that ends with all tokens that were left to it
-            left = len(going_on) + (len(rows) - len(going_on)) * (max_new - y)
-            advance(fabric.world_size * left)
-        n_going_on = len(going_on)
-        if fabric.world_size > 1:
-            n_going_on = all_reduce(torch.tensor(n_going_on, device=device))
-        if not n_going_on:
+            advance(fabric.world_size * (len(own) - len(going_on)))
+        if not all_reduce(torch.tensor(len(going_on), device=device)):
             break
         if going_on:
-            if len(going_on) < len(rows):
-                rows = [rows[place] for place in cache.keep(going_on)]
-                row_B = to_device(torch.tensor(rows), device)
-            longest = max(lengths[row] for row in rows) + y
-            cache.at(answer_BY[row_B, y], length_B[row_B] + y, longest)
-    return answer_BY
+            if len(going_on) < len(own):
+                own = [own[row] for row in cache.keep(going_on)]
+            token_B = torch.tensor([answers[i][-1] for i in own])
+            positions = [len(prompts[i]) + y for i in own]
+            position_B = to_device(torch.tensor(positions), device)
+            cache.at(to_device(token_B, device), position_B, max(positions))
+    return answers
 
 
-class AnswerText(NamedTuple):
-    """A sampled completion as one reads it."""
-
-    text: str
-    """Without its EOS, up to the first stop text."""
-    cut: bool
-    """Whether it ended at the length limit, neither by EOS nor by a stop text."""
-
-
-def read_answer(tokenizer: Tokenizer, ids: Sequence[int], stop: list[str] = ()) -> AnswerText:
-    """The text of a completion's token ids, and whether it was cut."""
-    has_end = len(ids) > 0 and ids[-1] in tokenizer.stops
+def read_answer(tokenizer: Tokenizer, ids: Sequence[int], stop: list[str] = ()) -> tuple[str, bool]:
+    """The text of an answer, without its EOS and up to its first stop text; and whether it was cut, that is, ended at
+    the length limit."""
+    has_end = ids[-1] in tokenizer.stops
     text = tokenizer.decode(ids[:-1] if has_end else ids)
     stops = [text.find(x) for x in stop if x in text]
-    return AnswerText(text[: min(stops, default=None)], not has_end and not stops)
+    return text[: min(stops, default=None)], not has_end and not stops
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -286,8 +233,8 @@ class Ask(Sampling):
     prompt: str = ""
     """What to answer, through the chat template if there is one. Default: a conversation, turn by turn,
     until an empty line or Ctrl-D."""
-    max_new_tokens: PositiveInt | None = None
-    """Longest answer in tokens. Default: 256, or what fits into the context."""
+    max_new_tokens: PositiveInt = 256
+    """Longest answer in tokens; less where the context ends."""
     plain: bool = False
     """true: leave the chat template aside."""
     seed: NonNegativeInt = 1
@@ -303,11 +250,11 @@ def main(argv=None) -> None:
     tokenizer = Tokenizer(source.tokenizer, source.chat_template, date.today().isoformat())
     policy = fabric.to_device(load_model(source, dtype=dtype))
     context, turns = policy.max_seq_length, []
+    by_template = bool(tokenizer.template) and not args.plain
     lines = [args.prompt] if args.prompt else iter(lambda: input("> "), "")
     with contextlib.suppress(EOFError):  # Ctrl-D
         for i, line in enumerate(lines):
             turns.append({"role": "user", "content": line})
-            by_template = bool(tokenizer.template) and not args.plain
             # without a template the last turn alone
             record = Record(turns if by_template else line, [])
             texts = tokenizer.render(record, by_template)
@@ -316,13 +263,11 @@ def main(argv=None) -> None:
                 0 < len(ids) < context,
                 f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
             )
-            max_new = args.max_new_tokens or min(256, context - len(ids))
-            prompts = [np.array(ids, "int32")]
-            (ids,) = generate(fabric, policy, prompts, tokenizer, args, max_new, args.seed + i)
-            turns.append(
-                {"role": "assistant", "content": read_answer(tokenizer, ids, args.stop).text}
-            )
-            print(turns[-1]["content"])
+            given = [np.array(ids)], tokenizer, args, args.max_new_tokens, args.seed + i
+            (ids,) = generate(fabric, policy, *given)
+            text, _ = read_answer(tokenizer, ids, args.stop)
+            turns.append({"role": "assistant", "content": text})
+            print(text)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ iteration begins (online.reference).
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 from jsonargparse.typing import PositiveInt
 
 from data import next_items
-from evaluate import as_answer, format_table
+from evaluate import as_answers, format_table, with_answers
 from kto import KTO, KTOSettings
 from records.examples import Example
-from rollout import iterations, policy_answers, rated_examples, validate_moving_reference
+from rollout import iterations, policy_answers, rated_examples, validate_iterations
 from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
@@ -60,12 +59,7 @@ class Settings(RunSettings):
 
     def validate(self) -> None:
         super().validate()
-        refuse_unless(
-            not self.reference_cache,
-            "reference_cache: the completions are not known before the run",
-        )
-        if self.online.reference == "last":
-            validate_moving_reference(self)
+        validate_iterations(self, moving_reference=self.online.reference == "last")
 
 
 class OnlineKTO(KTO):
@@ -77,9 +71,8 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
     anything else of them, such as an `extra` field with a number that its loss reads; of online.cut it
     does what it likes. It is called once an iteration, on rank 0 alone: nothing that all ranks compute
     together may be in it, such as a sharded policy. Raises BadInput."""
-    args = run.cfg.online
-    to_judge = [as_answer(run.tokenizer, e, ids, args.stop) for e, ids in zip(prompts, answers)]
-    examples = []
+    args, answered = run.cfg.online, with_answers(prompts, answers)
+    to_judge, examples = as_answers(run.tokenizer, answered, args.stop), []
     for i, verdict in enumerate(run.evaluator.judge(to_judge)):
         refuse_unless(
             isinstance(verdict, bool),
@@ -87,12 +80,8 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
             "examples of numbers",
         )
         rule = args.cut if to_judge[i].cut else "judge"
-        e = prompts[i]._replace(
-            completions=(np.array(answers[i], np.int32),),
-            label=verdict and rule != "wrong",
-            weight=0.0 if rule == "drop" else prompts[i].weight,
-        )
-        examples.append(e)
+        e = answered[i]._replace(label=verdict and rule != "wrong")
+        examples.append(e._replace(weight=0.0) if rule == "drop" else e)
     return examples
 
 
@@ -109,13 +98,13 @@ def balanced(examples: list[Example]) -> list[Example]:
 
 def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     """Print the iteration's counts and a few of its answers."""
-    shown = [as_answer(run.tokenizer, e, e.completions[0], run.cfg.online.stop) for e in examples]
-    right, cut = sum(e.label for e in examples), sum(a.cut for a in shown)
+    answers = as_answers(run.tokenizer, examples, run.cfg.online.stop)
+    right, cut = sum(e.label for e in examples), sum(a.cut for a in answers)
     tokens = sum(len(e.completions[0]) for e in examples)
     share = f"{right:,} right ({right / len(examples):.1%})"
     say(f"iteration {i}: {len(examples):,} answers, {share}, {cut:,} cut, {tokens:,} tokens")
-    ratings = ["up" if e.label else "down" for e in examples]
-    rows = [(a.prompt, a.completion, rating) for a, rating in zip(shown[:4], ratings)]
+    rated = zip(answers[:4], examples)
+    rows = [(a.prompt, a.completion, "up" if e.label else "down") for a, e in rated]
     say(format_table(("prompt", "answer", "rated"), rows))
 
 
@@ -136,12 +125,7 @@ def main(
         given.get("checker") or cfg.eval.check or rate is not rate_answers,
         "eval.check: online KTO needs a checker: demo, or main(checker=...)",
     )
-    learner = objective(cfg.kto)
-    refuse_unless(
-        learner.records == "prompts",
-        'objective: online.py needs records = "prompts": derive it from OnlineKTO',
-    )
-    run = setup(cfg, learner, **given)
+    run = setup(cfg, objective(cfg.kto), **given)
     with trainer(run) as loop:
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))

@@ -24,23 +24,33 @@ import numpy as np
 from generate import generate, read_answer
 from records.examples import Example
 from runs.checkpoint import write_whole
-from runs.console import advance, progress, say
+from runs.console import advance, progress
 from runs.devices import on_rank_0
 from runs.optimizer import Plan
 from runs.settings import RunSettings, refuse_unless
 
+LOST = (
+    "not what this iteration learns from: go on in the run's own folder, or from a checkpoint of an "
+    "iteration's end"
+)
 
-def validate_moving_reference(cfg: RunSettings) -> None:
-    """Raise BadInput for settings that do not go with a reference that is the policy as an iteration begins."""
-    merged = "adapters are merged into the base between iterations"
-    refuse_unless(not cfg.reference, "reference: it is the policy as an iteration begins")
+
+def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
+    """Raise BadInput for settings that do not go with iterations, or with a reference that is the policy as an
+    iteration begins."""
     refuse_unless(
-        not cfg.lora.quantize, f"lora.quantize: {merged}, which a quantised base cannot take"
+        not cfg.reference_cache, "reference_cache: the answers are not known before the run"
     )
-    refuse_unless(
-        cfg.precision != "bf16-true",
-        f"precision: bf16-true: {merged}, and a bfloat16 base would lose them to rounding; use bf16-mixed",
-    )
+    if moving_reference:
+        merged = "adapters are merged into the base between iterations"
+        refuse_unless(not cfg.reference, "reference: it is the policy as an iteration begins")
+        refuse_unless(
+            not cfg.lora.quantize, f"lora.quantize: {merged}, which a quantised base cannot take"
+        )
+        refuse_unless(
+            cfg.precision != "bf16-true",
+            f"precision: bf16-true: {merged}, and a bfloat16 base would lose them to rounding; use bf16-mixed",
+        )
 
 
 def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
@@ -49,12 +59,10 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
     moves, state = moving_reference and run.reference is not None, run.state
     run.last_step = plans[-1].total
     for i, plan in enumerate(plans, 1):
-        is_over = plan.end == state.step and not state.unvalidated
-        if plan.end < state.step or is_over:
-            continue
-        if i > state.iteration:
-            run.begin_iteration(i, moves)
-        yield i, plan
+        if plan.end > state.step - state.unvalidated:
+            if i > state.iteration:
+                run.begin_iteration(i, moves)
+            yield i, plan
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -92,56 +100,47 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
             write_whole(file, _as_lines(rows))
         return [row["ids"] for row in rows]
 
+    def ask_engine(batch, seed):
+        asked = [prompt.tolist() for prompt in batch]
+        fresh = [list(map(int, ids)) for ids in run.rollout(folder, asked, args, new, seed)]
+        refuse_unless(
+            len(fresh) == len(batch) and all(fresh),
+            f"rollout: expected {len(batch)} answers, each of one token id or more",
+        )
+        return fresh
+
     answers = on_rank_0(run.fabric, whole_batches)
-    n = len(prompts) - len(answers)
-    if not n:
+    if len(answers) == len(prompts):
         return answers
-    refuse_unless(run.state.step == plan.begin, _lost(file))
+    refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
     folder = run.publish_policy() if run.rollout else None
-    say(f"iteration {i}: {n:,} prompts to answer, with at most {new:,} tokens each")
     # the time limit, too, since a resume goes on with the answers
     check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
-    with progress(f"answers of iteration {i}", n * new):
+    with progress(f"answers of iteration {i}", len(prompts) - len(answers)):
         for start in range(len(answers), len(prompts), size):
             batch = prompts[start : start + size]
             seed = (run.cfg.seed * 1009 + i) * 1000003 + start
             if run.rollout:
                 check_stop()
-                ask = partial(_ask_engine, run.rollout, folder, batch, args, new, seed)
-                fresh = on_rank_0(run.fabric, ask)
-                advance(len(batch) * new)
+                fresh = on_rank_0(run.fabric, partial(ask_engine, batch, seed))
+                advance(len(batch))
             else:
-                given = batch, run.tokenizer, args, new, seed, check_stop
-                fresh = generate(run.fabric, run.policy, *given)
+                fresh = generate(
+                    run.fabric, run.policy, batch, run.tokenizer, args, new, seed, check_stop
+                )
             answers += fresh
             if run.fabric.global_rank == 0:
-                texts = [read_answer(run.tokenizer, ids, args.stop).text for ids in fresh]
-                rows = [{"key": key, "completion": x, "ids": y} for x, y in zip(texts, fresh)]
+                texts = [read_answer(run.tokenizer, ids, args.stop)[0] for ids in fresh]
+                rows = [{"key": key, "completion": x, "ids": ids} for x, ids in zip(texts, fresh)]
                 with open(file, "a", encoding="utf-8") as f:
                     f.write(_as_lines(rows))
     return answers
 
 
-def _ask_engine(engine, folder: Path, prompts: list, *args) -> list[list[int]]:
-    fresh = [list(map(int, ids)) for ids in engine(folder, [p.tolist() for p in prompts], *args)]
-    refuse_unless(
-        len(fresh) == len(prompts) and all(fresh),
-        f"rollout: expected {len(prompts)} answers, each of one token id or more",
-    )
-    return fresh
-
-
 def _as_lines(rows: list[dict]) -> str:
     """jsonl; arrays become lists."""
-    dump = partial(json.dumps, default=lambda x: x.tolist(), ensure_ascii=False)
-    return "".join(dump(row) + "\n" for row in rows)
-
-
-def _lost(file: Path) -> str:
-    return (
-        f"resume: {file}: not what this iteration learns from: go on in the run's own folder, or from "
-        "a checkpoint of an iteration's end"
-    )
+    lines = (json.dumps(row, default=lambda x: x.tolist(), ensure_ascii=False) for row in rows)
+    return "".join(f"{line}\n" for line in lines)
 
 
 # ---- what an iteration learns from the answers ---------------------------------------------------
@@ -156,25 +155,22 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
     """
     file = iteration_file(run, "rated", i)
 
-    def work():
-        if run.state.step > plan.begin:  # else rate or its checker may have changed
-            refuse_unless(file.exists(), _lost(file))
-        else:
+    def read_or_rate():
+        if run.state.step == plan.begin:  # later rate or its checker may have changed
             examples = rate(run, prompts, answers)
             refuse_unless(
                 len(examples) == len(prompts),
                 f"rate: {len(prompts)} answers need as many examples, got {len(examples)}",
             )
             write_whole(file, _as_lines([e._asdict() for e in examples]))
-        return read_lines(file)
+        refuse_unless(file.exists(), f"resume: {file}: {LOST}")
+        return read_lines(file), run.objective.state_dict()
 
-    rows, state = on_rank_0(run.fabric, lambda: (work(), run.objective.state_dict()))
+    rows, state = on_rank_0(run.fabric, read_or_rate)
     vars(run.objective).update(state)  # rate may have changed it, on rank 0
-    return [_example(row) for row in rows]
-
-
-def _example(row: dict) -> Example:
-    """The example of a line of rated-N.jsonl: its lists become arrays and tuples again."""
-    prompt, *completions = (np.array(ids, np.int32) for ids in (row["prompt"], *row["completions"]))
-    rewards = tuple(row["rewards"])
-    return Example(**row | dict(prompt=prompt, completions=tuple(completions), rewards=rewards))
+    examples = []
+    for row in rows:
+        prompt, completions, *others = row.values()
+        completions = tuple(np.array(ids, np.int32) for ids in completions)
+        examples.append(Example(np.array(prompt, np.int32), completions, *others))
+    return examples

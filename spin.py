@@ -24,7 +24,7 @@ from rollout import (
     iterations,
     policy_answers,
     read_lines,
-    validate_moving_reference,
+    validate_iterations,
 )
 from run import Run, setup
 from runs.console import run_cli, say
@@ -56,13 +56,6 @@ class SPINSettings(Sampling):
         """One for each iteration."""
         return self.beta if isinstance(self.beta, list) else [self.beta] * self.max_iterations
 
-    def validate(self, group: str = "spin") -> None:
-        n, betas = self.max_iterations, self.betas()
-        refuse_unless(
-            len(betas) == n and all(beta > 0 for beta in betas),
-            f"spin.beta: expected one number above 0, or {n} of them; got {self.beta}",
-        )
-
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
@@ -70,10 +63,11 @@ class Settings(RunSettings):
 
     def validate(self) -> None:
         super().validate()
-        validate_moving_reference(self)
+        validate_iterations(self, moving_reference=True)
+        n, betas = self.spin.max_iterations, self.spin.betas()
         refuse_unless(
-            not self.reference_cache,
-            "reference_cache: SPIN's reference is another one in each iteration",
+            len(betas) == n and min(betas) > 0,
+            f"spin.beta: expected one number above 0, or {n} of them; got {self.spin.beta}",
         )
 
 
@@ -96,9 +90,8 @@ class SPIN(DPO):
         return super().loss(logps, ref_logps, batch, z)
 
     def metrics(self, columns, kl):
-        if "h" not in columns:  # validation
-            return Objective.metrics(self, columns, kl)
-        return super().metrics(columns, kl)
+        kind = DPO if "h" in columns else Objective  # none in validation
+        return kind.metrics(self, columns, kl)
 
 
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
@@ -115,12 +108,8 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
 
 def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     """Print the iteration's counts and a few of its pairs."""
-    same = sum(np.array_equal(*e.completions) for e in pairs)
-    say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs, {same:,} answered as demonstrated")
-    rows = []
-    for e in pairs[:4]:
-        texts = map(run.tokenizer.decode, (e.prompt, *e.completions))
-        rows.append(tuple(texts))
+    say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs")
+    rows = [[run.tokenizer.decode(ids) for ids in (e.prompt, *e.completions)] for e in pairs[:4]]
     say(format_table(("prompt", "demonstration", "the policy's own"), rows))
 
 

@@ -208,7 +208,7 @@ class Sampler:
     def answer(self, files: list[Path], n: int, seed: int) -> tuple[list[dict], list]:
         """n answers to each record: -> the records with completion, tokens, cut and label, the checker's
         verdict; and (prompt, answer) as token ids."""
-        from evaluate import as_answer
+        from evaluate import as_answers, with_answers
         from examples import instructions
         from generate import generate
         from records.examples import load_examples
@@ -224,7 +224,7 @@ class Sampler:
         prompts = [e.prompt for e in examples]
         sampling = Sampling(batch_size=32)
         ids = generate(self.fabric, self.policy, prompts, self.tokenizer, sampling, TOKENS, seed)
-        answers = [as_answer(self.tokenizer, e, x, []) for e, x in zip(examples, ids)]
+        answers = as_answers(self.tokenizer, with_answers(examples, ids), [])
         verdicts = instructions.check(answers)
         rows = [
             r | {"completion": a.completion, "tokens": len(x), "cut": a.cut, "label": bool(right)}

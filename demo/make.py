@@ -218,7 +218,7 @@ def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
     answered = []
     for prompt, answer in zip(asked, sampled):
         if answer[-1] == tokenizer.eos:
-            answered.append((prompt, generate.read_answer(tokenizer, answer).text))
+            answered.append((prompt, generate.read_answer(tokenizer, answer)[0]))
     return answered
 
 

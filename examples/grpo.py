@@ -7,11 +7,10 @@ from jsonargparse.typing import PositiveFloat
 
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
-import numpy as np
 import torch
 
 import online
-from evaluate import as_answer
+from evaluate import as_answers, with_answers
 from runs.console import run_cli
 from train import Objective
 
@@ -29,15 +28,15 @@ class Settings(online.Settings):
 
 def rate(run, prompts, answers):
     """Advantages by the checker's verdicts on all answers of a prompt, of which a step may have a part."""
-    args = run.cfg.online
-    to_judge = [as_answer(run.tokenizer, e, ids, args.stop) for e, ids in zip(prompts, answers)]
-    verdicts = run.evaluator.judge(to_judge)  # booleans, or numbers from 0 to 1
+    args, answered = run.cfg.online, with_answers(prompts, answers)
+    # booleans, or numbers from 0 to 1
+    verdicts = run.evaluator.judge(as_answers(run.tokenizer, answered, args.stop))
     groups = torch.tensor(verdicts, dtype=torch.float64).view(-1, args.num_generations)
     std, mean = torch.std_mean(groups, dim=1, correction=0, keepdim=True)
     advantages = ((groups - mean) / (std + 1e-4)).flatten().tolist()
     return [
-        e._replace(completions=(np.array(ids, np.int32),), label=v > 0.5, rewards=(advantage, None))
-        for e, ids, v, advantage in zip(prompts, answers, verdicts, advantages)
+        e._replace(label=v > 0.5, rewards=(advantage, None))
+        for e, v, advantage in zip(answered, verdicts, advantages)
     ]
 
 

@@ -178,7 +178,7 @@ class Eval(Sampling):
     check_interval: int | float | None = None
     """Steps (a float: epochs) between checks of the answers; always at step 0 and at the end of the run, with a float
     or null also at the end of each iteration of SPIN and online KTO."""
-    prompts: NonNegativeInt = 100
+    prompts: PositiveInt = 100
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
     samples: NonNegativeInt = 4

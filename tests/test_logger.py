@@ -273,7 +273,6 @@ def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_c
     assert "  gain    +30.0 points\n" in text
     shown = [line.split()[0] for line in text.splitlines()[-3:]]
     assert shown == ["p1", "p2", "p0"] and "\n  p1  " in text and "  a b  " in text
-    assert "p0" not in format_before_after(before, after, n=2)
     graded = format_before_after(before | {"right": 7.83489}, after)
     assert "  7.8 of 10\n" in graded, "of a checker with numbers"
     assert max(map(len, text.splitlines())) <= 80

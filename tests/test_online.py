@@ -120,14 +120,15 @@ def by_chance(run, asked, ids) -> list:
     """A rater that never says the same twice, and notes on which rank it was asked."""
     with open(Path(run.cfg.out_dir) / "asked", "a") as f:
         f.write(f"{run.fabric.global_rank} {run.state.iteration}\n")
-    given = [evaluate.as_answer(run.tokenizer, e, x, []) for e, x in zip(asked, ids)]
+    answered = evaluate.with_answers(asked, ids)
+    given = evaluate.as_answers(run.tokenizer, answered, [])
     verdicts = run.evaluator.judge(given)  # works on rank 0 alone, too
     noise = np.random.default_rng(list(os.urandom(8)))
     return [
-        e._replace(completions=(np.array(x, np.int32),), label=bool(noise.integers(2)),
-                   rewards=(noise.random(), None), weight=np.float64(1 + noise.random()),
+        e._replace(label=bool(noise.integers(2)), rewards=(noise.random(), None),
+                   weight=np.float64(1 + noise.random()),
                    extra={"verdict": torch.tensor(float(v))})
-        for e, x, v in zip(asked, ids, verdicts)
+        for e, v in zip(answered, verdicts)
     ]  # fmt: skip
 
 

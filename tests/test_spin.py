@@ -123,7 +123,7 @@ def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_pat
 REFUSED = [("--reference=x", "the policy as an iteration begins"), ("--spin.beta=[0.1]", "3 of them"),
            ("--precision=bf16-true --lora.rank=2", "lose them to rounding"),
            ("--spin.mix=2", "spin.mix"), ("--spin.beta=0", "above 0"),
-           ("--reference_cache=x", "reference_cache: SPIN")]  # fmt: skip
+           ("--reference_cache=x", "reference_cache: the answers")]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv,word", REFUSED)
