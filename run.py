@@ -9,7 +9,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -155,7 +155,7 @@ class Run:
         begin anew, and with them the optimizer's state. weights: the policy's merged ones, if they are
         known. A collective."""
         frozen, weights = self.reference.frozen, weights or self.merged_weights()
-        if frozen is not None:
+        if frozen:
             set_weights(frozen, weights, share)
         else:
             assert share == 1 and self.cfg.precision != "bf16-true", (
@@ -206,8 +206,7 @@ class Run:
         step = self.state.step
         if self.saved_step < step:
             self.save()
-        saved = ", saved" if step else ""  # before the first step there is nothing to save
-        say(f"stopped by {self.stop.reason} at step {step} of {self.last_step}{saved}; go on with")
+        say(f"stopped by {self.stop.reason} at step {step} of {self.last_step}; go on with")
         # words of a program's own stand before the first option
         program = ["python", sys.argv[0], *split_options(sys.argv[1:])[0]]
         settings = str(self.folder / "settings.yaml")
@@ -307,10 +306,12 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 
     # the processes and the run's folder
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
+    files = [*sorted(source.root.glob("*.json")), *sorted(source.tokenizer.glob("*.json"))]
+    contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, files))
     hashes = {
         "program": program.name,
         "records": examples_hash(examples),
-        "config and tokenizer": files_hash(source, tokenizer),
+        "config and tokenizer": hashlib.sha256(contents).hexdigest(),
     }
     is_same = torch.tensor(float(hashes == fabric.broadcast(hashes)), device=fabric.device)
     refuse_unless(
@@ -383,18 +384,9 @@ def with_absolute_paths(settings, *names: str):
     return replace(settings, **{name: absolute_sources(x) for name, x in given.items() if x})
 
 
-def files_hash(source: Source, tokenizer: Tokenizer) -> str:
-    """Of what says how a model computes and how its tokenizer works."""
-    h = hashlib.sha256((tokenizer.template or "").encode())
-    for folder in (source.root, source.tokenizer):
-        for file in sorted(folder.glob("*.json")):
-            h.update(file.read_bytes())
-    return h.hexdigest()
-
-
 def saved_state(objective) -> dict:
     """An objective's state_dict, of which a resume gets every value as it is now. Raises BadInput for one
-    that it would not get: called before the run, after its first step and at each checkpoint."""
+    that it would not get: called after the first step and at each checkpoint."""
     state, kind = objective.state_dict(), type(objective).__name__
     refuse_unless(
         repr(json.loads(json.dumps(state, default=str))) == repr(state)
@@ -460,7 +452,7 @@ def load_models(
     return policy, frozen, hashes
 
 
-def weights_hash(weights: Mapping[str, torch.Tensor]) -> str:
+def weights_hash(weights: dict[str, torch.Tensor]) -> str:
     """A hash of weights with their names, shapes and dtypes; their order does not matter."""
     h = hashlib.sha256()
     for name in sorted(weights):

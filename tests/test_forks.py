@@ -145,7 +145,8 @@ def test_an_example_runs_where_it_lies_by_its_command_and_resumes_by_the_printed
         command += " --online.prompts_per_iteration 4"
     code, said, stderr = run(clone, tmp_path / "a", f"{command} --stop_at 2")
     (resume,) = re.findall(r"^  (python .*)$", said, re.M)
-    assert code == 0 and resume.startswith(f"{command} --out_dir "), stderr
+    program = f"python examples/{name}.py --config "
+    assert code == 0 and resume.startswith(program) and resume.endswith(" --resume auto"), stderr
     code, said, stderr = run(clone, tmp_path / "b", resume)
     assert code == 0 and "held-out accuracy by the checker" in said, stderr
 
