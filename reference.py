@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -9,10 +10,10 @@ from torch import nn
 
 from lora import disable_adapters
 from packing import PackedBatch, to_device
-from runs.checkpoint import disk_error
-from runs.console import BadInput, rank, say, user_error
+from runs.checkpoint import write_whole
+from runs.console import rank, say, user_error
 from runs.devices import all_reduce
-from runs.settings import RunSettings
+from runs.settings import RunSettings, refuse_unless
 
 
 class Reference:
@@ -47,18 +48,18 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
-class CachedReference:
+class CachedReference(Reference):
     """A reference whose log-probs are kept in a folder, by the content of prompt and completion.
 
     It computes what the folder does not have, until `release` frees the model and writes them. Runs and
-    ranks can share a folder: each writes a file named by its content.
+    ranks can share a folder: each writes a file of its own.
     """
 
-    def __init__(self, fabric, reference: Reference, cfg: RunSettings, hashes: dict[str, str]):
-        self.fabric, self.reference, self.dtype = fabric, reference, torch.get_default_dtype()
+    def __init__(self, fabric, policy, frozen, cfg: RunSettings, hashes: dict[str, str]):
+        super().__init__(fabric, policy, frozen)
         self.folder = Path(cfg.reference_cache).expanduser()
         # what the values depend on, besides prompt and completion
-        models = [x for name, x in sorted(hashes.items()) if name != "records"]
+        models = [x for name, x in sorted(hashes.items()) if name not in ("program", "records")]
         depends = [*models, cfg.precision, cfg.lora.quantize, cfg.data.score_prompt]
         self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
         self.known, self.computed, self.released = {}, {}, False  # hash of an example: its log-prob
@@ -66,43 +67,37 @@ class CachedReference:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._read()
 
-    def compute(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
-        """Log-probs (B, K) by the model itself, not from the cache."""
-        return self.reference.compute(packed, prompt_cache)
-
     def __call__(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
         """-> log-probs (B, K) in nats, from the folder where it has them. prompt_cache is not used: the
         prompts' keys may never have been computed. Raises BadInput."""
         keys = packed.digests()
         device = packed.token_N.device
         is_missing = any(key not in self.known for row in keys for key in row)
-        if is_missing and self.released:
-            raise BadInput(
+        if self.released:
+            refuse_unless(
+                not is_missing,
                 "reference_cache: these examples, or their mismatched pairs, are not those of the "
-                "first fit, and the reference is no longer in memory: run without the cache"
+                "first fit, and the reference is no longer in memory: run without the cache",
             )
         # all ranks compute if one rank must: a sharded reference is a collective
-        if not self.released and all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
+        elif all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
             for row, values in zip(keys, self.compute(packed).tolist()):
                 for key, x in zip(row, values):
                     if key not in self.known:
                         self.known[key] = self.computed[key] = x
         logps = [[self.known[key] for key in row] for row in keys]
-        return to_device(torch.tensor(logps, dtype=self.dtype), device)
+        return to_device(torch.tensor(logps), device)
 
     def release(self) -> None:
         """Write what was computed, and free the model: everything that the run needs is known now."""
         if self.computed:
-            content = json.dumps(self.computed)
-            name = f"{self.key}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
-            new = self.folder / f".{name}.{rank()}.tmp"
-            with disk_error(new):
-                new.write_text(content)
-                new.rename(self.folder / name)
+            name = f"{self.key}-{rank()}-{time.time_ns()}.json"
+            write_whole(self.folder / name, json.dumps(self.computed))
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
-        self.reference, self.released = None, True
+        self.released = True
+        del self.policy, self.frozen
         n, known = len(self.computed), len(self.known)
         say(f"reference: {n:,} log-probs computed, {known:,} known in {self.folder}")
 

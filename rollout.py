@@ -69,7 +69,7 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
 
 
 def iteration_file(run, name: str, i: int) -> Path:
-    return run.folder.path / "iterations" / f"{name}-{i}.jsonl"
+    return run.folder / "iterations" / f"{name}-{i}.jsonl"
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -646,19 +646,19 @@ class Trainer:
             if step is None:
                 continue
             if step != last:
-                run.load(checkpoint_folder(run.folder.path, step))
+                run.load(checkpoint_folder(run.folder, step))
             run.export(name, step)
             if name == "final":
                 if run.cfg.lora.rank:
                     run.export_adapters()
                 run.evaluator.compare(step)
-                say(f"\nexported to {run.folder.path / name}")
+                say(f"\nexported to {run.folder / name}")
             if test and test[0].completions and (name == "final" or step != last):
                 row = scores[name] = self.score(test, "the test split")
                 cells = [f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if k in row]
                 say(f"test, {name} weights: {', '.join(cells)}")
         if scores and run.fabric.global_rank == 0:
-            write_json(run.folder.path / "eval" / "test.json", scores)
+            write_json(run.folder / "eval" / "test.json", scores)
 
 
 def mean(x: torch.Tensor) -> float | None:

@@ -12,8 +12,8 @@
 
 A checkpoint is written beside its final name and then renamed: it is whole or not there. In it every rank
 writes and reads its own part, by torch.distributed.checkpoint, and nothing is gathered. Its tensors are
-named `kind|parameter` (weights, reference), `kind|parameter|moment` (optimizer; number: of it what is no
-tensor) and `random|rank`.
+named `kind|parameter`, where a kind is weights, reference or one of the optimizer's moments, and
+`random|rank`.
 """
 
 import contextlib
@@ -21,16 +21,13 @@ import fcntl
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import warnings
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import lightning
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
@@ -71,6 +68,8 @@ class RunState:
     """Of its column; where the lowest is best, with the other sign."""
     objective: dict = field(default_factory=dict)
     """Objective.state_dict()."""
+    optimizer_numbers: dict[str, float] = field(default_factory=dict)
+    """What is no tensor in the optimizer's state, by `moment|parameter`."""
 
     def remember_if_best(self, row: dict, column: str | None) -> bool:
         """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
@@ -153,31 +152,23 @@ def checkpoint_folder(out: Path, step: int) -> Path:
     return out / "checkpoints" / f"step-{step:08d}"
 
 
-def prune_checkpoints(out: Path, keep_last: int, best_step: int | None) -> None:
-    """Remove old checkpoints, but neither the newest `keep_last` nor the best one."""
-    for step, path in list(checkpoints_by_step(out).items())[:-keep_last]:
-        if step != best_step:
-            # renamed first: a checkpoint that is half removed must not look like one
-            removed = path.rename(path.with_name(f".{path.name}.tmp"))
-            shutil.rmtree(removed, ignore_errors=True)
-
-
-def find_checkpoint(cfg: RunSettings) -> Path | None:
-    """The checkpoint that a run goes on from. Raises BadInput where two runs would be mixed."""
-    out = Path(cfg.out_dir or "").resolve()
-    own = checkpoints_by_step(out) if cfg.out_dir else {}
-    if not cfg.resume:
+def find_checkpoint(out: Path, resume: str | None) -> Path | None:
+    """The checkpoint that a run in the folder `out` goes on from. Raises BadInput where two runs would be
+    mixed."""
+    own = checkpoints_by_step(out)
+    if not resume:
         refuse_unless(
-            not cfg.out_dir or not (own or (out / "metrics.csv").exists()),
+            not (own or (out / "metrics.csv").exists()),
             f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder "
             "starts anew",
         )
         return None
-    if cfg.resume == "auto":
+    if resume == "auto":
         return own[max(own)] if own else None
-    checkpoint = Path(cfg.resume).resolve()
-    exists = (checkpoint / "state.json").exists()
-    refuse_unless(exists, f"resume: {cfg.resume}: no such checkpoint folder")
+    checkpoint = Path(resume).resolve()
+    refuse_unless(
+        (checkpoint / "state.json").exists(), f"resume: {resume}: no such checkpoint folder"
+    )
     refuse_unless(
         not own or checkpoint in own.values(),
         f"out_dir: {out} holds another run: a run that branches off {checkpoint} needs a folder of "
@@ -186,69 +177,62 @@ def find_checkpoint(cfg: RunSettings) -> Path | None:
     return checkpoint
 
 
-class RunFolder:
-    """The folder of a run, locked for this process: the first rank decides for all ranks.
+_locks = {}  # a folder: the open lock file, if a run of this process writes into it
 
-    path: the folder. checkpoint: the folder of the checkpoint that this start goes on from, or None;
-    state: its RunState; is_own: whether that checkpoint is of the run in `path` (else this run
-    branches off another one). Raises BadInput if two runs would be mixed.
-    """
 
-    def __init__(self, fabric, cfg: RunSettings, program: Path):
-        self.lock, self.program = None, program
-        self.path, self.checkpoint = on_rank_0(fabric, lambda: self._take(cfg))
-        self.state = read_state(self.checkpoint) if self.checkpoint else None
-        self.is_own = self.checkpoint in checkpoints_by_step(self.path).values()
+def take_folder(out: Path, resume: str | None) -> Path | None:
+    """Make a run's folder, lock it for this process, and find the checkpoint. Raises BadInput."""
+    with user_error("out_dir", out):
+        out.mkdir(parents=True, exist_ok=True)
+        _locks[out] = open(out / ".lock", "w")
+        try:  # until the file is closed or this process ends, in whatever way
+            fcntl.lockf(_locks[out], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"out_dir: {out}: in use by another process") from None
+    return find_checkpoint(out, resume)
 
-    def _take(self, cfg: RunSettings) -> tuple[Path, Path | None]:
-        """Create and lock the folder, find the checkpoint. -> both"""
-        now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
-        out = Path(cfg.out_dir or f"out/{self.program.stem}-{now}").resolve()
-        with user_error("out_dir", out):
-            out.mkdir(parents=True, exist_ok=True)
-            self.lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT)
-            try:  # until the file is closed or this process ends, in whatever way
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BadInput(f"out_dir: {out}: in use by another process") from None
-        return out, find_checkpoint(cfg)
 
-    def begin(self, cfg: RunSettings, hashes: dict[str, str]) -> None:
-        """Compare with the checkpoint, and only then write into the folder: put newer checkpoints aside,
-        and write the settings. Raises BadInput."""
-        if self.state:
-            self._compare(cfg, hashes)
-        elif cfg.resume:
-            say(f"nothing to resume in {self.path}: starting")
-        for old in (self.path / "checkpoints").glob(".*.tmp"):  # of a killed process
-            shutil.rmtree(old, ignore_errors=True)
-        for step, path in checkpoints_by_step(self.path).items():
-            if self.is_own and step > self.state.step:  # of a continuation that is left behind
+def unlock_folder(out: Path) -> None:
+    if out in _locks:  # rank 0's
+        _locks.pop(out).close()
+
+
+def begin_run(
+    out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str]
+) -> RunState:
+    """Compare program, settings, models and records with those of the checkpoint that the run goes on
+    from. Only then write into the folder: put newer checkpoints aside, and write the settings. -> the
+    state that the run begins with. Raises BadInput."""
+    state = RunState(hashes=hashes)
+    if checkpoint:
+        state = read_state(checkpoint)
+        saved, new = flatten(read_settings(checkpoint)), flatten(cfg)
+        fixed, cut = changed_settings(saved, new)
+        faults = [
+            f"{name}: not what this run began with"
+            for name, x in hashes.items()
+            if x != state.hashes.get(name)
+        ]
+        faults += [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
+        advice = (
+            f"a resume uses the run's own settings (--config {checkpoint.parents[1]}/settings.yaml)"
+        )
+        refuse_unless(not faults, "\n".join(faults) + f"; {advice}")
+        rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
+        say(f"resumed from {checkpoint}{rounding}")
+        own = checkpoints_by_step(out)
+        if not own:  # a branch: the other run's best checkpoint is not in this folder
+            state.best_step = state.best_value = None
+        for step, path in own.items():
+            if step > state.step:  # of a continuation that is left behind
                 aside = path.with_name(f"abandoned-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-        head = f"# {self.program}, {versions()}\n"
-        write_whole(self.path / "settings.yaml", head + dump_yaml(cfg))
-        say(f"run folder: {self.path}")
-
-    def _compare(self, cfg: RunSettings, hashes: dict[str, str]) -> None:
-        """Raise BadInput if this program with these settings, models and records is not the run of the
-        checkpoint."""
-        saved, new = flatten(read_settings(self.checkpoint)), flatten(cfg)
-        fixed, cut = changed_settings(saved, new)
-        other = [name for name in hashes if hashes[name] != self.state.hashes.get(name)]
-        faults = [f"{name}: not what this run began with" for name in other]
-        faults += [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
-        file = self.checkpoint.parent.parent / "settings.yaml"
-        advice = f"; a resume uses the run's own settings (--config {file})"
-        refuse_unless(not faults, "\n".join(faults) + advice)
-        rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
-        say(f"resumed from {self.checkpoint}{rounding}")
-
-    def close(self) -> None:
-        """Give the lock back."""
-        if self.lock is not None:
-            os.close(self.lock)
+    elif cfg.resume:
+        say(f"nothing to resume in {out}: starting")
+    write_whole(out / "settings.yaml", f"# {hashes['program']}, {versions()}\n{dump_yaml(cfg)}")
+    say(f"run folder: {out}")
+    return state
 
 
 def versions() -> str:
@@ -262,30 +246,32 @@ def versions() -> str:
 # ---- save ----------------------------------------------------------------------------------------
 
 
-def save_checkpoint(
-    fabric, folder: Path, policy, optimizer, reference: dict, state: RunState, cfg: RunSettings
-) -> None:
-    """Write a checkpoint. reference: the weights of a moving reference by name, else empty. A collective.
-    Raises Failed."""
-    params = policy.unique_parameters()
-    tensors = {f"weights|{n}": p.detach() for n, p in params.items() if p.requires_grad}
-    tensors |= {f"reference|{n}": p.detach() for n, p in reference.items()}
+def save_checkpoint(run) -> None:
+    """Write a checkpoint of the step that was just done, then remove old ones. A collective. Raises Failed."""
+    fabric, state, out = run.fabric, run.state, run.folder
+    # with LoRA a reference that has moved is the policy's own base
+    params, moved = run.policy.unique_parameters(), state.reference_has_moved
+    changed = {name: p for name, p in params.items() if p.requires_grad or moved}
+    tensors = {f"weights|{name}": p.detach() for name, p in changed.items()}
+    if moved and run.reference.frozen:
+        frozen = run.reference.frozen.unique_parameters()
+        tensors |= {f"reference|{name}": p for name, p in frozen.items()}
     name_of = {p: name for name, p in params.items()}
-    for p, moments in optimizer.optimizer.state.items():
+    numbers = state.optimizer_numbers = {}
+    for p, moments in run.optimizer.optimizer.state.items():
         for moment, x in moments.items():
-            kind = "optimizer"
             if not isinstance(x, torch.Tensor):
-                kind, x = "number", torch.from_numpy(np.array(x))
+                numbers[f"{moment}|{name_of[p]}"] = x
+                continue
             if moment in ("qmap1", "qmap2"):
                 # 8-bit AdamW has one table for all weights, and safetensors refuses shared memory
                 x = x.clone()
-            tensors[f"{kind}|{name_of[p]}|{moment}"] = x
+            tensors[f"{moment}|{name_of[p]}"] = x
     tensors[f"random|{fabric.global_rank}"] = _generator(fabric).get_state()
-    # a file for each kind and moment: a rank holds only one file's bytes at once
+    # a file for each kind: a rank holds only one file's bytes at once
     names = [*tensors, *(f"random|{r}" for r in range(fabric.world_size))]  # of all ranks
-    part_of = {name: re.sub(r"\|[^|]*", "", name, count=1) for name in names}
-    parts = sorted(set(part_of.values()))
-    file_of = {name: parts.index(part) + 1 for name, part in part_of.items()}
+    kinds = sorted({name.split("|")[0] for name in names})
+    file_of = {name: kinds.index(name.split("|")[0]) + 1 for name in names}
 
     def write(new: Path):
         writer = HuggingFaceStorageWriter(str(new), file_of, save_distributed=True)
@@ -294,11 +280,18 @@ def save_checkpoint(
             dcp.save(tensors, storage_writer=writer)
         if fabric.global_rank == 0:
             (new / "state.json").write_text(json.dumps(asdict(state)))
-            (new / "settings.yaml").write_text(dump_yaml(cfg))
+            (new / "settings.yaml").write_text(dump_yaml(run.cfg))
             if state.chat_template:  # for hub.find_model
                 (new / "chat_template.jinja").write_text(state.chat_template)
 
-    publish_folder(fabric, write, folder, on_every_rank=True)
+    publish_folder(fabric, write, checkpoint_folder(out, state.step), on_every_rank=True)
+    if fabric.global_rank == 0:
+        for step, path in list(checkpoints_by_step(out).items())[: -run.cfg.keep_last]:
+            if step != state.best_step:
+                # renamed first: a checkpoint that is half removed must not look like one
+                path.rename(path.with_name(f".{path.name}.tmp"))
+        for removed in (out / "checkpoints").glob(".*.tmp"):  # a killed process may have left one
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _generator(fabric) -> torch.Generator:
@@ -336,33 +329,28 @@ def read_tensors(folder: Path, place) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_checkpoint(fabric, folder: Path, policy, optimizer, reference: dict) -> None:
-    """Put a checkpoint's weights, optimizer state and random state in place, and those of a moving
-    reference into `reference`, its weights by name."""
-    params, moments = policy.unique_parameters(), optimizer.optimizer.state
+def load_checkpoint(run, folder: Path) -> None:
+    """Put a checkpoint's weights, optimizer state, random state and moving reference in place."""
+    params, moments = run.policy.unique_parameters(), run.optimizer.optimizer.state
 
     def place(kind, name, size, dtype):
         if kind == "random":  # at a larger number of ranks the others keep their own
-            return torch.empty(size, dtype=dtype) if name == str(fabric.global_rank) else None
-        owner, _, moment = name.partition("|")
-        known = reference if kind == "reference" else params
-        refuse_unless(owner in known, f"{folder}: {owner}: not of this model")
-        p = known[owner]
-        if not moment:
+            return torch.empty(size, dtype=dtype) if name == str(run.fabric.global_rank) else None
+        known = run.reference.frozen.unique_parameters() if kind == "reference" else params
+        p = known[name]
+        if kind in ("weights", "reference"):
             return p.detach()  # it shares the weight's memory, so the weight itself is read into
         if p.shape == size:  # sharded as the weight is
-            x = torch.zeros_like(p, dtype=dtype)
+            moments[p][kind] = torch.zeros_like(p, dtype=dtype)
         else:
-            x = torch.zeros(size, dtype=dtype, device=p.device)
-        moments[p][moment] = x
-        return x
+            moments[p][kind] = torch.zeros(size, dtype=dtype, device=p.device)
+        return moments[p][kind]
 
     read = read_tensors(folder, place)
     missing = [n for n, p in params.items() if p.requires_grad and f"weights|{n}" not in read]
     refuse_unless(not missing, f"{folder}: holds no {', '.join(missing[:1])}: not of this model")
-    for key, x in read.items():
-        kind, name, *moment = key.split("|")
-        if kind == "number":
-            moments[params[name]][moment[0]] = x.item()
-        elif kind == "random":
-            _generator(fabric).set_state(x)
+    for key, x in read_state(folder).optimizer_numbers.items():
+        moment, name = key.split("|")
+        moments[params[name]][moment] = x
+    if (key := f"random|{run.fabric.global_rank}") in read:
+        _generator(run.fabric).set_state(read[key])

@@ -163,7 +163,8 @@ def even(answers) -> list[bool]:
 
 
 def checkpoint_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint of one process, by name. kind: weights, reference or optimizer."""
+    """The tensors of a checkpoint of one process, by name. kind: weights, reference or a moment of the
+    optimizer (exp_avg)."""
     from safetensors.torch import load_file
 
     tensors = {}

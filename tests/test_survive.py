@@ -182,7 +182,9 @@ def test_the_time_limit_stops_a_run_like_a_signal(program, step, argv_of, tmp_pa
     monkeypatch.setattr(devices.Stop, "__init__", soon)
     limit = "--max_time=00:00:01"
     code, said, command = stopped(1, tmp_path, program, argv_of(program, out, limit))
-    assert (code, said) == (0, f"max_time at step {step}") and limit in command
+    assert (code, said) == (0, f"max_time at step {step}")
+    assert command[1:] == ["--config", str(out / "settings.yaml"), "--resume", "auto"]
+    assert "max_time: 0:00:01" in (out / "settings.yaml").read_text()
     run_to_the_end(1, tmp_path, program, argv_of(program, out, "--resume=auto"))
     assert_same_run(out, whole)
 
