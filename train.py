@@ -4,9 +4,9 @@ An algorithm is a subclass of Objective, in a file of its own: a loss, and what 
 runs the loop over a Run (run.py), which owns all that lives during a run. Reading order:
 Objective, Trainer.fit, forward_backward, no_gradient_pass (z), evaluate.
 
-How a step is split into micro-batches, devices and shards changes memory and speed, never the loss,
-the baseline z or the gradient. So z is one number for the whole step, and the loss is a sum over the
-step's G examples, divided by G once.
+How a step is split into micro-batches, devices and shards never changes the loss, the baseline z or
+the gradient. So z is one number for the whole step, and the loss is a sum over the step's G examples,
+divided by G once.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched
 pairs of a step (n <= G).
@@ -26,15 +26,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from attention import PromptCache
-from data import (
-    Batch,
-    LossView,
-    StepView,
-    made_ahead,
-    make_batch,
-    mismatched_pairs,
-    step_batches,
-)
+from data import Batch, LossView, StepView, made_ahead, make_batch, mismatched_pairs, step_batches
 from model import Scores
 from records.examples import Example
 from reference import CachedReference, Reference
@@ -79,10 +71,8 @@ class PreferenceSettings:
 class KL(NamedTuple):
     """The mismatched pairs of a step, of all ranks."""
 
-    logratio: torch.Tensor
-    """(n,), nats."""
-    z: torch.Tensor
-    """The baseline: one number, or (G,), one for each example."""
+    logratio: torch.Tensor  # (n,), nats
+    z: torch.Tensor  # the baseline: one number, or (G,), one for each example
 
 
 class Objective:
@@ -96,7 +86,7 @@ class Objective:
     needs_reference = True
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
-    """True: `reduce` gets the log-probs of each token."""
+    """True: log-probs are those of each token, (B, K, L), until `reduce` makes them (B, K)."""
     average_logps = False
     """Whether a log-ratio is divided by the number of scored tokens."""
 
@@ -112,20 +102,18 @@ class Objective:
         raise NotImplementedError
 
     def reduce(self, logps, ref_logps, lengths):
-        """Only with by_token. Log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end
-        -> what the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K). A program's
-        SFT term and its columns logps/* come from this result; average_logps still divides by the full
-        lengths."""
-        return logps.sum(-1), None if ref_logps is None else ref_logps.sum(-1)
+        """With by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end -> what
+        the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K). average_logps
+        still divides by the full lengths."""
+        return logps, ref_logps
 
     def mismatched_pairs(self, examples: list[Example]) -> list[int | np.ndarray]:
         """With needs_mismatched_pairs: for each example the number of the one whose completion its
         mismatched pair has, -1 for no pair; or this completion itself, an array of token ids.
 
         An override is called as each step begins, so it may use the policy and what after_step has
-        changed. It is also called in each validation with all of val, and in the start check. With
-        reference_cache it is called for all steps before the first one, and must then give the same again. This
-        one needs no policy: it is called a step ahead, in a thread."""
+        changed; also in each validation with all of val, and in the start check. With reference_cache it
+        is called for all steps before the first one, and must then give the same again."""
         return mismatched_pairs(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
@@ -133,16 +121,14 @@ class Objective:
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(self, logps, ref_logps, lengths):
-        """r = log pi - log ref, of which the loss, z and the rewards are made. Arguments and result
-        have one shape."""
+        """r = log pi - log ref, of which the loss, z and the rewards are made; all of one shape."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / lengths if self.average_logps else r
 
     def baseline(self, logratio_n, step: StepView):
         """z of a step from the log-ratios (n,) of its mismatched pairs: first the mean, then the clamp.
         -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
-        may be 0. Validation and precomputing call it too: it must not update what the objective
-        remembers."""
+        may be 0. Validation calls it too: it must not update what the objective remembers."""
         return (logratio_n.sum() / max(1, len(logratio_n))).clamp(min=0)
 
     def after_step(self, columns: dict, kl: KL) -> None:
@@ -175,7 +161,7 @@ class Objective:
         kind = type(self).__name__
         for name in dir(type(self)):
             hook = getattr(Objective, name, None)
-            if not hasattr(Objective, name):
+            if hook is None:
                 like = get_close_matches(name, dir(Objective), 1, cutoff=0.85)
                 refuse_unless(not like, f"{kind}.{name}: not known: did you mean {like}?")
             elif inspect.isfunction(hook):
@@ -195,8 +181,8 @@ class Objective:
 class BeforeGradient(NamedTuple):
     """What the no-gradient pass of a step found."""
 
+    # of each of this rank's micro-batches (B, K), or (B, K, L) by token; None without a reference
     ref_logps: list
-    """Of each of this rank's micro-batches: (B, K), or (B, K, L) by token; None without a reference."""
     kl: KL
     step: StepView
 
@@ -225,20 +211,17 @@ class Trainer:
         return not failed
 
     def fit(self, examples=None, plan: Plan | None = None) -> bool:
-        """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a
-        second fit needs a plan of its own (optimizer.iteration_plans). -> False if a signal, stop_at
-        or max_time ended it early."""
+        """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a second
+        fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early."""
         run = self.run
-        assert plan or not run.last_step, (
-            "fit: the default plan has ended: give one that begins here"
-        )
+        assert plan or not run.last_step, "fit: the default plan has ended: give another one"
         examples = run.examples["train"] if examples is None else examples
         plan = plan or make_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)
         first = run.state.step + 1
         batches = step_batches(run, examples, plan)
-        # pairs of its own may need what the last step has changed
+        # pairs of a fork's own may need what the last step has changed
         if not run.objective.overrides("mismatched_pairs"):
             batches = made_ahead(batches)
         for batch in batches:
@@ -269,12 +252,11 @@ class Trainer:
     def forward_backward(
         self, batch: Batch, title: str = "", silent: float = 5, entropy: bool = False
     ) -> tuple[dict, KL]:
-        """Add the step's gradient to the policy's; in validation compute the same without a gradient. title,
-        silent: of the progress that it shows. entropy: whether to compute it, for a column.
-        -> {column: (G,)} and KL, of all ranks"""
+        """Add the step's gradient to the policy's; in validation compute the same without a gradient.
+        title, silent: of its progress. entropy: whether to compute it, for a column. -> {column: (G,)}
+        and KL, of all ranks"""
         run, n, parts, cache = self.run, len(batch.micro_batches), [], None
-        trains = run.policy.training
-        passes = 1 + run.objective.needs_reference
+        trains, passes = run.policy.training, 1 + run.objective.needs_reference
         with progress(title, passes * len(batch.examples) // run.fabric.world_size, silent):
             if trains and run.objective.needs_mismatched_pairs and n == 1:
                 cache = PromptCache()
@@ -309,14 +291,12 @@ class Trainer:
         The reference runs the micro-batches of the policy, first the own completions, then the
         mismatched ones. So both models round alike. Before the first update the log-ratio of an own
         completion is exactly 0; of a mismatched one, too, if the step is one micro-batch or the
-        examples are long (else it may differ by rounding). Later the rounding of the two mostly
-        cancels."""
+        examples are long (else it may differ by rounding)."""
         run, objective, step = self.run, self.run.objective, StepView(batch, self.run.fabric.device)
-        has_pairs, ref_logps = batch.mismatched_pairs is not None, []
-        if not objective.needs_reference:
-            ref_logps = [None] * len(batch.micro_batches)
-        logratio_G = step.weight.new_zeros(step.size, dtype=torch.float64)
-        has_work = objective.needs_reference or has_pairs
+        has_pairs = batch.mismatched_pairs is not None
+        ref_logps = [] if objective.needs_reference else [None] * len(batch.micro_batches)
+        logratio_G = torch.zeros_like(step.weight, dtype=torch.float64)
+        has_work = has_pairs or objective.needs_reference
         for micro, packed in self.micro_batches(batch) if has_work else ():
             prompt_cache, ref_pairs = PromptCache() if has_pairs else None, None
             if objective.needs_reference:
@@ -326,8 +306,7 @@ class Trainer:
                 logps = self.forward(packed, policy_cache).logps
                 if objective.needs_reference:
                     ref_pairs = run.reference(packed, prompt_cache)
-                if objective.by_token:
-                    logps, ref_pairs = objective.reduce(logps, ref_pairs, packed.length_BK)
+                logps, ref_pairs = objective.reduce(logps, ref_pairs, packed.length_BK)
                 logratio_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
                     logratio_G[packed.index_B] = logratio_B.double()
@@ -335,10 +314,9 @@ class Trainer:
         logratio_n = all_reduce(logratio_G)[step.mismatched_index] if has_pairs else logratio_G[:0]
         z = objective.baseline(logratio_n, step)
         z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
-        shape = tuple(z.shape)
         refuse_unless(
-            shape in ((), (step.size,)),
-            f"baseline: one number or ({step.size},), one for each example, not {shape}",
+            z.shape in ((), (step.size,)),
+            f"baseline: one number or ({step.size},), one for each example, not {tuple(z.shape)}",
         )
         return BeforeGradient(ref_logps, KL(logratio_n, z), step)
 
@@ -412,19 +390,16 @@ class Trainer:
 
     def micro_batch_loss(self, packed, scores: Scores, ref_logps, before: BeforeGradient):
         """-> the losses (B,) of a micro-batch, and its columns {name: (B,)}. ref_logps: of its completions."""
-        objective, logps, z = self.run.objective, scores.logps, before.kl.z
-        if objective.by_token:
-            logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
+        objective, z = self.run.objective, before.kl.z
+        logps, ref_logps = objective.reduce(scores.logps, ref_logps, packed.length_BK)
         if z.dim():
             z = z[packed.index_B]
         view = LossView(before.step, packed, scores.outputs)
         loss_B, own = objective.loss(logps, ref_logps, view, z)
         B = len(packed.index)
         for name, x in {"losses": loss_B, **own}.items():
-            got = tuple(
-                getattr(x, "shape", ())
-            )  # a mean, for one, would silently scale the gradient
-            refuse_unless(
+            got = tuple(getattr(x, "shape", ()))
+            refuse_unless(  # a mean, for one, would silently scale the gradient
                 got == (B,),
                 f"loss: {name}: expected a tensor ({B},), one number an example, got {got}",
             )
@@ -437,10 +412,9 @@ class Trainer:
         return loss_B, {name: x.detach().double() for name, x in columns.items()}
 
     def join_parts(self, parts: list, step: StepView) -> dict:
-        """The columns of a step's examples, {name: (G,)}, of all ranks. parts: of each of this rank's
-        micro-batches itself, packed, and its columns. Raises BadInput unless each micro-batch, of all
-        ranks and steps, has the same ones: in a column that only some have, the examples of the others
-        would count as 0. A filler only has the columns."""
+        """The columns of a step's examples, {name: (G,)}, of all ranks. parts: this rank's micro-batches, each
+        with its packed batch and its columns. Raises BadInput unless each micro-batch, of all ranks and
+        steps, has the same ones: in a column that only some have, the others' examples would count as 0."""
         run, (*_, columns) = self.run, parts[0]
         key = type(run.objective), run.policy.training, "entropy" in columns
         if key not in self.column_names:
@@ -461,9 +435,8 @@ class Trainer:
 
     @torch.no_grad()
     def score_examples(self, examples, title: str = "scoring") -> tuple[dict, KL]:
-        """A step without a gradient over all these examples, in their order, with the policy as it is.
-        One z for all of them, so the numbers depend on neither batch size nor ranks. -> what a loss
-        gives of each, {column: (n,)}, and KL; of all ranks. A collective. title: of its progress."""
+        """A step without a gradient over all these examples, with one z for all of them: the numbers depend on
+        neither batch size nor ranks. -> {column: (n,)} and KL, of all ranks. A collective."""
         self.run.policy.eval()
         scored = self.forward_backward(make_batch(self.run, examples), title)
         self.run.policy.train()
@@ -497,9 +470,9 @@ class Trainer:
 
     @torch.no_grad()
     def own_kl(self, answers: list) -> float | None:
-        """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer).
-        It estimates KL(policy || reference) if they are sampled from the policy as it is, at temperature 1
-        without top_k, top_p or a penalty; else it may be negative. None without a reference in memory."""
+        """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer). It
+        estimates KL(policy || reference) if the policy as it is samples them at temperature 1 without
+        top_k, top_p or a penalty; else it may be negative. None without a reference in memory."""
         run = self.run
         if not isinstance(run.reference, Reference):
             return None
@@ -516,11 +489,11 @@ class Trainer:
 
     def before_first_step(self, examples, plan: Plan) -> None:
         """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
-        run, step, cfg = self.run, self.run.state.step, self.run.cfg
-        run.logger.begin(plan, len(examples), cfg.batch_size, step)
+        run, step, G = self.run, self.run.state.step, self.run.cfg.batch_size
+        run.logger.begin(plan, len(examples), G, step)
         run.policy.eval()
         if step == run.reference_step:
-            self.check_start(make_batch(run, examples[: cfg.batch_size]))
+            self.check_start(make_batch(run, examples[:G]))
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0 or run.state.unvalidated:
@@ -545,8 +518,7 @@ class Trainer:
             if largest != 0:
                 raise Failed(
                     f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: the "
-                    "reference is not the model that the run starts from (nan: its weights do not give "
-                    "finite log-probs)"
+                    "reference is not the model that the run starts from, or gives no finite log-probs"
                 )
             agree = "policy and reference agree to the bit; "
         self.check_mixing(batch, index, scores)
@@ -591,29 +563,26 @@ class Trainer:
         run.reference.release()
 
     def finish(self) -> None:
-        """Of the last weights, and then of the best ones: export them and score the test split. Answers of
-        the last ones are compared with those before the run."""
-        run, test, scores = self.run, self.run.examples["test"], {}
-        last = run.state.step
+        """Compare the answers of the last weights with those before the run; export the last weights, and then
+        the best ones, and score the test split with each."""
+        run, test, scores, last = self.run, self.run.examples["test"], {}, self.run.state.step
         if run.saved_step < last:  # a branch that has no step left
             run.save()
+        run.evaluator.compare(last)
+        if run.cfg.lora.rank:
+            run.export_adapters()
         for name, step in (("final", last), ("best", run.state.best_step)):
             if step is None:
                 continue
-            if step != last:
-                run.load(checkpoint_folder(run.folder.path, step))
             run.export(name, step)
-            if name == "final":
-                if run.cfg.lora.rank:
-                    run.export_adapters()
-                run.evaluator.compare(step)
-                say(f"\nexported to {run.folder.path / name}")
-            if test and test[0].completions and (name == "final" or step != last):
+            say(f"\nexported to {run.folder.path / name}")
+            if test and test[0].completions:
+                if step != last:
+                    run.load(checkpoint_folder(run.folder.path, step))
                 columns, kl = self.score_examples(test, "the test split")
                 row = scores[name] = run.objective.metrics(columns, kl)
-                cells = [
-                    f"{k} {row[k]:.6g}" for k in ("loss", "accuracy") if row.get(k) is not None
-                ]
+                shown = [k for k in ("loss", "accuracy") if row.get(k) is not None]
+                cells = [f"{k} {row[k]:.6g}" for k in shown]
                 say(f"test, {name} weights: {', '.join(cells)}")
         if scores and run.fabric.global_rank == 0:
             write_json(run.folder.path / "eval" / "test.json", scores)
