@@ -8,8 +8,7 @@ How a step is split into micro-batches, devices and shards never changes the los
 the gradient. So z is one number for the whole step, and the loss is a sum over the step's G examples,
 divided by G once.
 
-Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched
-pairs of a step (n <= G).
+Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
 """
 
 import inspect
@@ -249,9 +248,7 @@ class Trainer:
                 return False
         return True
 
-    def forward_backward(
-        self, batch: Batch, title: str = "", silent: float = 5, entropy: bool = False
-    ) -> tuple[dict, KL]:
+    def forward_backward(self, batch: Batch, title="", silent=5, entropy=False) -> tuple[dict, KL]:
         """Add the step's gradient to the policy's; in validation compute the same without a gradient.
         title, silent: of its progress. entropy: whether to compute it, for a column. -> {column: (G,)}
         and KL, of all ranks"""
@@ -351,8 +348,7 @@ class Trainer:
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float) -> None:
         """Write a row of metrics.csv if one is due: of this step, but its speed since the last row."""
         run, step = self.run, self.run.state.step
-        needs_row = "entropy" in columns
-        if needs_row:
+        if needs_row := "entropy" in columns:
             # a mean over tokens, from the means over each example's
             entropy_G, tokens_G = columns.pop("entropy").cpu(), columns.pop("scored_tokens").cpu()
             row |= {
@@ -415,7 +411,7 @@ class Trainer:
         """The columns of a step's examples, {name: (G,)}, of all ranks. parts: this rank's micro-batches, each
         with its packed batch and its columns. Raises BadInput unless each micro-batch, of all ranks and
         steps, has the same ones: in a column that only some have, the others' examples would count as 0."""
-        run, (*_, columns) = self.run, parts[0]
+        run, (_, _, columns) = self.run, parts[0]
         key = type(run.objective), run.policy.training, "entropy" in columns
         if key not in self.column_names:
             self.column_names[key] = run.fabric.broadcast(list(columns))  # rank 0's, in its order
@@ -540,7 +536,7 @@ class Trainer:
             cut = [None if x is None else x[at] for x in (logps, scores.outputs, ref_logps)]
             packed = self.pack(batch, index[at])
             losses.append(self.micro_batch_loss(packed, Scores(*cut[:2]), cut[2], before)[0])
-        # not to the bit: a fork's own model may round differently where an example is alone
+        # not to the bit: a fork's own micro_batch_loss may run a model, which rounds differently
         refuse_unless(
             torch.allclose(losses[0], torch.cat(losses[1:]), 0.02, 1e-6, equal_nan=True),
             "loss: an example's loss depends on the other examples of its micro-batch, so another "
