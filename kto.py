@@ -74,12 +74,13 @@ class KTO(Objective):
         self.needs_mismatched_pairs = args.loss == "kto"
 
     def loss(self, logps, ref_logps, batch, z):
-        args, logp_B, length_B = self.args, logps[:, 0], batch.length[:, 0]
+        args, logp_B = self.args, logps[:, 0]
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
         preference_B = kto_loss(logratio_B, z, batch.label, args)
         # a mean over the step's desirable examples, written as a mean over all G of them
         share = batch.step.size / max(1, batch.step.desirable)
-        sft_B = -logp_B / (length_B if args.sft_average else 1) * batch.label * share
+        n_B = batch.length[:, 0] if args.sft_average else 1
+        sft_B = -logp_B / n_B * batch.label * share
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
         return loss_B, {  # metrics needs logratio, logp and desirable
             "preference_loss": preference_B,
@@ -128,9 +129,9 @@ def auc(high: torch.Tensor, low: torch.Tensor) -> float:
     Both are 1-D tensors with at least one value.
     """
     low = low.sort().values
-    n_below = torch.searchsorted(low, high, right=False).double()
-    n_below_or_equal = torch.searchsorted(low, high, right=True).double()
-    return ((n_below + n_below_or_equal).mean() / 2 / len(low)).item()
+    # how many are below, plus how many are below or equal: a tie is counted once, the others twice
+    counts = sum(torch.searchsorted(low, high, right=right) for right in (False, True))
+    return (counts.double().mean() / 2 / len(low)).item()
 
 
 def main(argv=None, objective=KTO, settings=Settings, trainer=Trainer, **given) -> None:

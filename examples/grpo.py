@@ -41,15 +41,13 @@ def rate(run, prompts, answers):
 
 
 class GRPO(Objective):
-    """The reference is the policy that gave the answers (online.reference last); no KL term."""
+    """The reference is the policy that gave the answers (online.reference last); no KL term. Without a
+    `reduce` of its own its loss sees the log-probs of each token."""
 
     records, by_token = "prompts", True
 
     def __init__(self, args):
         self.clip = args.clip
-
-    def reduce(self, logps, ref_logps, lengths):
-        return logps, ref_logps  # the loss sees each token
 
     def loss(self, logps, ref_logps, batch, z):
         ratio, length = (logps - ref_logps)[:, 0].exp(), batch.length[:, 0]  # (B, L), (B,)

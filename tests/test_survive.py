@@ -137,7 +137,13 @@ STOPS = {
     "kto": [
         (("--stop_at=1",), None, 0, 0, "stop_at at step 1"),
         ((), ("train.clip_gradient", 1), signal.SIGTERM, 143, "SIGTERM at step 2"),
-        ((), ("train.Trainer.score", 1), signal.SIGINT, 130, "SIGINT at step 3"),  # a validation
+        (
+            (),
+            ("train.Trainer.score_examples", 1),
+            signal.SIGINT,
+            130,
+            "SIGINT at step 3",
+        ),  # a validation
         ((), ("evaluate.generate", 1), signal.SIGINT, 130, "SIGINT at step 3"),  # the check in it
     ],
     "spin": [
