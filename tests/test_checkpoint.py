@@ -101,7 +101,7 @@ def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, rat
         train(tiny, ratings, out, *RUN, "--resume=auto", *changed)
     lines = str(e.value).split("\n")
     assert {line.split(":")[0] for line in lines} == {c[2:].split("=")[0] for c in changed}
-    assert "seed: the run has 1, you gave 5" in lines
+    assert "kto.beta: the run has 0.1, you gave 0.2" in lines
     own = f"a resume uses the run's own settings (--config {out / 'settings.yaml'})"
     assert str(e.value).count(own) == 1 and lines[-1].endswith(own)
 
