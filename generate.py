@@ -247,7 +247,9 @@ def main(argv=None) -> None:
     prepare_machine()
     fabric = Fabric(devices=1)
     dtype = torch.bfloat16 if fabric.device.type == "cuda" else torch.float32
-    tokenizer = Tokenizer(source.tokenizer, source.chat_template, date.today().isoformat())
+    tokenizer = Tokenizer(
+        source.tokenizer, source.chat_template, date.today().isoformat(), source.root
+    )
     policy = fabric.to_device(load_model(source, dtype=dtype))
     context, turns = policy.max_seq_length, []
     by_template = bool(tokenizer.template) and not args.plain

@@ -91,6 +91,12 @@ class Source(NamedTuple):
         return self.folder
 
     @property
+    def files(self) -> list[Path]:
+        """Those besides weights that say how the model computes, and its tokenizer's."""
+        found = [*sorted(self.root.iterdir()), *sorted(self.tokenizer.iterdir())]
+        return [file for file in found if COPIED.match(file.name) and file.is_file()]
+
+    @property
     def chat_template(self) -> Path | None:
         """The data.chat_template of a checkpoint's run."""
         if self.base is None:
@@ -252,9 +258,7 @@ def export(
             theirs[name].copy_(r.of(weights[r.name]))
     hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
     hf.save_pretrained(out, max_shard_size="5GB")
-    for folder in (source.root, source.tokenizer):
-        for file in folder.iterdir():
-            if COPIED.match(file.name) and file.is_file():
-                shutil.copyfile(file, out / file.name)
+    for file in source.files:
+        shutil.copyfile(file, out / file.name)
     for name, text in notes.items():
         (out / name).write_text(text)

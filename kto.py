@@ -27,7 +27,7 @@ from jsonargparse.typing import NonNegativeFloat
 
 from run import setup
 from runs.console import run_cli
-from runs.settings import RunSettings, docstring_of, parse, refuse_unless
+from runs.settings import RunSettings, docstring_of, parse
 from train import Objective, PreferenceSettings, Trainer, join_columns, mean
 
 
@@ -47,13 +47,6 @@ class KTOSettings(PreferenceSettings):
 @dataclass(frozen=True)
 class Settings(RunSettings):
     kto: KTOSettings = field(default_factory=KTOSettings)
-
-    def validate(self) -> None:
-        super().validate()
-        refuse_unless(
-            self.kto.loss != "kto" or self.batch_size >= 2,
-            "batch_size: kto needs at least 2: a mismatched pair takes another's completion",
-        )
 
 
 def kto_loss(logratio_B, z, desirable_B, args: KTOSettings):

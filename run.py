@@ -275,12 +275,17 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
         f"data.score_prompt: {kind} takes the tokens of a completion, not of its prompt",
     )
 
+    refuse_unless(
+        cfg.batch_size > 1 or not objective.needs_mismatched_pairs,
+        f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion",
+    )
+
     # the model's folder and its tokenizer
     source = find_model(cfg.model)
     config = read_config(source).get_text_config()
     size = config.num_hidden_layers, config.hidden_size
     template = cfg.data.chat_template or source.chat_template
-    tokenizer = Tokenizer(source.tokenizer, template, cfg.data.date)
+    tokenizer = Tokenizer(source.tokenizer, template, cfg.data.date, source.root)
     data = with_limits(cfg.data, context_of(config))
     data = with_absolute_paths(data, "train", "val", "test", "chat_template")
     cfg = replace(cfg, data=data, **resolve_devices(cfg, *size))
@@ -300,8 +305,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 
     # the processes and the run's folder
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
-    files = [*sorted(source.root.glob("*.json")), *sorted(source.tokenizer.glob("*.json"))]
-    contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, files))
+    contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
     hashes = {
         "program": program.name,
         "records": examples_hash(examples),

@@ -20,6 +20,7 @@ from dpo import DPO, DPOSettings
 from evaluate import format_table
 from records.examples import Example
 from rollout import (
+    LOST,
     iteration_file,
     iterations,
     policy_answers,
@@ -99,7 +100,9 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
     demonstrations, mix = run.examples["train"], run.cfg.spin.mix
     pairs = list(zip(demonstrations, answers))
     if i > 1 and mix:
-        last_answers = [row["ids"] for row in read_lines(iteration_file(run, "answers", i - 1))]
+        file = iteration_file(run, "answers", i - 1)
+        last_answers = [row["ids"] for row in read_lines(file)]
+        refuse_unless(len(last_answers) == len(demonstrations), f"resume: {file}: {LOST}")
         order = epoch_order(len(demonstrations), i, run.cfg.seed, shuffle=True)
         mixed = order[: int(mix * len(demonstrations))]
         pairs += [(demonstrations[j], last_answers[j]) for j in mixed]

@@ -116,7 +116,7 @@ class Objective:
         return mismatched_pairs(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
-        """columns: of all G examples. -> a row of metrics.csv; None is an empty cell."""
+        """columns: of all G examples, on the CPU. -> a row of metrics.csv; None is an empty cell."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(self, logps, ref_logps, lengths):
@@ -356,13 +356,21 @@ class Trainer:
                 "epoch": (step - plan.begin) / plan.per_epoch,
                 "samples": step * len(batch.examples),
             }
-            metrics = run.objective.metrics(columns, kl)
+            metrics = self.metrics(columns, kl)
         # only now: on a GPU the row has waited for the step's end
         seconds = time.perf_counter() - began
         run.throughput.add(batch.examples, seconds)
         if needs_row:
             row = join_columns(metrics, row | run.throughput.read())
         run.logger.step(step, row if needs_row else None, seconds)
+
+    def metrics(self, columns: dict, kl: KL) -> dict:
+        """A row by the objective's metrics. Raises Failed for a column that they miss."""
+        columns = {name: x.cpu() for name, x in columns.items()}
+        try:
+            return self.run.objective.metrics(columns, KL(*(x.cpu() for x in kl)))
+        except KeyError as e:
+            raise Failed(f"metrics: no column {e}: the loss must return it") from e
 
     # ---- parts of a step ------------------------------------------------------------------------
 
@@ -446,7 +454,7 @@ class Trainer:
             return False
         run.state.unvalidated = True
         if val[0].completions:  # of prompts alone only a checker has something to say
-            row = run.objective.metrics(*self.score_examples(val, "validation"))
+            row = self.metrics(*self.score_examples(val, "validation"))
         if run.evaluator.checker:
             share = own_kl = None
             if step == 0 or is_due(step, run.cfg.eval.check_interval, plan):
@@ -570,8 +578,7 @@ class Trainer:
             if test and test[0].completions:
                 if step != last:
                     run.load(checkpoint_folder(run.folder, step))
-                columns, kl = self.score_examples(test, "the test split")
-                row = scores[name] = run.objective.metrics(columns, kl)
+                row = scores[name] = self.metrics(*self.score_examples(test, "the test split"))
                 shown = [k for k in ("loss", "accuracy") if row.get(k) is not None]
                 cells = [f"{k} {row[k]:.6g}" for k in shown]
                 say(f"test, {name} weights: {', '.join(cells)}")

@@ -153,6 +153,8 @@ def names_given(setting: str, text: str | None) -> dict[str, str]:
 def absolute_sources(sources: str) -> str:
     """The same sources with absolute paths of files, folders and patterns, but ids of the Hub as they
     are: settings.yaml then means the same from any folder."""
+    if find_path(sources).exists():  # a path may have a comma, too: those of sweep.py do
+        return os.path.abspath(find_path(sources))
     return ",".join(
         os.path.abspath(find_path(part))
         if glob.glob(str(find_path(part.partition(":")[0])))
@@ -322,7 +324,7 @@ def page() -> None:
     source = find_model(data.model, weights=False)
     data = with_limits(data, context_of(read_config(source).get_text_config()))
     template = data.chat_template or source.chat_template
-    tokenizer = Tokenizer(source.tokenizer, template, data.date)
+    tokenizer = Tokenizer(source.tokenizer, template, data.date, source.root)
     first = load_splits(data, tokenizer, data.kind, print)["train"][0]
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")

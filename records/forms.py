@@ -190,8 +190,10 @@ def unique_keys(items: Iterable[tuple[str, object]]) -> dict:
 def _prompt(fields: dict) -> Turns:
     """The prompt; or an instruction, and its input on the next line; or NeMo-Aligner's input; or else a
     dialogue, whose end may be an answer."""
-    name = next((x for x in (*PROMPTS, "chosen", "messages") if x in fields), "prompt")
+    name = next((x for x in (*PROMPTS, "messages", "chosen") if x in fields), "prompt")
     prompt = _text_or_messages(fields, name)
+    if name not in PROMPTS and isinstance(prompt, str):
+        return []  # an answer alone
     if name == "instruction" and (more := fields.pop("input", "")):
         prompt = f"{prompt}\n{more}"
     return prompt

@@ -33,9 +33,15 @@ class Tokenizer:
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
 
-    def __init__(self, folder: Path, chat_template: str | None = None, date: str | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        chat_template: str | None = None,
+        date: str | None = None,
+        model: Path | None = None,
+    ):
         """`chat_template`: a jinja file in place of the folder's own. `date`: today, for templates
-        that ask for it with strftime_now. Raises BadInput."""
+        that ask for it with strftime_now. `model`: the model's folder, if it is another one. Raises BadInput."""
         with user_error("tokenizer", folder, Exception):  # a dozen kinds, by format and library
             self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
@@ -45,7 +51,7 @@ class Tokenizer:
         self.template = self.hf.chat_template
         with user_error("data.date", date):
             self.define_date = _define_date(date)
-        stops = [i for i in (self.hf.eos_token_id, *model_stops(folder)) if i is not None]
+        stops = [i for i in (self.hf.eos_token_id, *model_stops(model or folder)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
         self.eos, self.stops = stops[0], tuple(dict.fromkeys(stops))

@@ -221,7 +221,7 @@ def begin_run(
         rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
         say(f"resumed from {checkpoint}{rounding}")
         own = checkpoints_by_step(out)
-        if not own:  # a branch: the other run's best checkpoint is not in this folder
+        if state.best_step not in own:  # removed; or a branch, whose folder has only its own
             state.best_step = state.best_value = None
         for step, path in own.items():
             if step > state.step:  # of a continuation that is left behind

@@ -16,6 +16,7 @@ import packing
 from data import Batch, MicroBatch
 from records.examples import (
     Example,
+    absolute_sources,
     examples_hash,
     load_examples,
     load_splits,
@@ -226,6 +227,12 @@ def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_path):
 
 
 # ---- several sources, columns and labels ---------------------------------------------------------
+
+
+def test_a_path_that_has_a_comma_becomes_absolute_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed=1,beta=2").mkdir()
+    assert absolute_sources("seed=1,beta=2") == str(tmp_path / "seed=1,beta=2")
 
 
 def test_several_sources_are_given_by_commas_and_patterns(tmp_path):

@@ -183,6 +183,8 @@ def test_without_a_checker_or_a_step_it_is_refused(tiny, prompts, tmp_path):
         go(tiny, prompts, tmp_path, checker=None)
     with pytest.raises(BadInput, match="prompts.jsonl: 2 examples are fewer than batch_size=4"):
         go(tiny, prompts, tmp_path, "--online.prompts_per_iteration=1")
+    with pytest.raises(BadInput, match="^batch_size: OnlineKTO needs at least 2"):
+        go(tiny, prompts, tmp_path, "--batch_size=1")
     with pytest.raises(BadInput, match="^eval.check: there is no checker to ask"):
         go(tiny, prompts, tmp_path, checker=None, rate=by_chance)
 

@@ -141,6 +141,7 @@ REFUSED = [
     ("demonstrations", {"messages": [P, user("c")]}, "messages", "an assistant's"),
     ("demonstrations", rated(label=False), "label", "undesirable"),
     ("prompts", {"messages": [C]}, "prompt", "missing"),
+    ("prompts", {"chosen": "an answer", "rejected": "another"}, "prompt", "missing"),
 ]
 
 

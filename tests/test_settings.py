@@ -149,7 +149,6 @@ WRONG = {  # option -> what is said
     "--optim.lr": "argument --optim.lr: expected one argument",
     "mine.jsonl": "mine.jsonl: no such setting",
     "--max_time=90": "max_time: expected HH:MM:SS or null, got 90",
-    "--batch_size=1": "batch_size: kto needs at least 2: a mismatched pair takes another's completion",
     "--resume=auto": "resume: auto needs --out_dir, the run's own",
     "--micro_batch_size=4 --micro_batch_tokens=4": "micro_batch_size and micro_batch_tokens: give one, not both",
     "--precision=64-true --strategy=fsdp": "precision: 64-true does not work with strategy fsdp; use ddp",

@@ -50,6 +50,8 @@ def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_
     assert Tokenizer(path).stops == (0, 7)
     (path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
     assert Tokenizer(path).stops == (0, 5)
+    adapter = folder(tmp_path / "adapter")  # a PEFT folder with a tokenizer
+    assert Tokenizer(adapter, model=path).stops == (0, 5)
     (path / "tokenizer_config.json").write_text("{}")  # GPT-2 on the Hub names no EOS there
     assert (Tokenizer(path).eos, Tokenizer(path).stops) == (5, (5, 0))
 
