@@ -76,9 +76,9 @@ class Evaluator:
     checker: Checker | None
     """The user's own, given in code; without one, the checker that eval.check names."""
     stop: Stop
+    checked_step = None
     checked_answers = ()
     """Of the last check, as examples with the answers as completions."""
-    last_check = {"step": None}  # noqa: RUF012
 
     def __post_init__(self):
         if self.cfg.eval.check == "demo" and not self.checker:
@@ -118,47 +118,45 @@ class Evaluator:
             )
         return verdicts
 
-    def check(self, name: str, step: int) -> dict:
-        """Sample answers to the held-out prompts and have them checked, once after a step; write eval/name.json. A
-        collective. -> {"step", "right", "of", "cut", "by": {field: {value: [right, of]}}, "answers"}"""
-        if self.last_check["step"] != step:
-            self.checked_answers = self.answer(self.cfg.eval.prompts, f"check at step {step}")
-            answers = as_answers(self.tokenizer, self.checked_answers, self.cfg.eval.stop)
-            verdicts = on_rank_0(self.fabric, lambda: self.judge(answers))
-            self.last_check = {
-                "step": step,
-                "right": sum(verdicts),
-                "of": len(answers),
-                "cut": sum(a.cut for a in answers),
-                "by": count_by_field(answers, verdicts),
-                "answers": [a._asdict() | {"right": v} for a, v in zip(answers, verdicts)],
-            }
-        if self.fabric.global_rank == 0:
-            write_json(Path(self.cfg.out_dir, "eval", f"{name}.json"), self.last_check)
-        return self.last_check
-
     def accuracy(self, step: int) -> float:
-        """The share of held-out answers that the checker accepts."""
-        check = self.check(f"answers-{step}" if step else "before", step)
+        """Sample answers to the held-out prompts and have them checked, after this step. -> the share of those that
+        are right. Writes eval/before.json (at step 0) or answers-N.json. A collective."""
+        self.checked_step = step
+        self.checked_answers = self.answer(self.cfg.eval.prompts, f"check at step {step}")
+        answers = as_answers(self.tokenizer, self.checked_answers, self.cfg.eval.stop)
+        verdicts = on_rank_0(self.fabric, lambda: self.judge(answers))
+        check = {
+            "step": step,
+            "right": sum(verdicts),
+            "of": len(answers),
+            "cut": sum(a.cut for a in answers),
+            "by": count_by_field(answers, verdicts),
+            "answers": [a._asdict() | {"right": v} for a, v in zip(answers, verdicts)],
+        }
+        if self.fabric.global_rank == 0:
+            write_json(self.file(step), check)
         return check["right"] / check["of"]
+
+    def file(self, step: int) -> Path:
+        return Path(self.cfg.out_dir, "eval", f"answers-{step}.json" if step else "before.json")
 
     def samples(self, step: int) -> list[dict]:
         """A few answers to look at, as {"prompt", "completion"}: the first ones of this step's check, or fresh ones if
         there was none."""
-        if self.last_check["step"] == step:
-            examples = self.checked_answers[: self.cfg.eval.samples]
-        else:
+        examples = self.checked_answers[: self.cfg.eval.samples]
+        if self.checked_step != step:
             examples = self.answer(self.cfg.eval.samples, "samples")
         answers = as_answers(self.tokenizer, examples, self.cfg.eval.stop)
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
     def compare(self, step: int) -> None:
-        """With a checker: write the check of the last step as eval/after.json (after a resume it is asked anew), and
-        print the accuracy and some answers beside those from before the run."""
-        if self.checker and self.examples:
-            after, before = self.check("after", step), Path(self.cfg.out_dir, "eval", "before.json")
+        """Write the check of the last step as eval/after.json, too, and print the accuracy and some answers beside
+        those from before the run. On rank 0."""
+        before, last = self.file(0), self.file(step)
+        if self.fabric.global_rank == 0 and last.exists():
+            shutil.copy(last, last.with_name("after.json"))
             if before.exists():  # not in a branch of another run
-                say(format_before_after(json.loads(before.read_text()), after))
+                say(format_before_after(*(json.loads(x.read_text()) for x in (before, last))))
 
 
 # ---- before and after ----------------------------------------------------------------------------
@@ -192,15 +190,16 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
 def format_before_after(before: dict, after: dict) -> str:
     """The checker's accuracy before and after training, with 95% intervals, and five answers.
 
-    `before` and `after` are what Evaluator.check returns, of the same prompts in the same order. Answers that
+    `before` and `after` are what Evaluator.accuracy writes, of the same prompts in the same order. Answers that
     changed come first.
     """
     lines = ["", "held-out accuracy by the checker (95% interval)"]
     for name, check in (("before", before), ("after", after)):
         right, of = check["right"], check["of"]
-        low, high = (100 * x for x in wilson_interval(right, of))
-        counts = f"{round(right, 1)} of {of}"  # a sum of numbers from 0 to 1 has many digits
-        lines.append(f"  {name:<7} {right / of:6.1%}  ({low:.1f} to {high:.1f})  {counts}")
+        low, high = wilson_interval(right, of)
+        interval = f"({100 * low:.1f} to {100 * high:.1f})"
+        # a sum of numbers from 0 to 1 has many digits
+        lines.append(f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}")
     gain = 100 * (after["right"] - before["right"]) / after["of"]
     lines.append(f"  gain    {gain:+5.1f} points")
     for name, counts in after["by"].items():

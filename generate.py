@@ -14,9 +14,8 @@ Shape letters:
 """
 
 import contextlib
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 
@@ -53,8 +52,8 @@ def choose_token(logits_BV, u_B, args: Sampling):
         outside_BK = cumsum(sorted_BK) - sorted_BK >= args.top_p * sorted_BK.sum(-1, keepdim=True)
         p_BV = torch.zeros_like(p_BV).scatter(1, token_BK, sorted_BK.masked_fill(outside_BK, 0))
     cdf_BV = cumsum(p_BV)
-    token_B = torch.searchsorted(cdf_BV, u_B[:, None] * cdf_BV[:, -1:], right=True)[:, 0]
-    return token_B.clamp(max=p_BV.shape[1] - 1)
+    token_B = (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
+    return token_B.clamp(max=cdf_BV.shape[1] - 1)
 
 
 def cumsum(x_BV):
@@ -70,7 +69,7 @@ def cumsum(x_BV):
     within = blocks @ x_BV.new_ones(256, 256).triu()
     n = within.shape[1]  # blocks
     before = within[..., -1] @ x_BV.new_ones(n, n).triu(1)
-    return (within + before[..., None]).view(B, -1)[:, :V].contiguous()
+    return (within + before[..., None]).view(B, -1)[:, :V]
 
 
 def penalise(logits_BV, token_BX, penalty: float):
@@ -84,28 +83,23 @@ def penalise(logits_BV, token_BX, penalty: float):
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def half_of_free_memory(device) -> float:
-    """Bytes, the least of all ranks. On a GPU of what is free, down to a power of two, so that two equal runs find the
-    same number. On a CPU, which has no such number: of 16 GB."""
-    free = 16e9
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = 2.0 ** math.floor(math.log2(torch.cuda.mem_get_info(device)[0] + unused))
-    return all_reduce(torch.tensor(free / 2, dtype=torch.float64, device=device), "min").item()
+def memory_for_sampling(device) -> float:
+    """Bytes: an eighth of a GPU's memory, the least of all ranks; 8 GB on a CPU."""
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
+    return all_reduce(torch.tensor(memory / 8, dtype=torch.float64, device=device), "min").item()
 
 
 @contextlib.contextmanager
-def ready_to_sample(fabric, policy):
+def ready_to_sample(fabric, policy, room: float):
     """Within this context the policy has dropout off, adapters merged and autocast on. The blocks of a sharded policy
-    stay gathered from one forward to the next, if the whole takes at most half of the free memory: else sampling would
-    gather it for each token. -> half of the free memory, which keys and values may take besides."""
+    stay gathered from one forward to the next, if the whole takes at most `room` bytes: else sampling would gather it
+    for each token."""
     module, was_training = getattr(policy, "module", policy), policy.training
     one = torch.ones(1, 1, device=fabric.device)
     with fabric.autocast():
         dtype = (one @ one).dtype  # in which linear layers compute
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
     with merge_for_sampling(module, dtype), fabric.autocast():
-        room = half_of_free_memory(fabric.device)  # that merged matrices leave
         blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
         if sum(p.nbytes for p in module.parameters()) > room:
             blocks = []
@@ -113,7 +107,7 @@ def ready_to_sample(fabric, policy):
             block.set_reshard_after_forward(False, recurse=False)
         policy.eval()
         try:
-            yield room
+            yield
         finally:
             policy.train(was_training)
             for block in blocks:
@@ -151,12 +145,11 @@ def generate(
     slots = min(module.max_seq_length, max(map(len, prompts)) + max_new)
     generators = [torch.Generator().manual_seed((seed * 1000003 + i) % 2**63) for i in range(n)]
     u_AY = torch.stack([torch.rand(max_new, generator=x) for x in generators]).double()
-    answers = {}
-    with ready_to_sample(fabric, policy) as room:
-        if args.cache_gb:
-            room = args.cache_gb * 1e9
-        rows = max(1, min(args.batch_size, int(room / module.cache_bytes(slots))))
-        wave = rows * fabric.world_size
+    room = memory_for_sampling(fabric.device)
+    cache_room = args.cache_gb * 1e9 if args.cache_gb else room
+    rows = max(1, min(args.batch_size, int(cache_room / module.cache_bytes(slots))))
+    wave, answers = rows * fabric.world_size, {}
+    with ready_to_sample(fabric, policy, room):
         for start in range(0, n, wave):
             own = list(range(n))[start + fabric.global_rank : start + wave : fabric.world_size]
             # a rank without a prompt answers the first one once more, so that collectives match; rank 0's answer counts
@@ -212,7 +205,7 @@ def _sample(fabric, policy, prompts, own, u_AY, slots, tokenizer, args, before_t
     return answers
 
 
-def read_answer(tokenizer: Tokenizer, ids: Sequence[int], stop: list[str] = ()) -> tuple[str, bool]:
+def read_answer(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> tuple[str, bool]:
     """The text of an answer, without its EOS and up to its first stop text; and whether it was cut, that is, ended at
     the length limit."""
     has_end = ids[-1] in tokenizer.stops

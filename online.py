@@ -101,8 +101,9 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     answers = as_answers(run.tokenizer, examples, run.cfg.online.stop)
     right, cut = sum(e.label for e in examples), sum(a.cut for a in answers)
     tokens = sum(len(e.completions[0]) for e in examples)
-    share = f"{right:,} right ({right / len(examples):.1%})"
-    say(f"iteration {i}: {len(examples):,} answers, {share}, {cut:,} cut, {tokens:,} tokens")
+    n = len(examples)
+    share = f"{right:,} right ({right / n:.1%})"
+    say(f"iteration {i}: {n:,} answers, {share}, {cut:,} cut, {tokens:,} tokens")
     rated = zip(answers[:4], examples)
     rows = [(a.prompt, a.completion, "up" if e.label else "down") for a, e in rated]
     say(format_table(("prompt", "answer", "rated"), rows))
@@ -134,7 +135,7 @@ def main(
         for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
             picked = next_items(prompts, i, n_prompts, cfg.seed)
             repeated = [e for e in picked for _ in range(args.num_generations)]
-            answers = policy_answers(run, i, plan, [e.prompt for e in repeated], args)
+            answers = policy_answers(run, i, plan, repeated, args)
             examples = rated_examples(run, i, plan, rate, repeated, answers)
             show_ratings(run, i, examples)
             if args.balance:

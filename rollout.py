@@ -79,8 +79,8 @@ def read_lines(file: Path) -> list[dict]:
     return list(map(json.loads, lines))
 
 
-def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[int]]:
-    """The policy's answers to `prompts` in iteration i, as token ids.
+def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> list[list[int]]:
+    """The policy's answers to the prompts of `examples` in iteration i, as token ids.
 
     They are written after each rollout batch. A resume takes the batches that a killed process has
     written, if policy, prompts and sampling are the same. args: a Sampling with a
@@ -88,6 +88,7 @@ def policy_answers(run, i: int, plan: Plan, prompts: list, args) -> list[list[in
     """
     file, size = iteration_file(run, "answers", i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
+    prompts = [e.prompt for e in examples]
     # all that the answers depend on
     asked = [p.tobytes() for p in prompts]
     depends = run.state.started_from, run.cfg.seed, run.rollout is None, new, args, asked

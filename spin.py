@@ -127,12 +127,12 @@ def main(argv=None, objective=SPIN, settings=Settings, trainer=Trainer, **given)
     )
     run = setup(cfg, first, **given)
     with trainer(run) as loop:
-        prompts = [e.prompt for e in run.examples["train"]]
-        n = len(prompts)
+        demonstrations = run.examples["train"]
+        n = len(demonstrations)
         with_mixed = n + int(cfg.spin.mix * n)  # from the second iteration on
         plans = iteration_plans(cfg, [n] + [with_mixed] * (cfg.spin.max_iterations - 1))
         for i, plan in iterations(run, plans, moving_reference=True):
-            answers = policy_answers(run, i, plan, prompts, cfg.spin)
+            answers = policy_answers(run, i, plan, demonstrations, cfg.spin)
             pairs = make_pairs(run, i, answers)
             show_pairs(run, i, betas[i - 1], pairs)
             run.use_objective(objective(cfg.spin, betas[i - 1]))

@@ -165,7 +165,7 @@ class Sampling:
     """Prompts answered at once on a device."""
     cache_gb: PositiveFloat | None = None
     """Memory for their keys and values on a device; prompts that do not fit are answered afterwards.
-    Default: half of the free memory of a GPU (to a power of two), 8 on a CPU."""
+    Default: an eighth of a GPU's memory, 8 on a CPU."""
 
 
 @dataclass(frozen=True)
