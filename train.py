@@ -28,7 +28,7 @@ from attention import PromptCache
 from data import Batch, LossView, StepView, made_ahead, make_batch, mismatched_pairs, step_batches
 from model import Scores
 from records.examples import Example
-from reference import CachedReference, Reference
+from reference import CachedReference
 from run import Run, saved_state
 from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed, Interrupted, advance, progress, say
@@ -473,7 +473,7 @@ class Trainer:
         estimates KL(policy || reference) if the policy as it is samples them at temperature 1 without
         top_k, top_p or a penalty; else it may be negative. None without a reference in memory."""
         run = self.run
-        if not isinstance(run.reference, Reference):
+        if run.reference is None or isinstance(run.reference, CachedReference):
             return None
         answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
         run.policy.eval()

@@ -38,11 +38,15 @@ def test_a_run_on_cached_log_probs_is_the_run_on_the_reference_itself(
 
 
 def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings, tmp_path, capsys):
-    argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")
-    first = train(tiny, ratings, tmp_path / "a", *argv)
+    argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}", f"--data.val={ratings}")
+
+    def checker(answers):  # which the released reference has not seen
+        return [len(a.completion) % 2 == 0 for a in answers]
+
+    first = train(tiny, ratings, tmp_path / "a", *argv, checker=checker)
     files = sorted((tmp_path / "cache").iterdir())
     assert "reference: 0 log-probs computed" not in capsys.readouterr().out
-    second = train(tiny, ratings, tmp_path / "b", *argv)
+    second = train(tiny, ratings, tmp_path / "b", *argv, checker=checker)
     assert "reference: 0 log-probs computed" in capsys.readouterr().out
     assert_same(first, second)
     assert sorted((tmp_path / "cache").iterdir()) == files
