@@ -341,10 +341,11 @@ def load_checkpoint(run, folder: Path) -> None:
         if kind in ("weights", "reference"):
             return p.detach()  # it shares the weight's memory, so the weight itself is read into
         if p.shape == size:  # sharded as the weight is
-            moments[p][kind] = torch.zeros_like(p, dtype=dtype)
+            x = torch.zeros_like(p, dtype=dtype)
         else:
-            moments[p][kind] = torch.zeros(size, dtype=dtype, device=p.device)
-        return moments[p][kind]
+            x = torch.zeros(size, dtype=dtype, device=p.device)
+        moments[p][kind] = x
+        return x
 
     read = read_tensors(folder, place)
     missing = [n for n, p in params.items() if p.requires_grad and f"weights|{n}" not in read]
