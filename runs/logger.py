@@ -163,6 +163,7 @@ class Logger:
     def __init__(self, cfg: RunSettings, step: int, unvalidated: bool):
         self.main = rank() == 0
         self.cfg, self.out, self.bar = cfg, Path(cfg.out_dir), None
+        self.was_clamped = False
         self.last_row, self.last_validation = step, step - unvalidated
 
     def _begin_tracker(self, is_resume: bool) -> None:
@@ -253,6 +254,9 @@ class Logger:
             formats = STEP_CELLS | ({"kl": KL_CLAMPED} if row.get("kl/clamped") else {})
             self.bar.set_description_str(" ".join([*format_cells(row, formats), ""]))
             self.twentieth, self.printed = twentieth, time.monotonic()
+            if row.get("kl/clamped") and not self.was_clamped:
+                self.was_clamped = True
+                say(f"{KL_CLAMPED}: looks odd but is normal, docs/z.md says when z matters")
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
