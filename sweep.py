@@ -14,8 +14,8 @@ import shlex
 import sys
 from itertools import product
 from pathlib import Path
-from signal import SIG_DFL, SIGINT, SIGTERM, default_int_handler, signal
-from subprocess import DEVNULL, Popen
+from signal import SIGINT, SIGTERM, signal
+from subprocess import Popen
 
 import report
 from runs.console import Failed, run_cli
@@ -32,13 +32,11 @@ def run_one(command: list[str], folder: Path) -> str:
         # to go on with other settings.
         if finished in log.read():
             return "finished before"
-        run = Popen(command, stdin=DEVNULL, stdout=log, stderr=log)
+        run = Popen(command, stdout=log, stderr=log)
         # a terminal sends Ctrl-C to the run, too; SIGTERM comes here alone. The run saves and ends.
         signal(SIGINT, lambda *_: None)
         signal(SIGTERM, lambda *_: run.terminate())
         code = run.wait()
-        signal(SIGINT, default_int_handler)
-        signal(SIGTERM, SIG_DFL)
         if code in (130, 143, -SIGINT, -SIGTERM):
             raise SystemExit("stopped; the same command goes on")
         if code:
@@ -52,9 +50,7 @@ def run_one(command: list[str], folder: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("program", type=Path, help="kto.py, another program, or a copy of one")
     parser.add_argument("--out_dir", type=Path, help="the folder of all runs and of the report")
     args, words = parser.parse_known_args(argv)
@@ -62,23 +58,20 @@ def main(argv: list[str] | None = None) -> None:
     grid = []
     for option in filter(None, split_options(words)):
         name, _, values = "=".join(option).partition("=")
-        grid.append([f"{name}={value}" for value in next(csv.reader([values]), [""])])
+        grid.append([f"{name}={value}" for value in next(csv.reader([values])) or [""]])
 
-    failed, reported = [], []
+    failed = []
     for settings in product(*grid):
         varied = [x[2:] for x, values in zip(settings, grid) if len(values) > 1]
         name = ",".join(varied).replace("/", "_") or "run"
-        folder = out / name
         command = [sys.executable, str(args.program), *settings]
         print(name, end="  ", flush=True)
-        how = run_one([*command, f"--out_dir={folder}", "--resume=auto"], folder)
+        how = run_one([*command, f"--out_dir={out / name}", "--resume=auto"], out / name)
         print(how)
         if how.startswith("failed"):
             failed.append(name)
-        if (folder / "val.csv").exists():  # the run came as far as its first step
-            reported.append(str(folder))
-    if reported:
-        report.main(reported)
+    if runs := sorted(str(file.parent) for file in out.glob("*/settings.yaml")):
+        report.main(runs)
     if failed:
         raise Failed(f"failed: {' '.join(failed)}")
 

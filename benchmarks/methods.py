@@ -3,7 +3,6 @@
     python examples/smollm2.py                  # the model, once
     python benchmarks/methods.py run            # what is missing, one run after the other: half a day
     python benchmarks/methods.py run online-first kto --seeds 1,2
-    python benchmarks/methods.py run grpo --trl <a Python that has TRL 1.16>
     python benchmarks/methods.py table          # the table for RESULTS.md
     python benchmarks/methods.py picture        # benchmarks/methods.svg, accuracy against KL
 
@@ -40,6 +39,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from vs_trl import environment
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -79,10 +80,10 @@ SPIN = {
 # name -> (its name in the picture, program, what it learns from, settings)
 METHODS = {
     "base": ("base", None, None, {}),
-    "online-first": ("online KTO, reference first", "online", "task", {}),
+    "online-first": ("online KTO, reference first", "examples/instructions", "task", {}),
     "online-last": (
         "online KTO, reference last",
-        "online",
+        "examples/instructions",
         "task",
         {"online.reference": "last"},
     ),
@@ -101,11 +102,19 @@ METHODS = {
     ),
     "spin": ("SPIN", "spin", "demonstrations", SPIN),
     "grpo": ("GRPO (TRL)", "grpo_trl", "prompts", {"lr": 4e-4}),
-    # z as others have it (z_variants.py); the picture leaves them out
-    "online-first z=trl4": ("", "online", "task", {"kto.z": "trl4"}),
-    "online-first z=nemo4": ("", "online", "task", {"kto.z": "nemo4"}),
-    "online-first z=pairs": ("", "online", "task", {"kto.z": "pairs"}),
 }
+# docs/z.md, "On a real model": 144 of offline KTO's ratings, of which this share is thumbs up
+REGIMES = {
+    "up10": {"kto.up": 0.1},
+    "up10-weighed": {"kto.up": 0.1, "kto.weigh": "true"},
+    "up50": {"kto.up": 0.5},
+    "up50-free": {"kto.up": 0.5, "kto.z": "free"},
+    "up90": {"kto.up": 0.9},
+    "up90-zero": {"kto.up": 0.9, "kto.z": "zero"},
+}
+for name, regime in REGIMES.items():
+    regime |= BETA | {"kto.other": 0, "kto.ratings": 144, "epochs": 2}
+    METHODS[name] = ("", "benchmarks/regimes", "rated", regime)
 
 
 # ---- what the methods learn from -----------------------------------------------------------------
@@ -174,15 +183,15 @@ def make_pairs(rated: list[dict]) -> list[dict]:
 
 
 def find_demonstrations(rated: list[dict]) -> list[dict]:
-    """The first right answers, as many as the answers that SPIN may have allow; `answers` is how many
-    it has used then: those that were rated, and its own."""
+    """The first right answers, as many as the answers that SPIN may have allow: those that were rated, and
+    its own."""
     found = []
     for n, r in enumerate(rated, start=1):
         used = n + SPIN_ITERATIONS * len(found)
         if len(found) == DEMONSTRATIONS or used >= PROMPTS * ANSWERS:
             break
         if r["label"]:
-            found.append(r | {"answers": used + SPIN_ITERATIONS})
+            found.append(r)
     return found
 
 
@@ -273,7 +282,7 @@ def last_check(folder: Path, model: str, seed: int) -> dict:
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def run(name: str, seed: int, model: str, trl: str | None, lr: float | None) -> dict:
+def run(name: str, seed: int, model: str, lr: float | None) -> dict:
     """Train and check by a method. -> its line of results"""
     import torch
 
@@ -285,29 +294,25 @@ def run(name: str, seed: int, model: str, trl: str | None, lr: float | None) -> 
         if not folder.exists():
             folder.symlink_to(Path(model).resolve())
         return row | last_check(folder, model, seed)
-    out = OUT / f"{name.replace(' ', '-')}-{seed}{f'-lr={lr}' if lr else ''}"
+    out = OUT / f"{name}-{seed}{f'-lr={lr}' if lr else ''}"
     data = data_file(kind, seed, model)
     if lr:
         settings = settings | {"lr" if program == "grpo_trl" else "optim.lr": lr}
-    row |= {"answers": PROMPTS * ANSWERS, "resumed": out.exists(), "settings": settings}
-    if kind == "rated":  # right answers count as much as wrong ones
+    row |= {"resumed": out.exists(), "settings": settings}
+    if program == "kto":  # right answers count as much as wrong ones
         labels = [r["label"] for r in read_records(data)]
         settings = settings | {"kto.desirable_weight": len(labels) / sum(labels) - 1}
-    if kind == "demonstrations":
-        row["answers"] = read_records(data)[-1]["answers"]
     if program == "grpo_trl":
         spec = {"model": model, "prompts": data, "out": out, "seed": seed, "batch": BATCH}
         spec |= {"iterations": ITERATIONS, "generations": ANSWERS, "tokens": TOKENS}
         spec |= {"answers": PROMPTS * ANSWERS // ITERATIONS, "temperature": TEMPERATURE}
         spec |= {"judge": [sys.executable, __file__, "judge"]} | settings
-        command = [trl, HERE / "grpo_trl.py", json.dumps(spec, default=str)]
+        command = [environment(), HERE / "grpo_trl.py", json.dumps(spec, default=str)]
     else:
         settings = COMMON | settings | {"model": model, "data.train": data, "seed": seed}
         settings |= {"out_dir": out, "resume": "auto"}
-        file = [HERE.parent / f"{program}.py"]
-        if program == "online":
-            file = [HERE / "z_variants.py", "online"]
-        command = [sys.executable, *file, *(f"--{key}={x}" for key, x in settings.items())]
+        command = [sys.executable, HERE.parent / f"{program}.py"]
+        command += [f"--{key}={x}" for key, x in settings.items()]
     row["cpu_seconds"] = run_logged(list(map(str, command)), OUT / f"{out.name}.log")
     if kind in ("rated", "pairs", "demonstrations"):
         row["base's answers"] = read_records(data.with_name("cost.json"))[0]
@@ -373,29 +378,22 @@ def print_table() -> None:
 
 
 def draw(file: Path) -> None:
-    """Accuracy, with its 95% interval, against KL: a point for each run."""
+    """Accuracy on held-out topics, with its 95% interval, against KL: a point for each run."""
     from matplotlib.figure import Figure
 
     from evaluate import wilson_interval
 
     figure = Figure(figsize=(9, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    titles = ("held-out topics", "held-out kinds and topics")
-    for axes, part, title in zip(panels, HELD_OUT, titles):
-        for i, (name, (label, *_)) in enumerate(METHODS.items()):
-            rows = counted(name)
-            if not rows or not label:
-                continue
-            shares = [100 * r[part][0] / r[part][1] for r in rows]
-            lows, highs = zip(*(wilson_interval(*r[part]) for r in rows))
-            below = [x - 100 * low for x, low in zip(shares, lows)]
-            above = [100 * high - x for x, high in zip(shares, highs)]
-            kl = [r["kl"] for r in rows]
-            style = {"fmt": "o", "color": f"C{i}", "elinewidth": 1, "label": label}
-            axes.errorbar(kl, shares, yerr=[below, above], **style)
-        axes.set(title=title, xlabel="KL to the base, nats an answer", ylim=(0, 60))
-    panels[0].set_ylabel("right answers, %")
-    panels[1].legend(fontsize=7)
+    axes = figure.subplots()
+    for i, (name, (label, *_)) in enumerate(METHODS.items()):
+        for row in counted(name) if label else ():
+            low, high = wilson_interval(*row["val"])
+            axes.vlines(row["kl"], 100 * low, 100 * high, f"C{i}", linewidth=1)
+            right, of = row["val"]
+            axes.plot(row["kl"], 100 * right / of, "o", color=f"C{i}", label=label)
+            label = None  # once in the legend
+    axes.set(xlabel="KL to the base, nats an answer", ylabel="right answers, %", ylim=(0, 60))
+    axes.legend(fontsize=7)
     figure.savefig(file)
 
 
@@ -407,7 +405,6 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--model", default=str(HERE.parent / "out" / "smollm2-135m"))
-    parser.add_argument("--trl", help="a Python that has TRL; without it grpo is left out")
     parser.add_argument("--lr", type=float, help="another learning rate than the method's")
     args = parser.parse_args()
     if args.what == "judge":  # a process that grpo_trl.py started
@@ -418,10 +415,10 @@ def main() -> None:
             for name in args.methods or METHODS:
                 asked = (name, seed, args.lr)
                 known = any((r["method"], r["seed"], r.get("lr")) == asked for r in finished())
-                if known or (name == "grpo" and not args.trl):
+                if known:
                     continue
                 print(f"{name}, seed {seed} ...", flush=True)
-                row = run(name, seed, args.model, args.trl, args.lr)
+                row = run(name, seed, args.model, args.lr)
                 with RESULTS.open("a") as f:
                     f.write(json.dumps(row) + "\n")
     if args.what == "picture":

@@ -1,8 +1,8 @@
 """How a step's time and memory grow, and how much of the machine's rate a step reaches: kto.py on models
 of random weights, each measurement a process of its own.
 
-    python benchmarks/step.py                # all tables, half an hour on two cores
-    python benchmarks/step.py records        # one: tokens, completion, vocabulary, records or rate
+    python benchmarks/step.py                # all tables, ten minutes on two cores
+    python benchmarks/step.py records        # one: tokens, records or rate
 
 Peak memory is the maximum resident set of the process, libraries included. Useful FLOPs are the least
 that the algorithm needs (runs/logger.py counts them). The rate of the machine is that of a product of
@@ -18,7 +18,7 @@ import time
 from vs_trl import HERE, PRECISIONS, SIZES, model_folder, ours, write_records
 
 
-def run_steps(name: str, shape, n: int, x: int, y: int, positions=1024, **settings) -> list[dict]:
+def run_steps(name: str, shape, n: int, x: int, y: int, **settings) -> list[dict]:
     """kto.py for an epoch of n ratings of random words, prompts of x tokens and completions of y with
     their EOS. -> its rows of metrics.csv"""
     rng = random.Random(1)
@@ -32,7 +32,7 @@ def run_steps(name: str, shape, n: int, x: int, y: int, positions=1024, **settin
         for i in range(n)
     ]
     data = {"data.train": write_records(name, records), "data.max_prompt": x}
-    data |= {"data.max_completion": y, "model": model_folder(name, shape, positions)}
+    data |= {"data.max_completion": y, "model": model_folder(name, shape)}
     return ours(HERE.parent, "kto", data | settings)
 
 
@@ -49,24 +49,6 @@ def tokens() -> None:
         for batch in (12, 25, 51, 102, 204):
             cells = growth("tokens", SIZES["8M"], 200, 120, batch, micro_batch_tokens=budget)
             print(f"| {batch * 320:,} | {budget:,} | {cells} |", flush=True)
-
-
-def completion() -> None:
-    print_head("tokens of a completion", "batch", "ms a thousand tokens", "peak GiB")
-    for y in (16, 64, 256, 1024, 2048):
-        batch = max(2, 8192 // (64 + y))  # about the same number of tokens a step
-        cells = growth("completion", SIZES["8M"], 64, y, batch, positions=4096)
-        print(f"| {y:,} | {batch} | {cells} |", flush=True)
-
-
-def vocabulary() -> None:
-    """States: weights, reference, gradients and AdamW's moments, 20 bytes a parameter."""
-    print_head("vocabulary", "ms a thousand tokens", "peak GiB", "of these states")
-    layers, width, heads, _ = SIZES["8M"]
-    for vocab in (8192, 32768, 131072, 262144):
-        cells = growth(f"vocabulary-{vocab}", (layers, width, heads, vocab), 200, 120, 24)
-        states = 20 * (12 * layers * width**2 + width * (vocab + 1024)) / 2**30
-        print(f"| {vocab:,} | {cells} | {states:.2f} |", flush=True)
 
 
 def records() -> None:
@@ -110,7 +92,7 @@ def print_head(*columns: str) -> None:
     print(f"\n| {' | '.join(columns)} |\n" + "| --- " * len(columns) + "|", flush=True)
 
 
-TABLES = {f.__name__: f for f in (tokens, completion, vocabulary, records, rate)}
+TABLES = {f.__name__: f for f in (tokens, records, rate)}
 
 if __name__ == "__main__":
     for table in sys.argv[1:] or TABLES:

@@ -94,7 +94,7 @@ def write_records(name: str, records: list[dict]) -> str:
     return str(file)
 
 
-def model_folder(name: str, shape: tuple[int, int, int, int], positions: int = 1024) -> str:
+def model_folder(name: str, shape: tuple[int, int, int, int]) -> str:
     """A Hugging Face folder of a GPT-2 with random weights, and a tokenizer whose tokens are words.
     A folder that is there is used again."""
     import torch
@@ -106,7 +106,7 @@ def model_folder(name: str, shape: tuple[int, int, int, int], positions: int = 1
         layers, width, heads, vocab = shape
         torch.manual_seed(1)
         config = GPT2Config(
-            n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocab, n_positions=positions,
+            n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocab, n_positions=1024,
             bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         GPT2LMHeadModel(config).save_pretrained(folder)
@@ -221,7 +221,7 @@ def environment() -> str:
 
         subprocess.run([sys.executable, "-m", "venv", OUT / "venv"], check=True)
         version = torch.__version__.split("+")[0]
-        install = [python, "-m", "pip", "install", "-q", f"torch=={version}", "trl>=1.16"]
+        install = [python, "-m", "pip", "install", "-q", f"torch=={version}", "trl>=1.16", "peft"]
         subprocess.run(install, check=True)
     return str(python)
 

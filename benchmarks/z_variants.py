@@ -3,10 +3,10 @@
     python sweep.py benchmarks/z_variants.py --kto.z ours,zero,trl16,trl4,nemo16,nemo4 --seed 1,2,3,4,5
     python sweep.py benchmarks/z_variants.py --kto.z ours,pairs,trl --data.group_by_prompt true \\
         --seed 1,2,3,4,5
-    python benchmarks/z_variants.py online --kto.z trl4   # examples/instructions.py with another z
 
-The first two train on the demo, half a minute a run. Everything is computed from the mismatched pairs
-of the whole step, so it needs neither the micro-batches nor the ranks of the other libraries.
+They train on the demo, half a minute a run; regimes.py changes what they learn from. Everything is computed
+from the mismatched pairs of the whole step, so it needs neither the micro-batches nor the ranks of the
+other libraries.
 metrics.csv has two more columns, in nats: how far the z of the examples is from the z of the step's
 pairs, z/bias on average and z/rmse as a root mean square.
 """
@@ -17,13 +17,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-sys.path.extend([f"{sys.path[0]}/..", f"{sys.path[0]}/../examples"])
-
-import instructions
+sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 import kto
-import online
 from data import mismatched_pairs
+from examples.ema_z import EMA
 from runs.console import run_cli
 
 
@@ -38,6 +36,8 @@ class Variant(NamedTuple):
 VARIANTS = {
     "ours": Variant(),  # one z per step
     "zero": Variant(),  # z = 0, no pairs: as --kto.loss apo_zero_unpaired
+    "average": Variant(),  # an average over steps, clamped
+    "free": Variant(),  # one z per step, not clamped
     "trl16": Variant(group=16),  # TRL: a z per micro-batch of 16
     "trl4": Variant(group=4),
     "nemo16": Variant(rank=16),  # NeMo: ranks of 16, each clamped, then averaged
@@ -58,12 +58,7 @@ class Settings(kto.Settings):
     kto: ZSettings = field(default_factory=ZSettings)
 
 
-@dataclass(frozen=True)
-class OnlineSettings(online.Settings):
-    kto: ZSettings = field(default_factory=ZSettings)
-
-
-class OtherZ(kto.KTO):
+class OtherZ(EMA):
     def __init__(self, args: ZSettings):
         super().__init__(args)
         self.needs_mismatched_pairs = args.z != "zero"
@@ -76,21 +71,21 @@ class OtherZ(kto.KTO):
 
     def baseline(self, logratio_n, step):
         group, rank, _ = self.variant
-        if not group and not rank:
+        if self.args.z == "average":
             return super().baseline(logratio_n, step)
+        if self.args.z == "free":
+            return logratio_n.sum() / max(1, len(logratio_n))
+        if not group and not rank:
+            return kto.KTO.baseline(self, logratio_n, step)
         assert len(logratio_n) == step.size, "each example has a pair"
         return z_by_groups(logratio_n, group, rank)
 
     def metrics(self, columns, kl):
         row = super().metrics(columns, kl)
         if self.needs_mismatched_pairs:
-            error = kl.z - super().baseline(kl.logratio, None).to(kl.z.dtype)
+            error = kl.z - kto.KTO.baseline(self, kl.logratio, None).to(kl.z.dtype)
             row |= {"z/bias": error.mean().item(), "z/rmse": error.square().mean().sqrt().item()}
         return row
-
-
-class OnlineOtherZ(OtherZ):
-    records = "prompts"
 
 
 def neighbours(n: int, size: int) -> list[int]:
@@ -112,15 +107,5 @@ def z_by_groups(r_G, group: int | None, rank: int | None):
     return z_G
 
 
-def main(argv: list[str]) -> None:
-    if argv[:1] != ["online"]:
-        kto.main(argv, objective=OtherZ, settings=Settings)
-        return
-    instructions.write_data()
-    config = ["--config", str(instructions.CONFIG)]
-    given = {"objective": OnlineOtherZ, "settings": OnlineSettings, "checker": instructions.check}
-    online.main([*config, *argv[1:]], **given)
-
-
 if __name__ == "__main__":
-    run_cli(lambda: main(sys.argv[1:]))
+    run_cli(lambda: kto.main(objective=OtherZ, settings=Settings))

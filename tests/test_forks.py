@@ -421,7 +421,7 @@ def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratin
 
 
 def test_the_z_of_other_libraries_by_hand():
-    from z_variants import neighbours, z_by_groups
+    from z_variants import OtherZ, ZSettings, neighbours, z_by_groups
 
     r_G = torch.tensor([2.0, -6, 4, 4, 1, 1, -4, -1])
     assert z_by_groups(r_G, None, None).tolist() == [0.125] * 8
@@ -429,6 +429,10 @@ def test_the_z_of_other_libraries_by_hand():
     assert z_by_groups(r_G, None, 4).tolist() == [0.5] * 8, "NeMo: two ranks of 4"
     assert z_by_groups(r_G, 4, 2).tolist() == [2.0] * 4 + [0.5] * 4
     assert neighbours(5, 3) == [2, 0, 1, 4, 3]
+    z = {name: OtherZ(ZSettings(z=name)) for name in ("ours", "free", "average")}
+    z["average"].average = 0.25
+    found = {name: float(objective.baseline(r_G - 1, None)) for name, objective in z.items()}
+    assert found == {"ours": 0, "free": -0.875, "average": 0.25}
 
 
 def test_our_own_z_among_the_others_has_the_numbers_of_kto_py(tiny, ratings, tmp_path):
@@ -439,7 +443,8 @@ def test_our_own_z_among_the_others_has_the_numbers_of_kto_py(tiny, ratings, tmp
     argv += [f"--model={tiny}", f"--data.train={ratings}"]
     rows = {}
     for name in ("ours", "trl4", "pairs"):
-        z_variants.main([*argv, f"--kto.z={name}", f"--out_dir={tmp_path / name}"])
+        out = [f"--kto.z={name}", f"--out_dir={tmp_path / name}"]
+        kto.main([*argv, *out], objective=z_variants.OtherZ, settings=z_variants.Settings)
         rows[name] = numbers(result(tmp_path / name))
     for row, ours in zip(expected, rows["ours"], strict=True):
         assert ours == row | {"z/bias": 0, "z/rmse": 0}

@@ -44,6 +44,10 @@ if given["kto.beta"] == "0.3" and Path("how").exists():
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 GRID = ["mine.py", "--kto.beta", "0.1,0.3", '--lora.targets="q,k",v', "--seed", "1"]
@@ -57,7 +61,7 @@ def test_every_combination_runs_and_a_failed_one_goes_on_with_the_same_command(c
     runs = [f"kto.beta={beta},lora.targets={x}" for beta in (0.1, 0.3) for x in ("q,k", "v")]
     ends = ["finished"] * 2 + ["failed, code 1: error: no luck"] * 2
     assert printed[:4] == [f"{run}  {end}" for run, end in zip(runs, ends)]
-    assert "2: kto.beta=0.3, lora.targets=q,k, finished=False" in printed, "the report has it too"
+    assert "2: kto.beta=0.3, lora.targets=q,k, finished=False (n=1)" in printed, "the report has it"
     assert (
         "lora.targets: q,k\nseed: 1\n"
         in Path(f"out/sweep-mine/{runs[0]}/settings.yaml").read_text()
@@ -67,6 +71,12 @@ def test_every_combination_runs_and_a_failed_one_goes_on_with_the_same_command(c
     printed = capsys.readouterr().out.splitlines()
     ends = ["finished before"] * 2 + ["finished"] * 2
     assert printed[:4] == [f"{run}  {end}" for run, end in zip(runs, ends)]
+
+
+def test_an_option_without_a_value_is_passed_on():
+    sweep.main([*GRID, "--debug"])
+    log = Path("out/sweep-mine/kto.beta=0.1,lora.targets=v/log.txt").read_text()
+    assert " --debug= " in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
