@@ -75,7 +75,7 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
         except SystemExit as e:
             assert not e.code, command
         said = capsys.readouterr().out
-        expected = {"report.py": "report.md", "sweep.py": "report.md", "generate.py": ""}
+        expected = {"report.py": "report.png", "sweep.py": "report.png", "generate.py": ""}
         expected |= {"--help": "--kto.beta", "--print_config": "  beta: "}
         expected |= {"data.py": "prompt tokens: median"}
         keys = [x for x in (program, *argv) if x in expected]
