@@ -91,8 +91,9 @@ class Run:
     objective: object
     """The algorithm (train.Objective). Changed by use_objective."""
     policy: nn.Module
-    """The model that learns, as Fabric wraps it. Its weights are changed by the optimizer's step
-    and by new_reference, which merges adapters into the base; at the end by load."""
+    """The model that learns, as Fabric wraps it; in eval mode but for a step's forward and backward. Its
+    weights are changed by the optimizer's step and by new_reference, which merges adapters into the
+    base; at the end by load."""
     reference: Reference | None
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
@@ -448,7 +449,7 @@ def load_models(
         policy.objective_module = objective_module
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
-    return policy, frozen, hashes
+    return policy.eval(), frozen, hashes
 
 
 def weights_hash(weights: dict[str, torch.Tensor]) -> str:

@@ -227,7 +227,9 @@ class Trainer:
             began, step = time.perf_counter(), run.state.step + 1
             needs_row = is_due(step, run.cfg.log_interval, plan)
             silent = 5 if step == first else 60  # seconds
+            run.policy.train()  # everywhere else it is in eval mode
             columns, kl = self.forward_backward(batch, f"step {step}", silent, needs_row)
+            run.policy.eval()
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
             grad_norm = self.check_finite(batch, columns, kl, grad_norm)  # before any weight moves
             lr = self.optimizer_step(plan)
@@ -441,10 +443,7 @@ class Trainer:
     def score_examples(self, examples, title: str = "scoring") -> tuple[dict, KL]:
         """A step without a gradient over all these examples, with one z for all of them: the numbers depend on
         neither batch size nor ranks. -> {column: (n,)} and KL, of all ranks. A collective."""
-        self.run.policy.eval()
-        scored = self.forward_backward(make_batch(self.run, examples), title)
-        self.run.policy.train()
-        return scored
+        return self.forward_backward(make_batch(self.run, examples), title)
 
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
@@ -476,12 +475,10 @@ class Trainer:
         if run.reference is None or isinstance(run.reference, CachedReference):
             return None
         answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
-        run.policy.eval()
         total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
         for micro, packed in self.micro_batches(Batch(answers, cut=run.cut)):
             r_B = (self.forward(packed).logps - run.reference(packed))[:, 0]
             total += r_B.double().sum() * (not micro.filler)
-        run.policy.train()
         return all_reduce(total).item() / len(answers)
 
     # ---- before the first step, and after the last one ------------------------------------------
@@ -490,14 +487,12 @@ class Trainer:
         """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
         run, step, G = self.run, self.run.state.step, self.run.cfg.batch_size
         run.logger.begin(plan, len(examples))
-        run.policy.eval()
         if step == run.reference_step:
             self.check_start(make_batch(run, examples[:G]))
         if isinstance(run.reference, CachedReference) and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0 or run.state.unvalidated:
             self.evaluate(plan)
-        run.policy.train()
 
     @torch.no_grad()
     def check_start(self, batch: Batch) -> None:
