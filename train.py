@@ -28,7 +28,6 @@ from attention import PromptCache
 from data import Batch, LossView, StepView, made_ahead, make_batch, mismatched_pairs, step_batches
 from model import Scores
 from records.examples import Example
-from reference import CachedReference
 from run import Run, saved_state
 from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed, Interrupted, advance, progress, say
@@ -255,8 +254,8 @@ class Trainer:
         title, silent: of its progress. entropy: whether to compute it, for a column. -> {column: (G,)}
         and KL, of all ranks"""
         run, n, parts, cache = self.run, len(batch.micro_batches), [], None
-        trains, passes = run.policy.training, 1 + run.objective.needs_reference
-        with progress(title, passes * len(batch.examples) // run.fabric.world_size, silent):
+        trains = run.policy.training
+        with progress(title, 2 * len(batch.examples) // run.fabric.world_size, silent):
             if trains and run.objective.needs_mismatched_pairs and n == 1:
                 cache = PromptCache()
             else:
@@ -293,20 +292,16 @@ class Trainer:
         examples are long (else it may differ by rounding)."""
         run, objective, step = self.run, self.run.objective, StepView(batch, self.run.fabric.device)
         has_pairs = batch.mismatched_pairs is not None
-        ref_logps = [] if objective.needs_reference else [None] * len(batch.micro_batches)
-        logratio_G = torch.zeros_like(step.weight, dtype=torch.float64)
-        has_work = has_pairs or objective.needs_reference
-        for micro, packed in self.micro_batches(batch) if has_work else ():
-            prompt_cache, ref_pairs = PromptCache() if has_pairs else None, None
-            if objective.needs_reference:
-                ref_logps.append(run.reference(packed, prompt_cache))
+        reference = run.reference if objective.needs_reference else lambda *given: None
+        ref_logps, logratio_G = [], torch.zeros_like(step.weight, dtype=torch.float64)
+        for micro, packed in self.micro_batches(batch):
+            prompt_cache = PromptCache() if has_pairs else None
+            ref_logps.append(reference(packed, prompt_cache))
             if has_pairs:
                 packed = self.pack(batch, micro.index, mismatched=True)
-                logps = self.forward(packed, policy_cache).logps
-                if objective.needs_reference:
-                    ref_pairs = run.reference(packed, prompt_cache)
-                logps, ref_pairs = objective.reduce(logps, ref_pairs, packed.length_BK)
-                logratio_B = objective.logratio(logps, ref_pairs, packed.length_BK)[:, 0]
+                pairs = self.forward(packed, policy_cache).logps, reference(packed, prompt_cache)
+                pairs = objective.reduce(*pairs, packed.length_BK)
+                logratio_B = objective.logratio(*pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
                     logratio_G[packed.index_B] = logratio_B.double()
         # an example without a pair is left out of the mean
@@ -472,7 +467,7 @@ class Trainer:
         estimates KL(policy || reference) if the policy as it is samples them at temperature 1 without
         top_k, top_p or a penalty; else it may be negative. None without a reference in memory."""
         run = self.run
-        if run.reference is None or isinstance(run.reference, CachedReference):
+        if run.reference is None or run.cfg.reference_cache:
             return None
         answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
         total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
@@ -489,7 +484,7 @@ class Trainer:
         run.logger.begin(plan, len(examples))
         if step == run.reference_step:
             self.check_start(make_batch(run, examples[:G]))
-        if isinstance(run.reference, CachedReference) and not run.reference.released:
+        if run.cfg.reference_cache and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0 or run.state.unvalidated:
             self.evaluate(plan)
@@ -545,8 +540,8 @@ class Trainer:
     def precompute(self, examples, plan: Plan) -> None:
         """Compute all log-probs of the reference that the run will need, and release it."""
         run = self.run
-        splits = [x for x in (self.val, run.examples["test"]) if x]
-        batches = chain(step_batches(run, examples, plan), (make_batch(run, x) for x in splits))
+        splits = self.val, run.examples["test"]
+        batches = chain(step_batches(run, examples, plan), (make_batch(run, x) for x in splits if x))
         n = (plan.end - run.state.step) * run.cfg.batch_size + sum(map(len, splits))
         with progress("precomputing log-probs", n // run.fabric.world_size):
             for batch in batches:
