@@ -195,17 +195,19 @@ class Run:
     # ---- checkpoints, and the end
 
     def save(self) -> None:
-        """Write a checkpoint of the step that was just done, and remove old ones."""
+        """Write a checkpoint of the step that was just done, if there is none, and remove old ones."""
+        if self.saved_step == self.state.step:
+            return
         self.state.objective = saved_state(self.objective)
         save_checkpoint(self)
         self.saved_step = self.state.step
 
     def save_and_say_how_to_go_on(self) -> None:
         """For a run that stops before its end."""
-        step = self.state.step
-        if self.saved_step < step:
-            self.save()
-        say(f"stopped by {self.stop.reason} at step {step} of {self.last_step}; go on with")
+        self.save()
+        say(
+            f"stopped by {self.stop.reason} at step {self.state.step} of {self.last_step}; go on with"
+        )
         # words of a program's own stand before the first option
         program = ["python", sys.argv[0], *split_options(sys.argv[1:])[0]]
         settings = str(self.folder / "settings.yaml")

@@ -32,7 +32,7 @@ from run import Run, saved_state
 from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed, Interrupted, advance, progress, say
 from runs.devices import all_reduce
-from runs.logger import write_json
+from runs.logger import format_cells, write_json
 from runs.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at, steps_of
 from runs.settings import refuse_unless
 
@@ -555,8 +555,7 @@ class Trainer:
         """Compare the answers of the last weights with those before the run; export the last weights, and then
         the best ones, and score the test split with each."""
         run, test, scores, last = self.run, self.run.examples["test"], {}, self.run.state.step
-        if run.saved_step < last:  # a branch that has no step left
-            run.save()
+        run.save()  # a branch that has no step left
         run.evaluator.compare(last)
         if run.cfg.lora.rank:
             run.export_adapters()
@@ -566,12 +565,9 @@ class Trainer:
             run.export(name, step)
             say(f"\nexported to {run.folder / name}")
             if test and test[0].completions:
-                if step != last:
-                    run.load(checkpoint_folder(run.folder, step))
+                run.load(checkpoint_folder(run.folder, step))
                 row = scores[name] = self.metrics(*self.score_examples(test, "the test split"))
-                shown = [k for k in ("loss", "accuracy") if row.get(k) is not None]
-                cells = [f"{k} {row[k]:.6g}" for k in shown]
-                say(f"test, {name} weights: {', '.join(cells)}")
+                say(f"test, {name} weights: {', '.join(format_cells(row))}")
         if scores and run.fabric.global_rank == 0:
             write_json(run.folder / "eval" / "test.json", scores)
 
