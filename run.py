@@ -143,17 +143,17 @@ class Run:
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
         """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the
         policy, as it is now, becomes the reference."""
-        self.state.iteration, weights = i, self.merged_weights()
-        self.state.started_from = on_rank_0(self.fabric, lambda: weights_hash(weights))
+        self.state.iteration = i
         if moving_reference:
-            self.new_reference(weights=weights)
+            self.new_reference()
+        weights = self.merged_weights()
+        self.state.started_from = on_rank_0(self.fabric, lambda: weights_hash(weights))
 
-    def new_reference(self, share: float = 1.0, weights: dict | None = None) -> None:
+    def new_reference(self, share: float = 1.0) -> None:
         """The policy as it is becomes the reference; with a share below 1 the reference moves by that
         share towards it. LoRA's adapters are merged into the base, which is their reference; then they
-        begin anew, and with them the optimizer's state. weights: the policy's merged ones, if they are
-        known. A collective."""
-        frozen, weights = self.reference.frozen, weights or self.merged_weights()
+        begin anew, and with them the optimizer's state. A collective."""
+        frozen, weights = self.reference.frozen, self.merged_weights()
         if frozen:
             set_weights(frozen, weights, share)
         else:
@@ -171,8 +171,7 @@ class Run:
     def set_base(self, weights: dict[str, torch.Tensor]) -> None:
         """Put weights by their plain names into the policy; its adapters stay."""
         names = self.policy.module.unique_parameters()
-        own = {plain_name(name): name for name in names}
-        set_weights(self.policy, {own[name]: x for name, x in weights.items()})
+        set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
     def first_weights(self) -> dict[str, torch.Tensor]:
         """The weights that the run started from, read again."""
