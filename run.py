@@ -344,8 +344,6 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 
     # a new run, or the one that it goes on from
     state = on_rank_0(fabric, lambda: begin_run(out, checkpoint, cfg, hashes))
-    if cfg.data.chat_template:
-        state.chat_template = tokenizer.template
     vars(objective).update(state.objective)
     # the folder of a branch has no checkpoint yet
     saved_step = state.step if checkpoint and checkpoint.parents[1] == out else 0
@@ -467,8 +465,9 @@ def weights_hash(weights: dict[str, torch.Tensor]) -> str:
 
 
 def export_checkpoint(source: Source, out: Path) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder. Raises BadInput if adapters would be merged
-    into other weights than those they were trained on."""
+    """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
+    of the run. Raises BadInput if adapters would be merged into other weights than those they were
+    trained on."""
     settings, state = read_settings(source.folder), read_state(source.folder)
     dtype = dtype_of(settings["precision"])
     # at least float32: a run in bfloat16 holds its base rounded, which the export does not
@@ -480,14 +479,6 @@ def export_checkpoint(source: Source, out: Path) -> None:
             f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
         )
     put_on(gpt, source.folder)
-    notes = notes_of((source.folder / "settings.yaml").read_text(), state)
-    export(source, gpt.rows, gpt.unique_parameters(), out, notes)
-
-
-def notes_of(settings: str, state: RunState) -> dict[str, str]:
-    """More files of an exported model, {name: text}: its card, and the chat template if the run used
-    another one than the model's. settings: the text of settings.yaml."""
-    program = Path(state.hashes["program"]).stem
     card = f"""---
 library_name: transformers
 tags: [{program}, preference-tuning]
@@ -500,6 +491,6 @@ Trained by {program}.py for {state.step} steps, on data whose token ids and labe
 {settings}```
 """
     notes = {"README.md": card}
-    if state.chat_template:
-        notes["chat_template.jinja"] = state.chat_template
-    return notes
+    if source.chat_template:
+        notes["chat_template.jinja"] = source.chat_template.read_text()
+    export(source, gpt.rows, gpt.unique_parameters(), out, notes)

@@ -47,8 +47,6 @@ from runs.settings import ROOT, RunSettings, changed_settings, dump_yaml, flatte
 class RunState:
     """What a checkpoint holds besides tensors: what the run is, and how far it has come."""
 
-    chat_template: str = ""
-    """The text of data.chat_template, if one was given."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Of model, reference, tokenizer and data, and the program's name: a resume must find the same."""
     step: int = 0
@@ -281,8 +279,8 @@ def save_checkpoint(run) -> None:
         if fabric.global_rank == 0:
             (new / "state.json").write_text(json.dumps(asdict(state)))
             (new / "settings.yaml").write_text(dump_yaml(run.cfg))
-            if state.chat_template:  # for hub.find_model
-                (new / "chat_template.jinja").write_text(state.chat_template)
+            if run.cfg.data.chat_template:  # for hub.Source
+                (new / "chat_template.jinja").write_text(run.tokenizer.template)
 
     publish_folder(fabric, write, checkpoint_folder(out, state.step), on_every_rank=True)
     if fabric.global_rank == 0:
