@@ -454,10 +454,9 @@ def load_models(
 def weights_hash(weights: dict[str, torch.Tensor]) -> str:
     """A hash of weights with their names, shapes and dtypes; their order does not matter."""
     h = hashlib.sha256()
-    for name in sorted(weights):
-        x = weights[name].detach()
+    for name, x in sorted(weights.items()):
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.flatten().view(torch.uint8).numpy())
+        h.update(x.detach().flatten().view(torch.uint8).numpy())
     return h.hexdigest()
 
 
@@ -481,14 +480,14 @@ def export_checkpoint(source: Source, out: Path) -> None:
     put_on(gpt, source.folder)
     card = f"""---
 library_name: transformers
-tags: [{program}, preference-tuning]
+tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
 ---
 
-Trained by {program}.py for {state.step} steps, on data whose token ids and labels have the hash
+Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have the hash
 `{state.hashes["records"]}`, with these settings:
 
 ```yaml
-{settings}```
+{(source.folder / "settings.yaml").read_text()}```
 """
     notes = {"README.md": card}
     if source.chat_template:

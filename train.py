@@ -359,7 +359,7 @@ class Trainer:
         run.throughput.add(batch.examples, seconds)
         if needs_row:
             row = join_columns(metrics, row | run.throughput.read())
-        run.logger.step(step, row if needs_row else None, seconds)
+            run.logger.step(step, row, seconds)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
         """A row by the objective's metrics. Raises Failed for a column that they miss."""
@@ -503,7 +503,7 @@ class Trainer:
                 pairs = self.pack(batch, index, mismatched=True)
                 logps = self.forward(pairs, caches[0]).logps
                 r.append(logps - run.reference.compute(pairs, caches[1]))
-            largest = torch.cat([x.flatten() for x in r]).abs().max().item()
+            largest = torch.cat(r, dim=1).abs().max().item()
             if largest != 0:
                 raise Failed(
                     f"step {run.state.step}: policy and reference differ by {largest:.3g} nats: the "
