@@ -68,7 +68,9 @@ def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
             # unique over the whole run: an iteration has at least as many steps as epochs, so its
             # numbers stay below the next iteration's plan.begin
             number = plan.begin + epoch
-            order = epoch_order(len(examples), number, run.cfg.seed, data.shuffle)
+            order = range(len(examples))
+            if data.shuffle:
+                order = epoch_order(len(examples), number, run.cfg.seed)
             if data.group_by_prompt:
                 groups = prompt_groups([examples[j].prompt for j in order])
                 order = [order[k] for k in chain(*groups)]
@@ -98,10 +100,8 @@ def make_batch(run, examples) -> "Batch":
     return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.cut)
 
 
-def epoch_order(n: int, epoch: int, seed: int, shuffle: bool = True) -> list[int]:
-    """The order of an epoch's n examples. It depends on the arguments alone."""
-    if not shuffle:
-        return list(range(n))
+def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
+    """The shuffled order of an epoch's n examples. It depends on the arguments alone."""
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
     return torch.randperm(n, generator=generator).tolist()
 

@@ -103,7 +103,7 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
         file = iteration_file(run, "answers", i - 1)
         last_answers = [row["ids"] for row in read_lines(file)]
         refuse_unless(len(last_answers) == len(demonstrations), f"resume: {file}: {LOST}")
-        order = epoch_order(len(demonstrations), i, run.cfg.seed, shuffle=True)
+        order = epoch_order(len(demonstrations), i, run.cfg.seed)
         mixed = order[: int(mix * len(demonstrations))]
         pairs += [(demonstrations[j], last_answers[j]) for j in mixed]
     return [e._replace(completions=(*e.completions, np.array(ids, np.int32))) for e, ids in pairs]
