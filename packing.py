@@ -79,9 +79,8 @@ class PackedBatch(NamedTuple):
     by_token: bool = False
     entropy: bool = False  # the entropy of the distributions, too
 
-    def to(self, device) -> "PackedBatch":
+    def to(self, device: torch.device) -> "PackedBatch":
         """This batch on a device. The copies do not wait for the work that is queued there."""
-        device = torch.device(device)
         return PackedBatch(
             *(to_device(x, device) if isinstance(x, torch.Tensor) else x for x in self)
         )
@@ -105,18 +104,18 @@ class PackedBatch(NamedTuple):
         offset_L = torch.arange(self.longest, device=x_T.device)
         is_token = offset_L < self.length_BK[..., None]
         target_BKL = torch.where(is_token, self.first_target_BK[..., None] + offset_L, 0)
-        return torch.where(
-            is_token.view(*is_token.shape, *[1] * (x_T.dim() - 1)), x_T[target_BKL], 0
-        )
+        x_BKL = x_T[target_BKL]
+        x_BKL[~is_token] = 0
+        return x_BKL
 
-    def digests(self) -> list[list[str]]:
-        """(B, K) hashes, each of the token ids of a prompt and one of its completions."""
+    def digests(self) -> list[str]:
+        """Hashes of the token ids of each prompt with each of its completions: B * K, as in length_BK."""
 
         def digest(prompt, completion):
             ids = len(prompt).to_bytes(8, "big") + prompt.tobytes() + completion.tobytes()
             return hashlib.blake2b(ids, digest_size=16).hexdigest()
 
-        return [[digest(prompt, y) for y in completions] for prompt, completions in self.ids]
+        return [digest(prompt, y) for prompt, completions in self.ids for y in completions]
 
 
 def pack(prompts, completions, score_prompt: bool = False, index=None) -> PackedBatch:

@@ -72,7 +72,7 @@ class CachedReference(Reference):
         prompts' keys may never have been computed. Raises BadInput."""
         keys = packed.digests()
         device = packed.token_N.device
-        is_missing = any(key not in self.known for row in keys for key in row)
+        is_missing = not self.known.keys() >= set(keys)
         if self.released:
             refuse_unless(
                 not is_missing,
@@ -81,12 +81,11 @@ class CachedReference(Reference):
             )
         # all ranks compute if one rank must: a sharded reference is a collective
         elif all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
-            for row, values in zip(keys, self.compute(packed).tolist()):
-                for key, x in zip(row, values):
-                    if key not in self.known:
-                        self.known[key] = self.computed[key] = x
-        logps = [[self.known[key] for key in row] for row in keys]
-        return to_device(torch.tensor(logps), device)
+            for key, x in zip(keys, self.compute(packed).flatten().tolist()):
+                if key not in self.known:
+                    self.known[key] = self.computed[key] = x
+        logps = torch.tensor([self.known[key] for key in keys])
+        return to_device(logps.view(packed.length_BK.shape), device)
 
     def release(self) -> None:
         """Write what was computed, and free the model: everything that the run needs is known now."""

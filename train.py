@@ -541,7 +541,9 @@ class Trainer:
         """Compute all log-probs of the reference that the run will need, and release it."""
         run = self.run
         splits = self.val, run.examples["test"]
-        batches = chain(step_batches(run, examples, plan), (make_batch(run, x) for x in splits if x))
+        batches = chain(
+            step_batches(run, examples, plan), (make_batch(run, x) for x in splits if x)
+        )
         n = (plan.end - run.state.step) * run.cfg.batch_size + sum(map(len, splits))
         with progress("precomputing log-probs", n // run.fabric.world_size):
             for batch in batches:

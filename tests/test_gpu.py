@@ -62,9 +62,9 @@ def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch
     def run(dtype):
         gpt.to(dtype).zero_grad()
         cache = attention.PromptCache()
-        first = gpt(batch.to(DEVICE), cache).logps
+        first = gpt(batch.to(torch.device(DEVICE)), cache).logps
         with torch.no_grad():
-            others = [gpt(b.to(DEVICE), cache).logps for b in (other, one)]
+            others = [gpt(b.to(torch.device(DEVICE)), cache).logps for b in (other, one)]
         (first * torch.arange(1, K + 1, device=DEVICE)).sum().backward()
         grads = torch.cat([p.grad.flatten().double() for p in gpt.parameters()])
         return torch.cat([first.detach(), *others]).double(), grads
@@ -81,7 +81,7 @@ def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch
 def test_the_sum_over_a_long_completion_is_the_same_each_time():
     """A sum in any order would make policy and reference differ before the first step."""
     prompts, completions = [np.zeros(3, np.int32)] * 4, [[np.zeros(5000, np.int32)]] * 4
-    packed = pack(prompts, completions).to(DEVICE)
+    packed = pack(prompts, completions).to(torch.device(DEVICE))
     x_T = torch.randn(len(packed.target_T), device=DEVICE)
     first = packed.sums(x_T)
     assert all(torch.equal(packed.sums(x_T), first) for _ in range(50))

@@ -97,7 +97,7 @@ def test_digests_tell_apart_where_a_prompt_ends_and_not_whether_it_is_scored():
     def digests(prompt, *completions, score=False):
         other = np.array([9, 9]), tuple(np.array([8] * (k + 1)) for k in range(len(completions)))
         mine = np.array(prompt), tuple(map(np.array, completions))
-        return pack([other[0], mine[0]], [other[1], mine[1]], score).digests()[1]
+        return pack([other[0], mine[0]], [other[1], mine[1]], score).digests()[len(completions) :]
 
     a, b = digests([1, 2], [3, 4], [3])
     assert a != b
