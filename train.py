@@ -17,7 +17,6 @@ import time
 import traceback
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -305,7 +304,7 @@ class Trainer:
                 if not micro.filler:
                     logratio_G[packed.index_B] = logratio_B.double()
         # an example without a pair is left out of the mean
-        logratio_n = all_reduce(logratio_G)[step.mismatched_index] if has_pairs else logratio_G[:0]
+        logratio_n = all_reduce(logratio_G)[step.mismatched_index]
         z = objective.baseline(logratio_n, step)
         z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
         refuse_unless(
@@ -495,14 +494,13 @@ class Trainer:
         from (r is exactly 0 on own completions and on mismatched ones); refuse a loss that mixes
         examples. Say the log-prob a token."""
         run, index = self.run, batch.micro_batches[0].index[:CHECKED]
-        packed, caches = self.pack(batch, index), (PromptCache(), PromptCache())
-        scores, agree = self.forward(packed, caches[0]), ""
+        packed = self.pack(batch, index)
+        scores, agree = self.forward(packed), ""
         if run.objective.needs_reference and not run.cfg.reference:
-            r = [scores.logps - run.reference.compute(packed, caches[1])]
+            r = [scores.logps - run.reference.compute(packed)]
             if batch.mismatched_pairs is not None:
                 pairs = self.pack(batch, index, mismatched=True)
-                logps = self.forward(pairs, caches[0]).logps
-                r.append(logps - run.reference.compute(pairs, caches[1]))
+                r.append(self.forward(pairs).logps - run.reference.compute(pairs))
             largest = torch.cat(r, dim=1).abs().max().item()
             if largest != 0:
                 raise Failed(
@@ -541,10 +539,9 @@ class Trainer:
         """Compute all log-probs of the reference that the run will need, and release it."""
         run = self.run
         splits = self.val, run.examples["test"]
-        batches = chain(
-            step_batches(run, examples, plan), (make_batch(run, x) for x in splits if x)
-        )
-        n = (plan.end - run.state.step) * run.cfg.batch_size + sum(map(len, splits))
+        batches = [make_batch(run, x) for x in splits if x]
+        batches = [*step_batches(run, examples, plan), *batches]
+        n = sum(len(batch.examples) for batch in batches)
         with progress("precomputing log-probs", n // run.fabric.world_size):
             for batch in batches:
                 for micro, packed in self.micro_batches(batch):
