@@ -469,20 +469,20 @@ class Trainer:
         if run.reference is None or run.cfg.reference_cache:
             return None
         answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
-        total = torch.zeros((), device=run.fabric.device, dtype=torch.float64)
+        sums = []
         for micro, packed in self.micro_batches(Batch(answers, cut=run.cut)):
             r_B = (self.forward(packed).logps - run.reference(packed))[:, 0]
-            total += r_B.double().sum() * (not micro.filler)
-        return all_reduce(total).item() / len(answers)
+            sums.append(r_B.double().sum() * (not micro.filler))
+        return all_reduce(sum(sums)).item() / len(answers)
 
     # ---- before the first step, and after the last one ------------------------------------------
 
     def before_first_step(self, examples, plan: Plan) -> None:
         """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
-        run, step, G = self.run, self.run.state.step, self.run.cfg.batch_size
+        run, step = self.run, self.run.state.step
         run.logger.begin(plan, len(examples))
         if step == run.reference_step:
-            self.check_start(make_batch(run, examples[:G]))
+            self.check_start(make_batch(run, examples[: run.cfg.batch_size]))
         if run.cfg.reference_cache and not run.reference.released:
             self.precompute(examples, plan)
         if step == 0 or run.state.unvalidated:
