@@ -139,8 +139,8 @@ class Batch:
     score_prompt: bool = False
     by_token: bool = False
     cut: Cut = Cut()
-    # results of pack that were made ahead, by its arguments
-    packed: dict[tuple[tuple[int, ...], bool], PackedBatch] = field(default_factory=dict)
+    # {(numbers of examples, mismatched): what pack gave for them ahead}
+    packed: dict = field(default_factory=dict)
 
     @functools.cached_property
     def micro_batches(self) -> list["MicroBatch"]:

@@ -252,7 +252,7 @@ class Trainer:
         """Add the step's gradient to the policy's; in validation compute the same without a gradient.
         title, silent: of its progress. entropy: whether to compute it, for a column. -> {column: (G,)}
         and KL, of all ranks"""
-        run, n, parts, cache = self.run, len(batch.micro_batches), [], None
+        run, n, scored, cache = self.run, len(batch.micro_batches), [], None
         trains = run.policy.training
         with progress(title, 2 * len(batch.examples) // run.fabric.world_size, silent):
             if trains and run.objective.needs_mismatched_pairs and n == 1:
@@ -274,10 +274,12 @@ class Trainer:
                     )
                     if trains:
                         # DDP and FSDP2 average gradients over ranks
-                        weight = run.fabric.world_size / len(batch.examples)
-                        run.fabric.backward(loss_B.sum() * (0.0 if micro.filler else weight))
-                parts.append((micro, packed, columns))
-        return self.join_parts(parts, before.step), before.kl
+                        weight = (
+                            0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
+                        )
+                        run.fabric.backward(loss_B.sum() * weight)
+                scored.append((micro, packed, columns))
+        return self.gather_columns(scored, before.step), before.kl
 
     @torch.no_grad()
     def no_gradient_pass(self, batch: Batch, policy_cache=None) -> BeforeGradient:
@@ -317,7 +319,7 @@ class Trainer:
         """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
         one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
         run, step, losses = self.run, self.run.state.step + 1, columns["loss"]
-        stop_code = torch.full_like(grad_norm, run.stop.code(step), dtype=torch.float64)
+        stop_code = losses.new_full((), run.stop.code(step))
         # a loss may be infinite where its gradient is not, as by a constant
         of_step = [grad_norm.double(), kl.z.double().sum(), losses.sum(), stop_code]
         *numbers, stop_code = all_reduce(torch.stack(of_step), "max").tolist()
@@ -411,17 +413,17 @@ class Trainer:
         columns = join_columns(columns, own)
         return loss_B, {name: x.detach().double() for name, x in columns.items()}
 
-    def join_parts(self, parts: list, step: StepView) -> dict:
-        """The columns of a step's examples, {name: (G,)}, of all ranks. parts: this rank's micro-batches, each
+    def gather_columns(self, scored: list, step: StepView) -> dict:
+        """The columns of a step's examples, {name: (G,)}, of all ranks. scored: this rank's micro-batches, each
         with its packed batch and its columns. Raises BadInput unless each micro-batch, of all ranks and
         steps, has the same ones: in a column that only some have, the others' examples would count as 0."""
-        run, (_, _, columns) = self.run, parts[0]
+        run, (_, _, columns) = self.run, scored[0]
         key = type(run.objective), run.policy.training, "entropy" in columns
         if key not in self.column_names:
             self.column_names[key] = run.fabric.broadcast(list(columns))  # rank 0's, in its order
         names = self.column_names[key]
         whole = columns["loss"].new_zeros(len(names), step.size)
-        for micro, packed, columns in parts:
+        for micro, packed, columns in scored:
             differ = ", ".join(sorted(set(columns) ^ set(names)))
             refuse_unless(
                 not differ,
@@ -538,9 +540,8 @@ class Trainer:
     def precompute(self, examples, plan: Plan) -> None:
         """Compute all log-probs of the reference that the run will need, and release it."""
         run = self.run
-        splits = self.val, run.examples["test"]
-        batches = [make_batch(run, x) for x in splits if x]
-        batches = [*step_batches(run, examples, plan), *batches]
+        batches = list(step_batches(run, examples, plan))
+        batches += [make_batch(run, x) for x in (self.val, run.examples["test"]) if x]
         n = sum(len(batch.examples) for batch in batches)
         with progress("precomputing log-probs", n // run.fabric.world_size):
             for batch in batches:
