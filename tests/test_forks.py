@@ -523,17 +523,17 @@ def test_mismatched_pairs_may_be_completions(tiny, ratings, tmp_path):
 
 @pytest.mark.parametrize("cut", [6, 2])
 def test_an_override_of_forward_is_reached_on_every_path(cut, tiny, ratings, tmp_path):
-    calls = []
+    in_steps, elsewhere = [], []  # where the policy is in eval mode: no dropout
 
     class Counts(Trainer):
         def forward(self, packed, prompt_cache=None):
-            calls.append(packed.length_BK.numel())
+            (in_steps if self.run.policy.training else elsewhere).append(packed.length_BK.numel())
             return super().forward(packed, prompt_cache)
 
     argv = (*COMMON, f"--micro_batch_size={cut}", "--max_steps=2", f"--data.val={ratings}")
     train(tiny, ratings, tmp_path, *argv, "--val_interval=null", trainer=Counts)
-    # own and mismatched completions: of two validations of 24, of two steps, in the start check
-    assert sum(calls) == 2 * 48 + 2 * 12 + 2 * min(4, cut), calls
+    # own and mismatched completions: of two steps; of two validations of 24, and of the start check
+    assert (sum(in_steps), sum(elsewhere)) == (2 * 12, 2 * 48 + 2 * min(4, cut))
 
 
 def test_the_columns_of_any_examples_are_those_that_validation_sees(tiny, ratings, tmp_path):
