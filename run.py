@@ -259,8 +259,8 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     an engine that answers prompts (see rollout.py). Raises BadInput, Failed.
     """
     console.shows_progress = cfg.progress
-    program, now = Path(sys.argv[0]), f"{datetime.now():%Y%m%d-%H%M%S-%f}"
-    out = Path(cfg.out_dir or f"out/{program.stem}-{now}").resolve()
+    program = Path(sys.argv[0])
+    out = Path(cfg.out_dir or f"out/{program.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}").resolve()
     find_checkpoint(out, cfg.resume)  # refuses a folder that holds another run
     objective.check()
     kind, by_token = type(objective).__name__, objective.by_token
