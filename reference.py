@@ -72,7 +72,7 @@ class CachedReference(Reference):
         prompts' keys may never have been computed. Raises BadInput."""
         keys = packed.digests()
         device = packed.token_N.device
-        is_missing = not self.known.keys() >= set(keys)
+        is_missing = any(key not in self.known for key in keys)
         if self.released:
             refuse_unless(
                 not is_missing,

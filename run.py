@@ -194,7 +194,7 @@ class Run:
     # ---- checkpoints, and the end
 
     def save(self) -> None:
-        """Write a checkpoint of the step that was just done, if there is none, and remove old ones."""
+        """Write a checkpoint of the step that was just done, unless there is one, and remove old ones."""
         if self.saved_step == self.state.step:
             return
         self.state.objective = saved_state(self.objective)
@@ -276,7 +276,6 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
         not (cfg.data.score_prompt and (by_token or objective.overrides("make_module"))),
         f"data.score_prompt: {kind} takes the tokens of a completion, not of its prompt",
     )
-
     refuse_unless(
         cfg.batch_size > 1 or not objective.needs_mismatched_pairs,
         f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion",
@@ -483,8 +482,8 @@ library_name: transformers
 tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
 ---
 
-Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have the hash
-`{state.hashes["records"]}`, with these settings:
+Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have
+the hash `{state.hashes["records"]}`, with these settings:
 
 ```yaml
 {(source.folder / "settings.yaml").read_text()}```

@@ -274,10 +274,8 @@ class Trainer:
                     )
                     if trains:
                         # DDP and FSDP2 average gradients over ranks
-                        weight = (
-                            0.0 if micro.filler else run.fabric.world_size / len(batch.examples)
-                        )
-                        run.fabric.backward(loss_B.sum() * weight)
+                        weight = run.fabric.world_size / len(batch.examples)
+                        run.fabric.backward(loss_B.sum() * (0.0 if micro.filler else weight))
                 scored.append((micro, packed, columns))
         return self.gather_columns(scored, before.step), before.kl
 
