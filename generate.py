@@ -243,8 +243,8 @@ def main(argv=None) -> None:
                 0 < len(ids) < context,
                 f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
             )
-            given = [np.array(ids)], tokenizer, args, args.max_new_tokens, args.seed + i
-            (ids,) = generate(fabric, policy, *given)
+            new, seed = args.max_new_tokens, args.seed + i
+            (ids,) = generate(fabric, policy, [np.array(ids)], tokenizer, args, new, seed)
             text, _ = read_answer(tokenizer, ids, args.stop)
             turns.append({"role": "assistant", "content": text})
             print(text)
