@@ -30,10 +30,10 @@ def read_run(folder: Path) -> dict:
     """A run's settings by dotted name, and what else keeps two runs apart. Raises BadInput."""
     with user_error(None):
         text = (folder / "settings.yaml").read_text()
-    return flatten(yaml.safe_load(text)) | {
+    return {
         "program": text.partition(",")[0],  # the first line: # kto.py, commit ...
         "finished": (folder / "final").exists(),
-    }
+    } | flatten(yaml.safe_load(text))
 
 
 def read_csv(file: Path) -> pd.DataFrame:
