@@ -60,10 +60,10 @@ def choose_token(logits_BV, u_B, args: Sampling):
 def cumsum(p_BV):
     """Cumulative sums of probabilities along the vocabulary.
 
-    On a GPU those of floats differ from call to call in their last bits. Where that matters, they are added as whole
+    On a GPU those of floats differ from call to call in their last bits. With --deterministic they are added as whole
     numbers, in units of 2^-53.
     """
-    if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return (p_BV * 2**53).long().cumsum(-1).double() / 2**53
     return p_BV.cumsum(-1)
 
@@ -126,7 +126,7 @@ def generate(
     n, device = len(prompts), fabric.device
     slots = min(policy.max_seq_length, max(map(len, prompts)) + max_new)
     generators = [torch.Generator().manual_seed((seed * 1000003 + i) % 2**63) for i in range(n)]
-    u_AY = torch.stack([torch.rand(max_new, generator=x) for x in generators]).double()
+    u_AY = torch.stack([torch.rand(max_new, generator=x) for x in generators])
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
     room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
     cache_room = args.cache_gb * 1e9 if args.cache_gb else room
