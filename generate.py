@@ -42,7 +42,7 @@ from runs.settings import Sampling, parse_command, refuse_unless
 
 def choose_token(logits_BV, u_B, args: Sampling):
     """The next token (B,) of each row: the likeliest at temperature 0, else the first whose cumulative probability is
-    above the row's uniform number u."""
+    above the row's uniform number u. u is below 1, so there is one."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
@@ -53,8 +53,7 @@ def choose_token(logits_BV, u_B, args: Sampling):
         outside_BK = cumsum(sorted_BK) - sorted_BK >= args.top_p * sorted_BK.sum(-1, keepdim=True)
         p_BV = torch.zeros_like(p_BV).scatter(1, token_BK, sorted_BK.masked_fill(outside_BK, 0))
     cdf_BV = cumsum(p_BV)
-    token_B = (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
-    return token_B.clamp(max=cdf_BV.shape[1] - 1)
+    return (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
 
 
 def cumsum(p_BV):
