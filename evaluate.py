@@ -185,7 +185,7 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
     z = 1.96  # 95% of a normal distribution lie within so many standard deviations
     middle = (k + z * z / 2) / (n + z * z)
     half_width = z * (k * (n - k) / n + z * z / 4) ** 0.5 / (n + z * z)
-    return max(0.0, middle - half_width), middle + half_width
+    return middle - half_width, middle + half_width
 
 
 def format_before_after(before: dict, after: dict) -> str:
