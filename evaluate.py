@@ -1,6 +1,5 @@
 """Answers of the policy to held-out prompts, and what a checker says of them."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from generate import generate, read_answer
+from hub import read_json
+from packing import prompt_groups
 from records.examples import Example
 from records.tokenizer import Tokenizer
 from runs.console import progress, say
@@ -37,8 +38,7 @@ Checker = Callable[[list[Answer]], list[bool | float]]
 
 def with_answers(examples: list[Example], answers: list[list[int]]) -> list[Example]:
     """The examples with token ids as their completions, in place of those of the data."""
-    pairs = zip(examples, answers)
-    return [e._replace(completions=(np.array(ids, np.int32),)) for e, ids in pairs]
+    return [e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, answers)]
 
 
 def as_answers(tokenizer: Tokenizer, examples: list[Example], stop: list[str]) -> list[Answer]:
@@ -76,28 +76,30 @@ class Evaluator:
     checker: Checker | None
     """The user's own, given in code; without one, the checker that eval.check names."""
     stop: Stop
-    checked_step = None
-    checked_answers = ()
-    """Of the last check, as examples with the answers as completions."""
 
     def __post_init__(self):
         if self.cfg.eval.check == "demo" and not self.checker:
             from demo.check import check
 
             self.checker = check
-        first = {}
-        for e in self.examples:
-            first.setdefault(e.prompt.tobytes(), e)
-        self.examples = list(first.values())
+        groups = prompt_groups(e.prompt for e in self.examples)
+        self.examples = [self.examples[first] for first, *_ in groups]
 
     def answer(self, n: int, title: str) -> list[Example]:
         """The first n held-out prompts with answers sampled from the policy as completions. title: what for."""
         args, examples = self.cfg.eval, self.examples[:n]
-        new = args.max_new_tokens or self.cfg.data.max_completion
-        check_stop = partial(self.stop.check, self.fabric.device)
-        given = [e.prompt for e in examples], self.tokenizer, args, new, self.cfg.seed, check_stop
         with progress(title, len(examples)):
-            return with_answers(examples, generate(self.fabric, self.policy, *given))
+            answers = generate(
+                self.fabric,
+                self.policy,
+                [e.prompt for e in examples],
+                self.tokenizer,
+                args,
+                args.max_new_tokens or self.cfg.data.max_completion,
+                self.cfg.seed,
+                partial(self.stop.check, self.fabric.device),
+            )
+        return with_answers(examples, answers)
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:
         """The checker's verdicts, as Python's own bools and numbers; on rank 0 alone: no collective. Raises
@@ -118,12 +120,12 @@ class Evaluator:
             )
         return verdicts
 
-    def accuracy(self, step: int) -> float:
+    def accuracy(self, step: int) -> tuple[float, list[Example]]:
         """Sample answers to the held-out prompts and have them checked, after this step. -> the share of those that
-        are right. Writes eval/before.json (at step 0) or answers-N.json. A collective."""
-        self.checked_step = step
-        self.checked_answers = self.answer(self.cfg.eval.prompts, f"check at step {step}")
-        answers = as_answers(self.tokenizer, self.checked_answers, self.cfg.eval.stop)
+        are right; and the prompts with these answers. Writes eval/before.json (at step 0) or answers-N.json. A
+        collective."""
+        answered = self.answer(self.cfg.eval.prompts, f"check at step {step}")
+        answers = as_answers(self.tokenizer, answered, self.cfg.eval.stop)
         verdicts = on_rank_0(self.fabric, lambda: self.judge(answers))
         check = {
             "step": step,
@@ -135,17 +137,16 @@ class Evaluator:
         }
         if self.fabric.global_rank == 0:
             write_json(self.file(step), check)
-        return check["right"] / check["of"]
+        return check["right"] / check["of"], answered
 
     def file(self, step: int) -> Path:
         return Path(self.cfg.out_dir, "eval", f"answers-{step}.json" if step else "before.json")
 
-    def samples(self, step: int) -> list[dict]:
-        """A few answers to look at, as {"prompt", "completion"}: the first ones of this step's check, or fresh ones if
-        there was none."""
-        examples = self.checked_answers[: self.cfg.eval.samples]
-        if self.checked_step != step:
-            examples = self.answer(self.cfg.eval.samples, "samples")
+    def samples(self, answered: list[Example]) -> list[dict]:
+        """A few answers to look at, as {"prompt", "completion"}: the first ones of this step's check (answered), or
+        fresh ones if there was none."""
+        n = self.cfg.eval.samples
+        examples = answered[:n] if answered else self.answer(n, "samples")
         answers = as_answers(self.tokenizer, examples, self.cfg.eval.stop)
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
@@ -156,7 +157,7 @@ class Evaluator:
         if self.fabric.global_rank == 0 and last.exists():
             shutil.copy(last, last.with_name("after.json"))
             if before.exists():  # not in a branch of another run
-                say(format_before_after(*(json.loads(x.read_text()) for x in (before, last))))
+                say(format_before_after(read_json(before), read_json(last)))
 
 
 # ---- before and after ----------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
     z = 1.96  # 95% of a normal distribution lie within so many standard deviations
     middle = (k + z * z / 2) / (n + z * z)
     half_width = z * (k * (n - k) / n + z * z / 4) ** 0.5 / (n + z * z)
-    return max(0.0, middle - half_width), middle + half_width
+    return middle - half_width, middle + half_width
 
 
 def format_before_after(before: dict, after: dict) -> str:

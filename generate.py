@@ -10,7 +10,7 @@ Shape letters:
     Y  new tokens of an answer, at most
     V  vocabulary
     K  the likeliest tokens, among which top_k and top_p choose
-    X  tokens of the longest prompt with its answer
+    X  tokens of the longest prompt with its answer, at most
 """
 
 import contextlib
@@ -24,6 +24,7 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 from torch.distributed.fsdp import FSDPModule
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from attention import KVCache
 from hub import find_model
@@ -41,7 +42,7 @@ from runs.settings import Sampling, parse_command, refuse_unless
 
 def choose_token(logits_BV, u_B, args: Sampling):
     """The next token (B,) of each row: the likeliest at temperature 0, else the first whose cumulative probability is
-    above the row's uniform number u."""
+    above the row's uniform number u. u is below 1, so there is one."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
@@ -52,41 +53,21 @@ def choose_token(logits_BV, u_B, args: Sampling):
         outside_BK = cumsum(sorted_BK) - sorted_BK >= args.top_p * sorted_BK.sum(-1, keepdim=True)
         p_BV = torch.zeros_like(p_BV).scatter(1, token_BK, sorted_BK.masked_fill(outside_BK, 0))
     cdf_BV = cumsum(p_BV)
-    token_B = (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
-    return token_B.clamp(max=cdf_BV.shape[1] - 1)
+    return (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
 
 
-def cumsum(x_BV):
-    """Cumulative sums along the vocabulary.
+def cumsum(p_BV):
+    """Cumulative sums of probabilities along the vocabulary.
 
-    On a GPU those of torch differ from call to call in their last bits. Where that matters, they are products with
-    triangular matrices of ones, within blocks of 256 and over the blocks.
+    On a GPU those of floats differ from call to call in their last bits. With --deterministic they are added as whole
+    numbers, in units of 2^-53.
     """
-    if not (x_BV.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return x_BV.cumsum(-1)
-    B, V = x_BV.shape
-    blocks = torch.nn.functional.pad(x_BV, (0, -V % 256)).view(B, -1, 256)
-    within = blocks @ x_BV.new_ones(256, 256).triu()
-    n = within.shape[1]  # blocks
-    before = within[..., -1] @ x_BV.new_ones(n, n).triu(1)
-    return (within + before[..., None]).view(B, -1)[:, :V]
+    if torch.are_deterministic_algorithms_enabled():
+        return (p_BV * 2**53).long().cumsum(-1).double() / 2**53
+    return p_BV.cumsum(-1)
 
 
-def penalise(logits_BV, token_BX, penalty: float):
-    """Repetition penalty (Keskar et al. 2019): lower the logits of the tokens that a row's prompt or answer
-    has already. -> (B, V)"""
-    logit_BX = logits_BV.gather(1, token_BX)
-    lower_BX = torch.where(logit_BX > 0, logit_BX / penalty, logit_BX * penalty)
-    return logits_BV.scatter(1, token_BX, lower_BX)
-
-
-# ---- memory -------------------------------------------------------------------------------------
-
-
-def memory_for_sampling(device) -> float:
-    """Bytes: an eighth of a GPU's memory, the least of all ranks; 8 GB on a CPU."""
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
-    return all_reduce(torch.tensor(memory / 8, dtype=torch.float64, device=device), "min").item()
+# ---- the policy while it samples ----------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -141,20 +122,22 @@ def generate(
     """
     if not prompts:
         return []
-    module, n = getattr(policy, "module", policy), len(prompts)
-    slots = min(module.max_seq_length, max(map(len, prompts)) + max_new)
+    n, device = len(prompts), fabric.device
+    slots = min(policy.max_seq_length, max(map(len, prompts)) + max_new)
     generators = [torch.Generator().manual_seed((seed * 1000003 + i) % 2**63) for i in range(n)]
-    u_AY = torch.stack([torch.rand(max_new, generator=x) for x in generators]).double()
-    room = memory_for_sampling(fabric.device)
+    u_AY = torch.stack([torch.rand(max_new, generator=x) for x in generators])
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
+    room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
     cache_room = args.cache_gb * 1e9 if args.cache_gb else room
-    rows = max(1, min(args.batch_size, int(cache_room / module.cache_bytes(slots))))
+    rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
     wave, answers = rows * fabric.world_size, {}
     with ready_to_sample(fabric, policy, room):
         for start in range(0, n, wave):
             own = list(range(n))[start + fabric.global_rank : start + wave : fabric.world_size]
             # a rank without a prompt answers the first one once more, so that collectives match; rank 0's answer counts
-            given = prompts, own or [0], u_AY, slots
-            answers |= _sample(fabric, policy, *given, tokenizer, args, before_token)
+            answers |= _sample(
+                fabric, policy, prompts, own or [0], u_AY, slots, tokenizer, args, before_token
+            )
     for rank in range(fabric.world_size):
         answers |= fabric.broadcast(answers, rank)
     return [answers[i] for i in range(n)]
@@ -179,7 +162,8 @@ def _sample(fabric, policy, prompts, own, u_AY, slots, tokenizer, args, before_t
                 # all equally long, by repetition: which tokens a row has stays the same
                 seen = [np.resize([*prompts[i], *answers[i]], slots) for i in own]
                 seen_BX = to_device(torch.tensor(np.stack(seen)).long(), device)
-                logits_BV = penalise(logits_BV, seen_BX, args.repetition_penalty)
+                penalise = RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
+                logits_BV = penalise(seen_BX, logits_BV)
             if y < args.min_new_tokens:
                 logits_BV[:, tokenizer.stops] = -torch.inf
             new_B = choose_token(logits_BV, to_device(u_AY[own, y], device), args)
@@ -258,8 +242,8 @@ def main(argv=None) -> None:
                 0 < len(ids) < context,
                 f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
             )
-            given = [np.array(ids)], tokenizer, args, args.max_new_tokens, args.seed + i
-            (ids,) = generate(fabric, policy, *given)
+            new, seed = args.max_new_tokens, args.seed + i
+            (ids,) = generate(fabric, policy, [np.array(ids)], tokenizer, args, new, seed)
             text, _ = read_answer(tokenizer, ids, args.stop)
             turns.append({"role": "assistant", "content": text})
             print(text)

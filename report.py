@@ -26,14 +26,14 @@ before: checker_accuracy at step 0; kl/clamped: share of the training steps;
 the others: of the last validation. docs/columns.md says what each is"""
 
 
-def read_settings(folder: Path) -> dict:
-    """Settings by dotted name, and what else keeps two runs apart. Raises BadInput."""
+def read_run(folder: Path) -> dict:
+    """A run's settings by dotted name, and what else keeps two runs apart. Raises BadInput."""
     with user_error(None):
         text = (folder / "settings.yaml").read_text()
-    return flatten(yaml.safe_load(text)) | {
+    return {
         "program": text.partition(",")[0],  # the first line: # kto.py, commit ...
         "finished": (folder / "final").exists(),
-    }
+    } | flatten(yaml.safe_load(text))
 
 
 def read_csv(file: Path) -> pd.DataFrame:
@@ -61,18 +61,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     folders = parser.parse_args(argv).folders
-    names = group_names(map(read_settings, folders))
-    figure = Figure(figsize=(14, 7), layout="constrained")
+    names = group_names(map(read_run, folders))
+    groups = list(dict.fromkeys(names))
+    figure, numbers = Figure(figsize=(14, 7), layout="constrained"), []
     axes = figure.subplots(2, 4)
-    groups, numbers = {}, []  # name of a group -> a line of its colour
     for folder, name in zip(folders, names):
-        if name not in groups:
-            color = colormaps["turbo"](len(groups) / len(set(names)))
-            # runs of different programs differ in most settings
-            label = f"{len(groups)}: {name[:150] or folder} (n={names.count(name)})"
-            groups[name] = axes[0, 0].plot([], color=color, label=label)[0]
+        color = colormaps["turbo"](groups.index(name) / len(groups))
         metrics, val = read_csv(folder / "metrics.csv"), read_csv(folder / "val.csv")
-        color = groups[name].get_color()
         for table, style in ((metrics.ewm(5).mean(), "-"), (val, ".:")):
             table.plot(subplots=True, ax=axes, title=PLOTS, legend=False, style=style, color=color)
         numbers.append(
@@ -82,13 +77,19 @@ def main(argv: list[str] | None = None) -> None:
                 "kl/clamped": metrics["kl/clamped"].mean(),
             }
         )
-    figure.legend(handles=groups.values(), loc="outside lower center")
+    labels = [
+        # runs of different programs differ in most settings
+        f"{i}: {name[:150] or folders[0]} (n={names.count(name)})"
+        for i, name in enumerate(groups)
+    ]
+    # each run has drawn two lines, training and validation
+    first_lines = [axes[0, 0].lines[2 * names.index(name)] for name in groups]
+    figure.legend(first_lines, labels, loc="outside lower center")
     out = folders[0].parent
     figure.savefig(out / "report.png")
     numbers = pd.DataFrame(numbers, folders).dropna(axis=1, how="all")
     numbers.to_csv(out / "report.csv")
     table = numbers.groupby(names, sort=False).agg(mean_and_range).reset_index(drop=True)
-    labels = (line.get_label() for line in groups.values())
     print(*labels, "", table.T.to_string(line_width=80), ABOUT, sep="\n")
     print(f"wrote {out}/report.png, report.csv")
 

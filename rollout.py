@@ -9,11 +9,10 @@ that answers prompts (lists of token ids) with the Hugging Face model in `folder
 now. A completion is a list of token ids, with its EOS if it came to one. The engine is called once for each
 rollout_batch_size prompts; the model in `folder` changes once an iteration.
 
-iterations/answers-N.jsonl has a line an answer and grows with each rollout batch; a resume keeps whole
-batches. iterations/rated-N.jsonl has a line a rated example.
+iterations/answers-N.jsonl has a line an answer and is written again after each rollout batch, so a resume finds
+whole batches. iterations/rated-N.jsonl has a line a rated example.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from generate import generate, read_answer
-from records.examples import Example
+from records.examples import Example, examples_hash
 from runs.checkpoint import write_whole
 from runs.console import advance, progress
 from runs.devices import on_rank_0
@@ -56,12 +55,12 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
 def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
     """(i, plan) of each iteration that is not done yet, i from 1. With a moving reference the policy
     becomes its own reference when an iteration begins."""
-    moves, state = moving_reference and run.reference is not None, run.state
+    state = run.state
     run.last_step = plans[-1].total
     for i, plan in enumerate(plans, 1):
         if plan.end > state.step - state.unvalidated:
             if i > state.iteration:
-                run.begin_iteration(i, moves)
+                run.begin_iteration(i, moving_reference and run.reference is not None)
             yield i, plan
 
 
@@ -73,10 +72,15 @@ def iteration_file(run, name: str, i: int) -> Path:
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The lines of a jsonl file. A process that died while it wrote may have left half of the last one."""
+    """The lines of a jsonl file; none if there is no file."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    *lines, _ = text.split("\n")
-    return list(map(json.loads, lines))
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def as_lines(rows: list[dict]) -> str:
+    """jsonl; arrays become lists."""
+    lines = (json.dumps(row, default=lambda x: x.tolist(), ensure_ascii=False) for row in rows)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> list[list[int]]:
@@ -88,60 +92,43 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
     """
     file, size = iteration_file(run, "answers", i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    prompts = [e.prompt for e in examples]
     # all that the answers depend on
-    asked = [p.tobytes() for p in prompts]
-    depends = run.state.started_from, run.cfg.seed, run.rollout is None, new, args, asked
-    key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-
-    def whole_batches():
-        rows = [row for row in read_lines(file) if row["key"] == key]
-        if len(rows) < len(prompts):
-            rows = rows[: len(rows) // size * size]
-            write_whole(file, _as_lines(rows))
-        return [row["ids"] for row in rows]
-
-    def ask_engine(batch, seed):
-        asked = [prompt.tolist() for prompt in batch]
-        fresh = [list(map(int, ids)) for ids in run.rollout(folder, asked, args, new, seed)]
-        refuse_unless(
-            len(fresh) == len(batch) and all(fresh),
-            f"rollout: expected {len(batch)} answers, each of one token id or more",
-        )
-        return fresh
-
-    answers = on_rank_0(run.fabric, whole_batches)
-    if len(answers) == len(prompts):
-        return answers
-    refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
-    folder = run.publish_policy() if run.rollout else None
+    depends = run.state.started_from, run.cfg.seed, run.rollout is None, new, args
+    key = examples_hash({repr(depends): examples})[:16]
+    rows = on_rank_0(run.fabric, lambda: read_lines(file))
+    rows = [row for row in rows if row["key"] == key]
+    answers, text = [row["ids"] for row in rows], as_lines(rows)
+    if len(answers) < len(examples):
+        refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
+        folder = run.publish_policy() if run.rollout else None
     # the time limit, too, since a resume goes on with the answers
     check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
-    with progress(f"answers of iteration {i}", len(prompts) - len(answers)):
-        for start in range(len(answers), len(prompts), size):
-            batch = prompts[start : start + size]
+    with progress(f"answers of iteration {i}", len(examples) - len(answers)):
+        for start in range(len(answers), len(examples), size):
+            prompts = [e.prompt for e in examples[start : start + size]]
             seed = (run.cfg.seed * 1009 + i) * 1000003 + start
             if run.rollout:
                 check_stop()
-                fresh = on_rank_0(run.fabric, partial(ask_engine, batch, seed))
-                advance(len(batch))
+                asked = folder, [prompt.tolist() for prompt in prompts], args, new, seed
+                fresh = on_rank_0(
+                    run.fabric, lambda: [list(map(int, ids)) for ids in run.rollout(*asked)]
+                )
+                refuse_unless(
+                    len(fresh) == len(prompts) and all(fresh),
+                    f"rollout: expected {len(prompts)} answers, each of one token id or more",
+                )
+                advance(len(prompts))
             else:
                 fresh = generate(
-                    run.fabric, run.policy, batch, run.tokenizer, args, new, seed, check_stop
+                    run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, check_stop
                 )
             answers += fresh
+            for ids in fresh:
+                completion, _ = read_answer(run.tokenizer, ids, args.stop)
+                text += as_lines([{"key": key, "completion": completion, "ids": ids}])
             if run.fabric.global_rank == 0:
-                texts = [read_answer(run.tokenizer, ids, args.stop)[0] for ids in fresh]
-                rows = [{"key": key, "completion": x, "ids": ids} for x, ids in zip(texts, fresh)]
-                with open(file, "a", encoding="utf-8") as f:
-                    f.write(_as_lines(rows))
+                write_whole(file, text)
     return answers
-
-
-def _as_lines(rows: list[dict]) -> str:
-    """jsonl; arrays become lists."""
-    lines = (json.dumps(row, default=lambda x: x.tolist(), ensure_ascii=False) for row in rows)
-    return "".join(f"{line}\n" for line in lines)
 
 
 # ---- what an iteration learns from the answers ---------------------------------------------------
@@ -163,9 +150,10 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
                 len(examples) == len(prompts),
                 f"rate: {len(prompts)} answers need as many examples, got {len(examples)}",
             )
-            write_whole(file, _as_lines([e._asdict() for e in examples]))
-        refuse_unless(file.exists(), f"resume: {file}: {LOST}")
-        return read_lines(file), run.objective.state_dict()
+            write_whole(file, as_lines([e._asdict() for e in examples]))
+        rows = read_lines(file)
+        refuse_unless(rows, f"resume: {file}: {LOST}")
+        return rows, run.objective.state_dict()
 
     rows, state = on_rank_0(run.fabric, read_or_rate)
     vars(run.objective).update(state)  # rate may have changed it, on rank 0

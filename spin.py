@@ -101,11 +101,11 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
     pairs = list(zip(demonstrations, answers))
     if i > 1 and mix:
         file = iteration_file(run, "answers", i - 1)
-        last_answers = [row["ids"] for row in read_lines(file)]
-        refuse_unless(len(last_answers) == len(demonstrations), f"resume: {file}: {LOST}")
+        last = read_lines(file)
+        refuse_unless(len(last) == len(demonstrations), f"resume: {file}: {LOST}")
         order = epoch_order(len(demonstrations), i, run.cfg.seed)
         mixed = order[: int(mix * len(demonstrations))]
-        pairs += [(demonstrations[j], last_answers[j]) for j in mixed]
+        pairs += [(demonstrations[j], last[j]["ids"]) for j in mixed]
     return [e._replace(completions=(*e.completions, np.array(ids, np.int32))) for e, ids in pairs]
 
 
@@ -121,11 +121,7 @@ def main(argv=None, objective=SPIN, settings=Settings, trainer=Trainer, **given)
     trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, docstring_of(objective), demo="demo_spin.yaml")
     betas = cfg.spin.betas()
-    first = objective(cfg.spin, betas[0])
-    refuse_unless(
-        first.records == "demonstrations", 'objective: spin.py needs records = "demonstrations"'
-    )
-    run = setup(cfg, first, **given)
+    run = setup(cfg, objective(cfg.spin, betas[0]), **given)
     with trainer(run) as loop:
         demonstrations = run.examples["train"]
         n = len(demonstrations)

@@ -442,7 +442,7 @@ class Trainer:
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
         so far by keep_best"""
-        run, step, val, row = self.run, self.run.state.step, self.val, {}
+        run, step, val, row, answered = self.run, self.run.state.step, self.val, {}, []
         if not val:
             return False
         run.state.unvalidated = True
@@ -451,10 +451,10 @@ class Trainer:
         if run.evaluator.checker:
             share = own_kl = None
             if step == 0 or is_due(step, run.cfg.eval.check_interval, plan):
-                share = run.evaluator.accuracy(step)
-                own_kl = self.own_kl(run.evaluator.checked_answers)
+                share, answered = run.evaluator.accuracy(step)
+                own_kl = self.own_kl(answered)
             row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
-        samples = run.evaluator.samples(step)
+        samples = run.evaluator.samples(answered)
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
         run.logger.validation(step, row, samples)

@@ -158,6 +158,20 @@ def test_top_k_and_top_p_cut_the_tail_and_leave_the_rest_in_proportion():
     assert len(chosen) == 2, "k tokens, not all that tie with the k-th"
 
 
+@pytest.mark.parametrize("settings", [{}, dict(top_p=0.9), dict(top_k=40)])
+def test_chances_added_as_whole_numbers_choose_the_same_tokens(settings):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(200, 5000, generator=generator)
+    u_B = torch.rand(200, generator=generator).double()
+    plain = generate.choose_token(logits, u_B, Sampling(**settings))
+    torch.use_deterministic_algorithms(True)
+    try:
+        whole = generate.choose_token(logits, u_B, Sampling(**settings))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(whole, plain) and len(set(whole.tolist())) > 100
+
+
 class Alphabet(nn.Module):
     """Says the next number; records how many rows each forward had and in which mode."""
 

@@ -306,12 +306,14 @@ def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch
         return [a.prompt == "s" for a in answers]
 
     evaluator = held_out(tmp_path, monkeypatch, "snsmo", checker, prompts=3)
-    assert evaluator.accuracy(0) == 1 / 3
+    assert evaluator.accuracy(0)[0] == 1 / 3
     assert asked == [("s", "ab"), ("n", "ab"), ("m", "ab")]
     verdict = json.loads((tmp_path / "eval" / "before.json").read_text())
     assert (verdict["right"], verdict["of"], verdict["step"]) == (1, 3, 0)
-    assert evaluator.accuracy(7) == 1 / 3 and len(asked) == 6, "the policy has moved"
-    assert evaluator.samples(7) == [{"prompt": x, "completion": "ab"} for x in "snm"]
+    share, answered = evaluator.accuracy(7)
+    assert share == 1 / 3 and len(asked) == 6, "the policy has moved"
+    assert evaluator.samples(answered) == [{"prompt": x, "completion": "ab"} for x in "snm"]
+    assert [x["prompt"] for x in evaluator.samples([])] == [*"snmo"], "fresh ones without a check"
     evaluator.compare(7)
     verdict = json.loads((tmp_path / "eval" / "after.json").read_text())
     assert verdict["step"] == 7 and len(asked) == 6

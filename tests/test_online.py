@@ -262,3 +262,16 @@ def test_an_engines_answers_are_checked_before_they_are_written(wrong, tiny, pro
     assert len(answers(tmp_path, 1)) == 4, "the first batch stays"
     go(tiny, prompts, tmp_path, "--resume=auto", ONE, rollout=engine)
     assert calls == [4, 4, 4, 2], "a mended engine is asked for the rest"
+
+
+def test_answers_that_other_settings_have_left_are_not_taken(tiny, prompts, tmp_path):
+    calls = []
+
+    def engine(folder, asked, *_):
+        calls.append(len(asked))
+        return [[7]] * (0 if len(calls) == 2 else len(asked))
+
+    with pytest.raises(BadInput, match="^rollout: expected 4 answers"):
+        go(tiny, prompts, tmp_path, ONE, rollout=engine)
+    go(tiny, prompts, tmp_path, ONE, "--online.temperature=0.5", rollout=engine)
+    assert calls == [4, 4] + [4, 4, 2] and len(answers(tmp_path, 1)) == 10
