@@ -196,7 +196,11 @@ def shard_module(module, mesh, bf16: bool):
     if not module.tied and module.plain_head:
         fully_shard(module.embedding, mesh=mesh)
         fully_shard(module.lm_head, mesh=mesh, **of_linears)
+        # FSDP2 gathers a layer's weight before its methods alone, and the head's is read by the
+        # model's logp. So logp becomes a method of the head, which the model calls.
+        module.lm_head.logp = module.logp
         register_fsdp_forward_method(module.lm_head, "logp")
+        module.logp = module.lm_head.logp
     # By default a root stays gathered for its backward; a frozen model has no backward.
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)

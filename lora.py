@@ -51,7 +51,6 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         new.linear = old
         new.reset_parameters()  # A random, B zero
         model.set_submodule(name, new)
-    model.prepare_head()
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
@@ -211,7 +210,6 @@ def fold_adapters(model: nn.Module, adapters: Mapping | None = None) -> None:
         model.set_submodule(name, layer.linear)
     merge_adapters(model.state_dict(), adapters, model)
     model.requires_grad_(True)
-    model.prepare_head()
 
 
 # ---- PEFT's files --------------------------------------------------------------------------------
