@@ -72,14 +72,11 @@ def put_on(gpt: Packed, folder: Path) -> None:
     with their_errors(f"{folder}: does not fit its base"):
         if (folder / "adapter_config.json").exists():
             return fold_adapters(gpt, read_peft(folder))
-        lora = Lora(**read_settings(folder)["lora"])
-        add_adapters(gpt, lora)
+        add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
-        # with LoRA a moved reference is the base, into which adapters were merged
-        kinds = ("weights", "reference") if lora.rank else ("weights",)
 
         def place(kind, name, size, dtype):
-            if kind in kinds and not name.startswith("objective_module."):
+            if kind == "weights" and not name.startswith("objective_module."):
                 return params[name].detach()  # it shares the weight's memory
 
         read_tensors(folder, place)
