@@ -121,8 +121,8 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
         unwanted = ["consolidated*", "*/*"]
         try:
-            options = dict(allow_patterns=wanted, ignore_patterns=unwanted)
-            folder = Path(huggingface_hub.snapshot_download(name, **options))
+            download = huggingface_hub.snapshot_download
+            folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
         except Exception as e:  # the hub's client has a dozen errors for a failed download
             raise BadInput(
                 f"{what}: {name}: no such folder here, and not fetched from huggingface.co "
@@ -231,7 +231,7 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
             ours = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
             ours, rows = ours.get("model", ours), litgpt_rows(hf.state_dict())
             hf.load_state_dict({name: r.of(ours[r.name]) for name, r in rows.items()})
-            return hf.eval()
+            return hf
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
     unexpected = info["unexpected_keys"]  # a constant in GPT-2's old files is no weight
@@ -239,7 +239,7 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
     faults = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if faults:
         raise BadInput(f"{folder}: the weights do not fit config.json: {str(faults)[:300]}")
-    return hf.eval()
+    return hf
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from attention import KVCache, PromptCache
+from head import logp_of
 from hub import Source, find_model, read_config, read_whole, their_errors
 from lora import add_adapters, fold_adapters, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
@@ -58,11 +59,12 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     config = read_config(source)
     hf = read_whole(source.root, config, dtype)
     with their_errors(f"model: {source.root}: {config.model_type}"):
-        expected_T = _plain_logps(hf)
+        prompts, completions = _texts(config.get_text_config().vocab_size)
+        expected_T = _plain_logps(hf, prompts, completions)
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
         gpt = gpt or TransformersGPT(hf)
-        _compare(gpt.eval(), expected_T)
+        _compare(gpt, prompts, completions, expected_T)
     return gpt
 
 
@@ -94,24 +96,22 @@ def _texts(n_vocab: int) -> tuple[list, list]:
 
 
 @torch.no_grad()
-def _plain_logps(hf) -> torch.Tensor:
+def _plain_logps(hf, prompts, completions) -> torch.Tensor:
     """transformers' log-probs of the completions' tokens (T,), of each text in a forward of its
     own."""
     logps = []
-    for prompt, pair in zip(*_texts(hf.config.get_text_config().vocab_size)):
+    for prompt, pair in zip(prompts, completions):
         for completion in pair:
             ids = torch.tensor(np.concatenate([prompt, completion]))
-            logp_NV = hf(input_ids=ids[None]).logits[0].double().log_softmax(-1)
-            n = len(prompt)
-            logps.append(logp_NV[n - 1 : -1].gather(1, ids[n:, None])[:, 0])
+            logits_LV = hf(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+            logps.append(logp_of(logits_LV.double(), ids[len(prompt) :])[0])
     return torch.cat(logps)
 
 
 @torch.no_grad()
-def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
+def _compare(gpt: Packed, prompts, completions, expected_T: torch.Tensor) -> None:
     """Raise ValueError unless the model computes these log-probs: where completions share a prompt,
     where the prompts come from a PromptCache, and token by token with a KVCache."""
-    prompts, completions = _texts(gpt.config.padded_vocab_size)
     batch, prompt_cache = pack(prompts, completions)._replace(by_token=True), PromptCache()
     expected_BKL = batch.tokens_of_completions(expected_T)
     shared = gpt(batch, prompt_cache).logps  # and fills the cache
@@ -123,14 +123,14 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
     kv_cache = KVCache(pack(prompts, [(pair[0][:1],) for pair in completions]), max(sizes) + 1)
     gpt(kv_cache)
     kv_cache.at(first_B, torch.tensor(sizes), max(sizes))
-    sampled = gpt(kv_cache).double().log_softmax(-1).gather(1, second_B[:, None])
+    sampled_B, _ = logp_of(gpt(kv_cache).double(), second_B)
 
     # a mixture may choose another of two experts that are almost equal: then most tokens must agree
     share = 0.75 if gpt.has_experts else 1.0
     for name, logp, expected in (
         ("with shared prompts", shared, expected_BKL),
         ("with cached prompts", cached, expected_BKL),
-        ("token by token", sampled, expected_BKL[:, 0, 1:2]),
+        ("token by token", sampled_B, expected_BKL[:, 0, 1]),
     ):
         largest = (logp - expected).abs().quantile(share).item()
         if not largest <= TOLERANCE:  # nan, too
@@ -161,9 +161,9 @@ def shard_over_ranks(
         weights = whole.unique_parameters()
         about = whole.tied, whole.embedding.weight.dtype, dict(whole.named_buffers())
     config.tie_word_embeddings, dtype, buffers = fabric.broadcast(about)
-    options = dict(attn_implementation="eager", dtype=dtype)
+    auto = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        hf = transformers.AutoModelForCausalLM.from_config(config, **options)
+        hf = auto.from_config(config, attn_implementation="eager", dtype=dtype)
         shell = litgpt_model(hf) or TransformersGPT(hf)
     add_adapters(shell, lora)
     shell.objective_module = objective_module
