@@ -137,7 +137,7 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
 
 
 def read_json(file: Path) -> dict:
-    with their_errors(file):
+    with library_errors(file):
         return json.loads(file.read_text())
 
 
@@ -145,8 +145,8 @@ def read_json(file: Path) -> dict:
 
 
 @contextlib.contextmanager
-def their_errors(where):
-    """Turn what transformers raises into BadInput, one line."""
+def library_errors(where):
+    """Turn what a library raises as it reads a model into BadInput, one line."""
     try:
         yield
     except BadInput:
@@ -160,7 +160,7 @@ def read_config(source: Source):
     """transformers' config of a model, without dropout: policy and reference must be equal. Raises
     BadInput, also for what is REFUSED."""
     file = source.root / "config.json"
-    with their_errors(file):
+    with library_errors(file):
         config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
         if found := REFUSED.search(config.to_json_string(use_diff=False)):
             raise BadInput(f"{file}: {found[0]} is not supported")
@@ -225,7 +225,7 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
     would only log it."""
     auto = transformers.AutoModelForCausalLM
     options = dict(attn_implementation="eager", dtype=dtype)
-    with their_errors(folder):
+    with library_errors(folder):
         if (folder / "lit_model.pth").exists():
             hf = auto.from_config(config, **options)
             ours = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)

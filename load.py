@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from attention import KVCache, PromptCache
 from head import logp_of
-from hub import Source, find_model, read_config, read_whole, their_errors
+from hub import Source, find_model, library_errors, read_config, read_whole
 from lora import add_adapters, fold_adapters, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from packing import pack
@@ -58,7 +58,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         return gpt
     config = read_config(source)
     hf = read_whole(source.root, config, dtype)
-    with their_errors(f"model: {source.root}: {config.model_type}"):
+    with library_errors(f"model: {source.root}: {config.model_type}"):
         prompts, completions = _texts(config.get_text_config().vocab_size)
         expected_T = _plain_logps(hf, prompts, completions)
         if gpt := litgpt_model(hf):
@@ -71,7 +71,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
 def put_on(gpt: Packed, folder: Path) -> None:
     """Give a plain model what a checkpoint or a PEFT folder, whose base it is, has learned; adapters
     are merged. Raises BadInput."""
-    with their_errors(f"{folder}: does not fit its base"):
+    with library_errors(f"{folder}: does not fit its base"):
         if (folder / "adapter_config.json").exists():
             return fold_adapters(gpt, read_peft(folder))
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
@@ -193,8 +193,8 @@ def shard_module(module, mesh, bf16: bool):
     if not module.tied and module.plain_head:
         fully_shard(module.embedding, mesh=mesh)
         fully_shard(module.lm_head, mesh=mesh, **of_linears)
-        # FSDP2 gathers a layer's weight before its methods alone, and the head's is read by the
-        # model's logp. So logp becomes a method of the head, which the model calls.
+        # The model's logp reads the head's weight, and FSDP2 gathers a weight only before a method
+        # of its own layer: so the model calls its logp as a method of the head.
         module.lm_head.logp = module.logp
         register_fsdp_forward_method(module.lm_head, "logp")
         module.logp = module.lm_head.logp
