@@ -183,16 +183,17 @@ def shard_module(module, mesh, bf16: bool):
     # FSDP2 warns of views that a hook might change in place; no hook of ours does
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     mesh = mesh["data_parallel"]
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    of_linears = {"mp_policy": policy} if bf16 else {}
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in module.blocks:
         if bf16:
             linears = [m for m in block.modules() if isinstance(m, nn.Linear)]
-            fully_shard(linears, mesh=mesh, **of_linears)
+            fully_shard(linears, mesh=mesh, mp_policy=policy)
         fully_shard(block, mesh=mesh)
     if not module.tied and module.plain_head:
         fully_shard(module.embedding, mesh=mesh)
-        fully_shard(module.lm_head, mesh=mesh, **of_linears)
+        fully_shard(module.lm_head, mesh=mesh, mp_policy=policy)
         # The model's logp reads the head's weight, and FSDP2 gathers a weight only before a method
         # of its own layer: so the model calls its logp as a method of the head.
         module.lm_head.logp = module.logp

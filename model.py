@@ -218,7 +218,7 @@ def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, 
 def _sizes(c) -> dict:
     """What litgpt's Config says of every model, of a text config of transformers."""
     return dict(
-        name=c.model_type, block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
+        block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
         n_head=c.num_attention_heads, n_query_groups=getattr(c, "num_key_value_heads", None),
         head_size=getattr(c, "head_dim", None), vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size,
         final_logit_softcapping=getattr(c, "final_logit_softcapping", None),
