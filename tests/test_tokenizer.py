@@ -30,6 +30,7 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
     assert prompt_ids(bos, "ab") == prompt_ids(bos, "<s>ab") == [512, 66, 67]
     assert prompt_ids(bos, "") == [512]
     assert bos.encode(["c"]) == [[68]], "a completion has no BOS"
+    assert bos.decode([512, 66, EOS]) == "a", "no special tokens"
     ((prompt, _),) = bos.encode_all([bos.render(DIALOGUE)], by_template=True)
     chatml = "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n"
     assert prompt == [512, *ids_of(bos, chatml)]
