@@ -13,7 +13,7 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
     R  rows of Q queries: B in sampling after the first forward, else 1
     T  targets: tokens that are predicted and scored
     L  tokens of the longest completion
-    I  gathered keys, S  starts of attention's sequences: see data.PackedBatch
+    I  gathered keys, S  starts of attention's sequences: see packing.PackedBatch
     H  query heads (keys and values may have fewer: grouped-query attention)
     D  size of a head
 """
@@ -93,7 +93,7 @@ class PackedAttention:
         return self.tiled(attn, q, k, v)
 
     def flash(self, attn, q, k, v):
-        """One call of flash attention for all sequences (data.PackedBatch says what these are)."""
+        """One call of flash attention for all sequences (packing.PackedBatch says what these are)."""
         batch = self.batch
         if len(batch.key_I):
             k, v = k[:, :, batch.key_I], v[:, :, batch.key_I]

@@ -121,8 +121,8 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
         unwanted = ["consolidated*", "*/*"]
         try:
-            options = dict(allow_patterns=wanted, ignore_patterns=unwanted)
-            folder = Path(huggingface_hub.snapshot_download(name, **options))
+            download = huggingface_hub.snapshot_download
+            folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
         except Exception as e:  # the hub's client has a dozen errors for a failed download
             raise BadInput(
                 f"{what}: {name}: no such folder here, and not fetched from huggingface.co "
@@ -137,7 +137,7 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
 
 
 def read_json(file: Path) -> dict:
-    with their_errors(file):
+    with library_errors(file):
         return json.loads(file.read_text())
 
 
@@ -145,8 +145,8 @@ def read_json(file: Path) -> dict:
 
 
 @contextlib.contextmanager
-def their_errors(where):
-    """Turn what transformers raises into BadInput, one line."""
+def library_errors(where):
+    """Turn what a library raises as it reads a model into BadInput, one line."""
     try:
         yield
     except BadInput:
@@ -160,7 +160,7 @@ def read_config(source: Source):
     """transformers' config of a model, without dropout: policy and reference must be equal. Raises
     BadInput, also for what is REFUSED."""
     file = source.root / "config.json"
-    with their_errors(file):
+    with library_errors(file):
         config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
         if found := REFUSED.search(config.to_json_string(use_diff=False)):
             raise BadInput(f"{file}: {found[0]} is not supported")
@@ -225,13 +225,13 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
     would only log it."""
     auto = transformers.AutoModelForCausalLM
     options = dict(attn_implementation="eager", dtype=dtype)
-    with their_errors(folder):
+    with library_errors(folder):
         if (folder / "lit_model.pth").exists():
             hf = auto.from_config(config, **options)
             ours = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
             ours, rows = ours.get("model", ours), litgpt_rows(hf.state_dict())
             hf.load_state_dict({name: r.of(ours[r.name]) for name, r in rows.items()})
-            return hf.eval()
+            return hf
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
     unexpected = info["unexpected_keys"]  # a constant in GPT-2's old files is no weight
@@ -239,7 +239,7 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
     faults = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if faults:
         raise BadInput(f"{folder}: the weights do not fit config.json: {str(faults)[:300]}")
-    return hf.eval()
+    return hf
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from attention import KVCache, PromptCache
-from hub import Source, find_model, read_config, read_whole, their_errors
+from head import logp_of
+from hub import Source, find_model, library_errors, read_config, read_whole
 from lora import add_adapters, fold_adapters, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from packing import pack
@@ -57,29 +58,27 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         return gpt
     config = read_config(source)
     hf = read_whole(source.root, config, dtype)
-    with their_errors(f"model: {source.root}: {config.model_type}"):
-        expected_T = _plain_logps(hf)
+    with library_errors(f"model: {source.root}: {config.model_type}"):
+        prompts, completions = _texts(config.get_text_config().vocab_size)
+        expected_T = _plain_logps(hf, prompts, completions)
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
         gpt = gpt or TransformersGPT(hf)
-        _compare(gpt.eval(), expected_T)
+        _compare(gpt, prompts, completions, expected_T)
     return gpt
 
 
 def put_on(gpt: Packed, folder: Path) -> None:
     """Give a plain model what a checkpoint or a PEFT folder, whose base it is, has learned; adapters
     are merged. Raises BadInput."""
-    with their_errors(f"{folder}: does not fit its base"):
+    with library_errors(f"{folder}: does not fit its base"):
         if (folder / "adapter_config.json").exists():
             return fold_adapters(gpt, read_peft(folder))
-        lora = Lora(**read_settings(folder)["lora"])
-        add_adapters(gpt, lora)
+        add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
-        # with LoRA a moved reference is the base, into which adapters were merged
-        kinds = ("weights", "reference") if lora.rank else ("weights",)
 
         def place(kind, name, size, dtype):
-            if kind in kinds and not name.startswith("objective_module."):
+            if kind == "weights" and not name.startswith("objective_module."):
                 return params[name].detach()  # it shares the weight's memory
 
         read_tensors(folder, place)
@@ -97,24 +96,22 @@ def _texts(n_vocab: int) -> tuple[list, list]:
 
 
 @torch.no_grad()
-def _plain_logps(hf) -> torch.Tensor:
+def _plain_logps(hf, prompts, completions) -> torch.Tensor:
     """transformers' log-probs of the completions' tokens (T,), of each text in a forward of its
     own."""
     logps = []
-    for prompt, pair in zip(*_texts(hf.config.get_text_config().vocab_size)):
+    for prompt, pair in zip(prompts, completions):
         for completion in pair:
             ids = torch.tensor(np.concatenate([prompt, completion]))
-            logp_NV = hf(input_ids=ids[None]).logits[0].double().log_softmax(-1)
-            n = len(prompt)
-            logps.append(logp_NV[n - 1 : -1].gather(1, ids[n:, None])[:, 0])
+            logits_LV = hf(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+            logps.append(logp_of(logits_LV.double(), ids[len(prompt) :])[0])
     return torch.cat(logps)
 
 
 @torch.no_grad()
-def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
+def _compare(gpt: Packed, prompts, completions, expected_T: torch.Tensor) -> None:
     """Raise ValueError unless the model computes these log-probs: where completions share a prompt,
     where the prompts come from a PromptCache, and token by token with a KVCache."""
-    prompts, completions = _texts(gpt.config.padded_vocab_size)
     batch, prompt_cache = pack(prompts, completions)._replace(by_token=True), PromptCache()
     expected_BKL = batch.tokens_of_completions(expected_T)
     shared = gpt(batch, prompt_cache).logps  # and fills the cache
@@ -126,14 +123,14 @@ def _compare(gpt: Packed, expected_T: torch.Tensor) -> None:
     kv_cache = KVCache(pack(prompts, [(pair[0][:1],) for pair in completions]), max(sizes) + 1)
     gpt(kv_cache)
     kv_cache.at(first_B, torch.tensor(sizes), max(sizes))
-    sampled = gpt(kv_cache).double().log_softmax(-1).gather(1, second_B[:, None])
+    sampled_B, _ = logp_of(gpt(kv_cache).double(), second_B)
 
     # a mixture may choose another of two experts that are almost equal: then most tokens must agree
     share = 0.75 if gpt.has_experts else 1.0
     for name, logp, expected in (
         ("with shared prompts", shared, expected_BKL),
         ("with cached prompts", cached, expected_BKL),
-        ("token by token", sampled, expected_BKL[:, 0, 1:2]),
+        ("token by token", sampled_B, expected_BKL[:, 0, 1]),
     ):
         largest = (logp - expected).abs().quantile(share).item()
         if not largest <= TOLERANCE:  # nan, too
@@ -164,9 +161,9 @@ def shard_over_ranks(
         weights = whole.unique_parameters()
         about = whole.tied, whole.embedding.weight.dtype, dict(whole.named_buffers())
     config.tie_word_embeddings, dtype, buffers = fabric.broadcast(about)
-    options = dict(attn_implementation="eager", dtype=dtype)
+    auto = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        hf = transformers.AutoModelForCausalLM.from_config(config, **options)
+        hf = auto.from_config(config, attn_implementation="eager", dtype=dtype)
         shell = litgpt_model(hf) or TransformersGPT(hf)
     add_adapters(shell, lora)
     shell.objective_module = objective_module
@@ -186,17 +183,22 @@ def shard_module(module, mesh, bf16: bool):
     # FSDP2 warns of views that a hook might change in place; no hook of ours does
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     mesh = mesh["data_parallel"]
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    of_linears = {"mp_policy": policy} if bf16 else {}
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in module.blocks:
         if bf16:
             linears = [m for m in block.modules() if isinstance(m, nn.Linear)]
-            fully_shard(linears, mesh=mesh, **of_linears)
+            fully_shard(linears, mesh=mesh, mp_policy=policy)
         fully_shard(block, mesh=mesh)
     if not module.tied and module.plain_head:
         fully_shard(module.embedding, mesh=mesh)
-        fully_shard(module.lm_head, mesh=mesh, **of_linears)
+        fully_shard(module.lm_head, mesh=mesh, mp_policy=policy)
+        # The model's logp reads the head's weight, and FSDP2 gathers a weight only before a method
+        # of its own layer: so the model calls its logp as a method of the head.
+        module.lm_head.logp = module.logp
         register_fsdp_forward_method(module.lm_head, "logp")
+        module.logp = module.lm_head.logp
     # By default a root stays gathered for its backward; a frozen model has no backward.
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from head import autocast
-from hub import Source, read_json, their_errors
+from hub import Source, library_errors, read_json
 from runs.console import BadInput, rank
 from runs.devices import gather_tensor, place_like
 from runs.settings import Lora, refuse_unless
@@ -41,8 +41,12 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         options = dict(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)
         if len(chosen) == 3:
             kind, c = LoRAQKVLinear, model.config
-            options |= dict(n_head=c.n_head, n_query_groups=c.n_query_groups)
-            options |= dict(enable_lora=chosen, head_size=c.head_size)
+            options |= dict(
+                n_head=c.n_head,
+                n_query_groups=c.n_query_groups,
+                head_size=c.head_size,
+                enable_lora=chosen,
+            )
         with torch.device("meta"):
             new = kind(old.in_features, old.out_features, **options)
         new.linear, w = None, old.weight
@@ -51,21 +55,18 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         new.linear = old
         new.reset_parameters()  # A random, B zero
         model.set_submodule(name, new)
-    model.prepare_head()
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
     """The layers that lora.targets names by PEFT's rule: `o_proj` is for all whose names end so. Of
     litgpt's layer for q, k and v, which of the three."""
     targets, found, layers = {target.strip() for target in targets.split(",")}, set(), {}
-    in_blocks = set(model.blocks.modules())
     # PEFT puts adapters of these names at joined experts, too (0.21)
     unfit = ("gate_proj", "up_proj", "down_proj") if model.has_experts else ()
     for name, layer in model.named_modules():
-        is_head = name == "lm_head"
-        can_adapt = type(layer) is nn.Linear and (is_head or layer in in_blocks)
-        if not can_adapt or name.endswith(unfit):
+        if type(layer) is not nn.Linear or name.endswith(unfit):
             continue
+        is_head = name == "lm_head"
         hits = [
             {t for t in targets if t == "all-linear" and not is_head or f".{x}".endswith(f".{t}")}
             for x in _their_names(model, name)
@@ -211,7 +212,6 @@ def fold_adapters(model: nn.Module, adapters: Mapping | None = None) -> None:
         model.set_submodule(name, layer.linear)
     merge_adapters(model.state_dict(), adapters, model)
     model.requires_grad_(True)
-    model.prepare_head()
 
 
 # ---- PEFT's files --------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
         if value and (re.match(others, name) or value not in plain.get(name, [value])):
             raise BadInput(f"{folder}/adapter_config.json: {name}: {value} is not supported")
     adapters, patterns = {}, (config.get("alpha_pattern") or {}).items()
-    with their_errors(folder):
+    with library_errors(folder):
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, a in tensors.items():
             # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
@@ -257,7 +257,7 @@ def write_peft(
         sets.append(read_peft(source.folder))
         source = source.base
     tensors, ranks = {}, {}
-    for layer in {layer: 0 for adapters in sets for layer in adapters}:
+    for layer in dict.fromkeys(itertools.chain(*sets)):
         parts = [adapters[layer] for adapters in sets if layer in adapters]
         # PEFT has one scale for a layer: the scales of those before go into their B
         a, b = [a for a, _, _ in parts], [b * (own / scale) for _, b, own in parts]
@@ -296,7 +296,7 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
             "lora.quantize: nf4 needs layer widths that are multiples of 64, "
             f"this model has {old.in_features}",
         )
-        sizes = (old.in_features, old.out_features, old.bias is not None)
+        sizes = old.in_features, old.out_features
         new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
         new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
         new.bias = old.bias

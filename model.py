@@ -55,11 +55,6 @@ class Packed:
     # exported
     objective_module: nn.Module | None
 
-    def prepare_head(self) -> None:
-        """Attach logp to the head, so that FSDP2 gathers the head's weight before the call. Again
-        where the head's layer is replaced."""
-        self.lm_head.logp = self._logp
-
     def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
         """PackedBatch -> Scores. prompt_cache: the first forward that gets it fills it; later ones
         read it and compute completions only.
@@ -74,7 +69,7 @@ class Packed:
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
         # the head runs only on hidden states that predict a target
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
-        logp_T, entropy_T = self.lm_head.logp(h_TC, x.target_T, x.entropy)
+        logp_T, entropy_T = self.logp(h_TC, x.target_T, x.entropy)
         logps = x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
         outputs, entropy = None, x.sums(entropy_T) if x.entropy else None
         if self.objective_module is not None:
@@ -96,7 +91,7 @@ class Packed:
             return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
 
-    def _logp(self, h_TC, target_T, entropy: bool = False):
+    def logp(self, h_TC, target_T, entropy: bool = False):
         """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together. And
         the entropy (T,), or None."""
         device, cap = h_TC.device.type, self.config.final_logit_softcapping
@@ -184,7 +179,6 @@ class GPT(Packed, litgpt.model.GPT):
             attn.window = attn.cap = None
             attn.scale = 1 / math.sqrt(config.head_size)
             attn.forward = functools.partial(_attention_forward, attn)
-        self.prepare_head()
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -224,7 +218,7 @@ def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, 
 def _sizes(c) -> dict:
     """What litgpt's Config says of every model, of a text config of transformers."""
     return dict(
-        name=c.model_type, block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
+        block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
         n_head=c.num_attention_heads, n_query_groups=getattr(c, "num_key_value_heads", None),
         head_size=getattr(c, "head_dim", None), vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size,
         final_logit_softcapping=getattr(c, "final_logit_softcapping", None),
@@ -331,7 +325,6 @@ class TransformersGPT(Packed, nn.Module):
         self.embedding.padding_idx = None  # that token's row would have no gradient
         for block in self.blocks:
             block.forward = functools.partial(_block_forward, self, block)
-        self.prepare_head()
 
     @property
     def embedding(self) -> nn.Embedding:

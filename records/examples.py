@@ -322,7 +322,7 @@ def page() -> None:
     """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
     data = parse_command(PageSettings, page.__doc__, ["--train", *sys.argv[1:]])
     source = find_model(data.model, weights=False)
-    data = with_limits(data, context_of(read_config(source).get_text_config()))
+    data = with_limits(data, context_of(read_config(source)))
     template = data.chat_template or source.chat_template
     tokenizer = Tokenizer(source.tokenizer, template, data.date, source.root)
     first = load_splits(data, tokenizer, data.kind, print)["train"][0]

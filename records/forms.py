@@ -100,7 +100,8 @@ def understand_record(
     if prompt == []:
         raise BadInput(f"prompt: missing; there is {', '.join(record)} (see data.columns)")
     if system:
-        prompt = [{"role": "system", "content": system}, *as_turns(prompt)]
+        turn = _message({"role": "system", "content": system}, "system")
+        prompt = [turn, *as_turns(prompt)]
     return understood._replace(
         prompt=prompt,
         weight=weight,

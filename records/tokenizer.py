@@ -45,10 +45,11 @@ class Tokenizer:
         with user_error("tokenizer", folder, Exception):  # a dozen kinds, by format and library
             self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
-        if chat_template:
-            with user_error("data.chat_template"):
+        with user_error("data.chat_template"):
+            if chat_template:
                 self.hf.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        self.template = self.hf.chat_template
+            # a model may have several, by name: the one that is for dialogues without tools
+            self.template = self.hf.chat_template and self.hf.get_chat_template()
         with user_error("data.date", date):
             self.define_date = _define_date(date)
         stops = [i for i in (self.hf.eos_token_id, *model_stops(model or folder)) if i is not None]

@@ -8,15 +8,18 @@ import sys
 import pytest
 import tokens
 from conftest import assert_same, train
+from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
 
+from records import tokenizer
 from records.examples import Example, load_examples, page
+from records.forms import Record
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
 from runs.settings import Data
 
 sys.path.append(str(tokens.CHAT))
-from chat_records import LONG, RECORDS, THOUGHT, TOOLS, bot, user  # noqa: E402
+from chat_records import LONG, RECORDS, THOUGHT, TOOLS, WEATHER, bot, user  # noqa: E402
 
 TRL = json.loads((tokens.CHAT / "trl.json").read_text())
 
@@ -72,11 +75,16 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
                 what = "does not begin with the rendered prompt" if cut else what
                 with pytest.raises(BadInput, match=what):
                     ids(record, t)
+                if cut and name != "r1-distill":  # its prompt opens no thinking
+                    with pytest.raises(BadInput, match=what):
+                        ids(record | {"completion": [bot(THOUGHT)]}, t)
                 continue
             head, behind = ids(record, t)
             if cut:  # the thinking is the answer's, and the prompt is as it is when sampling
                 assert t.decode(head).endswith("<think>\n") or head[-1] == ids_of(t, "\n")[0]
                 assert behind == ids_of(t, THOUGHT[len("<think>\n") :] + tokens.EOS_SEEK)
+                later = record | {"completion": [bot("\n" + THOUGHT)]}
+                assert ids(later, t) == (head, behind)
                 continue
             assert (head, behind) == (theirs["prompt"], theirs["completion"]), (kind, record)
             same += 1
@@ -95,7 +103,7 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
 # ---- where a completion begins -------------------------------------------------------------------
 
 
-def test_a_completion_has_the_space_that_the_whole_text_has_and_no_other(real, ids):
+def test_a_completion_has_the_space_that_the_whole_text_has_and_no_other(real, ids, tmp_path):
     """Encoded alone, `Could` begins with a space that no dialogue has there."""
     for name in ("llama-2", "mistral-v0.3"):
         t = Tokenizer(real(name))
@@ -106,18 +114,26 @@ def test_a_completion_has_the_space_that_the_whole_text_has_and_no_other(real, i
             assert ids(rated(prompt, "Could"), t)[1] == [*could, t.eos]
         assert ids(rated("The answer is:", " Could"), t)[1] == [*spaced, t.eos]
         assert ids(rated("", "Could"), t) == ([t.bos], [*spaced, t.eos]), "a text's own beginning"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    changed = tokens.folder(
+        tmp_path / "t", change=lambda t: setattr(t, "pre_tokenizer", byte_level)
+    )
+    t = Tokenizer(changed)
+    assert ids_of(t, "b") == t.hf.convert_tokens_to_ids(["Ġb"]), "byte-level ones can do that, too"
+    assert ids(rated("p", "b"), t)[1] == [*t.hf.convert_tokens_to_ids(["b"]), t.eos]
 
 
 @pytest.mark.parametrize(
     "name", ["llama-2", "mistral-v0.3", "gemma", "phi-3", "llama-3", "qwen2.5"]
 )
-def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real, name):
+def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real, name, monkeypatch):
     t, r, joined, apart = Tokenizer(real(name)), random.Random(0), 0, 0
     text = (tokens.CHAT.parent / "README.md").read_text() + LONG * 20
     places = [sorted(r.sample(range(len(text)), 2)) for _ in range(400)]
     texts = [(text[max(0, b - 30) : b], text[b : min(d, b + 30)]) for b, d in places]
+    monkeypatch.setattr(tokenizer, "BATCH", 37)
     rows = t.encode_all([(p, [c]) for p, c in texts], by_template=True)  # no BOS and EOS
-    for (head, (behind,)), (p, c) in zip(rows, texts):
+    for (head, (behind,)), (p, c) in zip(rows, texts, strict=True):
         whole = ids_of(t, p + c)
         assert head == ids_of(t, p), "a prompt never depends on its completion"
         if whole[: len(head)] == head:
@@ -138,10 +154,26 @@ def test_tools_and_arguments_reach_the_template_also_as_json(real, ids):
     head, behind = (t.decode(x) for x in ids(record, t))
     assert "Tells <the> weather." in head and '"arguments": {"city": "Paris"' in behind
     assert ids(record | {"tools": json.dumps(TOOLS)}, t) == ids(record, t)
+    assert "Tells <the> weather." in t.decode(ids(rated() | {"tools": TOOLS}, t)[0]), (
+        "of texts, too"
+    )
     off = RECORDS["thinking"][2]
     assert t.decode(ids(off, t)[0]).endswith("<think>\n\n</think>\n\n")
     as_text = off | {"chat_template_kwargs": '{"enable_thinking": false}'}
     assert ids(as_text, t) == ids(off, t)
+
+
+def test_a_tool_or_a_call_that_the_template_leaves_out_is_refused():
+    """ChatML writes neither."""
+    call = bot("c", tool_calls=[{"function": {"name": "weather"}}])
+    for record in (
+        Record([user("p")], [call]),
+        Record([user("p"), call, user("q")], [bot("d")]),
+        Record([user("p")], [bot("c")], tools=TOOLS),
+        Record([user("p")], [bot("c")], tools=[WEATHER]),
+    ):
+        with pytest.raises(BadInput, match="^tools: .* does not write 'weather' anywhere$"):
+            tokens.chat().render(record)
 
 
 # ---- from outside --------------------------------------------------------------------------------
@@ -172,6 +204,10 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown)
     assert lines[3] == f"  {counts}"
     text, numbers = lines[-2:]
     assert text == r"'Could</s> \n'" and json.loads(numbers)[2] == 2
+    day = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "day.jinja").write_text(day)
+    dated = ("--chat_template", tmp_path / "day.jinja", "--date", "2031-01-31")
+    assert "2031" in shown(source, "--model", zephyr, *dated)
     pair = write(tmp_path / "p.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"})
     assert shown(pair, "--kind", "paired").startswith("train: 1 examples of 1 prompts\n")
 
@@ -187,3 +223,6 @@ def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, cap
     named = [r | {"label": r["label"] > 3} for r in stars if r["label"] != 3]
     same = train(tiny, write(tmp_path / "e.jsonl", *named), tmp_path / "same", *argv)
     assert_same(run, same)
+    for wrong in ("up", "up=4,down=4"):
+        with pytest.raises(BadInput, match=f"^data.labels: {wrong}: expected name=name"):
+            train(tiny, source, tmp_path / "none", *argv, f"--data.labels={wrong}")

@@ -105,6 +105,8 @@ def test_each_bad_record_has_one_line_that_says_where_and_why(tmp_path):
     for line, (number, pattern) in zip(got, wanted):
         assert re.match(rf"{re.escape(str(path))}:{number}: {pattern}", line), line
         assert " line " not in line, "the number inside the line would contradict the file's"
+    path.write_bytes(b"[1]\n" * 30)
+    assert len(refusal(path, plain())) == 20, "the first ones say enough"
 
 
 @pytest.mark.parametrize(
@@ -138,11 +140,15 @@ def test_a_plain_completion_ends_with_one_eos(tmp_path):
 
 DIALOGUE = rated([user("p")], [bot("c")])
 QUESTION = {"question": "p", "completion": "c", "label": 1}
-RENDERED = {  # the records of a file, whether its tokenizer has a template, whether it is used
+# the records of a file, whether its tokenizer has a template, whether it is used, data.columns
+RENDERED = {
     "two strings are no dialogue": ([rated()], True, False),
     "an instruction is a turn of the user": ([QUESTION], True, True),
     "where there is a template": ([QUESTION], False, False),
+    "a question that is called a prompt": ([QUESTION], True, False, "prompt=question"),
+    "a prompt that is called an instruction": ([rated()], True, True, "instruction=prompt"),
     "strings before a dialogue": ([rated(), rated(), DIALOGUE], True, True),
+    "a string before a message": ([rated("p", [bot("c")])], True, True),
     "an empty system beside a filled one": ([rated(system=""), rated(system="s")], True, True),
     "an empty system alone": ([rated(system="")], True, False),
 }
@@ -150,9 +156,9 @@ RENDERED = {  # the records of a file, whether its tokenizer has a template, whe
 
 @pytest.mark.parametrize("file", RENDERED)
 def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, file):
-    records, has_template, by_template = RENDERED[file]
-    tokenizer = chat() if has_template else plain()
-    found, counts = load(write(tmp_path / "d.jsonl", *records), tokenizer)
+    records, has_template, by_template, *columns = RENDERED[file]
+    tokenizer, columns = chat() if has_template else plain(), ",".join(columns)
+    found, counts = load(write(tmp_path / "d.jsonl", *records), tokenizer, columns=columns)
     assert counts["by the chat template" if by_template else "plain"] == len(found) == len(records)
     turn = ids_of(tokenizer, "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n")
     for e in found:
@@ -177,11 +183,12 @@ def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_
     text = "a b c d f g"
     tokens = ids_of(plain(), text)
     assert len(tokens) == 6 and len(set(tokens)) == 6
-    records = rated(text, text), rated(text[:7], text[:5])
+    records = rated(text, text), rated(text[:7], text[:5]), rated(text[:5])
     source = write(tmp_path / "d.jsonl", *records)
-    (long, fits), counts = load(source, plain(), "rated", 4, 4)
+    (long, fits, short), counts = load(source, plain(), "rated", 4, 4)
     assert ids(long) == [tokens[-4:], tokens[:4]]
     assert ids(fits) == [tokens[:4], [*tokens[:3], EOS]]
+    assert ids(short)[0] == tokens[:3]
     assert (counts["prompts cut"], counts["completions cut"]) == (1, 1)
     (e, *_), counts = load(source, plain(), "rated", 6, 6)
     assert ids(e)[1] == tokens and counts["completions cut"] == 1, "its EOS alone is over the limit"
@@ -200,6 +207,8 @@ def test_a_weight_and_a_label_reach_the_step(tmp_path):
     view = micro_batch(read(source, plain()), [0, 1])
     assert view.step.weight.tolist() == [0.25, 1.0, 0.0] and view.label.tolist() == [False, True]
     assert (view.step.size, view.step.desirable) == (3, 2), "of the step, not of the micro-batch"
+    shown = write(tmp_path / "e.jsonl", {"prompt": "p", "completion": "c"})
+    assert [e.label for e in read(shown, plain(), "demonstrations")] == [True]
 
 
 def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_path):
@@ -242,6 +251,9 @@ def test_several_sources_are_given_by_commas_and_patterns(tmp_path):
     assert [e.where for e in found] == [
         f"{tmp_path}/{name}.jsonl:{i}" for name in "cab" for i in (1, 2)
     ]
+    prompts = read(f"{tmp_path}/c.jsonl, {tmp_path}/[ab].jsonl", plain(), "prompts")
+    first = [f"{tmp_path}/{name}" for name in ("c.jsonl:1", "c.jsonl:2", "a.jsonl:1", "b.jsonl:1")]
+    assert [e.where for e in prompts] == first, "online.py asks a prompt once"
     bad = write(tmp_path / "bad.jsonl", rated(), rated(label="?"))
     assert refusal(f"{tmp_path}/a.jsonl,{bad}", plain())[0].startswith(f"{bad}:2: label: ")
 
@@ -277,7 +289,8 @@ def test_the_table_counts_what_was_read(tmp_path):
         rated("b", "abcde"),  # completion cut, now a duplicate of the one before
     ]
     source = write(tmp_path / "d.jsonl", *records)
-    _, table = parts_of(Data(source, max_prompt=4, max_completion=4, extra=None))
+    _, (*table, val, _, _, _) = parts_of(Data(source, source, max_prompt=4, max_completion=4))
+    assert val == table[0].replace("train", "val")
     assert table == [
         "train: 8 examples of 3 prompts, 5 desirable, 3 undesirable",
         "  prompt tokens: median 1, 95% below 2, longest 4",
@@ -297,8 +310,13 @@ def test_one_file_is_split_by_prompt(tmp_path):
     kept = [{e.keys[0] for e in part} for part in parts.values()]
     assert [*parts] == ["train", "val", "test"] and " ".join(table).count("examples of") == 3
     assert sum(map(len, parts.values())) == 300 and sum(map(len, kept)) == 100 and all(kept)
-    with pytest.raises(BadInput, match="^data.split: .* or data.val and data.test$"):
-        parts_of(Data(train=train, val=train, split="2,1,1"))
+    assert "suggests" not in " ".join(table), "all are desirable"
+    for other in ("val", "test"):
+        with pytest.raises(BadInput, match="^data.split: .* or data.val and data.test$"):
+            parts_of(Data(train, split="2,1,1", **{other: train}))
+    for wrong in ("1", "1,1,1,1", "1,x"):
+        with pytest.raises(BadInput, match=f"^data.split: {wrong}: expected two or three numbers"):
+            parts_of(Data(train, split=wrong))
 
 
 @pytest.mark.parametrize(

@@ -576,6 +576,10 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     argv = (tiny, ratings, tmp_path / "run", *COMMON)
     train(*argv, "--stop_at=3", trainer=SyncedReference)
     assert_same(train(*argv, "--resume=auto", trainer=SyncedReference), whole)
+    # a checkpoint with LoRA and another reference has two bases: the export takes the policy's
+    lora = ("--max_steps=2", "--lora.rank=2", f"--reference={tiny}")
+    run = train(tiny, ratings, tmp_path / "lora", *COMMON, *lora, trainer=SyncedReference)
+    assert torch.equal(run["weights"]["transformer.wte.weight"], start["transformer.wte.weight"])
 
 
 def test_what_rate_changes_in_the_objective_reaches_every_rank(tiny, ratings, tmp_path):

@@ -47,6 +47,10 @@ RATED = {
         {"system": "s", "question": "p", "completion": "c", "label": 1},
         Record([SYSTEM, P], ["c"], True, instruct=True),
     ),
+    "a prompt beside an instruction": (
+        {"prompt": "p", "instruction": "i", "input": "q", "completion": "c", "label": 1},
+        Record("p", ["c"], True, ignored=("instruction", "input")),
+    ),
 }
 
 
@@ -84,6 +88,8 @@ def test_every_form_of_a_pair_is_understood(form):
     assert understand_record(record, "rated") == meant
 
 
+ROLES = "system developer user assistant tool tool function ipython".split()
+NAMES = "system developer human gpt tool observation function ipython".split()
 DIALOGUE = [*SHAREGPT, {"from": "User", "value": "r"}, {"from": "Assistant", "value": "d"}]
 DEMOS = {
     "messages": ({"messages": [P, C]}, Record([P], [C])),
@@ -93,7 +99,15 @@ DEMOS = {
         {"system": "s", "conversations": DIALOGUE, "mask": "User"},
         Record([SYSTEM, P, C, user("r")], [bot("d")]),
     ),
+    "every role": (
+        {"messages": [{"role": name, "content": "x"} for name in NAMES] + [C]},
+        Record([{"role": role, "content": "x"} for role in ROLES], [C]),
+    ),
     "messages beside a prompt": ({"prompt": "p", "messages": [P, C]}, Record([P], [C])),
+    "messages beside both": (
+        {"prompt": "p", "completion": "c", "messages": [P, bot("d")]},
+        Record("p", ["c"]),
+    ),
 }
 
 
@@ -134,12 +148,16 @@ REFUSED = [
     ("rated", rated(prompt=[P, {"role": "user"}]), "prompt", "a text"),
     ("rated", rated([{"role": "narrator", "content": "x"}]), "prompt", "known role"),
     ("rated", rated(completion=user("c")), "completion", "an assistant's"),
+    ("rated", rated(completion=[C, user("d")]), "completion", "an assistant's"),
+    ("rated", rated(tools="{"), "tools", "Expecting"),
+    ("rated", rated(system=["s"]), "system", "a text"),
     ("paired", rated(), "chosen", "missing"),
     ("paired", {"prompt": "p", "chosen": "c"}, "rejected", "missing"),
     ("paired", {"chosen": [P, C], "rejected": [user("q"), C]}, "rejected", "an assistant's"),
     ("paired", pair(chosen_reward="high"), "chosen_reward", "finite number"),
     ("demonstrations", {"messages": [P, user("c")]}, "messages", "an assistant's"),
     ("demonstrations", rated(label=False), "label", "undesirable"),
+    ("demonstrations", pair(), "completion", "missing"),
     ("prompts", {"messages": [C]}, "prompt", "missing"),
     ("prompts", {"chosen": "an answer", "rejected": "another"}, "prompt", "missing"),
 ]
@@ -158,8 +176,8 @@ def test_a_record_of_no_known_form_is_refused_by_the_name_of_its_field(kind, rec
 @pytest.mark.parametrize("field", ["label", "preference"])
 def test_a_label_is_never_guessed(field):
     spellings = {
-        True: (True, 1, 1.0, "1", "true", "True", "chosen", "desirable"),
-        False: (False, 0, 0.0, "0.0", "false", "False", "rejected", "undesirable"),
+        True: (True, 1, 1.0, "1", "true", "True", "TRUE", "chosen", "desirable"),
+        False: (False, 0, 0.0, "0.0", "false", "False", "FALSE", "rejected", "undesirable"),
     }
     for good, values in spellings.items():
         for value in values:
@@ -182,7 +200,7 @@ def test_data_labels_says_what_other_labels_mean_and_drops_those_that_it_does_no
             understand_record(rated(label=value), "rated", labels=labels)
 
 
-INFINITE = [float("nan"), float("inf"), 10**400]
+INFINITE = [float("nan"), float("inf"), 10**400, 1e30, -1e31]  # the last two nearly so in float32
 
 
 @pytest.mark.parametrize("kind, record", [("rated", rated()), ("paired", pair())])
@@ -198,6 +216,7 @@ def test_fields_that_data_extra_names_are_kept_and_others_that_nothing_reads_are
     more = {"source": "web", "score": 3, "other": [1]}
     record = understand_record(rated(**more), "rated", ("score", "source"))
     assert record.extra == {"score": 3.0, "source": "web"} and record.ignored == ("other",)
+    assert understand_record(rated(weight=2), "rated", ("weight",)).weight == 2, "still read"
     assert understand_record(pair(chosen_reward=1), "paired").ignored == ()
     for value in [*INFINITE, True, [1]]:
         with pytest.raises(BadInput, match="^source: expected a finite number"):
@@ -225,14 +244,18 @@ def test_a_json_array_is_a_file_of_records(tmp_path):
     path.write_bytes(b'[\n{"prompt": "p",\n "label"}]')
     with pytest.raises(BadInput, match=f"^{path}: Expecting ':' delimiter: line 3 "):
         raw_records(path)
+    path.write_bytes(b'[{"label": 1, "label": 0}]')
+    with pytest.raises(BadInput, match=f"^{path}: label: given twice$"):
+        raw_records(path)
 
 
 def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):
     """A csv has no types, and a reader that guesses them from the column makes nulls of NA and
     numbers of 007."""
     path = tmp_path / "d.csv"
-    cells = ["007,NA,TRUE,0.5,x", "null,1.0,kto,1E1,y", '"a\n""b""",,1.0,1,z']
-    path.write_text("prompt,completion,kto_tag,weight,source\n" + "\n\n".join(cells) + "\n")
+    cells = ["007,NA,TRUE,0.5,x,", "null,1.0,kto,1E1,y,", '"a\r\n""b""",,1.0,1,z,']
+    header = "\ufeffprompt,completion,kto_tag,weight,source,tools\n"  # as Excel writes it
+    path.write_bytes((header + "\n\n".join(cells) + "\n").encode())
     assert [place for place, _ in read_records(str(path))] == [2, 4, 7], (
         "the lines on which they end"
     )
@@ -241,7 +264,10 @@ def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):
     assert understand_record(a, "rated", ("source",)) == meant
     with pytest.raises(BadInput, match="^label: expected .*; got 'kto'"):
         understand_record(b, "rated")
-    assert understand_record(c, "rated")[:3] == ('a\n"b"', [""], True)
+    assert understand_record(c, "rated")[:3] == ('a\r\n"b"', [""], True)
+    for text, records in {"": [], "prompt\n" + "x" * 200_000: [{"prompt": "x" * 200_000}]}.items():
+        path.write_text(text)
+        assert raw_records(path) == records
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
     assert prompt_ids(bos, "ab") == prompt_ids(bos, "<s>ab") == [512, 66, 67]
     assert prompt_ids(bos, "") == [512]
     assert bos.encode(["c"]) == [[68]], "a completion has no BOS"
+    assert bos.decode([512, 66, EOS]) == "a", "no special tokens"
     ((prompt, _),) = bos.encode_all([bos.render(DIALOGUE)], by_template=True)
     chatml = "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n"
     assert prompt == [512, *ids_of(bos, chatml)]
@@ -102,9 +103,10 @@ def test_the_nearest_template_wins(tmp_path):
     def said(path, given=None):
         return Tokenizer(path, given).render(DIALOGUE)[0]
 
-    named = [{"name": "tools", "template": "0"}, {"name": "default", "template": "1"}]
+    named = [{"name": "tool_use", "template": "0"}, {"name": "default", "template": "1"}]
     path = folder(tmp_path / "t", chat_template=named)
-    assert said(path) == "1"
+    assert Tokenizer(path).render(DIALOGUE._replace(tools=[{"name": "0"}]))[0] == "0"
+    assert said(path) == Tokenizer(path).template == "1", "a run's hashes are of a text"
     (path / "chat_template.jinja").write_text("2")
     assert said(path) == "2"
     (tmp_path / "mine.jinja").write_text("é", encoding="utf-8")
@@ -140,6 +142,10 @@ def test_a_template_that_asks_for_the_day_gets_the_one_that_was_given(tmp_path):
     asks = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     path = folder(tmp_path / "t", chat_template=asks)
     assert Tokenizer(path, date="2024-07-26").render(DIALOGUE)[0] == "26 Jul 2024p"
+    form = "%-d %-m %d %m %b %B %a %A %y %Y %j %H:%M:%S"
+    every = folder(tmp_path / "every", chat_template=asks.replace("%d %b %Y", form))
+    day = "6 7 06 07 Jul July Sat Saturday 24 2024 188 00:00:00"
+    assert Tokenizer(every, date="2024-07-06").render(DIALOGUE)[0] == f"{day}p"
     with pytest.raises(BadInput, match="^chat template: .*without_data_date"):
         Tokenizer(path).render(DIALOGUE)
     with pytest.raises(BadInput, match="^data.date: today: Invalid isoformat"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import load
 from hub import Source, export, find_model
+from records.examples import page
 from run import weights_hash
 
 
@@ -102,8 +104,9 @@ def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()
     assert find_model("mistralai/a").folder == tmp_path and got == files
     got.clear()
-    find_model("mistralai/a", weights=False)
-    assert got == files[:-1], "a page of data needs none"
+    monkeypatch.setattr(sys, "argv", ["data.py", "d.jsonl", "--model", "mistralai/a"])
+    refused("config.json", page)
+    assert got == files[:-1], "a page of data needs no weights"
 
 
 # ---- what is refused -----------------------------------------------------------------------------
