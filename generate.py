@@ -72,10 +72,10 @@ def cumsum(p_BV):
 
 @contextlib.contextmanager
 def ready_to_sample(fabric, policy, room: float):
-    """Within this context the policy has dropout off, adapters merged and autocast on. The blocks of a sharded policy
+    """Within this context the policy has adapters merged and autocast on. The blocks of a sharded policy
     stay gathered from one forward to the next, if the whole takes at most `room` bytes: else sampling would gather it
     for each token."""
-    module, was_training = getattr(policy, "module", policy), policy.training
+    module = getattr(policy, "module", policy)
     one = torch.ones(1, 1, device=fabric.device)
     with fabric.autocast():
         dtype = (one @ one).dtype  # in which linear layers compute
@@ -86,11 +86,9 @@ def ready_to_sample(fabric, policy, room: float):
             blocks = []
         for block in blocks:
             block.set_reshard_after_forward(False, recurse=False)
-        policy.eval()
         try:
             yield
         finally:
-            policy.train(was_training)
             for block in blocks:
                 block.set_reshard_after_forward(True, recurse=False)
                 block.reshard()

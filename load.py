@@ -30,22 +30,18 @@ from runs.settings import Lora
 TOLERANCE = 1e-4
 
 
-def load_model(
-    source: Source | Path | str, lora: Lora | None = None, dtype: torch.dtype = torch.float32
-) -> Packed:
-    """A model on the CPU with its weights in `dtype`; new adapters start at zero, at least in
-    float32. Raises BadInput."""
+def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) -> Packed:
+    """A model on the CPU, in eval mode, with its weights in `dtype`. Raises BadInput."""
     if not isinstance(source, Source):
         source = find_model(str(source))
-    # new adapters are drawn from torch's seed, whatever reading draws
+    # adapters are drawn from torch's seed afterwards, whatever reading draws
     with torch.random.fork_rng(devices=[]):
-        gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).train()
+        gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).eval()
     if isinstance(gpt, TransformersGPT):  # its tables of positions stay in float32
         for p in gpt.parameters():
             p.data = p.data.to(dtype)
     else:
         gpt.to(dtype)
-    add_adapters(gpt, lora)
     return gpt
 
 

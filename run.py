@@ -232,7 +232,9 @@ class Run:
         base = self.cfg.model  # its path or id
         while source.base and (file := source.folder / "adapter_config.json").exists():
             source, base = source.base, read_json(file)["base_model_name_or_path"]
-        if source.base or self.state.reference_has_moved:
+        # a reference of its own moves without the base
+        base_has_moved = self.state.reference_has_moved and not self.reference.frozen
+        if source.base or base_has_moved:
             return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
         if find_path(base).exists():
             base = str(source.root.resolve())

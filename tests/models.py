@@ -14,8 +14,10 @@ from torch import nn
 import attention
 import load
 import model
+from lora import add_adapters
 from packing import pack
 from runs.console import BadInput
+from runs.settings import Lora
 
 SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 GQA = dict(SMALL, max_position_embeddings=64, intermediate_size=80, num_key_value_heads=2)
@@ -53,6 +55,13 @@ def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             p.add_(noise * (0.1 if p.dim() == 1 else p.shape[-1] ** -0.5))
     return module.eval()
+
+
+def with_adapters(folder: Path, lora: Lora, dtype: torch.dtype = torch.float32) -> model.Packed:
+    """The model in this folder with new adapters, in train mode."""
+    gpt = load.load_model(folder, dtype)
+    add_adapters(gpt, lora)
+    return gpt.train()
 
 
 def made(config, folder: Path) -> nn.Module:

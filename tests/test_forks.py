@@ -580,6 +580,7 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     lora = ("--max_steps=2", "--lora.rank=2", f"--reference={tiny}")
     run = train(tiny, ratings, tmp_path / "lora", *COMMON, *lora, trainer=SyncedReference)
     assert torch.equal(run["weights"]["transformer.wte.weight"], start["transformer.wte.weight"])
+    assert (tmp_path / "lora" / "final_adapter").exists(), "the policy's base has not moved"
 
 
 def test_what_rate_changes_in_the_objective_reaches_every_rank(tiny, ratings, tmp_path):

@@ -177,7 +177,7 @@ class Alphabet(nn.Module):
 
     def __init__(self, logits_V=None):
         super().__init__()
-        self.logits_V, self.rows, self.modes = logits_V, [], set()
+        self.logits_V, self.rows = logits_V, []
 
     def cache_bytes(self, slots):
         return slots
@@ -185,7 +185,6 @@ class Alphabet(nn.Module):
     def forward(self, cache):
         B = len(cache.last_B)
         self.rows.append(B)
-        self.modes.add(self.training)
         if self.logits_V is not None:
             return self.logits_V.expand(B, -1)
         return 100.0 * nn.functional.one_hot(cache.token_RQ.flatten()[cache.last_B] + 1, 100)
@@ -265,15 +264,13 @@ def stop_at(n: int, calls: list, look=lambda: 0):
     return before_token
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_before_token_is_called_before_each_token_and_what_it_raises_ends_sampling(training):
-    policy, calls = Alphabet().train(training), []
+def test_before_token_is_called_before_each_token_and_what_it_raises_ends_sampling():
+    policy, calls = Alphabet(), []
     before_token = stop_at(4, calls, lambda: len(policy.rows))
     with pytest.raises(Stopped):
         answers(policy, prompts_of([2, 3, 4]), max_new=9, eos=-2, before_token=before_token)
     assert calls == [0, 1, 2, 3], "called before every forward"
     assert len(policy.rows) == 3, "no forward after it"
-    assert policy.training == training and policy.modes == {False}
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

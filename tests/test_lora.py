@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import HF, logits, made, ragged, refused, same, trained
+from models import HF, logits, made, ragged, refused, same, trained, with_adapters
 
 import load
 from hub import Source, export
@@ -21,7 +21,7 @@ def folders(tiny, tmp_path):
 def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name, folders):
     folder, batch = folders[name], pack(*ragged(2, 97, 0))
     base = load.load_model(folder)(batch).logps
-    gpt = load.load_model(folder, Lora(rank=2, dropout=0.5))
+    gpt = with_adapters(folder, Lora(rank=2, dropout=0.5))
     gpt.eval()
     assert torch.equal(gpt(batch).logps, base)
     trainable = {n for n, p in gpt.named_parameters() if p.requires_grad}
@@ -39,12 +39,12 @@ def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name
 
 def test_adapters_are_in_float32_though_their_matrices_are_not(tiny):
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        for name, p in load.load_model(tiny, Lora(rank=2), dtype).named_parameters():
+        for name, p in with_adapters(tiny, Lora(rank=2), dtype).named_parameters():
             assert p.dtype == (wide if "lora_" in name else dtype)
 
 
 def test_adapters_start_again_as_the_base_and_by_the_seed_alone(tiny):
-    batch, gpt = pack(*ragged(1, 97, 0)), load.load_model(tiny, Lora(rank=2))
+    batch, gpt = pack(*ragged(1, 97, 0)), with_adapters(tiny, Lora(rank=2))
     base = gpt(batch).logps
 
     def matrices(seed) -> torch.Tensor:
@@ -69,7 +69,7 @@ TARGETS += [("gpt2", x) for x in ("c_attn", "mlp.c_proj,c_fc", "attn.c_proj", "a
 @pytest.mark.parametrize("name, targets", TARGETS)
 def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path):
     folder, ids = folders[name], list(range(20))
-    gpt = load.load_model(folder, Lora(rank=3, alpha=12, targets=targets))
+    gpt = with_adapters(folder, Lora(rank=3, alpha=12, targets=targets))
     trained(gpt, pack(*ragged(1, 97, 0)))
     full = merged_weights(gpt)
     export(Source(folder), gpt.rows, full, tmp_path / "out")
@@ -83,7 +83,7 @@ def test_merged_adapters_are_the_adapted_model(name, targets, folders, tmp_path)
 def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders):
     ids = list(range(20))
     targets = {"gpt2": "c_attn,mlp.c_proj", "llama": "q_proj,v_proj,up_proj"}[name]
-    gpt = load.load_model(folders[name], Lora(rank=3, alpha=12, targets=targets))
+    gpt = with_adapters(folders[name], Lora(rank=3, alpha=12, targets=targets))
     trained(gpt, pack(*ragged(1, 97, 0)))
     before = {n: (p, p.detach().clone()) for n, p in gpt.named_parameters()}
     products = []
@@ -106,8 +106,8 @@ def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders
 
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
     lora = Lora(rank=2, targets="lm_head")
-    refused("^lora.targets: lm_head: .* tied", load.load_model, folders["gpt2"], lora)
-    gpt, batch = load.load_model(folders["llama"], lora), pack(*ragged(1, 97, 0))
+    refused("^lora.targets: lm_head: .* tied", with_adapters, folders["gpt2"], lora)
+    gpt, batch = with_adapters(folders["llama"], lora), pack(*ragged(1, 97, 0))
     base = gpt(batch).logps
     trained(gpt, batch)
     full = merged_weights(gpt)
@@ -119,7 +119,7 @@ def test_an_adapter_on_the_head_needs_an_untied_head(folders):
 
 def test_targets_are_named_as_peft_names_them(folders):
     def adapters(name, targets: str) -> dict:
-        gpt = load.load_model(folders[name], Lora(rank=2, targets=targets))
+        gpt = with_adapters(folders[name], Lora(rank=2, targets=targets))
         return {n: p.shape for n, p in gpt.named_parameters() if "lora_" in n}
 
     assert adapters("llama", "q_proj, v_proj") != adapters("llama", "q_proj")
@@ -136,4 +136,4 @@ def test_targets_are_named_as_peft_names_them(folders):
         ("llama", ""),
     ):
         lora = Lora(rank=2, targets=target)
-        refused("^lora.targets: expected all-linear or .*", load.load_model, folders[name], lora)
+        refused("^lora.targets: expected all-linear or .*", with_adapters, folders[name], lora)

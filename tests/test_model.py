@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import HF, LLAMA, gpt2_from_hf, gpt_of, logits, made, ragged, same, shaken
+from models import (
+    HF,
+    LLAMA,
+    gpt2_from_hf,
+    gpt_of,
+    logits,
+    made,
+    ragged,
+    same,
+    shaken,
+    with_adapters,
+)
 
 import attention
 import head
@@ -323,7 +334,7 @@ def test_a_gpu_gets_chunks_of_1024_rows_or_more_with_their_softmax_in_one_piece(
 @pytest.mark.parametrize("targets", ["q_proj", "lm_head"])
 def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targets, tmp_path):
     made(HF["llama"], tmp_path)
-    gpt = load.load_model(tmp_path, Lora(rank=2, targets=targets))
+    gpt = with_adapters(tmp_path, Lora(rank=2, targets=targets))
     prompts, completions = ragged(2, 97, 0)
     batch = pack(prompts, completions)
     assert gpt(batch).entropy is None

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from lightning.fabric import Fabric
+from models import with_adapters
 from torch import nn
 
 import kto
@@ -142,7 +143,7 @@ def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(
 
 
 def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
-    policy = load.load_model(tiny, Lora(rank=2))
+    policy = with_adapters(tiny, Lora(rank=2))
     shrinks = decayed(policy)
     assert shrinks and all("lora_" in name for name in shrinks) and all(shrinks.values())
     assert len(make_optimizer(policy, run_settings()).param_groups) == 1, "no empty group"

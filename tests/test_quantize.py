@@ -14,7 +14,7 @@ from conftest import (
     start,
     train,
 )
-from models import ragged, refused, same_weights
+from models import ragged, refused, same_weights, with_adapters
 
 import generate
 import load
@@ -46,7 +46,7 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     assert state and all("lora_" in n and x.dtype == torch.float32 for n, x in state.items())
 
     # the export is the source's weights + adapters, to the bit: nothing quantised is in it
-    lora = load.load_model(llama, Lora(rank=4))
+    lora = with_adapters(llama, Lora(rank=4))
     plain = {n: p.detach().clone() for n, p in lora.unique_parameters().items()}
     with torch.no_grad():
         for name, x in state.items():
@@ -92,7 +92,7 @@ def test_two_ranks_are_one_process_to_rounding(llama, ratings, tmp_path):
 
 
 def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
-    gpt, batch = load.load_model(llama, Lora(rank=2)), pack(*ragged(2, 97, 0))
+    gpt, batch = with_adapters(llama, Lora(rank=2)), pack(*ragged(2, 97, 0))
     quantize_base(gpt, "cpu")
     with torch.no_grad():
         evaluated = gpt.eval()(batch).logps

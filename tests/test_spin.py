@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import checkpoint_tensors, train
-from models import same_weights
+from models import same_weights, with_adapters
 
 import data
 import load
@@ -58,7 +58,7 @@ def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
 
 def test_lora_merges_its_adapters_and_begins_anew(tiny, demos, tmp_path, capsys):
     rows = go(tiny, demos, tmp_path, "--lora.rank=2", "--optim.lr=1e-2")["rows"]
-    policy = load.load_model(tiny, Lora(rank=2))
+    policy = with_adapters(tiny, Lora(rank=2))
     for end in (4, 8):  # base and adapters as at the iteration's end
         set_weights(policy, saved(tmp_path, end, "weights"))
         merged = merged_weights(policy)
