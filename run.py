@@ -342,8 +342,6 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 
     # a new run, or the one that it goes on from
     state = on_rank_0(fabric, lambda: begin_run(out, checkpoint, cfg, hashes))
-    if cfg.data.chat_template:
-        state.chat_template = tokenizer.template
     vars(objective).update(state.objective)
     # the folder of a branch has no checkpoint yet
     saved_step = state.step if checkpoint and checkpoint.parents[1] == out else 0
@@ -478,14 +476,15 @@ def export_checkpoint(source: Source, out: Path) -> None:
             f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
         )
     put_on(gpt, source.folder)
-    notes = notes_of((source.folder / "settings.yaml").read_text(), state)
+    notes = notes_of(source, state)
     export(source, gpt.rows, gpt.unique_parameters(), out, notes)
 
 
-def notes_of(settings: str, state: RunState) -> dict[str, str]:
-    """More files of an exported model, {name: text}: its card, and the chat template if the run used
-    another one than the model's. settings: the text of settings.yaml."""
+def notes_of(source: Source, state: RunState) -> dict[str, str]:
+    """More files of an exported checkpoint, {name: text}: its card, and the chat template if the run used
+    another one than the model's."""
     program = Path(state.hashes["program"]).stem
+    settings = (source.folder / "settings.yaml").read_text()
     card = f"""---
 library_name: transformers
 tags: [{program}, preference-tuning]
@@ -498,6 +497,6 @@ Trained by {program}.py for {state.step} steps, on data whose token ids and labe
 {settings}```
 """
     notes = {"README.md": card}
-    if state.chat_template:
-        notes["chat_template.jinja"] = state.chat_template
+    if source.chat_template:
+        notes["chat_template.jinja"] = source.chat_template.read_text()
     return notes
