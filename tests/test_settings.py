@@ -23,7 +23,7 @@ OWN = ["--model", "m", "--data.train", "t"]  # the least that a run of one's own
 
 
 def parse(*argv, cls=kto.Settings):
-    return settings.parse(cls, [str(a) for a in argv], "KTO.", "demo.yaml")
+    return settings.parse(cls, [str(a) for a in argv], kto.KTO, "demo.yaml")
 
 
 def refused(*argv) -> str:
