@@ -362,7 +362,7 @@ class Trainer:
         run.throughput.add(batch.examples, seconds)
         if needs_row:
             row = join_columns(metrics, row | run.throughput.read())
-        run.logger.step(step, row if needs_row else None, seconds)
+            run.logger.step(step, row, seconds)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
         """A row by the objective's metrics. Raises Failed for a column that they miss."""

@@ -90,6 +90,7 @@ def step_lines(tmp_path, capsys, monkeypatch):
     """step_lines(total, ...) -> the lines of a run whose steps take as long, and have the same numbers."""
 
     def lines(total, start=0, log_interval=1, on=True, seconds=1.0, **row) -> list[str]:
+        monkeypatch.setattr(console, "shows_progress", on)
         own = Logger(run_settings(tmp_path, progress=on), -1, False)
         own.begin(Plan(total, total, 0, total, total), total)
         capsys.readouterr()
@@ -101,7 +102,8 @@ def step_lines(tmp_path, capsys, monkeypatch):
             if own.bar:
                 own.bar._time = time.time
             is_due = step % log_interval == 0 or step == total
-            own.step(step, row | {"auc": 0.5, "accuracy": 0.5} if is_due else None, seconds)
+            if is_due:
+                own.step(step, row | {"auc": 0.5, "accuracy": 0.5}, seconds)
         own.close()
         return capsys.readouterr().out.splitlines()
 
