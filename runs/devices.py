@@ -89,14 +89,14 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
     n_devices, strategy = cfg.devices * cfg.num_nodes, cfg.strategy
-    if strategy == "ddp" or (strategy == "auto" and n_devices > 1):
-        # our buffers are constant; the option has a new name since torch 2.13
-        is_new = torch.__version__ >= "2.13"
-        strategy = DDPStrategy(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
-    elif strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
+    if strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
         strategy = ModelParallelStrategy(
             shard, data_parallel_size=n_devices, tensor_parallel_size=1
         )
+    elif strategy == "ddp" or n_devices > 1:
+        # our buffers are constant; the option has a new name since torch 2.13
+        is_new = torch.__version__ >= "2.13"
+        strategy = DDPStrategy(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,
