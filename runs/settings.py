@@ -276,6 +276,8 @@ class RunSettings:
         for name, value in flatten(self).items():
             if value is not None and re.search("interval$|^limit_", name):
                 refuse_unless(value > 0, f"{name}: expected above 0, got {value}")
+            if name in ("optim.warmup", "optim.constant"):
+                refuse_unless(value >= 0, f"{name}: expected 0 or above, got {value}")
             refuse_unless(
                 self.strategy != "fsdp" or value not in ("nf4", "64-true", "adamw8bit"),
                 f"{name}: {value} does not work with strategy fsdp; use ddp",

@@ -33,7 +33,7 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
     assert steps_of(7, per_epoch=20) == 7 and steps_of(1, per_epoch=20) == 1
     assert steps_of(1.0, per_epoch=20) == 20
     assert steps_of(0.25, per_epoch=20) == 5
-    assert steps_of(0.17, per_epoch=20) == 3, "to the nearest"
+    assert steps_of(0.17, per_epoch=20) == 3 and steps_of(0.19, per_epoch=20) == 4, "to the nearest"
     assert steps_of(2.5, per_epoch=20) == 50
     assert steps_of(0.001, per_epoch=20) == 1, "an interval is never 0"
     assert steps_of(None, per_epoch=20) is None

@@ -74,6 +74,7 @@ MOMENTS = {
         ("runs.logger.Logger.step", 2),  # before the first checkpoint
         ("run.save_checkpoint", 1),  # between a row of metrics.csv and its checkpoint
         ("os.fsync", 1),  # in the middle of a checkpoint
+        ("pathlib.Path.rename", 1),  # at its end
         ("evaluate.generate", 2),  # in a validation, one checkpoint later
         ("run.export", 1),
     ],
