@@ -253,8 +253,10 @@ def save_checkpoint(run) -> None:
     fabric, state, out = run.fabric, run.state, run.folder
     # with LoRA a reference that has moved is the policy's own base
     params, moved = run.policy.unique_parameters(), state.reference_has_moved
-    changed = {name: p for name, p in params.items() if p.requires_grad or moved}
-    tensors = {f"weights|{name}": p.detach() for name, p in changed.items()}
+    tensors = {}
+    for name, p in params.items():
+        if p.requires_grad or moved:
+            tensors[f"weights|{name}"] = p.detach()
     if moved and run.reference.frozen:
         frozen = run.reference.frozen.unique_parameters()
         tensors |= {f"reference|{name}": p for name, p in frozen.items()}

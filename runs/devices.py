@@ -134,13 +134,13 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def on_rank_0(fabric, work):
-    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed, Interrupted or OSError is
-    raised on all ranks. A collective: no collective may be in `work`."""
+    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or OSError is raised
+    on all ranks. A collective: no collective may be in `work`."""
     answer = error = None
     if fabric.global_rank == 0:
         try:
             answer = work()
-        except (BadInput, Failed, Interrupted, OSError) as e:
+        except (BadInput, Failed, OSError) as e:
             error = e
     answer, error = fabric.broadcast((answer, error))
     if error:

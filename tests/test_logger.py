@@ -410,7 +410,10 @@ def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):
 
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}"]
     argv += ["--batch_size=12", "--max_steps=2", "--micro_batch_size=1"]
+    argv += [f"--data.val={ratings}", "--limit_val=6", "--eval.samples=0"]
     code, said, stderr = Started(tmp_path, "kto", argv, first).ended()
     assert (code, stderr) == (0, "")
     lines = [line for line in said.splitlines() if re.match(r"step 1: \d+%, 00:0\d left", line)]
-    assert 2 < len(lines) < 9 and "step 2: " not in said, "a later step: once a minute"
+    assert 2 < len(lines) < 9 and "\nstep 2: " not in said, "a later step: once a minute"
+    assert re.search(r"(?m)^validation: \d+%, 00:0\d left$", said.split("step 1/2: ")[1])
+    assert "\x1b" not in said, "a bar within another moves no cursor"
