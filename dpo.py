@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from data import to_device
 from run import setup
 from runs.console import run_cli
-from runs.settings import RunSettings, docstring_of, parse
+from runs.settings import RunSettings, parse
 from train import Objective, PreferenceSettings, Trainer, join_columns, mean
 
 # Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats; d = the true reward
@@ -140,7 +140,7 @@ class DPO(Objective):
 def main(argv=None, objective=DPO, settings=Settings, trainer=Trainer, **given) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, trainer,
     checker, optimizer."""
-    cfg = parse(settings, argv, docstring_of(objective), demo="demo_dpo.yaml")
+    cfg = parse(settings, argv, objective, demo="demo_dpo.yaml")
     with trainer(setup(cfg, objective(cfg.dpo), **given)) as loop:
         if loop.fit():
             loop.finish()

@@ -27,7 +27,7 @@ from jsonargparse.typing import NonNegativeFloat
 
 from run import setup
 from runs.console import run_cli
-from runs.settings import RunSettings, docstring_of, parse
+from runs.settings import RunSettings, parse
 from train import Objective, PreferenceSettings, Trainer, join_columns, mean
 
 
@@ -131,7 +131,7 @@ def main(argv=None, objective=KTO, settings=Settings, trainer=Trainer, **given) 
     """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
     group kto; trainer, a subclass of Trainer. given, to setup: checker, which judges a list of held-out
     answers (evaluate.Checker); optimizer(policy, cfg), as runs.optimizer.make_optimizer."""
-    cfg = parse(settings, argv, docstring_of(objective), demo="demo.yaml")
+    cfg = parse(settings, argv, objective, demo="demo.yaml")
     with trainer(setup(cfg, objective(cfg.kto), **given)) as loop:
         if loop.fit():
             loop.finish()

@@ -23,7 +23,7 @@ from rollout import iterations, policy_answers, rated_examples, validate_iterati
 from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
+from runs.settings import RunSettings, Sampling, parse, refuse_unless
 from train import Trainer
 
 
@@ -120,7 +120,7 @@ def main(
     """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
     online, trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py).
     rate: makes examples of prompts and answers."""
-    cfg = parse(settings, argv, docstring_of(objective), demo="demo_online.yaml")
+    cfg = parse(settings, argv, objective, demo="demo_online.yaml")
     args = cfg.online
     refuse_unless(
         given.get("checker") or cfg.eval.check or rate is not rate_answers,

@@ -30,7 +30,7 @@ from rollout import (
 from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, docstring_of, parse, refuse_unless
+from runs.settings import RunSettings, Sampling, parse, refuse_unless
 from train import Objective, Trainer
 
 
@@ -119,7 +119,7 @@ def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
 def main(argv=None, objective=SPIN, settings=Settings, trainer=Trainer, **given) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
     trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py)."""
-    cfg = parse(settings, argv, docstring_of(objective), demo="demo_spin.yaml")
+    cfg = parse(settings, argv, objective, demo="demo_spin.yaml")
     betas = cfg.spin.betas()
     run = setup(cfg, objective(cfg.spin, betas[0]), **given)
     with trainer(run) as loop:

@@ -42,6 +42,9 @@ from runs.console import BadInput, Failed, say, user_error
 from runs.devices import on_rank_0
 from runs.settings import ROOT, RunSettings, changed_settings, dump_yaml, flatten, refuse_unless
 
+# dcp says so where one process saves, and where no rank waits for another, as we want
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
 
 @dataclass
 class RunState:
@@ -212,10 +215,11 @@ def begin_run(
             if x != state.hashes.get(name)
         ]
         faults += [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
-        advice = (
-            f"a resume uses the run's own settings (--config {checkpoint.parents[1]}/settings.yaml)"
+        own_settings = f"{checkpoint.parents[1]}/settings.yaml"
+        refuse_unless(
+            not faults,
+            "\n".join(faults) + f"; a resume uses the run's own settings (--config {own_settings})",
         )
-        refuse_unless(not faults, "\n".join(faults) + f"; {advice}")
         rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
         say(f"resumed from {checkpoint}{rounding}")
         own = checkpoints_by_step(out)
@@ -235,10 +239,10 @@ def begin_run(
 
 def versions() -> str:
     """The project's commit, if this is a git clone, and the versions of what computes."""
-    git, commit = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"], ""
-    with contextlib.suppress(OSError):  # no git here
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return f"commit {commit or 'unknown'}, torch {torch.__version__}, lightning {lightning.__version__}"
+    command = "git describe --always --dirty '--exclude=*'"  # by a shell: there may be no git
+    git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    commit = git.stdout.strip() or "unknown"
+    return f"commit {commit}, torch {torch.__version__}, lightning {lightning.__version__}"
 
 
 # ---- save ----------------------------------------------------------------------------------------
@@ -249,8 +253,10 @@ def save_checkpoint(run) -> None:
     fabric, state, out = run.fabric, run.state, run.folder
     # with LoRA a reference that has moved is the policy's own base
     params, moved = run.policy.unique_parameters(), state.reference_has_moved
-    changed = {name: p for name, p in params.items() if p.requires_grad or moved}
-    tensors = {f"weights|{name}": p.detach() for name, p in changed.items()}
+    tensors = {}
+    for name, p in params.items():
+        if p.requires_grad or moved:
+            tensors[f"weights|{name}"] = p.detach()
     if moved and run.reference.frozen:
         frozen = run.reference.frozen.unique_parameters()
         tensors |= {f"reference|{name}": p for name, p in frozen.items()}
@@ -258,13 +264,12 @@ def save_checkpoint(run) -> None:
     numbers = state.optimizer_numbers = {}
     for p, moments in run.optimizer.optimizer.state.items():
         for moment, x in moments.items():
-            if not isinstance(x, torch.Tensor):
-                numbers[f"{moment}|{name_of[p]}"] = x
-                continue
-            if moment in ("qmap1", "qmap2"):
+            name = f"{moment}|{name_of[p]}"
+            if isinstance(x, torch.Tensor):
                 # 8-bit AdamW has one table for all weights, and safetensors refuses shared memory
-                x = x.clone()
-            tensors[f"{moment}|{name_of[p]}"] = x
+                tensors[name] = x.clone() if moment in ("qmap1", "qmap2") else x
+            else:
+                numbers[name] = x
     tensors[f"random|{fabric.global_rank}"] = _generator(fabric).get_state()
     # a file for each kind: a rank holds only one file's bytes at once
     names = [*tensors, *(f"random|{r}" for r in range(fabric.world_size))]  # of all ranks
@@ -273,13 +278,11 @@ def save_checkpoint(run) -> None:
 
     def write(new: Path):
         writer = HuggingFaceStorageWriter(str(new), file_of, save_distributed=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that a single process saves alone
-            dcp.save(tensors, storage_writer=writer)
+        dcp.save(tensors, storage_writer=writer)
         if fabric.global_rank == 0:
             (new / "state.json").write_text(json.dumps(asdict(state)))
             (new / "settings.yaml").write_text(dump_yaml(run.cfg))
-            if run.cfg.data.chat_template:  # for hub.Source
+            if run.cfg.data.chat_template:  # for hub.find_model
                 (new / "chat_template.jinja").write_text(run.tokenizer.template)
 
     publish_folder(fabric, write, checkpoint_folder(out, state.step), on_every_rank=True)
@@ -317,13 +320,11 @@ def read_tensors(folder: Path, place) -> dict[str, torch.Tensor]:
     reader = HuggingFaceStorageReader(str(folder))
     tensors = {}
     for key, found in reader.read_metadata().state_dict_metadata.items():
-        kind, _, name = key.partition("|")
+        kind, name = key.split("|")
         x = place(kind, name, found.size, found.properties.dtype)
         if x is not None:
             tensors[key] = x
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that no rank waits for another, as we want
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

@@ -57,33 +57,31 @@ class Lines:
         if text := text.strip():
             say(text)
 
-    def flush(self) -> None:
-        pass
+
+def make_bar(**options) -> tqdm:
+    """A bar on a terminal, lines elsewhere; on rank 0, unless progress is off."""
+    is_terminal = sys.stderr.isatty()
+    return tqdm(
+        file=None if is_terminal else Lines(),
+        position=None if is_terminal else 0,  # elsewhere it moves no cursor
+        miniters=0,
+        dynamic_ncols=True,
+        leave=False,
+        disable=rank() > 0 or not shows_progress,
+        **options,
+    )
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int | None = None, silent: float = 5):
+def progress(title: str, total: int, silent: float = 5):
     """Show how far the work within is, in units that it counts by advance(). Nothing in the first `silent`
     seconds; then on a terminal a bar, elsewhere a line at least so many seconds apart, up to 60."""
-    is_terminal = sys.stderr.isatty()
-    bar = tqdm(
-        total=total,
-        desc=title,
-        bar_format="{desc}: {percentage:.0f}%, {remaining} left" if total else "{desc}: {elapsed}",
-        file=None if is_terminal else Lines(),
-        position=None if is_terminal else 0,  # elsewhere it moves no cursor
-        delay=silent,
-        miniters=0,
-        leave=False,
-        disable=rank() > 0 or not shows_progress,
-    )
-    bar.silent = silent
-    _bars.append(bar)
+    shown = "{desc}: {percentage:.0f}%, {remaining} left"
+    _bars.append(make_bar(total=total, desc=title, bar_format=shown, delay=silent))
     try:
         yield
     finally:
-        _bars.remove(bar)
-        bar.close()
+        _bars.pop().close()
 
 
 def advance(n: int = 1) -> None:
@@ -91,7 +89,7 @@ def advance(n: int = 1) -> None:
     if _bars and not _bars[-1].disable:
         bar = _bars[-1]
         if not sys.stderr.isatty():
-            bar.mininterval = min(60, max(bar.silent, (time.time() - bar.start_t) / 10))
+            bar.mininterval = min(60, max(bar.delay, (time.time() - bar.start_t) / 10))
         bar.update(n)
 
 
@@ -100,7 +98,7 @@ def user_error(setting: str | None, path=None, errors=(OSError, ValueError)):
     """Turn an exception that the user's input has caused into BadInput, `setting: path: reason`."""
     try:
         yield
-    except (BadInput, Failed):
+    except BadInput:
         raise
     except errors as e:
         where = getattr(e, "filename", None) or path
@@ -112,9 +110,9 @@ def run_cli(main) -> None:
     """Run main() as a program. A known error is one line, and an error on one rank ends all ranks."""
     try:
         return main()
-    except SystemExit:
-        raise
-    except BaseException as e:
+    except (Exception, KeyboardInterrupt) as e:
+        if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's: closed or reset by peer
+            e = Failed("another process of this run has ended")
         code = 2 if isinstance(e, BadInput) else 130 if isinstance(e, KeyboardInterrupt) else 1
         text = traceback.format_exc()
         if isinstance(e, BadInput | Failed | KeyboardInterrupt | OSError):

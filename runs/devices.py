@@ -89,14 +89,14 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
     n_devices, strategy = cfg.devices * cfg.num_nodes, cfg.strategy
-    if strategy == "ddp" or (strategy == "auto" and n_devices > 1):
-        # our buffers are constant; the option has a new name since torch 2.13
-        is_new = torch.__version__ >= "2.13"
-        strategy = DDPStrategy(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
-    elif strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
+    if strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
         strategy = ModelParallelStrategy(
             shard, data_parallel_size=n_devices, tensor_parallel_size=1
         )
+    elif strategy == "ddp" or n_devices > 1:
+        # our buffers are constant; the option has a new name since torch 2.13
+        is_new = torch.__version__ >= "2.13"
+        strategy = DDPStrategy(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,
@@ -134,13 +134,13 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def on_rank_0(fabric, work):
-    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed, Interrupted or OSError is
-    raised on all ranks. A collective: no collective may be in `work`."""
+    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or OSError is raised
+    on all ranks. A collective: no collective may be in `work`."""
     answer = error = None
     if fabric.global_rank == 0:
         try:
             answer = work()
-        except (BadInput, Failed, Interrupted, OSError) as e:
+        except (BadInput, Failed, OSError) as e:
             error = e
     answer, error = fabric.broadcast((answer, error))
     if error:

@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from runs.checkpoint import write_whole
-from runs.console import Lines, rank, say, user_error
+from runs.console import make_bar, rank, say, user_error
 from runs.optimizer import Plan
 from runs.settings import RunSettings
 
@@ -59,16 +58,18 @@ class Throughput:
         self.device = fabric.device
         # of its cached log-probs the reference does not run in a step
         reference = objective.needs_reference and not cfg.reference_cache
-        self.prompt_passes = (2 if cfg.lora.rank else 3) + reference
+        passes = (2 if cfg.lora.rank else 3) + reference
         pair_passes = objective.needs_mismatched_pairs * (1 + reference)
-        self.completion_passes = self.prompt_passes + pair_passes
-        self.n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
-        self.n_block_weights = sum(
+        n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
+        n_block_weights = sum(
             # a 4-bit parameter is packed; its quant_state has the shape of the matrix
             getattr(parameter, "quant_state", parameter).shape.numel()
             for name, parameter in policy.blocks.named_parameters()
             if "lora_" not in name
         )
+        self.flops_of_prompt = 2 * passes * n_block_weights  # of each token; the head skips it
+        n_weights = n_block_weights + n_head_weights
+        self.flops_of_completion = 2 * (passes + pair_passes) * n_weights
         gpu = ""
         if self.device.type == "cuda" and "bf16" in cfg.precision:
             gpu = torch.cuda.get_device_name(self.device)
@@ -80,10 +81,7 @@ class Throughput:
         """Count an optimizer step. examples: those of all ranks. seconds: its wall-clock time."""
         n_prompt = sum(len(e.prompt) for e in examples)
         n_completion = sum(len(y) for e in examples for y in e.completions)
-        completion_work = self.completion_passes * n_completion
-        block_work = self.n_block_weights * (self.prompt_passes * n_prompt + completion_work)
-        # the head skips prompt tokens
-        self.flops += 2 * (block_work + self.n_head_weights * completion_work)
+        self.flops += self.flops_of_prompt * n_prompt + self.flops_of_completion * n_completion
         self.tokens += n_prompt + n_completion
         self.seconds += seconds
 
@@ -115,10 +113,10 @@ class Throughput:
 
 def cut_rows(path: Path, last: int) -> None:
     """Remove the rows of a csv file after step `last` (-1: all), and half a row of a killed process."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [x for x in lines[1:] if x.endswith("\n") and int(x.split(",")[0]) <= last]
+    *lines, _torn = path.read_text().split("\n") if path.exists() else [""]
+    rows = [x for x in lines[1:] if int(x.split(",")[0]) <= last]
     if rows:
-        write_whole(path, "".join([lines[0], *rows]))
+        write_whole(path, "\n".join([lines[0], *rows, ""]))
     else:
         path.unlink(missing_ok=True)
 
@@ -204,26 +202,21 @@ class Logger:
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
 
-    def step(self, step: int, row: dict | None, seconds: float) -> None:
-        """After an optimizer step, which took so many seconds. row: its row of metrics.csv, or None where
-        no row is due. Elsewhere than on a terminal a run prints about twenty lines, or one a minute."""
-        if not self.main or row is None:
+    def step(self, step: int, row: dict, seconds: float) -> None:
+        """Write a step's row of metrics.csv, and show it. seconds: how long the step took. Elsewhere than on
+        a terminal a run prints about twenty lines, or one a minute."""
+        if not self.main:
             return
         self._write("metrics.csv", step, row)
         is_terminal = sys.stderr.isatty()
         if self.bar is None:  # only now: what came before the first step is no part of the ETA
-            self.bar = tqdm(
+            self.bar = make_bar(
                 total=self.total,
                 initial=step - 1,
                 # the last part, a bar, fills a terminal's line
                 bar_format="step {n}/{total}: {desc}ETA {remaining}" + " {bar}" * is_terminal,
-                file=None if is_terminal else Lines(),
-                miniters=0,
                 smoothing=0,
                 delay=1e-9,  # no line for step 0
-                dynamic_ncols=True,
-                leave=False,
-                disable=not self.cfg.progress,
             )
             self.bar.start_t = self.bar.last_print_t = time.time() - seconds
         # without accuracy: a terminal's line is short

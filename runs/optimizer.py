@@ -29,8 +29,8 @@ class Plan(NamedTuple):
 
 def steps_of(interval: int | float | None, per_epoch: int) -> int | None:
     """An interval in steps: an int is steps already, a float is a fraction of an epoch and at least
-    1 step, None stays None."""
-    if isinstance(interval, float):
+    1 step; 0 and None stay what they are."""
+    if interval and isinstance(interval, float):
         return max(1, round(interval * per_epoch))
     return interval
 
@@ -77,12 +77,12 @@ def lr_at(step: int, plan: Plan, o: Optim) -> float:
     """The learning rate of step 1, 2, ..., plan.total: a linear warmup to o.lr, then o.lr for
     o.constant, then a decay that would reach o.min_lr one step after the last."""
     epoch = plan.schedule_epoch
-    warmup = steps_of(o.warmup, epoch) if o.warmup else 0
+    warmup = steps_of(o.warmup, epoch)
     if step <= warmup:
         return o.lr * step / warmup
     if o.schedule == "constant":
         return o.lr
-    constant = steps_of(o.constant, epoch) if o.constant else 0
+    constant = steps_of(o.constant, epoch)
     decay_steps = max(1, plan.total - warmup - constant)
     progress = max(0, step - 1 - warmup - constant) / decay_steps  # 0 to 1
     scale = 1 - progress
@@ -113,7 +113,7 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
             by_options.setdefault((decays, scale_of.get(p, 1.0)), []).append(p)
     groups = [
         {"params": params, "weight_decay": o.weight_decay * decays, "lr_scale": scale}
-        for (decays, scale), params in sorted(by_options.items(), reverse=True)
+        for (decays, scale), params in by_options.items()
     ]
     options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
     if o.name == "adamw8bit":
@@ -132,7 +132,7 @@ def clip_gradient(fabric, policy, optimizer, max_norm: float | None) -> torch.Te
     Returns the norm before, as a scalar tensor on the device. The norm may be nan or inf: the loop
     refuses the step then.
     """
-    limit = math.inf if max_norm is None else max_norm
+    limit = max_norm or math.inf
     norm = fabric.clip_gradients(policy, optimizer, max_norm=limit, error_if_nonfinite=False)
     if hasattr(norm, "full_tensor"):  # with FSDP2 it is a DTensor, of which each rank has a part
         return norm.full_tensor()

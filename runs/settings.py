@@ -6,7 +6,6 @@ and checks the values; ours is the order of files and options, the nearest name,
 
 import dataclasses
 import difflib
-import inspect
 import json
 import re
 import sys
@@ -277,17 +276,18 @@ class RunSettings:
         for name, value in flatten(self).items():
             if value is not None and re.search("interval$|^limit_", name):
                 refuse_unless(value > 0, f"{name}: expected above 0, got {value}")
+            if name in ("optim.warmup", "optim.constant"):
+                refuse_unless(value >= 0, f"{name}: expected 0 or above, got {value}")
             refuse_unless(
                 self.strategy != "fsdp" or value not in ("nf4", "64-true", "adamw8bit"),
                 f"{name}: {value} does not work with strategy fsdp; use ddp",
             )
-        full = not self.lora.rank
         refuse_unless(
-            not (full and self.lora.quantize),
+            self.lora.rank or not self.lora.quantize,
             "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
         )
         refuse_unless(
-            not (full and self.precision == "bf16-true"),
+            self.lora.rank or self.precision != "bf16-true",
             "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no "
             "weight of 0.02); use bf16-mixed, or LoRA",
         )
@@ -389,18 +389,14 @@ NAMES_ELSEWHERE = dict(
 )
 
 
-def docstring_of(objective) -> str:
-    """Of the file that an objective stands in: the --help of a fork shows its own."""
-    return getattr(inspect.getmodule(objective), "__doc__", None) or ""
-
-
-def parse(cls, argv: list[str] | None, doc: str, demo: str):
+def parse(cls, argv: list[str] | None, objective, demo: str):
     """Settings of type `cls` from the command line (or from argv). Command-line options override
     --config files, wherever they stand; a later file overrides an earlier one.
 
     Without --model and --config the run starts from `demo`, a file of config/. With one of them it
     is the user's own run, which must name data.train. With data.train alone the demo's model stays,
-    but neither its validation data nor its checker. Raises BadInput.
+    but neither its validation data nor its checker. --help begins with the docstring of the file that
+    the objective stands in: a fork's own. Raises BadInput.
     """
     words = sys.argv[1:] if argv is None else argv
     names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
@@ -412,6 +408,7 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
             defaults |= {"data.val": None, "eval.check": None}
     elif "config" not in names:
         say(f"your model: defaults, not config/{demo} (--print_config shows them)")
+    doc = sys.modules[objective.__module__].__doc__ or ""
     settings = parse_command(cls, doc, words, defaults)
     settings.validate()
     return settings
@@ -420,7 +417,7 @@ def parse(cls, argv: list[str] | None, doc: str, demo: str):
 def split_options(words: list[str]) -> list[list[str]]:
     """[["--seed", "1"], ["--debug"], ...]; words before the first option are one more list."""
     options = [[]]
-    for word in map(str, words):
+    for word in words:
         if word.startswith("--"):
             options.append([])
         options[-1].append(word)
@@ -436,8 +433,7 @@ def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None)
         exit_on_error=False,
         allow_abbrev=False,
     )
-    is_file = jsonargparse.ActionConfigFile
-    parser.add_argument("--config", action=is_file, help="A YAML file of these settings.")
+    parser.add_argument("--config", action="config", help="A YAML file of these settings.")
     parser.add_class_arguments(cls, None, as_group=False)
     _add_help(parser, cls)
     known = flatten(cls)
@@ -446,17 +442,15 @@ def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None)
     options = split_options(words)
     options.sort(key=lambda option: not " ".join(option).startswith("--config"))
     try:
-        parsed = parser.instantiate_classes(parser.parse_args(sum(options, [])))
-        parsed.pop("config")
-        settings = cls(**vars(parsed))
-        values = flatten(settings)
-    except (jsonargparse.ArgumentError, TypeError, ValueError) as e:
+        parsed = parser.parse_args(sum(options, []))
+    except (jsonargparse.ArgumentError, ValueError) as e:
         raise BadInput(_one_line(str(e), known)) from None
     for name, kind in known.items():
         # jsonargparse lets null in a file pass, and a value in place of a group
-        is_right = values.get(name) is not None or type(None) in typing.get_args(kind)
+        is_right = parsed.get(name) is not None or type(None) in typing.get_args(kind)
         refuse_unless(is_right, f"{name}: expected {_type_name(kind)}, got null")
-    return settings
+    del parsed["config"]
+    return cls(**parser.instantiate_classes(parsed))
 
 
 def _add_help(parser, cls, prefix: str = "") -> None:
@@ -464,7 +458,7 @@ def _add_help(parser, cls, prefix: str = "") -> None:
     for base in cls.__mro__[:-1]:
         for one in docstring_parser.parse_from_object(base).params:
             option = parser._option_string_actions[f"--{prefix}{one.arg_name}"]
-            option.help = " ".join(one.description.split())
+            option.help = one.description
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             _add_help(parser, kind, f"{name}.")
@@ -499,6 +493,6 @@ def _one_line(message: str, known: dict) -> str:
         return " ".join(message.split())
     wanted = name.replace("-", "_")
     wanted = NAMES_ELSEWHERE.get(wanted, wanted)
-    similar = [x for x in known if wanted in (x, x.rpartition(".")[2], x.partition(".")[0])]
+    similar = [x for x in known if wanted in (x, *x.split("."))]
     similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
     return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")

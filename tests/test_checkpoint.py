@@ -58,6 +58,11 @@ def test_a_folder_that_holds_a_run_is_refused_before_any_data_is_read(done, tiny
     with pytest.raises(BadInput, match="no-such-file"):
         train(tiny, nowhere, tmp_path / "new", *RUN)
     assert not (tmp_path / "new").exists(), "and a refused run leaves no folder"
+    for gone in ("metrics.csv", "checkpoints"):  # killed before its first row or checkpoint
+        aside = (out / gone).rename(out / "aside")
+        with pytest.raises(BadInput, match=f"^out_dir: {out} holds a run already"):
+            train(tiny, nowhere, out, *RUN)
+        aside.rename(out / gone)
 
 
 def test_a_folder_with_another_run_or_of_another_program_is_refused(
@@ -168,11 +173,13 @@ def test_processes_that_have_read_other_records_refuse_to_start(tiny, ratings, t
 # ---- older checkpoints and branches --------------------------------------------------------------
 
 
-def test_a_resume_from_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny, ratings):
+def test_a_resume_from_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny, ratings, capsys):
     out, run = done
     assert_same(train(tiny, ratings, out, *RUN, f"--resume={step(out, 4)}"), run)
     assert list(checkpoints_by_step(out)) == [2, 4, 6, 8, 9]
     assert (out / "checkpoints" / "abandoned-step-00000006").is_dir()
+    train(tiny, ratings, out, *RUN, "--resume=auto")
+    assert f"resumed from {step(out, 9)}\n" in capsys.readouterr().out, "the newest one"
 
 
 def test_a_branch_has_rows_and_a_best_checkpoint_of_its_own(tiny, ratings, tmp_path):
@@ -189,11 +196,18 @@ def test_a_branch_has_rows_and_a_best_checkpoint_of_its_own(tiny, ratings, tmp_p
 
 
 def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
-    tiny, ratings, tmp_path
+    tiny, ratings, tmp_path, monkeypatch
 ):
     out = tmp_path / "run"
     argv = (VAL, f"--data.test={ratings}", "--val_interval=1", "--keep_best=kl", "--keep_last=2")
+    real, synced = os.fsync, set()
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")) or real(fd)
+    )
     train(tiny, ratings, out, *RUN, "--save_interval=4", *argv)
+    for folder in (step(out, 8), out / "final"):
+        files = {str(folder.with_name(f".{folder.name}.tmp") / p.name) for p in folder.iterdir()}
+        assert files <= synced, "on the disk before the folder has its name"
     names, *rows = [line.split(",") for line in (out / "val.csv").read_text().split()]
     kl = {int(row[0]): float(row[names.index("kl")]) for row in rows if int(row[0]) > 0}
     best = min(kl, key=lambda step: (kl[step], step))
@@ -230,6 +244,13 @@ def test_a_full_disk_while_saving_is_said_and_the_older_checkpoint_stays(
     ranks(n, fails)
     assert list(checkpoints_by_step(out)) == [2]
     monkeypatch.undo()
+    stale = out / "checkpoints" / ".step-00000004.tmp" / "shard-00009.safetensors"
+    stale.write_text("of the process that has ended")
     ranks(n, lambda rank: train(tiny, ratings, out, *argv, "--resume=auto") and None)
+    assert not (step(out, 4) / stale.name).exists()
     if n == 1:
         assert_same(result(out), finished[0])
+    checkpoint.write_whole(tmp_path / "note", "older")
+    with pytest.raises(UnicodeEncodeError):
+        checkpoint.write_whole(tmp_path / "note", "newer, and then what cannot be written: \ud800")
+    assert (tmp_path / "note").read_text() == "older"

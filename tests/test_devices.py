@@ -55,7 +55,7 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch):
     [
         (1, False, DEMO, "bf16-mixed"),
         (0, True, LARGE, "bf16-mixed"),
-        (0, True, DEMO, "32-true"),
+        (0, True, (6, 512), "32-true"),  # 19M weights
         (0, False, LARGE, "32-true"),
     ],
 )

@@ -96,7 +96,7 @@ def test_final_is_the_last_step_and_best_the_best_in_the_source_s_dtype(full, ll
         assert tokenizer.apply_chat_template(chat, tokenize=False) == "hello"
 
 
-def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, capsys):
+def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, ratings, tmp_path, capsys):
     for run in (full, lora):
         step = run / "checkpoints" / "step-00000002"
         start("export", [str(step), "--out", str(tmp_path / run.parent.name)])
@@ -111,6 +111,11 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, tmp_path, ca
     out = str(tmp_path / "last")
     start("export", [str(full / "checkpoints" / "step-00000004"), "--out", out])
     assert same(our_logits(tmp_path / "last"), our_logits(full), 0.0), "as final, to the bit"
+    train(full / "checkpoints" / "step-00000002", ratings, tmp_path / "on", *STEPS, "--max_steps=1")
+    template = tmp_path / "on" / "final" / "chat_template.jinja"
+    assert "m.content" in template.read_text(), (
+        "its run had one, and so has a run that starts from it"
+    )
 
 
 def test_a_run_that_starts_from_a_checkpoint_exports_the_template_that_it_found_there(

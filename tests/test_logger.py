@@ -90,9 +90,13 @@ def step_lines(tmp_path, capsys, monkeypatch):
     """step_lines(total, ...) -> the lines of a run whose steps take as long, and have the same numbers."""
 
     def lines(total, start=0, log_interval=1, on=True, seconds=1.0, **row) -> list[str]:
+        monkeypatch.setattr(console, "shows_progress", on)
         own = Logger(run_settings(tmp_path, progress=on), -1, False)
-        own.begin(Plan(total, total, 0, total, total), total)
-        capsys.readouterr()
+        plan = Plan(total, total, 0, total, total)
+        own.begin(plan, total)
+        assert f"{total:,} steps of 64 examples" in capsys.readouterr().out
+        own.begin(plan, total)
+        assert capsys.readouterr().out == "", "once a run, not for each iteration"
         row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5} | row
         for step in range(start + 1, total + 1):
             # of a clock that the steps alone move
@@ -101,7 +105,8 @@ def step_lines(tmp_path, capsys, monkeypatch):
             if own.bar:
                 own.bar._time = time.time
             is_due = step % log_interval == 0 or step == total
-            own.step(step, row | {"auc": 0.5, "accuracy": 0.5} if is_due else None, seconds)
+            if is_due:
+                own.step(step, row | {"auc": 0.5, "accuracy": 0.5}, seconds)
         own.close()
         return capsys.readouterr().out.splitlines()
 
@@ -117,8 +122,9 @@ def test_elsewhere_than_on_a_terminal_a_run_prints_about_twenty_lines(step_lines
     assert len(lines) == 20 and lines[-1].startswith("step 951/")
     for total, interval in ((30, 1), (1000, 7), (2100, 100)):
         assert 10 <= len(step_lines(total, log_interval=interval)) <= 30
-    steps = [line.split("/")[0] for line in step_lines(1000, start=900)]
-    assert steps == ["step 901", "step 951"], "a resumed run prints its first step too"
+    ends = [(line.split("/")[0], line[-5:]) for line in step_lines(1000, start=900)]
+    resumed = [("step 901", "01:39"), ("step 951", "00:49")]
+    assert ends == resumed, "its first step too, and an ETA by its own steps"
     assert len(step_lines(100_000, start=99_000, seconds=6.0)) == 100, "or one a minute"
     assert step_lines(100, on=False) == []
 
@@ -351,25 +357,27 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
 
 
 @pytest.mark.parametrize(
-    "mismatched, reference, lora, prompt, completion",
+    "mismatched, settings, prompt, completion",
     [
-        (False, True, False, 4, 4),  # policy: forward 1, backward 2; reference 1
-        (True, True, False, 4, 6),  # both completions share the passes of the prompt
+        (False, {}, 4, 4),  # policy: forward 1, backward 2; reference 1
+        (True, {}, 4, 6),  # both completions share the passes of the prompt
+        (True, {"lora": Lora(rank=2)}, 3, 5),  # no gradient of the matrices
+        (True, {"reference_cache": "cache"}, 3, 4),
     ],
 )
 def test_useful_flops_are_two_for_each_weight_token_and_pass(
-    mismatched, reference, lora, prompt, completion, tiny
+    mismatched, settings, prompt, completion, tiny, monkeypatch
 ):
-    policy = load.load_model(tiny)
+    policy = load.load_model(tiny, settings.get("lora"))
     fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    cfg = run_settings("out", precision="32-true", lora=Lora(rank=2 if lora else None))
-    objective = SimpleNamespace(needs_mismatched_pairs=mismatched, needs_reference=reference)
+    cfg = run_settings("out", precision="bf16-mixed", **settings)
+    objective = SimpleNamespace(needs_mismatched_pairs=mismatched, needs_reference=True)
     speed = Throughput(fabric, cfg, policy, objective)
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
     for seconds in (0.5, 1.5):
         speed.add([example], seconds)
     row = speed.read()
-    blocks = sum(p.numel() for p in policy.blocks.parameters())
+    blocks = sum(p.numel() for n, p in policy.blocks.named_parameters() if "lora_" not in n)
     head = policy.config.n_embd * policy.config.padded_vocab_size
     # the head runs on completions only
     flops = 2 * 2 * (blocks * (prompt * 5 + completion * 7) + head * completion * 7)
@@ -377,6 +385,13 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
     assert (row["tokens/s"], row["seconds"], row["mfu"]) == (12, 2.0, None)
     speed.add([example], 3.0)
     assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2e9)
+    fabric = SimpleNamespace(device=torch.device("cuda"), world_size=2)
+    speed = Throughput(fabric, cfg, policy, objective)
+    speed.add([example], 1.0)
+    row = speed.read()
+    assert row["mfu"] == pytest.approx(flops / 2 / (2 * 756e12)) and row["memory_gb"] == 2
 
 
 def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):
@@ -397,7 +412,10 @@ def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):
 
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}"]
     argv += ["--batch_size=12", "--max_steps=2", "--micro_batch_size=1"]
+    argv += [f"--data.val={ratings}", "--limit_val=6", "--eval.samples=0"]
     code, said, stderr = Started(tmp_path, "kto", argv, first).ended()
     assert (code, stderr) == (0, "")
     lines = [line for line in said.splitlines() if re.match(r"step 1: \d+%, 00:0\d left", line)]
-    assert 2 < len(lines) < 9 and "step 2: " not in said, "a later step: once a minute"
+    assert 2 < len(lines) < 9 and "\nstep 2: " not in said, "a later step: once a minute"
+    assert re.search(r"(?m)^validation: \d+%, 00:0\d left$", said.split("step 1/2: ")[1])
+    assert "\x1b" not in said, "a bar within another moves no cursor"

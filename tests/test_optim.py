@@ -34,10 +34,10 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
     assert steps_of(7, per_epoch=20) == 7 and steps_of(1, per_epoch=20) == 1
     assert steps_of(1.0, per_epoch=20) == 20
     assert steps_of(0.25, per_epoch=20) == 5
-    assert steps_of(0.17, per_epoch=20) == 3, "to the nearest"
+    assert steps_of(0.17, per_epoch=20) == 3 and steps_of(0.19, per_epoch=20) == 4, "to the nearest"
     assert steps_of(2.5, per_epoch=20) == 50
     assert steps_of(0.001, per_epoch=20) == 1, "an interval is never 0"
-    assert steps_of(None, per_epoch=20) is None
+    assert steps_of(None, per_epoch=20) is None and steps_of(0.0, per_epoch=20) == 0, "no warmup"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,7 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
         ({"epochs": 3, "max_steps": 7}, 10, 7),
         ({"epochs": 3, "limit_train": 0.3}, 3, 9),
         ({"limit_train": 0.001}, 1, 1),
+        ({"limit_train": 11}, 10, 10),
     ],
 )
 def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_out(
@@ -112,7 +113,8 @@ def test_cosine_goes_from_the_peak_to_min_lr():
 def test_the_constant_schedule_stays_after_a_warmup_that_is_a_line():
     assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
     assert rates(4, lr=3.0, min_lr=1.0, schedule="constant") == [3.0] * 4
-    assert rates(4, lr=1.0, warmup=2, constant=9) == [0.5, 1.0, 1.0, 1.0], "longer than the run"
+    for constant in (2, 9):  # to the run's end, and longer than the run
+        assert rates(4, lr=1.0, warmup=2, constant=constant) == [0.5, 1.0, 1.0, 1.0]
 
 
 # ---- AdamW ---------------------------------------------------------------------------------------
@@ -156,6 +158,12 @@ def test_the_optimizer_has_the_numbers_of_the_settings():
     for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
         expected = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
         assert {name: group[name] for name in expected} == expected
+    policy, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    policy.objective_module, head.lr_scale = head, 10.0
+    groups = make_optimizer(policy, run_settings(optim=o)).param_groups
+    scale_of = {p: group["lr_scale"] for group in groups for p in group["params"]}
+    scales = [scale_of[p] for p in policy.parameters()]
+    assert scales == [1.0, 1.0, 10.0, 10.0], "the objective's module has its own"
 
 
 # ---- clipping ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib
 import re
 import typing
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import yaml
@@ -23,7 +24,7 @@ OWN = ["--model", "m", "--data.train", "t"]  # the least that a run of one's own
 
 
 def parse(*argv, cls=kto.Settings):
-    return settings.parse(cls, [str(a) for a in argv], "KTO.", "demo.yaml")
+    return settings.parse(cls, [str(a) for a in argv], kto.KTO, "demo.yaml")
 
 
 def refused(*argv) -> str:
@@ -142,6 +143,12 @@ WRONG = {  # option -> what is said
     "--max_steps=true": "max_steps: expected PositiveInt or null, got True",
     "--val_interval=often": "val_interval: expected int or float or null, got often",
     "--val_interval=0": "val_interval: expected above 0, got 0",
+    "--limit_train=0": "limit_train: expected above 0, got 0",
+    "--optim.warmup=-1": "optim.warmup: expected 0 or above, got -1",
+    "--optim.constant=-0.5": "optim.constant: expected 0 or above, got -0.5",
+    "--lora.quantize=nf4": "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
+    "--optim.name=adamw8bit --strategy=fsdp": "optim.name: adamw8bit does not work with strategy fsdp; use ddp",
+    "--lora.rank=2 --lora.quantize=nf4 --strategy=fsdp": "lora.quantize: nf4 does not work with strategy fsdp; use ddp",
     "--eval.stop=x": "eval.stop: expected list, got x",
     "--strategy=x": "strategy: expected auto or ddp or fsdp",
     "--eval.check=x": "eval.check: expected demo or null, got x",
@@ -165,6 +172,12 @@ def test_a_file_that_is_no_settings_is_refused(config, tmp_path):
     for content in ("model: m\n\tdata: 3\n", "model: !!python/object:os.system 1\n", "[]", ""):
         assert refused("--config", config(content))
     assert str(tmp_path / "gone.yaml") in refused("--config", tmp_path / "gone.yaml")
+    for name, value, said in (
+        ("seed", None, "seed: expected NonNegativeInt, got null"),
+        ("lora", None, "lora.alpha: expected PositiveInt, got null"),
+        ("kto", 3, "kto.beta: expected PositiveFloat, got null"),
+    ):
+        assert refused("--config", config({name: value})) == said
 
 
 def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
@@ -196,6 +209,7 @@ def test_help_has_the_sentence_of_every_setting_inherited_ones_too(program, monk
         parse("--help", cls=cls)
     assert e.value.code == 0
     text = re.sub(r"\n {20,}", " ", capsys.readouterr().out)
+    assert "KTO: learn from single ratings" in text, "of the file that the objective stands in"
     said = sentences(cls)
     assert set(said) == set(settings.flatten(cls))
     for name, sentence in said.items():
@@ -303,6 +317,8 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
     }.items():
         absolute = expected.replace("{}", str(tmp_path))
         assert absolute_sources(given) == absolute_sources(absolute) == absolute, given
+    assert settings.find_path("demo/base") == ROOT / "demo" / "base", "from any working directory"
+    assert settings.find_path("~/a") == Path.home() / "a"
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ MOMENTS = {
         ("runs.logger.Logger.step", 2),  # before the first checkpoint
         ("run.save_checkpoint", 1),  # between a row of metrics.csv and its checkpoint
         ("os.fsync", 1),  # in the middle of a checkpoint
+        ("pathlib.Path.rename", 1),  # at its end
         ("evaluate.generate", 2),  # in a validation, one checkpoint later
         ("run.export", 1),
     ],
@@ -250,9 +251,10 @@ def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
     first = lambda rank: rank == failing and at_call("train.clip_gradient", 3, fail)  # noqa: E731
     children = started_ranks(2, tmp_path, "kto", argv_of("kto", tmp_path / "run", *LONG), first)
     ended = [child.ended(30) for child in children]
-    who = "rank 1: error" if failing else "error"
-    assert [code for code, *_ in ended] == [1, 1]
-    assert ended[failing][2] == f"{who}: all is lost\n"
+    why = ["another process of this run has ended"] * 2
+    why[failing] = "all is lost"
+    said = [f"error: {why[0]}\n", f"rank 1: error: {why[1]}\n"]
+    assert [(code, stderr) for code, _, stderr in ended] == [(1, said[0]), (1, said[1])]
 
 
 def test_processes_that_fabric_has_launched_end_with_the_first_one(argv_of, tmp_path):
