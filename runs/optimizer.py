@@ -113,7 +113,8 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
             by_options.setdefault((decays, scale_of.get(p, 1.0)), []).append(p)
     groups = [
         {"params": params, "weight_decay": o.weight_decay * decays, "lr_scale": scale}
-        for (decays, scale), params in by_options.items()
+        # the order is in the rounding of the gradient's norm
+        for (decays, scale), params in sorted(by_options.items(), reverse=True)
     ]
     options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
     if o.name == "adamw8bit":
