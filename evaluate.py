@@ -24,7 +24,7 @@ class Answer(NamedTuple):
     """What a checker judges."""
 
     prompt: str
-    """A dialogue as the chat template renders it."""
+    """A dialogue as the chat template renders it, without special tokens."""
     completion: str
     fields: dict[str, str | float]
     """The record's own fields, those that data.extra names."""

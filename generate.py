@@ -206,12 +206,12 @@ class Ask(Sampling):
     model: str
     """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes."""
     prompt: str = ""
-    """What to answer, through the chat template if there is one. Default: a conversation, turn by turn,
-    until an empty line or Ctrl-D."""
+    """What to answer, through the chat template if there is one (with today's date where it prints one).
+    Default: a conversation, turn by turn, until an empty line or Ctrl-D."""
     max_new_tokens: PositiveInt = 256
     """Longest answer in tokens; less where the context ends."""
     plain: bool = False
-    """true: leave the chat template aside."""
+    """true: leave the chat template aside, as for a run on plain records."""
     seed: NonNegativeInt = 1
     """An answer draws from it; turn number i of a conversation from seed + i."""
 

@@ -25,18 +25,16 @@ transformers.logging.disable_progress_bar()
 
 # What a config must not say: quantised weights, and what the comparison of load.py cannot show, for
 # its texts are short: attention or rotary positions that change with the length of the text.
-# longrope's do so beyond the original context, which is ours.
-REFUSED = re.compile(
+# longrope's change only beyond the original context, and context_of allows no longer text.
+REFUSED = re.compile(  # a field of these with any value but null and false
     '"(quantization_config|attn_temperature_tuning|attention_chunk_size|llama_4_scaling_beta)"(?=: [^nf])'
     '|"rope_type": "(?!default|linear|llama3|yarn|longrope).+"'
 )
-# Files that go from a source into an export: its own config.json (not what transformers makes of
-# it, which has our changes and which other versions may not read), of the tokenizer, of sampling,
-# and of the processors of images.
-COPIED = re.compile(
-    "config.json|tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|generation_config"
-    "|(pre)?processor"
-)
+# Files that an export takes over from its source. Of the model: its own config.json (transformers
+# would write one that has our changes and that other versions may not read), of sampling, and of the
+# processors of images.
+MODEL_FILES = re.compile("config.json|generation_config|(pre)?processor")
+TOKENIZER_FILES = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
 
 # transformers' name of a part of GPT-2 or of a Llama-shaped model, and litgpt's. q, k and v are one
 # matrix in litgpt.
@@ -75,7 +73,7 @@ class Source(NamedTuple):
     """A model on disk."""
 
     folder: Path
-    """A Hugging Face or a litgpt folder; or, on a base, a checkpoint of a run or a PEFT folder."""
+    """A Hugging Face or a litgpt folder; or, if `base` is given, a checkpoint of a run or a PEFT folder."""
     base: "Source | None" = None
 
     @property
@@ -92,13 +90,14 @@ class Source(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """Those besides weights that say how the model computes, and its tokenizer's."""
-        found = [*sorted(self.root.iterdir()), *sorted(self.tokenizer.iterdir())]
-        return [file for file in found if COPIED.match(file.name) and file.is_file()]
+        """Those of config, sampling and tokenizer: an export copies them, a resume compares them."""
+        of_model = [f for f in sorted(self.root.iterdir()) if MODEL_FILES.match(f.name)]
+        own = sorted(self.tokenizer.iterdir())
+        return of_model + [f for f in own if TOKENIZER_FILES.match(f.name) and f.is_file()]
 
     @property
     def chat_template(self) -> Path | None:
-        """The data.chat_template of a checkpoint's run."""
+        """The template beside a checkpoint (its run's data.chat_template) or an adapter, or its base's."""
         if self.base is None:
             return None
         file = self.folder / "chat_template.jinja"
@@ -117,9 +116,9 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
             f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints",
         )
     if not folder.is_dir():
-        wanted = ["*.json", "*.jinja", "tokenizer.model"] + ["*.safetensors"] * weights
+        wanted = ["*.json", "*.jinja", "*.txt", "tokenizer.model"] + ["*.safetensors"] * weights
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
-        unwanted = ["consolidated*", "*/*"]
+        unwanted = ["consolidated*", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
         try:
             download = huggingface_hub.snapshot_download
             folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
@@ -260,5 +259,8 @@ def export(
     hf.save_pretrained(out, max_shard_size="5GB")
     for file in source.files:
         shutil.copyfile(file, out / file.name)
+    templates = source.tokenizer / "additional_chat_templates"
+    if templates.exists():
+        shutil.copytree(templates, out / templates.name)
     for name, text in notes.items():
         (out / name).write_text(text)

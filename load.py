@@ -2,7 +2,7 @@
 
 transformers reads a folder and computes the log-probs of a few short texts. Then litgpt's GPT takes
 its weights, or the same instance goes on with our attention. Either must give the same log-probs,
-else it is refused."""
+else it is refused. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
 import copy
 import warnings
@@ -46,8 +46,8 @@ def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) 
 
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
-    """A model without adapters of its own, read and compared; then, folder by folder, what was
-    learned on it."""
+    """A model without adapters of its own: a base, read and compared, on which the weights or adapters
+    of each folder are put."""
     if source.base:
         gpt = _load_plain(source.base, dtype)
         put_on(gpt, source.folder)
@@ -65,8 +65,8 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
 
 
 def put_on(gpt: Packed, folder: Path) -> None:
-    """Give a plain model what a checkpoint or a PEFT folder, whose base it is, has learned; adapters
-    are merged. Raises BadInput."""
+    """Put on a plain model what a checkpoint or a PEFT folder has learned on it; adapters are merged.
+    Raises BadInput."""
     with library_errors(f"{folder}: does not fit its base"):
         if (folder / "adapter_config.json").exists():
             return fold_adapters(gpt, read_peft(folder))

@@ -49,7 +49,7 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
             )
         with torch.device("meta"):
             new = kind(old.in_features, old.out_features, **options)
-        new.linear, w = None, old.weight
+        new.linear, w = None, old.weight  # to_empty and reset_parameters touch the adapters alone
         # at least float32: in bfloat16 the small steps of AdamW would round to nothing
         new.to_empty(device=w.device).to(torch.promote_types(w.dtype, torch.float32))
         new.linear = old
@@ -67,8 +67,9 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
         if type(layer) is not nn.Linear or name.endswith(unfit):
             continue
         is_head = name == "lm_head"
+        everywhere = set() if is_head else targets & {"all-linear"}
         hits = [
-            {t for t in targets if t == "all-linear" and not is_head or f".{x}".endswith(f".{t}")}
+            everywhere | {t for t in targets if f".{x}".endswith(f".{t}")}
             for x in _their_names(model, name)
         ]
         if name.endswith("attn.qkv"):

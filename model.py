@@ -264,7 +264,7 @@ def litgpt_model(hf) -> GPT | None:
         return None  # only a part of each head is rotated
     kinds = getattr(c, "layer_types", None) or [c.model_type] * config.n_layer
     for block, kind in zip(gpt.blocks, kinds):
-        if kind in ("sliding_attention", "mistral"):
+        if kind in ("sliding_attention", "mistral"):  # mistral: all layers, and no layer_types
             block.attn.window = c.sliding_window
     return gpt
 

@@ -420,6 +420,7 @@ def load_models(
     if cfg.reference:
         other_source = find_model(cfg.reference, "reference")
         refuse_unless(
+            # the records' ids are made once, by the policy's tokenizer
             tokenizer.hf.get_vocab() == Tokenizer(other_source.tokenizer).hf.get_vocab(),
             f"reference: {cfg.reference}: another tokenizer than {cfg.model}",
         )

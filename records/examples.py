@@ -101,7 +101,9 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
         with collect(faults, where):
             texts.append(tokenizer.render(record, by_template))
     if faults or not records:
-        raise BadInput("\n".join(faults[:20]) or f"{file}: no records")
+        dropped = counts["dropped by data.labels"]
+        nothing = f"{file}: no records, {dropped:,} dropped by data.labels"
+        raise BadInput("\n".join(faults[:20]) or nothing)
     # 3. encode: texts become token ids, with BOS and EOS
     encoded = zip(records.items(), tokenizer.encode_all(texts, by_template))
     for (where, record), (prompt, completions) in encoded:
@@ -119,8 +121,9 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
         if kind == "rated" and record.label is None:  # a pair: two ratings, which share its prompt
             pair = zip(completions, (True, False), record.rewards)
             parts = [((ids,), label, (reward, None)) for ids, label, reward in pair]
-        for part in parts:
-            examples.append(Example(prompt, *part, where, record.weight, record.extra))
+        for ids, label, rewards in parts:
+            weight, extras = record.weight, record.extra
+            examples.append(Example(prompt, ids, label, rewards, where, weight, extras))
     return examples
 
 
@@ -244,7 +247,7 @@ def load_splits(
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     for name, examples in parts.items():
         if examples:
-            describe(name, examples, counts[name], say)
+            describe(name, examples, kind, counts[name], say)
     return parts
 
 
@@ -266,11 +269,13 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
     return split
 
 
-def describe(name: str, examples: list[Example], counts: Counter, say: Callable) -> None:
+def describe(
+    name: str, examples: list[Example], kind: Kind, counts: Counter, say: Callable
+) -> None:
     """Say, in a table, what is about to be learned from, for a person to check before it starts."""
     keys = [e.keys for e in examples]
     head = f"{name}: {len(keys):,} examples of {len({prompt for prompt, *_ in keys}):,} prompts"
-    labels = [e.label for e in examples if len(e.completions) == 1]
+    labels = [e.label for e in examples] if kind == "rated" else []
     up, down = sum(labels), len(labels) - sum(labels)
     say(f"{head}, {up:,} desirable, {down:,} undesirable" if labels else head)
     for what, lengths in {
@@ -320,7 +325,10 @@ class PageSettings(Data):
 
 def page() -> None:
     """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
-    data = parse_command(PageSettings, page.__doc__, ["--train", *sys.argv[1:]])
+    words = sys.argv[1:]
+    if words and not words[0].startswith("--"):
+        words = ["--train", *words]
+    data = parse_command(PageSettings, page.__doc__, words)
     source = find_model(data.model, weights=False)
     data = with_limits(data, context_of(read_config(source)))
     template = data.chat_template or source.chat_template

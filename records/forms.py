@@ -31,9 +31,9 @@ ALIASES = {
     "question": "instruction",
     "conversations": "messages",
 }
-# The first of these that a record has is what is asked.
+# A record's prompt is the first of these fields that it has.
 PROMPTS = ("prompt", "instruction", "input")
-# Of a label only what can mean nothing else; a csv file has texts alone.
+# Only values that can mean nothing else; as texts, since a csv file has no others.
 LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
 # The roles that chat templates know, and ShareGPT's names for them.
@@ -89,7 +89,7 @@ def understand_record(
     )
     extras = {}
     for name in extra:
-        value = _take({**fields}, name)
+        value = _take({**record, **fields}, name)  # by the record's own name or by ours
         extras[name] = value if isinstance(value, str) else _number(value, name)
     instruct = "instruction" in fields and "prompt" not in fields
     system = fields.pop("system", None)
@@ -102,6 +102,8 @@ def understand_record(
     if system:
         turn = _message({"role": "system", "content": system}, "system")
         prompt = [turn, *as_turns(prompt)]
+        if prompt[1]["role"] == "system":
+            raise BadInput("system: the prompt begins with a system message, too")
     return understood._replace(
         prompt=prompt,
         weight=weight,
@@ -137,7 +139,7 @@ def _understand_form(fields: dict, kind: Kind, labels: dict | None) -> Record:
             label = _label(fields, labels)
         if kind == "demonstrations" and label is False:
             raise BadInput("label: undesirable: this completion is not to be imitated")
-    # 2. the prompt; of dialogues without one it is all turns but the last
+    # 2. the prompt; of `messages`, and of pairs without a prompt, all turns but the last
     answers = [_text_or_messages(fields, name) for name in names]
     if fields.keys().isdisjoint(PROMPTS) or names == ("messages",):
         prompt = as_turns(answers[0])[:-1]
@@ -195,8 +197,8 @@ def _prompt(fields: dict) -> Turns:
     prompt = _text_or_messages(fields, name)
     if name not in PROMPTS and isinstance(prompt, str):
         return []  # an answer alone
-    if name == "instruction" and (more := fields.pop("input", "")):
-        prompt = f"{prompt}\n{more}"
+    if name == "instruction" and isinstance(prompt, str) and (more := fields.pop("input", "")):
+        return f"{prompt}\n{more}"
     return prompt
 
 
@@ -243,7 +245,7 @@ def _label(fields: dict, labels: dict | None) -> bool:
         text = labels[text]
     if text in LABELS:
         return LABELS[text]
-    expected = "true, false, 1, 0, chosen, rejected, desirable, undesirable"
+    expected = "true, false, 1, 0, chosen, rejected, desirable, undesirable, up, down"
     raise BadInput(f"label: expected {expected}; got {value!r:.50} (see data.labels)")
 
 

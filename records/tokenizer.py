@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from hub import read_json
 from records.forms import Record, as_turns
 from runs.console import BadInput, user_error
+from runs.settings import find_path
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 BATCH = 4096  # records that are encoded at once: an encoding holds much more than its ids
@@ -41,13 +42,14 @@ class Tokenizer:
         model: Path | None = None,
     ):
         """`chat_template`: a jinja file in place of the folder's own. `date`: today, for templates
-        that ask for it with strftime_now. `model`: the model's folder, if it is another one. Raises BadInput."""
+        that ask for it with strftime_now. `model`: the model's folder, where the tokenizer is a PEFT
+        folder's own. Raises BadInput."""
         with user_error("tokenizer", folder, Exception):  # a dozen kinds, by format and library
             self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
         with user_error("data.chat_template"):
             if chat_template:
-                self.hf.chat_template = Path(chat_template).read_text(encoding="utf-8")
+                self.hf.chat_template = find_path(str(chat_template)).read_text(encoding="utf-8")
             # a model may have several, by name: the one that is for dialogues without tools
             self.template = self.hf.chat_template and self.hf.get_chat_template()
         with user_error("data.date", date):
@@ -72,7 +74,8 @@ class Tokenizer:
             return record.prompt, record.completions
         if not self.template:
             raise BadInput(
-                "prompt: messages, but there is no chat template: give data.chat_template"
+                "chat template: none here, and a record of this file needs one, since it has messages, "
+                "system or tools: give data.chat_template"
             )
         turns = as_turns(record.prompt)
         answers = [
@@ -102,25 +105,26 @@ class Tokenizer:
         """(ids of the prompt, ids of each completion) of each record's texts.
 
         Plain texts get BOS in front, if the tokenizer adds one, and EOS at the end; to those of a
-        chat template nothing is added. A tokenizer that puts a space before a text would put it
-        before a completion, too: there prompt + completion is encoded, and the completion is what
-        follows the prompt's ids.
+        chat template nothing is added. If the tokenizer puts a space before every text, prompt +
+        completion is encoded as one text, and the completion's ids are those after the prompt's.
         """
         for start in range(0, len(texts), BATCH):
             batch, pieces = texts[start : start + BATCH], []
             for prompt, completions in batch:
-                before = prompt if self.adds_space else ""
-                pieces += [prompt, *(before + completion for completion in completions)]
+                prefix = prompt if self.adds_space else ""
+                pieces += [prompt, *(prefix + completion for completion in completions)]
             encoded = iter(self.encode(pieces))
             for _, completions in batch:
                 prompt, answers = next(encoded), []
-                for completion, ids in zip(completions, encoded):
-                    before = prompt if self.adds_space else []
-                    if ids[: len(before)] != before:
+                for completion, ids in zip(
+                    completions, encoded
+                ):  # this order takes no text too many
+                    known = prompt if self.adds_space else []
+                    if ids[: len(known)] != known:
                         # One token has characters of both: the prompt keeps its own ids, and the
                         # completion is encoded behind a mark, so that it gets no space.
-                        before, ids = self.encode([MARK, MARK + completion])
-                    answers.append(ids[len(before) :])
+                        known, ids = self.encode([MARK, MARK + completion])
+                    answers.append(ids[len(known) :])
                 if not by_template:  # what stands in the text already is not doubled
                     if self.adds_bos and prompt[:1] != [self.bos]:
                         prompt = [self.bos, *prompt]
@@ -133,7 +137,8 @@ class Tokenizer:
 
     def decode(self, ids) -> str:
         """The text of these ids, special tokens left out."""
-        return self.hf.decode(ids, skip_special_tokens=True)
+        options = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.hf.decode(ids, **options)
 
 
 def _define_date(date: str | None) -> str:

@@ -282,7 +282,7 @@ def save_checkpoint(run) -> None:
         if fabric.global_rank == 0:
             (new / "state.json").write_text(json.dumps(asdict(state)))
             (new / "settings.yaml").write_text(dump_yaml(run.cfg))
-            if run.cfg.data.chat_template:  # for hub.find_model
+            if run.cfg.data.chat_template:  # for hub.Source.chat_template
                 (new / "chat_template.jinja").write_text(run.tokenizer.template)
 
     publish_folder(fabric, write, checkpoint_folder(out, state.step), on_every_rank=True)

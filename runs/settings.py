@@ -76,8 +76,7 @@ class Data:
     """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or
     what fits into the context beside data.max_prompt."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template. It is used in place of the tokenizer's
-    own."""
+    """A jinja file in place of the tokenizer's own chat template, or where it has none."""
     score_prompt: bool = False
     """Add the log-probs of the prompt's tokens, from the second on, to those of each completion."""
     date: str | None = None

@@ -116,7 +116,7 @@ def test_the_nearest_template_wins(tmp_path):
 
 
 REFUSED = {
-    None: "prompt: messages, .*data.chat_template",
+    None: "chat template: none here, .*data.chat_template",
     "a\n{% for %}\n": "chat template: ",
     "{{ messages | length }}": "chat template: the rendered dialogue does not begin with",
     "{{ raise_exception('begin with\nthe user') }}": "chat template: begin with the user$",
