@@ -24,6 +24,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 import load
+from hub import find_model
 from runs import checkpoint
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
@@ -186,6 +187,18 @@ def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
     with_three = our_logits(tmp_path / "on" / "checkpoints" / "step-00000001")
     assert same(peft_logits(llama, tmp_path / "on" / "final_adapter"), with_three, 1e-5)
     assert not same(with_three, with_two, 1e-3)
+
+
+def test_a_peft_folders_own_tokenizer_is_the_exports(lora, llama, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(llama, base)
+    (base / "chat_template.jinja").write_text("not that of the adapter")
+    folder = peft_folder(lora, tmp_path / "peft", base_model_name_or_path=str(base))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, folder)
+    found = {file.name: file.parent for file in find_model(str(folder)).files}
+    assert found["tokenizer_config.json"] == folder and found["config.json"] == base
+    assert "chat_template.jinja" not in found
 
 
 def test_an_adapter_is_scaled_by_its_pattern_and_by_rslora(lora, llama, tmp_path):

@@ -151,6 +151,7 @@ REFUSED = [
     ("rated", rated(completion=[C, user("d")]), "completion", "an assistant's"),
     ("rated", rated(tools="{"), "tools", "Expecting"),
     ("rated", rated(system=["s"]), "system", "a text"),
+    ("rated", rated([SYSTEM, P], system="t"), "system", "begins with a system message, too"),
     ("paired", rated(), "chosen", "missing"),
     ("paired", {"prompt": "p", "chosen": "c"}, "rejected", "missing"),
     ("paired", {"chosen": [P, C], "rejected": [user("q"), C]}, "rejected", "an assistant's"),
@@ -221,6 +222,11 @@ def test_fields_that_data_extra_names_are_kept_and_others_that_nothing_reads_are
     for value in [*INFINITE, True, [1]]:
         with pytest.raises(BadInput, match="^source: expected a finite number"):
             understand_record(rated(source=value), "rated", ("source",))
+    question = {"question": "q", "completion": "c", "label": 1}
+    record = understand_record(question, "rated", ("question",))
+    assert record.extra == {"question": "q"}, "by the record's own name, too"
+    dialogue = {"instruction": [P], "input": "i", "completion": "c", "label": 1}
+    assert understand_record(dialogue, "rated").ignored == ("input",)
     with pytest.raises(BadInput, match="^source: missing"):
         understand_record(rated(), "rated", ("source",))
 

@@ -57,6 +57,12 @@ def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_
     assert (Tokenizer(path).eos, Tokenizer(path).stops) == (5, (5, 0))
 
 
+def test_what_is_decoded_has_every_space(tmp_path):
+    """Llama 3's config asks for another text, in which `a ,` is `a,`."""
+    t = Tokenizer(folder(tmp_path, clean_up_tokenization_spaces=True))
+    assert t.decode(t.encode(["a , b . do n't"])[0]) == "a , b . do n't"
+
+
 # ---- the folder ----------------------------------------------------------------------------------
 
 
