@@ -56,7 +56,7 @@ class PackedAttention:
         # whether the prompts come from the cache; else this forward fills it
         self.cached = prompt_cache is not None and prompt_cache.batch is not None
         if self.cached:
-            # only their lengths are compared
+            # lengths alone are compared: callers give the same prompts in the same order
             cached, own = ([s[0] for s in x.segment_sizes] for x in (prompt_cache.batch, batch))
             assert own == cached, "the cache is of other prompts: log-probs would be wrong"
         elif prompt_cache is not None:
@@ -157,8 +157,8 @@ class PackedAttention:
         return bins
 
     def segments_of_bins(self) -> list[list[tuple[int, int]]]:
-        """Bins of consecutive prompts, up to TILE_TOKENS tokens together or a longer one alone: the (queries, tokens)
-        of the segments of a prompt that is alone (itself, then each completion), of several prompts their sum."""
+        """Bins of consecutive prompts: up to TILE_TOKENS tokens together, or a longer one alone. A bin of one prompt
+        has (queries, tokens) of itself and of each completion; a bin of several has one such pair, their sum."""
         batch, bins, bin_size = self.batch, [], math.inf
         # 1 where token 0 stands in (see PackedBatch.completion_M), else 0
         n_queries = len(batch.prompt_P) + len(batch.completion_M) - len(batch.token_N)

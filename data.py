@@ -1,9 +1,9 @@
-"""One step's batch with its mismatched (KL) pairs, and its micro-batches.
+"""One step's batch with its mismatched pairs, and its micro-batches.
 
 This file knows no model and no loss. Reading order: which examples a step has (step_batches), a
-step's batch and its mismatched pairs (Batch), what a loss sees of it (StepView, LossView), how the
-batch is cut into micro-batches (Cut). How a micro-batch becomes one row of tokens: packing.py. How
-the records of a file become examples: records/examples.py.
+step's batch and its mismatched pairs (Batch), what a loss sees of it (StepView, LossView), its
+micro-batches. How a micro-batch becomes one row of tokens: packing.py. How the records of a file
+become examples, and `python data.py FILE`: records/examples.py.
 
 Shape letters; packing.py, attention.py and model.py use the same ones:
 
@@ -95,8 +95,11 @@ def made_ahead(batches: Iterator["Batch"]) -> Iterator["Batch"]:
 
 def make_batch(run, examples) -> "Batch":
     """These examples as the batch of a step, with mismatched pairs if the objective asks for them."""
-    objective = run.objective
-    pairs = objective.mismatched_pairs(examples) if objective.needs_mismatched_pairs else None
+    objective, pairs = run.objective, None
+    if objective.needs_mismatched_pairs:
+        pairs = objective.mismatched_pairs(examples)
+        if objective.overrides("mismatched_pairs"):  # ranks may draw other random numbers
+            pairs = run.fabric.broadcast(pairs)
     return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.cut)
 
 
@@ -133,13 +136,13 @@ class Batch:
     micro_batches gives it its share."""
 
     examples: list[Example]
-    # for each example whose completion its mismatched pair has: the number of an example, -1: it has
+    # an entry for each example: the number of the example whose completion it is paired with, -1 for
     # no pair; or the completion itself
     mismatched_pairs: list[int | np.ndarray] | None = None
     score_prompt: bool = False
     by_token: bool = False
     cut: Cut = Cut()
-    # {(numbers of examples, mismatched): what pack gave for them ahead}
+    # {(numbers of examples, mismatched): PackedBatch}, those that were packed ahead
     packed: dict = field(default_factory=dict)
 
     @functools.cached_property
@@ -147,8 +150,8 @@ class Batch:
         """This rank's micro-batches, of the gradient pass and of the no-gradient pass. All ranks have
         equally many."""
         cut, examples = self.cut, self.examples
-        # (G,) what an example adds to its prompt: tokens of its own completions, or of its mismatched one
-        # if that has more, since a micro-batch must hold either
+        # (G,) what an example adds to its prompt: tokens of its own completions or of its mismatched one,
+        # whichever are more: the same micro-batch must fit both passes
         added = [1] * len(examples)
         if cut.by_tokens:
             added = [sum(map(len, e.completions)) for e in examples]
@@ -194,7 +197,7 @@ class Batch:
 
 
 def mismatched_pairs(examples: list[Example]) -> list[int]:
-    """For each example the number of the one whose completion its mismatched pair has; -1: no pair.
+    """For each example the number of the example whose completion it is paired with; -1: no pair.
 
     It is the next example, in circular order, with another prompt and another completion. Shifting
     by one is not enough: two ratings of one prompt often stand side by side, and the mismatched
@@ -266,7 +269,7 @@ class LossView(View):
     def __init__(self, step: StepView, packed: PackedBatch, outputs=None):
         self.examples = [step.examples[i] for i in packed.index]
         self.step = step
-        self.index = at = packed.index_B  # the examples' numbers in the step
+        at = packed.index_B  # the examples' numbers in the step
         self.label, self.reward, self.group = step.label[at], step.reward[at], step.group[at]
         self.length = packed.length_BK  # (B, K) scored tokens
         # (B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from data import to_device
+from packing import to_device
 from run import setup
 from runs.console import run_cli
 from runs.settings import RunSettings, parse

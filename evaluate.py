@@ -182,9 +182,9 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
 
     The usual k/n ± 2 sigma is too narrow near 0 and 1, and may leave [0, 1].
     """
-    z = 1.96  # 95% of a normal distribution lie within so many standard deviations
-    middle = (k + z * z / 2) / (n + z * z)
-    half_width = z * (k * (n - k) / n + z * z / 4) ** 0.5 / (n + z * z)
+    s = 1.96  # 95% of a normal distribution lie within so many standard deviations
+    middle = (k + s * s / 2) / (n + s * s)
+    half_width = s * (k * (n - k) / n + s * s / 4) ** 0.5 / (n + s * s)
     return middle - half_width, middle + half_width
 
 

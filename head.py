@@ -21,7 +21,8 @@ GPU_SAVED = 2**29
 
 
 def autocast(x):
-    """x in the type in which autocast computes products, if it is on; it does not know all of them."""
+    """x in the type in which autocast computes products, if it is on: for products that it does not cast itself,
+    such as those of Head."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -47,7 +48,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, device: str, V: int, entropy: bool = False) -> "Chunks":
-        """For a type of device ("cuda", "cpu"), a vocabulary, and whether gradients are on now."""
+        """For a type of device ("cuda", "cpu") and a vocabulary; torch knows whether gradients are on."""
         gpu, saved = device == "cuda", None
         size = max(GPU_ROWS if gpu else 1, HEAD_LOGITS // V)
         if torch.is_grad_enabled():
@@ -136,18 +137,18 @@ class Head(torch.autograd.Function):
             if cap is not None:
                 tanh = (logits / cap).tanh_()
                 capped = cap * tanh
-            logp, grad = logp_of(capped, target)
+            logp, p = logp_of(capped, target)
             logps.append(logp)
             if need_grad or chunks.entropy:
-                grad = grad.exp_()
+                p = p.exp_()  # log-probs become probabilities
             if chunks.entropy:
-                entropies.append(entropy_of(capped, grad, target, logp))
+                entropies.append(entropy_of(capped, p, target, logp))
             if need_grad:
                 row = torch.arange(len(target), device=target.device)
-                grad[row, target] -= 1
+                p[row, target] -= 1  # and now minus the gradient
                 if cap is not None:
-                    grad *= 1 - tanh.square()
-                logits.copy_(grad)  # in place: the logits are not needed any more
+                    p *= 1 - tanh.square()
+                logits.copy_(p)  # in place: the logits are not needed any more
         entropy = torch.cat(entropies) if chunks.entropy else None
         return torch.cat(logps), entropy, logits_TV if need_grad else None
 

@@ -7,8 +7,8 @@
 To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py). Or hand
 over to main what changes, in a short file of its own: examples/.
 
-Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in train.py,
-and so is z over micro-batches and ranks. Objective, in the same file, has the other methods that an
+Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in train.py;
+Trainer.no_gradient_pass computes z. Objective, in the same file, has the other methods that an
 algorithm may override: baseline (z), after_step (what it remembers from step to step).
 
 Where we differ from the paper and its ports: z is one number for the whole optimizer step, over all
@@ -90,15 +90,17 @@ class KTO(Objective):
         reward_G = self.args.beta * r_G
         chosen, rejected = mean(reward_G[desirable_G]), mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
-        z, n = kl.z.mean().item(), len(kl.logratio)
+        mean_z, n = kl.z.mean().item(), len(kl.logratio)
         # before the first update r is 0 everywhere: no side to be on, and a mean below 0 is rounding
         has_moved = bool(r_G.any())
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
         row = {
-            "kl": z if self.needs_mismatched_pairs else None,
+            "kl": mean_z if self.needs_mismatched_pairs else None,
             "kl/stderr": (kl.logratio.std() / math.sqrt(n)).item() if n > 1 else None,
-            "kl/clamped": float(has_moved and z == 0 and kl.logratio.mean() < 0) if n else None,
+            "kl/clamped": float(has_moved and mean_z == 0 and kl.logratio.mean() < 0)
+            if n
+            else None,
             "kl/pairs": n if self.needs_mismatched_pairs else None,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,

@@ -46,7 +46,7 @@ class Packed:
     """What both codes do with a PackedBatch or a KVCache. A model has, besides: config, blocks,
     embedding, lm_head, max_seq_length, hidden."""
 
-    # transformers' name of each weight: where it lies in ours
+    # {transformers' name of a weight: our weight, and which rows of it}
     rows: dict[str, Rows]
     # True: the backward runs blocks again instead of saving their activations
     activation_checkpointing = False
@@ -67,7 +67,8 @@ class Packed:
         token_Q = attention.queries(x.token_N)
         position_Q = attention.queries(x.position_N)
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
-        # the head runs only on hidden states that predict a target
+        # The head runs only on hidden states that predict a target. With a filled cache those of the
+        # prompts come from it.
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
         logp_T, entropy_T = self.logp(h_TC, x.target_T, x.entropy)
         logps = x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)

@@ -73,7 +73,7 @@ class PackedBatch(NamedTuple):
     index: list[int]  # index_B, on the CPU
     ids: list  # (B,) the token ids of each example: its prompt and its K completions
     max_keys: int  # the most keys of a sequence; it never has more queries
-    longest: int  # L: tokens of the longest completion, here or in the step
+    longest: int  # L: tokens of the longest completion; by_token, of the whole step
     # What a model's forward is asked for. by_token: log-probs of each token (B, K, L), not of
     # completions (B, K).
     by_token: bool = False

@@ -39,7 +39,7 @@ class Reference:
 @torch.no_grad()
 def freeze(model: nn.Module, precision: str) -> nn.Module:
     """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
-    matrix that is the embedding, too. Autocast would cast them at each use: log-probs stay the same bits."""
+    head that is tied to the embedding. Autocast would cast them at each use: log-probs stay the same bits."""
     model.requires_grad_(False).eval()
     if precision == "bf16-mixed":
         for module in model.modules():

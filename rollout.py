@@ -15,6 +15,7 @@ whole batches. iterations/rated-N.jsonl has a line a rated example.
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +30,8 @@ from runs.optimizer import Plan
 from runs.settings import RunSettings, refuse_unless
 
 LOST = (
-    "not what this iteration learns from: go on in the run's own folder, or from a checkpoint of an "
-    "iteration's end"
+    "missing, or not what this iteration learns from: go on in the run's own folder, or copy this file "
+    "from there"
 )
 
 
@@ -58,7 +59,9 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
     state = run.state
     run.last_step = plans[-1].total
     for i, plan in enumerate(plans, 1):
-        if plan.end > state.step - state.unvalidated:
+        if (
+            plan.end > state.step - state.unvalidated
+        ):  # one whose last validation is owed is not done
             if i > state.iteration:
                 run.begin_iteration(i, moving_reference and run.reference is not None)
             yield i, plan
@@ -92,8 +95,9 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
     """
     file, size = iteration_file(run, "answers", i), args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    # all that the answers depend on
-    depends = run.state.started_from, run.cfg.seed, run.rollout is None, new, args
+    # all that the answers depend on, but for rounding
+    sampling = replace(args, batch_size=1, cache_gb=None)
+    depends = run.state.started_from, run.cfg.seed, run.rollout is None, new, sampling
     key = examples_hash({repr(depends): examples})[:16]
     rows = on_rank_0(run.fabric, lambda: read_lines(file))
     rows = [row for row in rows if row["key"] == key]
@@ -101,7 +105,7 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
     if len(answers) < len(examples):
         refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
         folder = run.publish_policy() if run.rollout else None
-    # the time limit, too, since a resume goes on with the answers
+    # the time limit may also end it here: a resume keeps the answers
     check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
     with progress(f"answers of iteration {i}", len(examples) - len(answers)):
         for start in range(len(answers), len(examples), size):
@@ -144,7 +148,7 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
     file = iteration_file(run, "rated", i)
 
     def read_or_rate():
-        if run.state.step == plan.begin:  # later rate or its checker may have changed
+        if run.state.step == plan.begin:  # later the file counts: rate may answer otherwise now
             examples = rate(run, prompts, answers)
             refuse_unless(
                 len(examples) == len(prompts),

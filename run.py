@@ -93,15 +93,16 @@ class Run:
     policy: nn.Module
     """The model that learns, as Fabric wraps it; in eval mode but for a step's forward and backward. Its
     weights are changed by the optimizer's step and by new_reference, which merges adapters into the
-    base; at the end by load."""
+    base; by load, at a resume and at the end."""
     reference: Reference | None
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
     optimizer: object
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
     state: RunState
-    """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the
-    iteration's fields by begin_iteration, the best step by Trainer.evaluate, `objective` by save."""
+    """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the best step
+    and `unvalidated` by Trainer.evaluate, the iteration's fields by begin_iteration,
+    `reference_has_moved` by new_reference, `hashes` by load_records, all else by save."""
     folder: Path
     """The run's own folder. Never changed."""
     logger: Logger
@@ -117,7 +118,7 @@ class Run:
     rollout: Callable | None = None
     """An engine that answers prompts in place of our sampler (see rollout.py)."""
     saved_step: int = 0
-    """The step of the last checkpoint. Changed by save."""
+    """The step of the last checkpoint in the run's own folder. Changed by save."""
     reference_step: int = 0
     """The last step after which policy and reference were equal, in this process. Changed by
     new_reference."""
@@ -173,14 +174,16 @@ class Run:
         names = self.policy.module.unique_parameters()
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
-    def first_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that the run started from, read again."""
-        return load_model(self.source, dtype=torch.get_default_dtype()).unique_parameters()
+    def first_weights(self, of_reference: bool = False) -> dict[str, torch.Tensor]:
+        """The weights that the run, or its reference, started from, read again."""
+        is_another = of_reference and self.cfg.reference
+        source = find_model(self.cfg.reference) if is_another else self.source
+        return load_model(source, dtype=torch.get_default_dtype()).unique_parameters()
 
     def merged_weights(self) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, whole, with adapters merged in and without the
         objective's module; of a sharded policy rank 0 alone has their values. A collective."""
-        # of a quantised base the rounded numbers never leave
+        # a quantised base holds rounded numbers: take the source's
         base = self.first_weights() if self.cfg.lora.quantize else None
         return merged_weights(self.policy.module, base)
 
@@ -213,15 +216,19 @@ class Run:
         say(f"  {shlex.join([*program, '--config', settings, '--resume', 'auto'])}")
 
     def load(self, folder: Path) -> None:
-        """Put the tensors of a checkpoint in place."""
-        moved = self.state.reference_has_moved and not read_state(folder).reference_has_moved
-        if moved and self.cfg.lora.rank:  # its adapters belong on the base that the run began with
-            self.set_base(self.first_weights())
+        """Put a checkpoint's tensors in place, and what the objective remembers."""
+        saved = read_state(folder)
+        vars(self.objective).update(saved.objective)
+        if self.state.reference_has_moved and not saved.reference_has_moved:
+            if self.reference.frozen:
+                set_weights(self.reference.frozen, self.first_weights(of_reference=True))
+            else:  # the checkpoint's adapters were trained on the first base
+                self.set_base(self.first_weights())
         load_checkpoint(self, folder)
 
     def export(self, name: str, step: int) -> None:
         """Make the folder `name`, final or best, of the checkpoint of this step. A collective."""
-        # not the base that the checkpoint's settings name: the model may have moved since
+        # not the base that the checkpoint's settings name: the model's folder may be elsewhere now
         source = Source(checkpoint_folder(self.folder, step), self.source)
         publish_folder(self.fabric, partial(export_checkpoint, source), self.folder / name)
 
@@ -232,7 +239,7 @@ class Run:
         base = self.cfg.model  # its path or id
         while source.base and (file := source.folder / "adapter_config.json").exists():
             source, base = source.base, read_json(file)["base_model_name_or_path"]
-        # a reference of its own moves without the base
+        # a frozen reference moves without the base
         base_has_moved = self.state.reference_has_moved and not self.reference.frozen
         if source.base or base_has_moved:
             return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
@@ -279,7 +286,9 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
         f"data.score_prompt: {kind} takes the tokens of a completion, not of its prompt",
     )
     refuse_unless(
-        cfg.batch_size > 1 or not objective.needs_mismatched_pairs,
+        cfg.batch_size > 1
+        or not objective.needs_mismatched_pairs
+        or objective.overrides("mismatched_pairs"),
         f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion",
     )
 
@@ -297,7 +306,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     # the records
     examples = load_splits(cfg.data, tokenizer, objective.records, say)
     for example in sum(examples.values(), []):
-        # tokens that no record has may lie beyond: Gemma 3 1B has one, for images
+        # ids that no record has do not count: Gemma 3 1B's tokenizer has one more, for images
         largest = max(ids.max() for ids in (example.prompt, *example.completions))
         refuse_unless(
             largest < config.vocab_size,
@@ -312,7 +321,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     hashes = {
         "program": program.name,
         "records": examples_hash(examples),
-        "config and tokenizer": hashlib.sha256(contents).hexdigest(),
+        "config, tokenizer or chat template": hashlib.sha256(contents).hexdigest(),
     }
     is_same = torch.tensor(float(hashes == fabric.broadcast(hashes)), device=fabric.device)
     refuse_unless(
@@ -321,7 +330,8 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     )
     out = fabric.broadcast(out)  # the first rank's
     checkpoint = on_rank_0(fabric, lambda: take_folder(out, cfg.resume))
-    cfg = replace(cfg, out_dir=str(out))  # settings.yaml alone must find its run
+    # for settings.yaml: --config RUN/settings.yaml --resume auto finds the run, in its newest step
+    cfg = replace(cfg, out_dir=str(out), resume=None)
 
     # the models
     say(f"loading {cfg.model}")
@@ -345,7 +355,6 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 
     # a new run, or the one that it goes on from
     state = on_rank_0(fabric, lambda: begin_run(out, checkpoint, cfg, hashes))
-    vars(objective).update(state.objective)
     # the folder of a branch has no checkpoint yet
     saved_step = state.step if checkpoint and checkpoint.parents[1] == out else 0
     stop = Stop(cfg.max_time, cfg.stop_at)
@@ -376,6 +385,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     )
     if checkpoint:
         run.load(checkpoint)
+        run.save()  # a branch begins with a checkpoint of its own
     return run
 
 
@@ -387,8 +397,8 @@ def with_absolute_paths(settings, *names: str):
 
 
 def saved_state(objective) -> dict:
-    """An objective's state_dict, of which a resume gets every value as it is now. Raises BadInput for one
-    that it would not get: called after the first step and at each checkpoint."""
+    """An objective's state_dict. Raises BadInput for a value that JSON would not give back unchanged, or
+    that is no attribute. Called at each checkpoint, and after the first step, before hours are spent."""
     state, kind = objective.state_dict(), type(objective).__name__
     refuse_unless(
         repr(json.loads(json.dumps(state, default=str))) == repr(state)
@@ -431,6 +441,9 @@ def load_models(
     hashes = on_rank_0(
         fabric, lambda: {name: weights_hash(x.unique_parameters()) for name, x in models if x}
     )
+    if cfg.reference:  # how it computes is no weight
+        config = (other_source.root / "config.json").read_bytes()
+        hashes["reference config"] = hashlib.sha256(config).hexdigest()
     if policy:
         add_adapters(policy, cfg.lora)
     if objective.needs_reference and (cfg.reference or not cfg.lora.rank):
@@ -471,7 +484,7 @@ def export_checkpoint(source: Source, out: Path) -> None:
     trained on."""
     settings, state = read_settings(source.folder), read_state(source.folder)
     dtype = dtype_of(settings["precision"])
-    # at least float32: a run in bfloat16 holds its base rounded, which the export does not
+    # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
     gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
     if settings["lora"]["rank"] and not state.reference_has_moved:
         base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}

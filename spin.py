@@ -1,5 +1,5 @@
-"""SPIN: learn from demonstrations alone, against one's own last self (Chen et al. 2024, arXiv
-2401.01335).
+"""SPIN: learn from demonstrations alone, against the policy as it was when the iteration began (Chen et
+al. 2024, arXiv 2401.01335).
 
     python spin.py                                 # the demo: two cores, half a minute
 
@@ -91,7 +91,7 @@ class SPIN(DPO):
         return super().loss(logps, ref_logps, batch, z)
 
     def metrics(self, columns, kl):
-        kind = DPO if "h" in columns else Objective  # none in validation
+        kind = DPO if "h" in columns else Objective  # validation has no h
         return kind.metrics(self, columns, kl)
 
 

@@ -36,7 +36,7 @@ from runs.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at, 
 from runs.settings import refuse_unless
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
-OWN_ANSWERS = 64  # that own_kl scores at least: all would take as long as sampling them
+OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,19 @@ class Objective:
 
     def reduce(self, logps, ref_logps, lengths):
         """With by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end -> what
-        the loss, z and `logratio` get in their place, most often (B, K). lengths: (B, K). average_logps
-        still divides by the full lengths."""
+        the loss, z and `logratio` get in their place: (B, K) where there are mismatched pairs or
+        average_logps, which divides by the full lengths; else anything. lengths: (B, K)."""
         return logps, ref_logps
 
     def mismatched_pairs(self, examples: list[Example]) -> list[int | np.ndarray]:
-        """With needs_mismatched_pairs: for each example the number of the one whose completion its
-        mismatched pair has, -1 for no pair; or this completion itself, an array of token ids.
+        """With needs_mismatched_pairs, an entry for each example: the number of the example whose completion
+        it is paired with, -1 for no pair; or an array of token ids. Here: the next example with
+        another prompt and another completion (data.py).
 
-        An override is called as each step begins, so it may use the policy and what after_step has
-        changed; also in each validation with all of val, and in the start check. With reference_cache it
-        is called for all steps before the first one, and must then give the same again."""
+        An override is called as each step begins, so it may use the policy (under torch.no_grad) and what
+        after_step has changed; also in each validation with all of val, and in the start check. Rank 0's
+        pairs count. With reference_cache it is called for all steps before the first one, and must then
+        give the same again."""
         return mismatched_pairs(examples)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
@@ -153,8 +155,8 @@ class Objective:
         return getattr(cls, method) is not getattr(Objective, method)
 
     def check(self) -> None:
-        """Raise BadInput for what would do nothing without a word: a misspelt name, and parameters that
-        nobody trains; and for a method that cannot be called as the loop calls it."""
+        """Raise BadInput for what would silently have no effect: a misspelt name, and parameters that nobody
+        trains; and for a method that cannot be called as the loop calls it."""
         kind = type(self).__name__
         for name in dir(type(self)):
             hook = getattr(Objective, name, None)
@@ -178,7 +180,7 @@ class Objective:
 class BeforeGradient(NamedTuple):
     """What the no-gradient pass of a step found."""
 
-    # of each of this rank's micro-batches (B, K), or (B, K, L) by token; None without a reference
+    # for each of this rank's micro-batches (B, K), by token (B, K, L), without a reference None
     ref_logps: list
     kl: KL
     step: StepView
@@ -197,10 +199,10 @@ class Trainer:
         return self
 
     def __exit__(self, kind, error, trace):
-        """The end of a run, of whatever kind. Interrupted is no error: what there is is saved."""
+        """The end of a run, of whatever kind. Interrupted is no error: the state so far is saved."""
         run, failed = self.run, kind not in (None, Interrupted)
         if kind is Interrupted:
-            traceback.clear_frames(trace)  # they hold the model, which must be gone at the end
+            traceback.clear_frames(trace)  # these hold the model, which must be gone at the end
             run.save_and_say_how_to_go_on()
         run.close(failed)
         if not failed and run.stop.signal:
@@ -252,11 +254,11 @@ class Trainer:
         """Add the step's gradient to the policy's; in validation compute the same without a gradient.
         title, silent: of its progress. entropy: whether to compute it, for a column. -> {column: (G,)}
         and KL, of all ranks"""
-        run, n, scored, cache = self.run, len(batch.micro_batches), [], None
+        run, n, scored, policy_cache = self.run, len(batch.micro_batches), [], None
         trains = run.policy.training
         with progress(title, 2 * len(batch.examples) // run.fabric.world_size, silent):
             if trains and run.objective.needs_mismatched_pairs and n == 1:
-                cache = PromptCache()
+                policy_cache = PromptCache()  # z comes after the forward, see below
             else:
                 before = self.no_gradient_pass(batch)
             for i, (micro, packed) in enumerate(self.micro_batches(batch)):
@@ -264,11 +266,11 @@ class Trainer:
                 # until the last micro-batch
                 synchronises = i == n - 1 or run.cfg.strategy == "fsdp"
                 with run.fabric.no_backward_sync(run.policy, enabled=not synchronises):
-                    scores = self.forward(packed._replace(entropy=entropy), cache)
-                    if cache:
+                    scores = self.forward(packed._replace(entropy=entropy), policy_cache)
+                    if policy_cache:
                         # The gradient pass has left the keys and values of the prompts in the cache.
                         # The no-gradient pass reads them, so each prompt is computed once.
-                        before = self.no_gradient_pass(batch, cache)
+                        before = self.no_gradient_pass(batch, policy_cache)
                     loss_B, columns = self.micro_batch_loss(
                         packed, scores, before.ref_logps[i], before
                     )
@@ -287,18 +289,19 @@ class Trainer:
 
         The reference runs the micro-batches of the policy, first the own completions, then the
         mismatched ones. So both models round alike. Before the first update the log-ratio of an own
-        completion is exactly 0; of a mismatched one, too, if the step is one micro-batch or the
-        examples are long (else it may differ by rounding)."""
+        completion is exactly 0; of a mismatched one, too, if each device has one micro-batch, else it may
+        differ by rounding. In a training step the policy is in train mode here, too: lora.dropout
+        acts on z."""
         run, objective, step = self.run, self.run.objective, StepView(batch, self.run.fabric.device)
         has_pairs = batch.mismatched_pairs is not None
         reference = run.reference if objective.needs_reference else lambda *given: None
         ref_logps, logratio_G = [], torch.zeros_like(step.weight, dtype=torch.float64)
         for micro, packed in self.micro_batches(batch):
-            prompt_cache = PromptCache() if has_pairs else None
-            ref_logps.append(reference(packed, prompt_cache))
+            ref_cache = PromptCache() if has_pairs else None
+            ref_logps.append(reference(packed, ref_cache))
             if has_pairs:
                 packed = self.pack(batch, micro.index, mismatched=True)
-                pairs = self.forward(packed, policy_cache).logps, reference(packed, prompt_cache)
+                pairs = self.forward(packed, policy_cache).logps, reference(packed, ref_cache)
                 pairs = objective.reduce(*pairs, packed.length_BK)
                 logratio_B = objective.logratio(*pairs, packed.length_BK)[:, 0]
                 if not micro.filler:
@@ -342,7 +345,8 @@ class Trainer:
         return lr
 
     def log(self, batch: Batch, columns: dict, kl: KL, row: dict, plan: Plan, began: float) -> None:
-        """Write a row of metrics.csv if one is due: of this step, but its speed since the last row."""
+        """Write a row of metrics.csv if one is due. It is of this step; the speed alone is of all steps since
+        the last row."""
         run, step = self.run, self.run.state.step
         if needs_row := "entropy" in columns:
             # a mean over tokens, from the means over each example's
@@ -379,8 +383,9 @@ class Trainer:
         return self.run.policy(packed, prompt_cache)
 
     def micro_batches(self, batch: Batch):
-        """(micro-batch, its packed batch) of each of this rank's, with progress. Where nothing is trained a
-        signal may end the work between two; a step is never left in its middle (devices.Stop)."""
+        """Yield each micro-batch of this rank with its packed batch, and count it in the progress bar. Where
+        nothing is trained a signal may end the work between two; a step is never left in its middle
+        (devices.Stop)."""
         run = self.run
         for micro in batch.micro_batches:
             yield micro, self.pack(batch, micro.index)
@@ -461,19 +466,19 @@ class Trainer:
         return is_best
 
     @torch.no_grad()
-    def own_kl(self, answers: list) -> float | None:
+    def own_kl(self, answered: list[Example]) -> float | None:
         """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer). It
-        estimates KL(policy || reference) if the policy as it is samples them at temperature 1 without
-        top_k, top_p or a penalty; else it may be negative. None without a reference in memory."""
+        estimates KL(policy || reference) if they were sampled at temperature 1 without top_k, top_p or
+        a penalty; else it may even be negative. None without a reference in memory."""
         run = self.run
         if run.reference is None or run.cfg.reference_cache:
             return None
-        answers = answers[:: max(1, len(answers) // OWN_ANSWERS)]  # of all kinds of prompts
+        answered = answered[:: max(1, len(answered) // OWN_ANSWERS)]  # of all kinds of prompts
         sums = []
-        for micro, packed in self.micro_batches(Batch(answers, cut=run.cut)):
+        for micro, packed in self.micro_batches(Batch(answered, cut=run.cut)):
             r_B = (self.forward(packed).logps - run.reference(packed))[:, 0]
             sums.append(r_B.double().sum() * (not micro.filler))
-        return all_reduce(sum(sums)).item() / len(answers)
+        return all_reduce(sum(sums)).item() / len(answered)
 
     # ---- before the first step, and after the last one ------------------------------------------
 
@@ -497,7 +502,7 @@ class Trainer:
         packed = self.pack(batch, index)
         scores, agree = self.forward(packed), ""
         if run.objective.needs_reference and not run.cfg.reference:
-            r = [scores.logps - run.reference.compute(packed)]
+            r = [scores.logps - run.reference.compute(packed)]  # never from the cache
             if batch.mismatched_pairs is not None:
                 pairs = self.pack(batch, index, mismatched=True)
                 r.append(self.forward(pairs).logps - run.reference.compute(pairs))
@@ -510,7 +515,7 @@ class Trainer:
             agree = "policy and reference agree to the bit; "
         self.check_mixing(batch, index, scores)
         nats = scores.logps.double().sum() / packed.length_BK.sum()
-        say(f"step {run.state.step}: {agree}{nats:.2f} nats a token")
+        say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
 
     def check_mixing(self, batch: Batch, index: list[int], scores: Scores) -> None:
         """Refuse a loss of an example that depends on the other examples of its micro-batch: another cut
@@ -553,7 +558,6 @@ class Trainer:
         """Compare the answers of the last weights with those before the run; export the last weights, and then
         the best ones, and score the test split with each."""
         run, test, scores, last = self.run, self.run.examples["test"], {}, self.run.state.step
-        run.save()  # a branch that has no step left
         run.evaluator.compare(last)
         if run.cfg.lora.rank:
             run.export_adapters()
@@ -563,7 +567,7 @@ class Trainer:
             run.export(name, step)
             say(f"\nexported to {run.folder / name}")
             if test and test[0].completions:
-                run.load(checkpoint_folder(run.folder, step))
+                run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
                 row = scores[name] = self.metrics(*self.score_examples(test, "the test split"))
                 say(f"test, {name} weights: {', '.join(format_cells(row))}")
         if scores and run.fabric.global_rank == 0:

@@ -2,10 +2,13 @@
 
 | in the run's folder | holds |
 | --- | --- |
-| checkpoints/step-N/*.safetensors | trained weights, a moving reference, optimizer, random states |
+| checkpoints/step-N/*.safetensors | trained weights (all, if the base has moved), moving reference, moments, random states |
 | checkpoints/step-N/state.json | RunState |
+| checkpoints/abandoned-step-N | one of later steps than the checkpoint that the run went back to |
 | settings.yaml, also in step-N/ | the settings; on top the commit and versions of the last start |
 | metrics.csv, val.csv | rows; a resume removes those after its checkpoint's step |
+| eval/ | validations and checks; later ones stay until they are written again |
+| final, best, final_adapter | exported models (run.py) |
 | iterations/ | SPIN and online KTO: answers and ratings (rollout.py) |
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |
@@ -42,7 +45,7 @@ from runs.console import BadInput, Failed, say, user_error
 from runs.devices import on_rank_0
 from runs.settings import ROOT, RunSettings, changed_settings, dump_yaml, flatten, refuse_unless
 
-# dcp says so where one process saves, and where no rank waits for another, as we want
+# dcp warns of a single process, and of no_dist=True; we want both
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
@@ -66,11 +69,11 @@ class RunState:
     best_step: int | None = None
     """By keep_best."""
     best_value: float | None = None
-    """Of its column; where the lowest is best, with the other sign."""
+    """That column's value at best_step, negated where the lowest is best."""
     objective: dict = field(default_factory=dict)
     """Objective.state_dict()."""
     optimizer_numbers: dict[str, float] = field(default_factory=dict)
-    """What is no tensor in the optimizer's state, by `moment|parameter`."""
+    """The numbers in the optimizer's state that are no tensors, by `moment|parameter`."""
 
     def remember_if_best(self, row: dict, column: str | None) -> bool:
         """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
@@ -186,11 +189,14 @@ def take_folder(out: Path, resume: str | None) -> Path | None:
     with user_error("out_dir", out):
         out.mkdir(parents=True, exist_ok=True)
         _locks[out] = open(out / ".lock", "w")
-        try:  # until the file is closed or this process ends, in whatever way
+        try:  # the lock lasts until the file is closed or this process ends, in whatever way
             fcntl.lockf(_locks[out], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"out_dir: {out}: in use by another process") from None
-    return find_checkpoint(out, resume)
+    checkpoint = find_checkpoint(out, resume)
+    if resume and not checkpoint:
+        say(f"nothing to resume in {out}: starting")
+    return checkpoint
 
 
 def unlock_folder(out: Path) -> None:
@@ -215,23 +221,22 @@ def begin_run(
             if x != state.hashes.get(name)
         ]
         faults += [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
-        own_settings = f"{checkpoint.parents[1]}/settings.yaml"
-        refuse_unless(
-            not faults,
-            "\n".join(faults) + f"; a resume uses the run's own settings (--config {own_settings})",
-        )
+        if fixed:
+            own_settings = f"{checkpoint.parents[1]}/settings.yaml"
+            faults[-1] += f"; a resume uses the run's own settings (--config {own_settings})"
+        refuse_unless(not faults, "\n".join(faults))
         rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
         say(f"resumed from {checkpoint}{rounding}")
         own = checkpoints_by_step(out)
-        if state.best_step not in own:  # removed; or a branch, whose folder has only its own
+        if (
+            state.best_step not in own
+        ):  # it was removed; or this is a branch, which has no checkpoint yet
             state.best_step = state.best_value = None
         for step, path in own.items():
-            if step > state.step:  # of a continuation that is left behind
+            if step > state.step:  # made after the checkpoint that the run goes back to
                 aside = path.with_name(f"abandoned-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-    elif cfg.resume:
-        say(f"nothing to resume in {out}: starting")
     write_whole(out / "settings.yaml", f"# {hashes['program']}, {versions()}\n{dump_yaml(cfg)}")
     say(f"run folder: {out}")
     return state

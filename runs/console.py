@@ -26,8 +26,9 @@ class Failed(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """The run was asked to end in work that may end between two of its units (devices.Stop). No
-    Exception: a checker's own `except Exception` must let it through."""
+    """A signal or the time limit ends the run between two units of work, such as two tokens or two
+    micro-batches without a gradient (devices.Stop). No Exception: a checker's own `except Exception`
+    must let it through."""
 
 
 def rank() -> int:
@@ -85,7 +86,7 @@ def progress(title: str, total: int, silent: float = 5):
 
 
 def advance(n: int = 1) -> None:
-    """Count n units of the innermost work that is shown. 0: of the next ones the speed is another."""
+    """Count n units of the innermost work that is shown."""
     if _bars and not _bars[-1].disable:
         bar = _bars[-1]
         if not sys.stderr.isatty():

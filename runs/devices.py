@@ -187,7 +187,7 @@ class Stop:
     """Whether to stop, and why: a signal, the time limit or a step. All ranks end after the same step.
 
     The first signal sets a flag, at which the loop looks after each step; sampling, checks and validation
-    look between two units of work. The second signal is Python's own. Nothing ends between the
+    look between two units of work. A second signal ends the process at once. Nothing ends between the
     micro-batches of a step: the random state that is saved would be one of mid-step.
 
     reason: why to stop, as the ranks have agreed; empty to go on. signal: the number of the signal that
@@ -213,8 +213,8 @@ class Stop:
             os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
 
     def code(self, step: int = 0) -> float:
-        """What this rank knows in this step: 0 go on; 0.25 it is the last one; 0.5 the time is up; else a
-        signal's number."""
+        """What this rank knows in this step: 0 go on; 0.25 it is the step of stop_at; 0.5 the time is up;
+        else a signal's number."""
         is_late = time.monotonic() > self.deadline
         return self.signal or 0.5 * is_late or 0.25 * (step == self.at_step)
 

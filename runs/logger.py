@@ -51,7 +51,8 @@ class Throughput:
     policy: the model itself, before Fabric wraps it. FLOPs are the useful ones: 2 for each weight, token
     and pass, without the attention scores. One pass is one forward. A backward counts as 2 passes, or as
     1 with LoRA, where the weight matrices need no gradient. For z each completion is scored a second
-    time, as another prompt's mismatched one; that prompt's own pass serves both.
+    time, as another prompt's mismatched one; that prompt's own pass serves both (in several
+    micro-batches the policy computes it twice, which is not counted).
     """
 
     def __init__(self, fabric, cfg: RunSettings, policy, objective):
@@ -177,20 +178,21 @@ def open_tracker(cfg: RunSettings):
 
 
 class Logger:
-    """Rows, samples and progress of a run. On ranks other than 0 every method does nothing.
+    """Rows, samples and progress of a run; it begins by removing later rows. On ranks other than 0 every
+    method does nothing.
 
-    step: the step of the checkpoint that a resume goes on from, whose rows stay; -1 for a new run or a
+    last_step: that of the checkpoint which a resume goes on from, whose rows stay; -1 for a new run or a
     branch. unvalidated: whether that step's validation is still owed.
     """
 
-    def __init__(self, cfg: RunSettings, step: int, unvalidated: bool):
+    def __init__(self, cfg: RunSettings, last_step: int, unvalidated: bool):
         self.main = rank() == 0
         self.cfg, self.out = cfg, Path(cfg.out_dir)
         self.total = self.bar = self.track = None
         self.was_clamped = False
         if self.main:
-            cut_rows(self.out / "metrics.csv", step)
-            cut_rows(self.out / "val.csv", step - unvalidated)
+            cut_rows(self.out / "metrics.csv", last_step)
+            cut_rows(self.out / "val.csv", last_step - unvalidated)
             self.track = open_tracker(cfg)
 
     def begin(self, plan: Plan, n: int) -> None:

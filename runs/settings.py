@@ -203,7 +203,8 @@ class RunSettings:
     out_dir: str | None = None
     """Folder of this run. Default: a new one under out/."""
     resume: str | None = None
-    """auto: from out_dir's newest checkpoint, if there is one. Or a checkpoint's folder."""
+    """auto: from out_dir's newest checkpoint, if there is one. Or a checkpoint's folder: in its own run's
+    out_dir the newer checkpoints are put aside, in another out_dir the run is a branch."""
     seed: NonNegativeInt = 1
     """Seeds the order of the examples, adapters, dropout and sampling."""
     deterministic: bool = False
@@ -255,7 +256,7 @@ class RunSettings:
     also at the end of each iteration of SPIN and online KTO."""
     save_interval: int | float | None = 1.0
     """Steps (a float: epochs) between checkpoints; also at the end of the run and of each iteration of SPIN and
-    online KTO, at a new best by keep_best, or when stopped."""
+    online KTO, at a new best by keep_best, or when stopped. A step is validated before it is saved."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
@@ -301,10 +302,14 @@ class RunSettings:
 
 # ---- what a resume may change --------------------------------------------------------------------
 
-# How a step is computed: on which devices, in which micro-batches, and where the reference's
-# log-probs come from. After a change of one of these a resumed run is the same up to rounding only.
+# How a step is computed: on which devices, in which micro-batches, where the reference's log-probs
+# come from, how many answers are sampled at once. After a change of one of these a resumed run is the
+# same up to rounding only.
 CUT_SETTINGS = set(
-    "accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens reference_cache".split()
+    """
+    accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens reference_cache
+    spin.batch_size spin.cache_gb online.batch_size online.cache_gb
+    """.split()
 )
 # What else a resume may change. A change of any other setting would make it another run.
 FREE_SETTINGS = CUT_SETTINGS | set(

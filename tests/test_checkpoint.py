@@ -12,6 +12,7 @@ from conftest import (
     PARITY,
     assert_same,
     checkpoint_tensors,
+    killed,
     numbers,
     ranks,
     result,
@@ -111,13 +112,18 @@ def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, rat
     assert str(e.value).count(own) == 1 and lines[-1].endswith(own)
 
 
-RECORDS, FILES = "records", "config and tokenizer"
+RECORDS, FILES = "records", "config, tokenizer or chat template"
 CHANGES = {
     "a label": (RECORDS, "data.jsonl", lambda text: text.replace("true", "false", 1)),
     "the order": (RECORDS, "data.jsonl", lambda text: "\n".join(text.splitlines()[::-1])),
     "the tokenizer": (FILES, "model/tokenizer.json", lambda text: text + "\n"),
     "the chat template": (FILES, "chat.jinja", lambda text: text + "!"),
     "the weights": ("model weights", "model/model.safetensors", None),
+    "what the reference is": (
+        "reference config",
+        "reference/config.json",
+        lambda text: text.replace('"layer_norm_epsilon": 1e-05', '"layer_norm_epsilon": 0.05'),
+    ),
 }
 
 
@@ -125,12 +131,16 @@ CHANGES = {
 def ended(tiny, ratings, tmp_path_factory):
     """A folder with a run of a model, records and a template that are in it, and its arguments."""
     folder = tmp_path_factory.mktemp("own")
-    shutil.copytree(tiny, folder / "model")
+    for name in ("model", "reference"):
+        shutil.copytree(tiny, folder / name)
     shutil.copy(ratings, folder / "data.jsonl")
     (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     argv = (*RUN, "--max_steps=2", "--save_interval=1")
-    template = f"--data.chat_template={folder / 'chat.jinja'}"
-    train(folder / "model", folder / "data.jsonl", folder / "run", *argv, template)
+    more = [
+        f"--data.chat_template={folder / 'chat.jinja'}",
+        f"--reference={folder / 'reference'}",
+    ]
+    train(folder / "model", folder / "data.jsonl", folder / "run", *argv, *more)
     return folder, argv
 
 
@@ -150,7 +160,11 @@ def test_a_resume_that_finds_something_changed_is_refused_and_changes_nothing(
     before = {p: p.read_bytes() for p in files}
 
     def work(rank):
-        more = (resume, f"--data.chat_template={own / 'chat.jinja'}")
+        more = [
+            resume,
+            f"--data.chat_template={own / 'chat.jinja'}",
+            f"--reference={own / 'reference'}",
+        ]
         with pytest.raises(BadInput, match=f"^{name}: not what this run began with"):
             train(own / "model", own / "data.jsonl", own / "run", *argv, *more)
 
@@ -182,10 +196,14 @@ def test_a_resume_from_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny,
     assert f"resumed from {step(out, 9)}\n" in capsys.readouterr().out, "the newest one"
 
 
-def test_a_branch_has_rows_and_a_best_checkpoint_of_its_own(tiny, ratings, tmp_path):
+def test_a_branch_killed_in_its_first_step_goes_on_with_rows_and_a_best_checkpoint_of_its_own(
+    tiny, ratings, tmp_path
+):
     argv = (*RUN, VAL, "--val_interval=1", "--keep_best=kl/pairs")
     whole = train(tiny, ratings, tmp_path / "a", *argv)
-    branch = train(tiny, ratings, tmp_path / "b", *argv, f"--resume={step(tmp_path / 'a', 4)}")
+    resume, branch = f"--resume={step(tmp_path / 'a', 4)}", (tiny, ratings, tmp_path / "b", *argv)
+    killed("train.clip_gradient", 1, lambda: train(*branch, resume))
+    branch = train(*branch, "--resume=auto")
     assert numbers(branch) == numbers(whole)[4:]
     assert all(torch.equal(x, whole["weights"][n]) for n, x in branch["weights"].items())
     best = [read_state(step(tmp_path / name, 9)).best_step for name in "ab"]

@@ -486,6 +486,19 @@ def test_mismatched_pairs_of_ones_own_are_chosen_by_what_the_step_before_has_lef
     assert_same(again, whole)
 
 
+class Drawn(kto.KTO):
+    def mismatched_pairs(self, examples):
+        return torch.randperm(len(examples)).tolist()
+
+
+def test_mismatched_pairs_that_are_drawn_at_random_are_the_same_on_all_ranks(
+    tiny, ratings, tmp_path
+):
+    argv = (*COMMON[:1], *COMMON[2:6], "--max_steps=4", "--micro_batch_tokens=60", "--strategy=ddp")
+    run, _ = ranks(2, lambda _: train(tiny, ratings, tmp_path, *argv, objective=Drawn))
+    assert run["rows"][0]["loss"] == 0.5 and run["rows"][0]["kl/pairs"] == 6
+
+
 class Fresh(kto.KTO):
     """z of completions that no example has."""
 
@@ -581,6 +594,34 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     run = train(tiny, ratings, tmp_path / "lora", *COMMON, *lora, trainer=SyncedReference)
     assert torch.equal(run["weights"]["transformer.wte.weight"], start["transformer.wte.weight"])
     assert (tmp_path / "lora" / "final_adapter").exists(), "the policy's base has not moved"
+
+
+def test_the_best_weights_are_tested_with_the_memory_and_the_reference_of_their_step(
+    tiny, ratings, tmp_path
+):
+    class Rising(kto.KTO):
+        z = 0.0
+
+        def baseline(self, logratio_n, step):
+            return self.z
+
+        def after_step(self, columns, kl):
+            self.z += 1.0
+
+        def state_dict(self):
+            return {"z": self.z}
+
+    data = (f"--data.val={ratings}", f"--data.test={ratings}", "--val_interval=1")
+    given = dict(objective=Rising, trainer=SyncedReference)
+    # all rows have as many pairs: step 1 is the best, before the reference has moved
+    train(tiny, ratings, tmp_path, *COMMON, *data, "--keep_best=kl/pairs", **given)
+    scores = json.loads((tmp_path / "eval" / "test.json").read_text())
+    _start, first, *_, last = rows_of(tmp_path / "val.csv")
+    for name, row in (("best", first), ("final", last)):
+        assert {x: scores[name][x] for x in ("loss", "kl")} == pytest.approx(
+            {x: float(row[x]) for x in ("loss", "kl")}, rel=1e-5
+        )
+    assert scores["best"]["kl"] == 1 and scores["final"]["kl"] == 6
 
 
 def test_what_rate_changes_in_the_objective_reaches_every_rank(tiny, ratings, tmp_path):

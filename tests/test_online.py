@@ -110,7 +110,9 @@ def test_what_an_iteration_learns_from_is_not_made_anew_in_its_middle(
     out = tmp_path / "run"
     go(tiny, prompts, out, "--stop_at=3")
     (out / "iterations" / f"{name}.jsonl").unlink()
-    with pytest.raises(BadInput, match=f"{name}.jsonl: not what this iteration learns from: go on"):
+    with pytest.raises(
+        BadInput, match=f"{name}.jsonl: missing, or not what this iteration learns from: go on"
+    ):
         go(tiny, prompts, out, "--resume=auto")
     end = checkpoint_folder(out, 2)
     assert_same(go(tiny, prompts, out, f"--resume={end}"), whole)
