@@ -368,7 +368,7 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
 def test_useful_flops_are_two_for_each_weight_token_and_pass(
     mismatched, settings, prompt, completion, tiny, monkeypatch
 ):
-    policy = load.load_model(tiny, settings.get("lora"))
+    policy = load.load_model(tiny)
     fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     cfg = run_settings("out", precision="bf16-mixed", **settings)
     objective = SimpleNamespace(needs_mismatched_pairs=mismatched, needs_reference=True)

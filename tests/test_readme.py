@@ -119,7 +119,7 @@ def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings,
     text = script.read_text().replace("\\\n", " ").replace("${NAME:-run}", "run")
     (command,) = re.findall(r"^exec .*?kto\.py (.*) \"\$@\"$", text, re.M)
     monkeypatch.chdir(ROOT)
-    cfg = parse(kto.Settings, shlex.split(command), kto.__doc__, demo="demo.yaml")
+    cfg = parse(kto.Settings, shlex.split(command), kto.KTO, demo="demo.yaml")
     assert (cfg.strategy, cfg.devices) == ("fsdp", 8)
 
 

@@ -128,4 +128,4 @@ REFUSED = [("--reference=x", "the policy as an iteration begins"), ("--spin.beta
 @pytest.mark.parametrize("argv,word", REFUSED)
 def test_what_cannot_be_meant_is_refused(argv, word):
     with pytest.raises(BadInput, match=word):
-        parse(spin.Settings, ["--model=m", "--data.train=d", *argv.split()], "", "none")
+        parse(spin.Settings, ["--model=m", "--data.train=d", *argv.split()], spin.SPIN, "none")
