@@ -116,8 +116,18 @@ def test_what_an_iteration_learns_from_is_not_made_anew_in_its_middle(
     assert_same(go(tiny, prompts, out, f"--resume={end}"), whole)
 
 
+class Asked(online.OnlineKTO):
+    """It remembers in which iteration by_chance was asked last."""
+
+    asked = 0
+
+    def state_dict(self):
+        return {"asked": self.asked}
+
+
 def by_chance(run, asked, ids) -> list:
     """A rater that never says the same twice, and notes on which rank it was asked."""
+    run.objective.asked = run.state.iteration
     with open(Path(run.cfg.out_dir) / "asked", "a") as f:
         f.write(f"{run.fabric.global_rank} {run.state.iteration}\n")
     answered = evaluate.with_answers(asked, ids)
@@ -141,22 +151,23 @@ def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
     def fit(trainer, examples, plan):
         rank, step = trainer.run.fabric.global_rank, trainer.run.state.step
         rows = [[e.label, e.weight, e.rewards[0], e.extra["verdict"]] for e in examples]
+        rows.append(trainer.run.objective.asked)
         (tmp_path / f"fit-{plan.begin}-{step}-{rank}").write_text(json.dumps(rows))
         return real(trainer, examples, plan)
 
     monkeypatch.setattr(online.Trainer, "fit", fit)
     argv = ("--online.max_iterations=2", "--batch_size=3", f"--strategy={strategy}")
-    out = tmp_path / "run"
-    ranks(n, lambda rank: go(tiny, prompts, out, *argv, "--stop_at=4", rate=by_chance))
-    ranks(n, lambda rank: go(tiny, prompts, out, *argv, "--resume=auto", rate=by_chance))
+    out, handed = tmp_path / "run", dict(rate=by_chance, objective=Asked)
+    for more in ("--stop_at=4", "--resume=auto"):
+        ranks(n, lambda rank: go(tiny, prompts, out, *argv, more, **handed))  # noqa: B023
     assert (out / "asked").read_text() == "0 1\n0 2\n", "once an iteration, on rank 0"
-    for begin, step in ((0, 0), (3, 3), (3, 4)):
+    for begin, step, i in ((0, 0, 1), (3, 3, 2), (3, 4, 2)):
         seen = [(tmp_path / f"fit-{begin}-{step}-{rank}").read_text() for rank in range(n)]
         rated = [
-            [x.get("label", True), x["weight"], x["rewards"][0], x["extra"]["verdict"]]
-            for x in lines_of(out, f"rated-{begin // 3 + 1}")
+            [x["label"], x["weight"], x["rewards"][0], x["extra"]["verdict"]]
+            for x in lines_of(out, f"rated-{i}")
         ]
-        assert len(rated) == 10 and {json.dumps(rated)} == set(seen)
+        assert len(rated) == 10 and {json.dumps([*rated, i])} == set(seen)
 
 
 # ---- checkers and raters -------------------------------------------------------------------------
