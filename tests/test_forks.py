@@ -157,9 +157,10 @@ def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_cs
     assert code == 0 and "held-out accuracy by the checker" in said, stderr
     shares = [row["checker_accuracy"] for row in rows_of(clone / "out" / "c" / "val.csv")]
     assert [bool(x) for x in shares] == [True, False, True, False, True], "at 0, 2 and the end"
-    verdict = json.loads((clone / "out" / "c" / "eval" / "after.json").read_text())
-    right = sum(len(a["completion"].split()) < 4 for a in verdict["answers"])
-    assert float(shares[-1]) == right / 30
+    eval_ = clone / "out" / "c" / "eval"
+    after, fresh = (json.loads((eval_ / f"{x}.json").read_text()) for x in ("after", "step-3"))
+    right = sum(len(a["completion"].split()) < 4 for a in after["answers"])
+    assert float(shares[-1]) == right / 30 and after["step"] == 4 and len(fresh["samples"]) == 4
 
 
 def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(

@@ -27,7 +27,7 @@ def prompts(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     records = [json.loads(line) for line in (PARITY / "kto_data.jsonl").read_text().splitlines()]
     names = [r["prompt"] for r in records][:7]
-    file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in [*names, names[0]]))
+    file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in [names[0], *names]))
     return file
 
 
@@ -223,17 +223,24 @@ def test_a_checker_sees_the_records_own_fields_and_whether_the_answer_was_cut(
         given.clear()  # the list is its own
         return verdicts
 
-    argv = ("--data.extra=level,kind", f"--data.val={own}", ONE, STOP)
-    go(tiny, own, tmp_path / "run", *argv, checker=checker)
+    argv = ("--data.extra=level,kind", f"--data.val={own}", "--eval.prompts=5", ONE, STOP)
+    go(tiny, own, tmp_path / "run", *argv, "--eval.samples=6", checker=checker)
     for a in seen:
         assert a.fields == {"level": level[a.prompt], "kind": "ab"[level[a.prompt] % 2]}
     cut = [is_cut(tiny, row["ids"]) for row in answers(tmp_path / "run", 1)]
     assert [a.cut for a in seen[:10]] == cut and {True, False} == set(cut)
     said = capsys.readouterr().out
     assert f"%), {sum(cut)} cut, " in said
-    before = json.loads((tmp_path / "run" / "eval" / "before.json").read_text())
-    assert before["by"] == {"kind": {"a": [4, 4], "b": [0, 3]}} and before["right"] == 4
-    assert [a["right"] for a in before["answers"]] == [True, False] * 3 + [True]
+    before, step_0 = (
+        json.loads((tmp_path / "run" / "eval" / name).read_text())
+        for name in ("before.json", "step-0.json")
+    )
+    assert before["by"] == {"kind": {"a": [3, 3], "b": [0, 2]}} and before["right"] == 3
+    assert [a["fields"]["level"] for a in before["answers"]] == [0, 2, 3, 4, 5], "distinct prompts"
+    assert [a["right"] for a in before["answers"]] == [True, True, False, True, False]
+    assert [x["completion"] for x in step_0["samples"]] == [
+        a["completion"] for a in before["answers"]
+    ]
 
 
 @pytest.mark.parametrize("rule", ["judge", "wrong", "drop"])
