@@ -207,28 +207,25 @@ def test_a_weight_and_a_label_reach_the_step(tmp_path):
     assert [e.label for e in read(shown, plain(), "demonstrations")] == [True]
 
 
-def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_path):
-    def hashed(*records, name="d.jsonl", kind="rated", part="train", extra=None):
-        found = read(write(tmp_path / name, *records), plain(), kind, extra=extra)
-        return examples_hash({"train": [], "val": []} | {part: found})
+def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else():
+    def hashed(*examples, part="train") -> str:
+        return examples_hash({"train": [], "val": []} | {part: list(examples)})
 
-    a, b = rated("a", "x"), rated("b", "y", 0)
-    pair = {"prompt": "p", "chosen": "c", "rejected": "d"}
-    other = [
+    a, b = example([1], [2, 3]), example([4], [5])
+    others = [
         hashed(a, b),
-        hashed(b, a),
-        hashed(a | {"label": 0}, b),
-        hashed(a | {"weight": 2}, b),
-        hashed(a | {"completion": "z"}, b),
-        hashed(a | {"prompt": "ax", "completion": ""}, b),
         hashed(a, b, part="val"),
-        hashed(a | {"note": 2}, b | {"note": 1}, extra="note"),
-        hashed(pair, kind="paired"),
-        hashed(pair | {"chosen_reward": 1}, kind="paired"),
+        hashed(b, a),
+        hashed(example([1], [2, 6]), b),
+        hashed(example([1, 2], [3]), b),
+        hashed(example([1], [2], [3]), b),
+        hashed(a._replace(label=False), b),
+        hashed(a._replace(weight=2.0), b),
+        hashed(a._replace(rewards=(1.0, None)), b),
+        hashed(a._replace(extra={"note": 2.0}), b),
     ]
-    assert len(set(other)) == len(other)
-    assert hashed(a, b, name="elsewhere.jsonl") == hashed("", a, "", b) == hashed(a, b), "its place"
-    assert hashed(a | {"label": "chosen", "weight": 1.0, "note": 3}, b) == hashed(a, b), "spelling"
+    assert len(set(others)) == len(others)
+    assert hashed(a._replace(where="elsewhere:7"), b) == hashed(a, b)
 
 
 # ---- several sources, columns and labels ---------------------------------------------------------
@@ -371,19 +368,11 @@ def test_a_batch_hands_out_own_and_mismatched_completions():
         assert [m.index for m in cut[1:]] == left, "5, 4 and 4 tokens: the longer of the two"
 
 
-def test_examples_of_one_prompt_stay_together_and_share_it():
-    found = [
-        example([1, 2], [3, 4]),
-        example([5], [6]),
-        example([1, 2], [7, 8, 9]),
-        example([5], [3, 4]),
-    ]
-    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(room=7))
-    assert [2 + 2 + 3, 1 + 1 + 2] == [7, 4]
+def test_examples_of_one_prompt_stay_together():
+    a, b, c, d = ([1, 2], [3, 4]), ([5], [6]), ([1, 2], [7, 8, 9]), ([5], [3, 4])
+    found = [example(*x) for x in (a, b, c, d)]
+    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(room=2 + 2 + 3))
     assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
-    packed = batch.pack([0, 2])
-    assert packed.token_N.tolist() == [1, 2, 3, 7, 8], "the prompt stands there once"
-    assert packed.target_T.tolist() == [3, 4, 7, 8, 9] and packed.prompt_B.tolist() == [0, 0]
 
 
 # ---- cut -----------------------------------------------------------------------------------------

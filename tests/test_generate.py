@@ -258,14 +258,11 @@ def test_two_ranks_give_the_answers_of_one(n, batch_size, tiny):
 
 
 def test_a_repetition_penalty_divides_and_multiplies_what_is_there_in_the_prompt_or_the_answer():
-    model = Says(3.0, 2.9, -1.0, -1.05)
-    assert answers(model, prompts_of([9]), max_new=2, eos=-2, temperature=0)[0] == [0, 0]
-    prompt = [np.array([2, 2], "int32"), np.array([0], "int32")]
-    penalty = dict(eos=-2, temperature=0, repetition_penalty=1.5)
-    given = answers(model, prompt, max_new=4, **penalty)
-    assert given == [[0, 1, 0, 0], [1, 0, 0, 0]], "2.0 and 1.93 are still above all others"
-    low = Says(-9.0, -9.0, -1.0, -1.05)
-    assert answers(low, prompt, max_new=2, **penalty) == [[3, 2], [2, 3]]
+    prompts = [np.array([2, 2], "int32"), np.array([1, 0], "int32")]
+    penalty = dict(max_new=3, eos=-2, temperature=0, repetition_penalty=1.5)
+    given = answers(Says(3.0, 2.9, -1.0, -1.05), prompts, **penalty)
+    assert given == [[0, 1, 0], [0, 0, 0]], "2.0 and 1.93 are still above all others"
+    assert answers(Says(-9.0, -9.0, -1.0, -1.05), prompts, **penalty)[0] == [3, 2, 2]
 
 
 def test_a_stop_text_ends_an_answer_and_is_not_shown():

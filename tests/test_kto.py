@@ -159,10 +159,10 @@ def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     assert no_grad.kl.z.item() == pytest.approx(Z, rel=1e-12)
     assert (row["kl"], row["kl/clamped"], row["kl/pairs"]) == (pytest.approx(Z), 0.0, 4)
     assert row["kl/stderr"] == pytest.approx(np.std(RATIOS, ddof=1) / 2)
-    no_grad, columns, row = score(objective, Table(REF), Table(POLICY), batch)
+    no_grad, moved, row = score(objective, Table(REF), Table(POLICY), batch)
     assert (no_grad.kl.z.item(), row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
-    still, minus = columns | {"logratio": torch.zeros(4)}, torch.full((4,), -0.5)
-    for columns, pairs, z in ((columns, -minus, 0.0), (columns, minus, 0.2), (still, minus, 0.0)):
+    still, minus = moved | {"logratio": torch.zeros(4)}, torch.full((4,), -0.5)
+    for columns, pairs, z in ((moved, -minus, 0.0), (moved, minus, 0.2), (still, minus, 0.0)):
         row = objective.metrics(columns, KL(pairs, torch.tensor(z)))
         assert row["kl/clamped"] == 0.0, "a mean above 0, a z of one's own, no update yet"
 

@@ -91,12 +91,8 @@ def test_the_reference_stays_the_first_model_or_becomes_the_last_iterations(
 
 
 @pytest.mark.parametrize("more", [("--online.reference=first",), ("--lora.rank=2",)])
-def test_a_resume_and_a_branch_from_an_iterations_end_are_the_same_run(
-    more, tiny, prompts, tmp_path
-):
+def test_a_branch_from_an_iterations_end_is_the_same_run(more, tiny, prompts, tmp_path):
     whole = go(tiny, prompts, tmp_path / "whole", *more)
-    go(tiny, prompts, tmp_path / "run", *more, "--stop_at=3")
-    assert_same(go(tiny, prompts, tmp_path / "run", *more, "--resume=auto"), whole)
     end = checkpoint_folder(tmp_path / "whole", 4)
     branch = go(tiny, prompts, tmp_path / "branch", *more, f"--resume={end}")
     assert numbers(branch) == numbers(whole)[4:]
