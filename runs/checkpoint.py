@@ -2,7 +2,7 @@
 
 | in the run's folder | holds |
 | --- | --- |
-| checkpoints/step-N/*.safetensors | trained weights (all, if the base has moved), moving reference, moments, random states |
+| checkpoints/step-N/*.safetensors | trained weights (all, if the base moved), moving reference, moments, random state |
 | checkpoints/step-N/state.json | RunState |
 | checkpoints/abandoned-step-N | one of later steps than the checkpoint that the run went back to |
 | settings.yaml, also in step-N/ | the settings; on top the commit and versions of the last start |

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import re
+from itertools import chain, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,6 @@ from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, user, writ
 
 import data
 import kto
-import packing
 from data import Batch, MicroBatch
 from records.examples import (
     Example,
@@ -20,13 +20,13 @@ from records.examples import (
     examples_hash,
     load_examples,
     load_splits,
-    split_by_prompt,
     with_limits,
 )
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
 from runs.optimizer import Plan
 from runs.settings import Data
+from train import Objective
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):
@@ -197,42 +197,35 @@ def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_
 # ---- a record's own weight and fields ------------------------------------------------------------
 
 
-def micro_batch(found: list[Example], index: list[int]) -> data.LossView:
-    batch = Batch(found)
-    return data.LossView(data.StepView(batch, torch.device("cpu")), batch.pack(index))
-
-
 def test_a_weight_and_a_label_reach_the_step(tmp_path):
     source = write(tmp_path / "d.jsonl", rated(label=0, weight=0.25), rated(), rated(weight=0))
-    view = micro_batch(read(source, plain()), [0, 1])
+    batch = Batch(read(source, plain()))
+    view = data.LossView(data.StepView(batch, torch.device("cpu")), batch.pack([0, 1]))
     assert view.step.weight.tolist() == [0.25, 1.0, 0.0] and view.label.tolist() == [False, True]
     assert (view.step.size, view.step.desirable) == (3, 2), "of the step, not of the micro-batch"
     shown = write(tmp_path / "e.jsonl", {"prompt": "p", "completion": "c"})
     assert [e.label for e in read(shown, plain(), "demonstrations")] == [True]
 
 
-def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else(tmp_path):
-    def hashed(*records, name="d.jsonl", kind="rated", part="train", extra=None):
-        found = read(write(tmp_path / name, *records), plain(), kind, extra=extra)
-        return examples_hash({"train": [], "val": []} | {part: found})
+def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else():
+    def hashed(*examples, part="train") -> str:
+        return examples_hash({"train": [], "val": []} | {part: list(examples)})
 
-    a, b = rated("a", "x"), rated("b", "y", 0)
-    pair = {"prompt": "p", "chosen": "c", "rejected": "d"}
-    other = [
+    a, b = example([1], [2, 3]), example([4], [5])
+    others = [
         hashed(a, b),
-        hashed(b, a),
-        hashed(a | {"label": 0}, b),
-        hashed(a | {"weight": 2}, b),
-        hashed(a | {"completion": "z"}, b),
-        hashed(a | {"prompt": "ax", "completion": ""}, b),
         hashed(a, b, part="val"),
-        hashed(a | {"note": 2}, b | {"note": 1}, extra="note"),
-        hashed(pair, kind="paired"),
-        hashed(pair | {"chosen_reward": 1}, kind="paired"),
+        hashed(b, a),
+        hashed(example([1], [2, 6]), b),
+        hashed(example([1, 2], [3]), b),
+        hashed(example([1], [2], [3]), b),
+        hashed(a._replace(label=False), b),
+        hashed(a._replace(weight=2.0), b),
+        hashed(a._replace(rewards=(1.0, None)), b),
+        hashed(a._replace(extra={"note": 2.0}), b),
     ]
-    assert len(set(other)) == len(other)
-    assert hashed(a, b, name="elsewhere.jsonl") == hashed("", a, "", b) == hashed(a, b), "its place"
-    assert hashed(a | {"label": "chosen", "weight": 1.0, "note": 3}, b) == hashed(a, b), "spelling"
+    assert len(set(others)) == len(others)
+    assert hashed(a._replace(where="elsewhere:7"), b) == hashed(a, b)
 
 
 # ---- several sources, columns and labels ---------------------------------------------------------
@@ -259,22 +252,6 @@ def test_several_sources_are_given_by_commas_and_patterns(tmp_path):
 
 
 # ---- split and table -----------------------------------------------------------------------------
-
-
-def many(n_prompts: int, ratings: int) -> list[Example]:
-    grid = ((p, r) for r in range(ratings) for p in range(n_prompts))
-    return [example([7, p], [p, r], label=r == 0) for p, r in grid]
-
-
-def test_the_part_of_a_prompt_depends_on_nothing_but_the_prompt_and_the_parts():
-    def places(found, parts):
-        split = split_by_prompt(found, parts)
-        return {e.keys: i for i, part in enumerate(split) for e in part}
-
-    where = places(many(200, 2), "2,1,1")
-    assert len(where) == 400 and set(where.values()) == {0, 1, 2}
-    again = places(random.Random(0).sample(many(200, 2), 100), "0.5, 0.25, 0.25")
-    assert again == {key: where[key] for key in again}
 
 
 def test_the_table_counts_what_was_read(tmp_path):
@@ -305,12 +282,16 @@ def test_the_table_counts_what_was_read(tmp_path):
 
 def test_one_file_is_split_by_prompt(tmp_path):
     prompts = [f"{p} {q}" for p in range(10) for q in range(10)]
-    train = write(tmp_path / "t.jsonl", *[rated(p, c) for c in "xyz" for p in prompts])
+    records = [rated(p, c) for c in "xyz" for p in prompts]
+    train = write(tmp_path / "t.jsonl", *records)
     parts, table = parts_of(Data(train=train, split="2,1,1"))
     kept = [{e.keys[0] for e in part} for part in parts.values()]
     assert [*parts] == ["train", "val", "test"] and " ".join(table).count("examples of") == 3
     assert sum(map(len, parts.values())) == 300 and sum(map(len, kept)) == 100 and all(kept)
     assert "suggests" not in " ".join(table), "all are desirable"
+    fewer = write(tmp_path / "f.jsonl", *random.Random(0).sample(records, 50))
+    again, _ = parts_of(Data(train=fewer, split="0.5, 0.25, 0.25"))
+    assert all({e.keys[0] for e in part} <= own for part, own in zip(again.values(), kept))
     for other in ("val", "test"):
         with pytest.raises(BadInput, match="^data.split: .* or data.val and data.test$"):
             parts_of(Data(train, split="2,1,1", **{other: train}))
@@ -331,9 +312,8 @@ def test_one_file_is_split_by_prompt(tmp_path):
     ],
 )
 def test_the_limits_fill_the_context_by_default_and_never_exceed_it(given, context, limits):
-    given = Data("t", max_prompt=given[0], max_completion=given[1])
-    filled = dataclasses.replace(given, max_prompt=limits[0], max_completion=limits[1])
-    assert with_limits(given, context) == filled
+    filled = with_limits(Data("t", max_prompt=given[0], max_completion=given[1]), context)
+    assert (filled.max_prompt, filled.max_completion) == limits
 
 
 @pytest.mark.parametrize("given", [(65, 64), (128, None), (None, 128), (1, 128)])
@@ -369,20 +349,6 @@ def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(
     assert data.mismatched_pairs(letters(*pairs)) == mismatched_pairs
 
 
-def test_mismatched_pairs_agree_with_its_definition_on_small_alphabets():
-    rng, without = random.Random(0), 0
-    for _ in range(400):
-        n, size = rng.randint(1, 9), rng.randint(1, 4)
-        pairs = [rng.choice("abcd"[:size]) + rng.choice("wxyz"[:size]) for _ in range(n)]
-        for i, got in enumerate(data.mismatched_pairs(letters(*pairs))):
-            p, c = pairs[i]
-            fit = (j for j in range(n) if pairs[j][0] != p and pairs[j][1] != c)
-            allowed = {(j - i) % n: j for j in fit}
-            assert got == (allowed[min(allowed)] if allowed else -1) and got != i
-            without += not allowed
-    assert without > 100, "else the case without a pair was not met"
-
-
 def test_completions_are_compared_after_cutting(tmp_path):
     source = write(tmp_path / "d.jsonl", rated("a", "xyz1"), rated("b", "xyz2"), rated("c", "z"))
     assert data.mismatched_pairs(read(source, plain())) == [1, 2, 0]
@@ -402,19 +368,11 @@ def test_a_batch_hands_out_own_and_mismatched_completions():
         assert [m.index for m in cut[1:]] == left, "5, 4 and 4 tokens: the longer of the two"
 
 
-def test_examples_of_one_prompt_stay_together_and_share_it():
-    found = [
-        example([1, 2], [3, 4]),
-        example([5], [6]),
-        example([1, 2], [7, 8, 9]),
-        example([5], [3, 4]),
-    ]
-    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(room=7))
-    assert [2 + 2 + 3, 1 + 1 + 2] == [7, 4]
+def test_examples_of_one_prompt_stay_together():
+    a, b, c, d = ([1, 2], [3, 4]), ([5], [6]), ([1, 2], [7, 8, 9]), ([5], [3, 4])
+    found = [example(*x) for x in (a, b, c, d)]
+    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(room=2 + 2 + 3))
     assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
-    packed = batch.pack([0, 2])
-    assert packed.token_N.tolist() == [1, 2, 3, 7, 8], "the prompt stands there once"
-    assert packed.target_T.tolist() == [3, 4, 7, 8, 9] and packed.prompt_B.tolist() == [0, 0]
 
 
 # ---- cut -----------------------------------------------------------------------------------------
@@ -427,52 +385,23 @@ def cut(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
     return data.cut_micro_batches(groups, sizes if tokens else [1] * len(sizes), cut)
 
 
-def steps():
-    """Steps of many shapes: fewer examples than ranks, sizes that ranks do not divide, over-long
-    examples."""
-    rng = random.Random(1)
-    for n in (1, 2, 3, 5, 8, 13, 32):
-        for ranks in (1, 2, 3, 5):
-            sizes = [rng.randint(1, 40) for _ in range(n)]
-            by_tokens = [(None, tokens) for tokens in (10, 50, 10_000)]
-            for size, tokens in ((1, None), (3, None), (100, None), *by_tokens):
-                yield sizes, size, tokens, cut(sizes, ranks, size, tokens)
-
-
-def real(mine: list[MicroBatch]) -> list[list[int]]:
-    """The micro-batches of a rank that are no fillers."""
-    return [m.index for m in mine if not m.filler]
-
-
-def test_every_example_is_learned_once_whatever_the_cut():
-    for sizes, _, _, micros in steps():
-        learned = [i for mine in micros for index in real(mine) for i in index]
-        assert sorted(learned) == list(range(len(sizes)))
-
-
-def test_all_ranks_run_equally_many_micro_batches():
-    fillers = 0
-    for sizes, _, _, micros in steps():
+def test_a_cut_learns_each_example_once_within_its_budget_in_equally_many_micro_batches():
+    """Fewer examples than ranks, sizes that ranks do not divide, over-long examples."""
+    rng, fillers, alone = random.Random(1), 0, 0
+    cuts = [(1, None), (3, None), (100, None), (None, 10), (None, 50), (None, 10_000)]
+    for n, ranks, (size, tokens) in product((1, 2, 3, 5, 13, 32), (1, 2, 3, 5), cuts):
+        sizes = [rng.randint(1, 40) for _ in range(n)]
+        micros = cut(sizes, ranks, size, tokens)
+        real = [[m.index for m in mine if not m.filler] for mine in micros]
+        assert sorted(chain(*chain(*real))) == list(range(n))
         assert len({len(mine) for mine in micros}) == 1
-        assert all(m.index for mine in micros for m in mine)
-        assert all(i in range(len(sizes)) for mine in micros for m in mine for i in m.index)
-        idle = [len(mine) - len(real(mine)) for mine in micros]
-        assert min(idle) == 0, "no round of fillers only"
-        fillers += sum(idle)
-    assert fillers > 50
-
-
-def test_a_micro_batch_keeps_its_budget_and_an_over_long_example_goes_alone():
-    alone = 0
-    for sizes, size, tokens, micros in steps():
-        for index in (index for mine in micros for index in real(mine)):
-            if size:
-                assert len(index) <= size
-            else:
-                over = sum(sizes[i] for i in index) > tokens
-                assert not over or len(index) == 1
-                alone += over
-    assert alone > 50
+        assert len(micros[0]) == max(map(len, real)), "no round of fillers only"
+        fillers += sum(len(micros[0]) - len(mine) for mine in real)
+        for index in chain(*real):
+            over = len(index) > size if size else sum(sizes[i] for i in index) > tokens
+            assert not over or tokens and len(index) == 1
+            alone += over
+    assert fillers > 50 and alone > 50
 
 
 def test_a_cut_by_hand():
@@ -504,49 +433,19 @@ def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only(
 
 
 def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
-    found = [example([p], [n]) for n in range(4) for p in (7, 5, 9)]
+    found = [example([prompt], [i]) for i, prompt in enumerate([7, 5, 9] * 4)]
 
     def orders(**kw) -> list[list[int]]:
         """Of nine epochs, each of one step."""
-        cfg = kto.Settings("m", Data("t", group_by_prompt=True, **kw), batch_size=12, seed=3)
-        learner = SimpleNamespace(needs_mismatched_pairs=False, by_token=False)
+        cfg = kto.Settings("m", Data("t", group_by_prompt=True, **kw), batch_size=12)
         state = SimpleNamespace(step=0)
-        run = SimpleNamespace(cfg=cfg, objective=learner, state=state, cut=data.Cut())
+        run = SimpleNamespace(cfg=cfg, objective=Objective(), state=state, cut=data.Cut())
         batches = data.step_batches(run, found, Plan(1, 9, 0, 9, 1))
-        where = {id(e): i for i, e in enumerate(found)}
-        return [[where[id(e)] for e in batch.examples] for batch in batches]
+        return [[e.completions[0].item() for e in batch.examples] for batch in batches]
 
     shuffled = orders()
     for order in shuffled:
         assert sorted(order) == list(range(12))
-        prompts = [found[i].prompt[0] for i in order]
-        assert [prompts[k : k + 4] for k in (0, 4, 8)] == [[prompts[k]] * 4 for k in (0, 4, 8)]
+        assert [i % 3 for i in order] == [i % 3 for i in order[::4] for _ in range(4)]
     assert len(set(map(tuple, shuffled))) == 9, "both prompts and their examples are shuffled"
     assert orders(shuffle=False) == [[0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]] * 9
-
-
-# ---- packing -------------------------------------------------------------------------------------
-
-PROMPTS = [np.array([10, 11, 12]), np.array([13])]
-COMPLETIONS = [(np.array([20, 21]), np.array([30, 31, 32])), (np.array([22]), np.array([33, 34]))]
-
-
-def targets(r: packing.PackedBatch) -> list[tuple[int, int, int]]:
-    return sorted(zip(r.source_T.tolist(), r.target_T.tolist(), r.sequence_T.tolist()))
-
-
-def test_a_packed_batch_by_hand():
-    r = packing.pack(PROMPTS, COMPLETIONS)
-    # prompt 10 11 12, then 20 (21 is never an input), then 30 31; prompt 13, then nothing, then 33
-    assert r.token_N.tolist() == [10, 11, 12, 20, 30, 31, 13, 33]
-    assert r.position_N.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
-    assert r.prompt_N.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
-    assert r.branch_N.tolist() == [0, 0, 0, 1, 2, 2, 0, 2]
-    # (place that predicts, token it should predict, sequence); 12, at place 2, begins two completions
-    first = [(2, 20, 0), (2, 30, 1), (3, 21, 0), (4, 31, 1), (5, 32, 1)]
-    assert targets(r) == [*first, (6, 22, 2), (6, 33, 3), (7, 34, 3)]
-    assert r.sums(torch.arange(8.0)).tolist() == [[0 + 1, 2 + 3 + 4], [5, 6 + 7]]
-    by_token = r.tokens_of_completions(torch.arange(1.0, 9)).tolist()
-    assert by_token == [[[1, 2, 0], [3, 4, 5]], [[6, 0, 0], [7, 8, 0]]]
-    assert r.length_BK.tolist() == [[2, 3], [1, 2]]
-    assert r.segment_sizes == ((3, 1, 2), (1, 0, 1))

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, ranks, train
+from conftest import PARITY, ranks, train
 from models import gpt2_from_hf
 from safetensors.torch import load_file
 from test_kto import POLICY, REF, Table, sigmoid, trainer_of
@@ -153,12 +153,3 @@ def test_the_cut_is_free_here_too(tiny, pairs, tmp_path):
     whole = run(1, "whole", "--micro_batch_size=3")
     assert_equal(run(1, "one", "--micro_batch_size=1"), whole, start(tiny), True)
     assert_equal(run(2, "ddp", "--strategy=ddp"), whole, start(tiny), True)
-
-
-def test_it_resumes_to_the_bit_with_adapters_and_another_reference(tiny, pairs, tmp_path):
-    argv = ("--batch_size=3", "--max_steps=5", "--epochs=9", "--optim.lr=1e-3", "--lora.rank=2",
-            f"--data.val={pairs}", f"--reference={tiny}", "--precision=32-true")  # fmt: skip
-    whole = train(tiny, pairs, tmp_path / "whole", *argv, program="dpo")
-    train(tiny, pairs, tmp_path / "run", *argv, "--stop_at=2", program="dpo")
-    run = train(tiny, pairs, tmp_path / "run", *argv, "--resume=auto", program="dpo")
-    assert_same(run, whole)

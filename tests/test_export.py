@@ -119,15 +119,6 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, ratings, tmp
     )
 
 
-def test_a_run_that_starts_from_a_checkpoint_exports_the_template_that_it_found_there(
-    full, ratings, tmp_path
-):
-    step = full / "checkpoints" / "step-00000004"
-    train(step, ratings, tmp_path / "run", *STEPS, "--max_steps=1")
-    template = (tmp_path / "run" / "final" / "chat_template.jinja").read_text()
-    assert template == (step / "chat_template.jinja").read_text()
-
-
 def test_adapters_are_not_merged_into_other_weights(llama, ratings, tmp_path):
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(llama, base)

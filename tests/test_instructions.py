@@ -71,22 +71,18 @@ def test_there_is_no_cheap_way_out(kind):
 def test_the_data_are_always_the_same_and_what_is_held_out_stays_out(tmp_path):
     for name in ("a", "b"):
         task.write_data(tmp_path / name)
-    names = ("train", "val", "new_kinds")
     parts = {}
-    for name in names:
-        file = tmp_path / "a" / f"{name}.jsonl"
-        assert file.read_bytes() == (tmp_path / "b" / f"{name}.jsonl").read_bytes()
-        parts[name] = [json.loads(line) for line in file.read_text().splitlines()]
-    prompts = {name: {r["prompt"][0]["content"] for r in part} for name, part in parts.items()}
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+        parts[file.stem] = [json.loads(line) for line in file.read_text().splitlines()]
     train_topics, val_topics = task.topics_of(task.TRAIN_TOPICS), task.topics_of(task.VAL_TOPICS)
-    assert not set(train_topics) & set(val_topics) and len(set(train_topics)) == len(train_topics)
-    for prompt in (*prompts["val"], *prompts["new_kinds"]):
+    assert not set(train_topics) & set(val_topics)
+    for record in parts["val"] + parts["new_kinds"]:
+        prompt = record["prompt"][0]["content"]
         assert not any(f" {topic}." in f"{prompt.split('. ')[0]}." for topic in train_topics)
-    new = {kind for kind, how in task.KINDS.items() if how.new}
-    assert {r["kind"] for r in parts["new_kinds"]} == new
-    assert {r["kind"] for r in parts["train"]} == {r["kind"] for r in parts["val"]}
-    assert not {r["kind"] for r in parts["train"]} & new
-    assert all(len(prompts[name]) == len(parts[name]) for name in names), "distinct"
+    kinds = {name: {r["kind"] for r in part} for name, part in parts.items()}
+    assert kinds["new_kinds"] == {kind for kind, how in task.KINDS.items() if how.new}
+    assert kinds["train"] == kinds["val"] and not kinds["train"] & kinds["new_kinds"]
 
 
 def test_the_checker_judges_a_list_by_the_records_own_fields():

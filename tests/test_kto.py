@@ -22,7 +22,7 @@ from model import Scores
 from packing import pack
 from records.examples import Example
 from reference import Reference
-from train import Trainer
+from train import KL, Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
 
@@ -86,10 +86,10 @@ def test_it_matches_another_implementations_recorded_numbers(name):
     policy, reference = (load.load_model(PARITY / n) for n in names)
     chosen = {k: v for k, v in case["settings"].items() if "weight" in k or k == "beta"}
     args = kto.KTOSettings(loss=case["settings"].get("loss_type", "kto"), **chosen)
-    recorded = case["batches"][0]
-    pairs = args.loss == "kto"
+    recorded, objective = case["batches"][0], kto.KTO(args)
+    pairs = objective.needs_mismatched_pairs
     batch = recorded_batch(recorded["batch"], pairs)
-    no_grad, columns, row = score(kto.KTO(args), policy, reference, batch)
+    no_grad, columns, row = score(objective, policy, reference, batch)
     exact, trl = recorded["fp64"], recorded["trl"]
     norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
     assert columns["logp"].tolist() == pytest.approx(exact["policy_logps"], abs=1e-4)
@@ -159,8 +159,12 @@ def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     assert no_grad.kl.z.item() == pytest.approx(Z, rel=1e-12)
     assert (row["kl"], row["kl/clamped"], row["kl/pairs"]) == (pytest.approx(Z), 0.0, 4)
     assert row["kl/stderr"] == pytest.approx(np.std(RATIOS, ddof=1) / 2)
-    no_grad, _, row = score(objective, Table(REF), Table(POLICY), batch)
+    no_grad, moved, row = score(objective, Table(REF), Table(POLICY), batch)
     assert (no_grad.kl.z.item(), row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
+    still, minus = moved | {"logratio": torch.zeros(4)}, torch.full((4,), -0.5)
+    for columns, pairs, z in ((moved, -minus, 0.0), (moved, minus, 0.2), (still, minus, 0.0)):
+        row = objective.metrics(columns, KL(pairs, torch.tensor(z)))
+        assert row["kl/clamped"] == 0.0, "a mean above 0, a z of one's own, no update yet"
 
 
 def test_the_metrics_are_those_of_the_field():
@@ -173,7 +177,7 @@ def test_the_metrics_are_those_of_the_field():
     assert row["rewards/std"] == pytest.approx(0.1 * np.std(RATIOS, ddof=1))
     assert row["logps/chosen"] == pytest.approx((-1 - 9 - 2) / 3)
     assert row["logps/rejected"] == pytest.approx(-5)
-    assert row["accuracy"] == 1.0 and 0.3 < Z < 3.0
+    assert row["accuracy"] == row["auc"] == 1.0 and 0.3 < Z < 3.0
     about_z = "0.5 and 0.3 are below z, -1 is too, 3 is above"
     assert row["accuracy/about_z"] == pytest.approx(2 / 4), about_z
 

@@ -7,26 +7,23 @@ import os
 import re
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Started
-from tokens import EOS, ids_of, plain
+from models import with_adapters
 
-import evaluate
 import kto
-import load
-from evaluate import Evaluator, format_before_after, wilson_interval
-from records.examples import Example
+from evaluate import format_before_after, wilson_interval
 from runs import console
 from runs.checkpoint import RunState
 from runs.console import BadInput
 from runs.logger import Logger, Throughput, add_row, cut_rows
 from runs.optimizer import Plan
-from runs.settings import Data, Eval, Lora
+from runs.settings import Data, Lora
 
 
 def run_settings(out: Path, **kw) -> kto.Settings:
@@ -147,71 +144,49 @@ TINY += " --eval.samples=2 --eval.max_new_tokens=3 --optim.lr=1e-3"
 SPIN = "--spin.max_iterations=1 --spin.max_new_tokens=3"
 
 
+def note_what_trackers_get(out: Path) -> None:
+    """In a program's process: what it hands to a tracker becomes a line of a file."""
+    for name in [x for x in os.environ if x.startswith("WANDB_")]:  # this machine's own settings
+        del os.environ[name]
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(out)}
+    warnings.simplefilter("ignore")  # wandb leaves files open
+    import tensorboardX
+    import wandb
+
+    def spy(owner, name):
+        real = getattr(owner, name)
+
+        def noted(self, *args, **options):
+            with open(out / "calls", "a") as f:
+                given = [*args, *options.values()]
+                f.write(json.dumps(given, default=lambda table: table.data) + "\n")
+            return real(self, *args, **options)
+
+        setattr(owner, name, noted)
+
+    spy(tensorboardX.SummaryWriter, "add_scalar")
+    spy(tensorboardX.SummaryWriter, "add_text")
+    spy(wandb.Run, "log")
+
+
 @pytest.fixture(scope="module")
-def tracked(tiny, ratings, pairs, demos, tmp_path_factory):
-    """(program, logger) -> its folder and what it printed, of a run that was stopped and resumed."""
-    root, runs = tmp_path_factory.mktemp("tracked"), {}
-    sources = {"kto": ratings, "dpo": pairs, "spin": demos}
-    own = {"kto": ["tensorboard"], "dpo": ["tensorboard"], "spin": ["wandb"]}
-
-    def without_wandb():  # this machine's own settings; and it leaves files open, which would warn
-        for name in [x for x in os.environ if x.startswith("WANDB_")]:
-            del os.environ[name]
-        os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(root)}
-        warnings.simplefilter("ignore")
-
-    for program, tracker in ((p, tracker) for p in own for tracker in own[p]):
-        out, said = root / f"{program}-{tracker}", ""
-        argv = ["--model", tiny, "--out_dir", out, f"--logger={tracker}", *TINY.split()]
-        argv += ["--data.train", sources[program], "--data.val", sources[program]]
+def tracked(tiny, ratings, pairs, demos, tmp_path_factory) -> dict[str, Path]:
+    """The folder of a run of each program, which was stopped and resumed."""
+    runs = {}
+    for program, tracker, data in (
+        ("kto", "tensorboard", ratings),
+        ("dpo", "csv", pairs),
+        ("spin", "wandb", demos),
+    ):
+        out = runs[program] = tmp_path_factory.mktemp(program)
+        argv = [f"--model={tiny}", f"--out_dir={out}", f"--logger={tracker}", *TINY.split()]
+        argv += [f"--data.train={data}", f"--data.val={data}"]
         argv += SPIN.split() if program == "spin" else []
         for more in ("--stop_at=2", "--resume=auto"):
-            code, stdout, stderr = Started(root, program, [*argv, more], without_wandb).ended()
+            first = partial(note_what_trackers_get, out)
+            code, _, stderr = Started(out, program, [*argv, more], first).ended()
             assert code == 0, stderr
-            said += stdout
-        runs[program, tracker] = out, said
     return runs
-
-
-def events(out: Path) -> dict[tuple[str, int], float | str]:
-    """(tag, step) -> number or text, of a run's TensorBoard files."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    values = {}
-    for file in (out / "tensorboard").glob("events.out.tfevents.*"):
-        raw = file.read_bytes()
-        while raw:  # a record: its length (8 bytes), a checksum (4), its content, a checksum (4)
-            n = int.from_bytes(raw[:8], "little")
-            event, raw = Event.FromString(raw[12 : 12 + n]), raw[16 + n :]
-            for value in event.summary.value:
-                text = b"".join(value.tensor.string_val).decode()
-                values[value.tag, event.step] = text or value.simple_value
-    return values
-
-
-def history(out: Path) -> dict[tuple[str, int], float]:
-    """(name, step) -> number, of a run's wandb files, all of one wandb run."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    files, values = list((out / "wandb").glob("offline-run-*/*.wandb")), {}
-    assert len(files) == 2 and {f"run-{(out / 'wandb_id').read_text()}"} == {f.stem for f in files}
-    for file in files:
-        raw, at, record = file.read_bytes(), 7, b""  # behind the file's header
-        while at < len(raw):  # parts in blocks of 32 KiB: checksum (4 bytes), length (2), kind (1)
-            left_in_block = 32768 - at % 32768
-            if left_in_block < 7:
-                at += left_in_block
-                continue
-            n, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
-            record += raw[at + 7 : at + 7 + n]
-            at += 7 + n
-            if kind in (1, 4):  # a complete record, or its last part
-                entry, record = Record.FromString(record).history, b""
-                for item in entry.item:
-                    name, value = "/".join(item.nested_key), json.loads(item.value_json)
-                    if isinstance(value, float | int):
-                        values[name, entry.step.num] = value
-    return values
 
 
 def logged(out: Path) -> dict[tuple[str, int], float]:
@@ -227,26 +202,28 @@ def logged(out: Path) -> dict[tuple[str, int], float]:
     return expected
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked):
-    out, _ = tracked["kto", "tensorboard"]
-    values = events(out)
-    texts = {step: value for (_, step), value in values.items() if isinstance(value, str)}
-    assert {k: v for k, v in values.items() if not isinstance(v, str)} == logged(out)
-    assert set(texts) == {0, 3}
+    out = tracked["kto"]
+    calls = [json.loads(line) for line in (out / "calls").read_text().splitlines()]
+    values = {(name, step): value for name, value, step in calls}
+    texts = {step: values.pop(("val/samples", step)) for step in (0, 3)}
+    assert values == logged(out)
     for step, text in texts.items():
         samples = json.loads((out / "eval" / f"step-{step}.json").read_text())["samples"]
+        assert text == "\n\n".join(f"{x['prompt']} **{x['completion']}**" for x in samples)
         assert len(samples) == 2
-        assert all(f"{x['prompt']} **{x['completion']}**" in text for x in samples)
+    files = list((out / "tensorboard").iterdir())
+    assert len(files) == 2 and all(file.stat().st_size > 100 for file in files), "a resume adds one"
 
 
 def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(tracked):
-    out, _ = tracked["spin", "wandb"]
-    values, expected = history(out), logged(out)
-    assert {key: values.get(key) for key in expected} == expected
-    files = (out / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
-    tables = [json.loads(file.read_text())["data"] for file in files]
-    assert [len(table) for table in tables] == [2, 2]
+    out = tracked["spin"]
+    calls = [json.loads(line) for line in (out / "calls").read_text().splitlines()]
+    values = {(name, step): x for numbers, step in calls for name, x in numbers.items()}
+    assert [len(values.pop(("val/samples", step))) for step in (0, 3)] == [2, 2]
+    assert values == logged(out)
+    files = list((out / "wandb").glob("offline-run-*/*.wandb"))
+    assert [f.stem for f in files] == [f"run-{(out / 'wandb_id').read_text()}"] * 2
 
 
 def test_the_docs_name_every_column(tracked):
@@ -254,7 +231,7 @@ def test_the_docs_name_every_column(tracked):
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
     named = {name.strip() for cell in first_cells for name in cell.split(",")} - {"column", "---"}
     seen = {"checker_accuracy", "kl/own"}  # no run here has a checker
-    for out, _ in tracked.values():
+    for out in tracked.values():
         seen |= rows(out / "metrics.csv")[0].keys() | rows(out / "val.csv")[0].keys()
     assert named == seen
 
@@ -287,47 +264,7 @@ def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_c
     assert max(map(len, text.splitlines())) <= 80
 
 
-# ---- held-out answers and the best step ----------------------------------------------------------
-
-
-def held_out(out: Path, monkeypatch, letters: str, checker=None, **settings) -> Evaluator:
-    """With prompts of a letter each and a policy that answers "ab" to all."""
-
-    def generate(_fabric, _policy, prompts, *_):
-        return [[66, 67, EOS]] * len(prompts)
-
-    monkeypatch.setattr(evaluate, "generate", generate)
-    val = [Example(np.array(ids_of(plain(), x), np.int32), (), True) for x in letters]
-    cfg = run_settings(out, eval=Eval(max_new_tokens=2, **settings))
-    fabric = SimpleNamespace(global_rank=0, broadcast=lambda x: x, device=None)
-    stop = SimpleNamespace(check=lambda device: None)
-    return Evaluator(fabric, cfg, None, plain(), val, checker, stop)
-
-
-def test_as_many_distinct_prompts_are_checked_as_asked_for(tmp_path, monkeypatch):
-    asked = []
-
-    def checker(answers):
-        asked.extend((a.prompt, a.completion) for a in answers)
-        return [a.prompt == "s" for a in answers]
-
-    evaluator = held_out(tmp_path, monkeypatch, "snsmo", checker, prompts=3)
-    assert evaluator.accuracy(0)[0] == 1 / 3
-    assert asked == [("s", "ab"), ("n", "ab"), ("m", "ab")]
-    verdict = json.loads((tmp_path / "eval" / "before.json").read_text())
-    assert (verdict["right"], verdict["of"], verdict["step"]) == (1, 3, 0)
-    share, answered = evaluator.accuracy(7)
-    assert share == 1 / 3 and len(asked) == 6, "the policy has moved"
-    assert evaluator.samples(answered) == [{"prompt": x, "completion": "ab"} for x in "snm"]
-    assert [x["prompt"] for x in evaluator.samples([])] == [*"snmo"], "fresh ones without a check"
-    evaluator.compare(7)
-    verdict = json.loads((tmp_path / "eval" / "after.json").read_text())
-    assert verdict["step"] == 7 and len(asked) == 6
-    assert {p.name for p in (tmp_path / "eval").iterdir()} == {
-        "before.json",
-        "answers-7.json",
-        "after.json",
-    }
+# ---- the best step -------------------------------------------------------------------------------
 
 
 def best_of(keep_best, values) -> list[int]:
@@ -368,30 +305,28 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
 def test_useful_flops_are_two_for_each_weight_token_and_pass(
     mismatched, settings, prompt, completion, tiny, monkeypatch
 ):
-    policy = load.load_model(tiny, settings.get("lora"))
-    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    cfg = run_settings("out", precision="bf16-mixed", **settings)
-    objective = SimpleNamespace(needs_mismatched_pairs=mismatched, needs_reference=True)
-    speed = Throughput(fabric, cfg, policy, objective)
-    example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
-    for seconds in (0.5, 1.5):
-        speed.add([example], seconds)
-    row = speed.read()
-    blocks = sum(p.numel() for n, p in policy.blocks.named_parameters() if "lora_" not in n)
-    head = policy.config.n_embd * policy.config.padded_vocab_size
-    # the head runs on completions only
-    flops = 2 * 2 * (blocks * (prompt * 5 + completion * 7) + head * completion * 7)
-    assert row["tflops/s"] == pytest.approx(flops / 2 / 1e12)
-    assert (row["tokens/s"], row["seconds"], row["mfu"]) == (12, 2.0, None)
-    speed.add([example], 3.0)
-    assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2e9)
-    fabric = SimpleNamespace(device=torch.device("cuda"), world_size=2)
-    speed = Throughput(fabric, cfg, policy, objective)
-    speed.add([example], 1.0)
-    row = speed.read()
+    cfg = run_settings("out", precision="bf16-mixed", **settings)
+    policy, row_of = with_adapters(tiny, cfg.lora), {}
+    objective = SimpleNamespace(needs_mismatched_pairs=mismatched, needs_reference=True)
+    example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
+    for device, n in (("cpu", 1), ("cuda", 2)):
+        fabric = SimpleNamespace(device=torch.device(device), world_size=n)
+        speed = Throughput(fabric, cfg, policy, objective)
+        for seconds in (0.5, 1.5):
+            speed.add([example], seconds)
+        row_of[device] = speed.read()
+    blocks = sum(p.numel() for n, p in policy.blocks.named_parameters() if "lora_" not in n)
+    # the head, 32 x 512, runs on completions only
+    flops = 2 * 2 * (blocks * (prompt * 5 + completion * 7) + 32 * 512 * completion * 7)
+    row = row_of["cpu"]
+    assert row["tflops/s"] == pytest.approx(flops / 2 / 1e12)
+    assert (row["tokens/s"], row["seconds"], row["mfu"]) == (12, 2.0, None)
+    row = row_of["cuda"]
     assert row["mfu"] == pytest.approx(flops / 2 / (2 * 756e12)) and row["memory_gb"] == 2
+    speed.add([example], 3.0)
+    assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
 
 
 def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):

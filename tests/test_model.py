@@ -5,7 +5,6 @@ from pathlib import Path
 from unittest import mock
 
 import litgpt
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -348,34 +347,8 @@ def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targe
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
     h_TC = torch.tensor([[1.0, 0.0]]).bfloat16().requires_grad_()
-    w_VC = torch.tensor([[7.0, 0.0], [0.0, 0.0]]).bfloat16().requires_grad_()
+    w_VC = torch.tensor([[7.0, 0.0], [0.0, 0.0]]).bfloat16()
     chunks = head.Chunks(4, 4, 4, False)
     head.Head.apply(h_TC, w_VC, torch.tensor([0]), None, chunks)[0].sum().backward()
     miss = 1 - 1 / (1 + math.exp(-7))  # 9e-4: the softmax would be 1 in bfloat16, the gradient 0
     assert h_TC.grad[0, 0].item() == pytest.approx(7 * miss, rel=1e-2)
-    assert w_VC.grad[:, 0].tolist() == pytest.approx([miss, -miss], rel=1e-2)
-
-
-# ---- the key/value cache -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_cache_gives_the_logits_of_whole_forwards_also_of_the_sequences_that_are_kept(
-    shape, tiny, exact_norms
-):
-    gpt, *_ = pair(shape, tiny, torch.float64)
-    ids = [p.tolist() for p in ragged(1, 61, 2)[0]]
-    batch = pack([np.array(x) for x in ids], [(np.zeros(1, int),)] * len(ids))
-    cache = attention.KVCache(batch, 20)
-    with torch.no_grad():
-        for step in range(7):
-            logits_BV = gpt(cache)
-            for row, x in zip(logits_BV, ids):
-                assert same(row, logits(gpt, x)[-1].float(), 1e-5), "logits are float32"
-            new, keep_B = logits_BV.argmax(-1), torch.arange(len(ids))
-            if step in (1, 3):
-                keep_B = torch.tensor(cache.keep([0, 3, 4] if step == 1 else [1]))
-            ids = [[*ids[b], int(new[b])] for b in keep_B.tolist()]
-            at = [len(x) - 1 for x in ids]
-            cache.at(new[keep_B], torch.tensor(at), max(at))
-    assert len(ids) == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def prompts(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     records = [json.loads(line) for line in (PARITY / "kto_data.jsonl").read_text().splitlines()]
     names = [r["prompt"] for r in records][:7]
-    file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in [*names, names[0]]))
+    file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in [names[0], *names]))
     return file
 
 
@@ -90,12 +91,8 @@ def test_the_reference_stays_the_first_model_or_becomes_the_last_iterations(
 
 
 @pytest.mark.parametrize("more", [("--online.reference=first",), ("--lora.rank=2",)])
-def test_a_resume_and_a_branch_from_an_iterations_end_are_the_same_run(
-    more, tiny, prompts, tmp_path
-):
+def test_a_branch_from_an_iterations_end_is_the_same_run(more, tiny, prompts, tmp_path):
     whole = go(tiny, prompts, tmp_path / "whole", *more)
-    go(tiny, prompts, tmp_path / "run", *more, "--stop_at=3")
-    assert_same(go(tiny, prompts, tmp_path / "run", *more, "--resume=auto"), whole)
     end = checkpoint_folder(tmp_path / "whole", 4)
     branch = go(tiny, prompts, tmp_path / "branch", *more, f"--resume={end}")
     assert numbers(branch) == numbers(whole)[4:]
@@ -118,8 +115,18 @@ def test_what_an_iteration_learns_from_is_not_made_anew_in_its_middle(
     assert_same(go(tiny, prompts, out, f"--resume={end}"), whole)
 
 
+class Asked(online.OnlineKTO):
+    """It remembers in which iteration by_chance was asked last."""
+
+    asked = 0
+
+    def state_dict(self):
+        return {"asked": self.asked}
+
+
 def by_chance(run, asked, ids) -> list:
     """A rater that never says the same twice, and notes on which rank it was asked."""
+    run.objective.asked = run.state.iteration
     with open(Path(run.cfg.out_dir) / "asked", "a") as f:
         f.write(f"{run.fabric.global_rank} {run.state.iteration}\n")
     answered = evaluate.with_answers(asked, ids)
@@ -143,22 +150,23 @@ def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
     def fit(trainer, examples, plan):
         rank, step = trainer.run.fabric.global_rank, trainer.run.state.step
         rows = [[e.label, e.weight, e.rewards[0], e.extra["verdict"]] for e in examples]
+        rows.append(trainer.run.objective.asked)
         (tmp_path / f"fit-{plan.begin}-{step}-{rank}").write_text(json.dumps(rows))
         return real(trainer, examples, plan)
 
     monkeypatch.setattr(online.Trainer, "fit", fit)
     argv = ("--online.max_iterations=2", "--batch_size=3", f"--strategy={strategy}")
-    out = tmp_path / "run"
-    ranks(n, lambda rank: go(tiny, prompts, out, *argv, "--stop_at=4", rate=by_chance))
-    ranks(n, lambda rank: go(tiny, prompts, out, *argv, "--resume=auto", rate=by_chance))
+    out, handed = tmp_path / "run", dict(rate=by_chance, objective=Asked)
+    for more in ("--stop_at=4", "--resume=auto"):
+        ranks(n, lambda rank: go(tiny, prompts, out, *argv, more, **handed))  # noqa: B023
     assert (out / "asked").read_text() == "0 1\n0 2\n", "once an iteration, on rank 0"
-    for begin, step in ((0, 0), (3, 3), (3, 4)):
+    for begin, step, i in ((0, 0, 1), (3, 3, 2), (3, 4, 2)):
         seen = [(tmp_path / f"fit-{begin}-{step}-{rank}").read_text() for rank in range(n)]
         rated = [
-            [x.get("label", True), x["weight"], x["rewards"][0], x["extra"]["verdict"]]
-            for x in lines_of(out, f"rated-{begin // 3 + 1}")
+            [x["label"], x["weight"], x["rewards"][0], x["extra"]["verdict"]]
+            for x in lines_of(out, f"rated-{i}")
         ]
-        assert len(rated) == 10 and {json.dumps(rated)} == set(seen)
+        assert len(rated) == 10 and {json.dumps([*rated, i])} == set(seen)
 
 
 # ---- checkers and raters -------------------------------------------------------------------------
@@ -214,17 +222,24 @@ def test_a_checker_sees_the_records_own_fields_and_whether_the_answer_was_cut(
         given.clear()  # the list is its own
         return verdicts
 
-    argv = ("--data.extra=level,kind", f"--data.val={own}", ONE, STOP)
-    go(tiny, own, tmp_path / "run", *argv, checker=checker)
+    argv = ("--data.extra=level,kind", f"--data.val={own}", "--eval.prompts=5", ONE, STOP)
+    go(tiny, own, tmp_path / "run", *argv, "--eval.samples=6", checker=checker)
     for a in seen:
         assert a.fields == {"level": level[a.prompt], "kind": "ab"[level[a.prompt] % 2]}
     cut = [is_cut(tiny, row["ids"]) for row in answers(tmp_path / "run", 1)]
     assert [a.cut for a in seen[:10]] == cut and {True, False} == set(cut)
     said = capsys.readouterr().out
     assert f"%), {sum(cut)} cut, " in said
-    before = json.loads((tmp_path / "run" / "eval" / "before.json").read_text())
-    assert before["by"] == {"kind": {"a": [4, 4], "b": [0, 3]}} and before["right"] == 4
-    assert [a["right"] for a in before["answers"]] == [True, False] * 3 + [True]
+    before, step_0 = (
+        json.loads((tmp_path / "run" / "eval" / name).read_text())
+        for name in ("before.json", "step-0.json")
+    )
+    assert before["by"] == {"kind": {"a": [3, 3], "b": [0, 2]}} and before["right"] == 3
+    assert [a["fields"]["level"] for a in before["answers"]] == [0, 2, 3, 4, 5], "distinct prompts"
+    assert [a["right"] for a in before["answers"]] == [True, True, False, True, False]
+    assert [x["completion"] for x in step_0["samples"]] == [
+        a["completion"] for a in before["answers"]
+    ]
 
 
 @pytest.mark.parametrize("rule", ["judge", "wrong", "drop"])
@@ -260,20 +275,10 @@ def test_an_engines_answers_are_checked_before_they_are_written(wrong, tiny, pro
     with pytest.raises(
         BadInput, match="^rollout: expected 4 answers, each of one token id or more"
     ):
-        go(tiny, prompts, tmp_path, ONE, rollout=engine)
-    assert len(answers(tmp_path, 1)) == 4, "the first batch stays"
-    go(tiny, prompts, tmp_path, "--resume=auto", ONE, rollout=engine)
+        go(tiny, prompts, tmp_path / "a", ONE, rollout=engine)
+    assert len(answers(tmp_path / "a", 1)) == 4, "the first batch stays"
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    go(tiny, prompts, tmp_path / "a", "--resume=auto", ONE, rollout=engine)
     assert calls == [4, 4, 4, 2], "a mended engine is asked for the rest"
-
-
-def test_answers_that_other_settings_have_left_are_not_taken(tiny, prompts, tmp_path):
-    calls = []
-
-    def engine(folder, asked, *_):
-        calls.append(len(asked))
-        return [[7]] * (0 if len(calls) == 2 else len(asked))
-
-    with pytest.raises(BadInput, match="^rollout: expected 4 answers"):
-        go(tiny, prompts, tmp_path, ONE, rollout=engine)
-    go(tiny, prompts, tmp_path, ONE, "--online.temperature=0.5", rollout=engine)
-    assert calls == [4, 4] + [4, 4, 2] and len(answers(tmp_path, 1)) == 10
+    go(tiny, prompts, tmp_path / "b", ONE, "--online.temperature=0.5", rollout=engine)
+    assert calls[4:] == [4, 4, 2], "answers by other settings are not taken"

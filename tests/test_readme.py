@@ -88,12 +88,10 @@ CONFIGS = sorted(set((ROOT / "config").glob("*.yaml")) - {ROOT / "config" / "smo
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.name)
 def test_every_config_trains_three_steps(
-    config, tiny, llama, ratings, pairs, tmp_path, monkeypatch
+    config, tiny, llama, ratings, pairs, demos, tmp_path, monkeypatch
 ):
-    kinds = {"dpo": pairs, "spin": ratings.parent / "demos.jsonl", "online": ratings}
+    kinds = {"dpo": pairs, "spin": demos, "online": ratings}
     program = next((name for name in kinds if name in config.name), "kto")
-    if program == "spin":
-        kinds["spin"].write_text('{"prompt": "Best best?", "completion": " best."}\n' * 6)
     settings = yaml.safe_load(config.read_text())
     model = llama if re.search("Llama|Qwen", settings["model"]) else tiny
     argv = few_steps(["--config", str(config)], model, kinds.get(program, ratings))
@@ -124,7 +122,7 @@ def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings,
 
 
 def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
-    """Its code as it stands, with a stand-in for vLLM that answers by transformers."""
+    """Its code as it stands, with a stand-in for vLLM."""
     code = re.findall(r"^```python\n(.*?)^```", FORKS, re.M | re.S)[-1]
     asked = []
 
@@ -135,10 +133,8 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
         def generate(self, prompts, params):
             asked.append(params)
             for p in prompts:
-                ids = torch.tensor([p["prompt_token_ids"]])
-                told = self.policy.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                                            max_new_tokens=params.max_tokens, pad_token_id=0)  # fmt: skip
-                tokens = told[0, ids.shape[1] :].tolist()
+                logits = self.policy(torch.tensor([p["prompt_token_ids"]])).logits
+                tokens = [logits[0, -1].argmax()] * params.max_tokens
                 yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
 
     vllm = ModuleType("vllm")

