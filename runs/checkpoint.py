@@ -352,8 +352,6 @@ def load_checkpoint(run, folder: Path) -> None:
         return x
 
     read = read_tensors(folder, place)
-    missing = [n for n, p in params.items() if p.requires_grad and f"weights|{n}" not in read]
-    refuse_unless(not missing, f"{folder}: holds no {', '.join(missing[:1])}: not of this model")
     for key, x in read_state(folder).optimizer_numbers.items():
         moment, name = key.split("|")
         moments[params[name]][moment] = x

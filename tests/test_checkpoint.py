@@ -231,6 +231,7 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     best = min(kl, key=lambda step: (kl[step], step))
     assert best not in (8, 9), "else keep_last keeps it"
     assert list(checkpoints_by_step(out)) == sorted({best, 8, 9})
+    assert len(list((out / "checkpoints").iterdir())) == 3, "the others are off the disk"
     scores = json.loads((out / "eval" / "test.json").read_text())
     assert scores["final"]["loss"] != scores["best"]["loss"]
     for name, of_step in (("final", 9), ("best", best)):
