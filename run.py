@@ -357,7 +357,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     state = on_rank_0(fabric, lambda: begin_run(out, checkpoint, cfg, hashes))
     # the folder of a branch has no checkpoint yet
     saved_step = state.step if checkpoint and checkpoint.parents[1] == out else 0
-    stop = Stop(cfg.max_time, cfg.stop_at)
+    stop = Stop(cfg.max_time)
     run = Run(
         cfg=cfg,
         fabric=fabric,

@@ -245,6 +245,8 @@ class Trainer:
                 is_best = self.evaluate(plan)
             if step == plan.end or is_best or is_due(step, run.cfg.save_interval, plan):
                 run.save()
+            if step == run.cfg.stop_at:
+                run.stop.reason = run.stop.reason or "stop_at"
             if run.stop.reason and step < plan.total:
                 run.save_and_say_how_to_go_on()
                 return False
@@ -320,7 +322,7 @@ class Trainer:
         """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
         one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
         run, step, losses = self.run, self.run.state.step + 1, columns["loss"]
-        stop_code = losses.new_full((), run.stop.code(step))
+        stop_code = losses.new_full((), run.stop.code())
         # a loss may be infinite where its gradient is not, as by a constant
         of_step = [grad_norm.double(), kl.z.double().sum(), losses.sum(), stop_code]
         *numbers, stop_code = all_reduce(torch.stack(of_step), "max").tolist()

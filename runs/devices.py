@@ -184,19 +184,19 @@ def set_weights(module, weights: Mapping | None, share: float = 1.0) -> None:
 
 
 class Stop:
-    """Whether to stop, and why: a signal, the time limit or a step. All ranks end after the same step.
+    """Whether to stop, and why: a signal or the time limit. All ranks end after the same step.
 
     The first signal sets a flag, at which the loop looks after each step; sampling, checks and validation
     look between two units of work. A second signal ends the process at once. Nothing ends between the
     micro-batches of a step: the random state that is saved would be one of mid-step.
 
-    reason: why to stop, as the ranks have agreed; empty to go on. signal: the number of the signal that
-    arrived, or 0.
+    reason: why to stop, as the ranks have agreed, or stop_at, which the loop looks at; empty to go on.
+    signal: the number of the signal that arrived, or 0.
     """
 
-    def __init__(self, max_time: timedelta | None, at_step: int | None):
+    def __init__(self, max_time: timedelta | None):
         self.deadline = time.monotonic() + max_time.total_seconds() if max_time else math.inf
-        self.at_step, self.signal, self.reason = at_step, 0, ""
+        self.signal, self.reason = 0, ""
         numbers = signal.SIGINT, signal.SIGTERM
         self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
 
@@ -212,19 +212,17 @@ class Stop:
             name = signal.Signals(number).name
             os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
 
-    def code(self, step: int = 0) -> float:
-        """What this rank knows in this step: 0 go on; 0.25 it is the step of stop_at; 0.5 the time is up;
-        else a signal's number."""
-        is_late = time.monotonic() > self.deadline
-        return self.signal or 0.5 * is_late or 0.25 * (step == self.at_step)
+    def code(self) -> int:
+        """What this rank knows: 0 go on; 1 the time is up; else a signal's number."""
+        return self.signal or int(time.monotonic() > self.deadline)
 
     def set_agreed(self, code: float) -> None:
         """The largest code of all ranks, which they exchange in each step (Trainer.check_finite). A signal
         that arrives later waits for the next step's."""
-        if code >= 1:
+        if code > 1:
             self.signal, self.reason = int(code), signal.Signals(int(code)).name
         elif code:
-            self.reason = "max_time" if code == 0.5 else "stop_at"
+            self.reason = "max_time"
 
     def check(self, device, time_limit: bool = False) -> None:
         """Raise Interrupted if a signal asks the run to end, or the time limit where that counts. A
@@ -232,6 +230,6 @@ class Stop:
         code = self.code()
         if torch.distributed.is_initialized():
             code = all_reduce(torch.tensor(code, dtype=torch.float64, device=device), "max").item()
-        if code >= 1 or (code and time_limit):
+        if code > 1 or (code and time_limit):
             self.set_agreed(code)
             raise Interrupted

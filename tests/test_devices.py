@@ -71,12 +71,12 @@ def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_s
 
 
 def test_a_signal_that_comes_after_the_ranks_have_agreed_waits_for_the_next_step(capfd):
-    stop = Stop(None, 9)
+    stop = Stop(None)
     try:
-        stop.set_agreed(stop.code(1))
+        stop.set_agreed(stop.code())
         os.kill(os.getpid(), signal.SIGTERM)
         assert not stop.reason
-        stop.set_agreed(stop.code(2))
+        stop.set_agreed(stop.code())
         assert stop.reason == "SIGTERM"
     finally:
         stop.close()

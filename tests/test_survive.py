@@ -185,7 +185,7 @@ def test_the_time_limit_stops_a_run_like_a_signal(program, step, argv_of, tmp_pa
     from datetime import timedelta
 
     real = devices.Stop.__init__
-    soon = lambda self, limit, step: real(self, limit and timedelta(microseconds=1), step)  # noqa: E731
+    soon = lambda self, limit: real(self, limit and timedelta(microseconds=1))  # noqa: E731
     monkeypatch.setattr(devices.Stop, "__init__", soon)
     limit = "--max_time=00:00:01"
     code, said, command = stopped(1, tmp_path, program, argv_of(program, out, limit))
