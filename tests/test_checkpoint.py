@@ -222,14 +222,14 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     monkeypatch.setattr(
         os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")) or real(fd)
     )
-    train(tiny, ratings, out, *RUN, "--save_interval=4", *argv)
+    train(tiny, ratings, out, *RUN, "--save_interval=1", *argv)
     for folder in (step(out, 8), out / "final"):
         files = {str(folder.with_name(f".{folder.name}.tmp") / p.name) for p in folder.iterdir()}
         assert files <= synced, "on the disk before the folder has its name"
     names, *rows = [line.split(",") for line in (out / "val.csv").read_text().split()]
     kl = {int(row[0]): float(row[names.index("kl")]) for row in rows if int(row[0]) > 0}
     best = min(kl, key=lambda step: (kl[step], step))
-    assert best not in (8, 9), "else keep_last keeps it"
+    assert best < 7, "else keep_last keeps it, or one that keeps three would do"
     assert list(checkpoints_by_step(out)) == sorted({best, 8, 9})
     assert len(list((out / "checkpoints").iterdir())) == 3, "the others are off the disk"
     scores = json.loads((out / "eval" / "test.json").read_text())

@@ -145,7 +145,7 @@ WRONG = {  # option -> what is said
     "--optim.warmup=-1": "optim.warmup: expected 0 or above, got -1",
     "--optim.constant=-0.5": "optim.constant: expected 0 or above, got -0.5",
     "--lora.quantize=nf4": "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
-    "--precision=bf16-true": "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of 0.02); use bf16-mixed, or LoRA",
+    "--precision=bf16-true": "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of 0.02); use bf16-mixed, or LoRA",  # noqa: E501
     "--optim.name=adamw8bit --strategy=fsdp": "optim.name: adamw8bit does not work with strategy fsdp; use ddp",
     "--lora.rank=2 --lora.quantize=nf4 --strategy=fsdp": "lora.quantize: nf4 does not work with strategy fsdp; use ddp",
     "--eval.stop=x": "eval.stop: expected list, got x",
