@@ -100,7 +100,7 @@ def make_batch(run, examples) -> "Batch":
         pairs = objective.mismatched_pairs(examples)
         if objective.overrides("mismatched_pairs"):  # ranks may draw other random numbers
             pairs = run.fabric.broadcast(pairs)
-    return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.cut)
+    return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.budget)
 
 
 def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
@@ -121,8 +121,8 @@ def next_items(items: list, i: int, n: int, seed: int) -> list:
 # ---- the batch of a step ------------------------------------------------------------------------
 
 
-class Cut(NamedTuple):
-    """How a step is cut into micro-batches. It changes memory and speed only."""
+class Budget(NamedTuple):
+    """How a step is split into micro-batches. It changes memory and speed only."""
 
     rank: int = 0
     ranks: int = 1
@@ -141,7 +141,7 @@ class Batch:
     mismatched_pairs: list[int | np.ndarray] | None = None
     score_prompt: bool = False
     by_token: bool = False
-    cut: Cut = Cut()
+    budget: Budget = Budget()
     # {(numbers of examples, mismatched): PackedBatch}, those that were packed ahead
     packed: dict = field(default_factory=dict)
 
@@ -149,23 +149,23 @@ class Batch:
     def micro_batches(self) -> list["MicroBatch"]:
         """This rank's micro-batches, of the gradient pass and of the no-gradient pass. All ranks have
         equally many."""
-        cut, examples = self.cut, self.examples
+        budget, examples = self.budget, self.examples
         # (G,) what an example adds to its prompt: tokens of its own completions or of its mismatched one,
         # whichever are more: the same micro-batch must fit both passes
         added = [1] * len(examples)
-        if cut.by_tokens:
+        if budget.by_tokens:
             added = [sum(map(len, e.completions)) for e in examples]
             if self.mismatched_pairs is not None:
                 others = [len(self.mismatched_completion(i)) for i in range(len(examples))]
                 added = list(map(max, added, others))
         groups, sizes = [], []
         for group in prompt_groups([e.prompt for e in examples]):
-            prompt = len(examples[group[0]].prompt) if cut.by_tokens else 0
-            # a group that is larger than a micro-batch is cut: each part computes the prompt
-            for part in fill(group, added, cut.room - prompt, cut.by_tokens):
+            prompt = len(examples[group[0]].prompt) if budget.by_tokens else 0
+            # a group that is larger than a micro-batch is split: each part computes the prompt
+            for part in fill(group, added, budget.room - prompt, budget.by_tokens):
                 groups.append(part)
                 sizes.append(prompt + sum(added[i] for i in part))
-        return cut_micro_batches(groups, sizes, cut)[cut.rank]
+        return split_into_micro_batches(groups, sizes, budget)[budget.rank]
 
     def pack_ahead(self) -> None:
         """Pack what the passes of the step will ask for."""
@@ -288,26 +288,26 @@ class MicroBatch(NamedTuple):
     filler: bool = False
 
 
-def cut_micro_batches(
-    groups: list[list[int]], sizes: list[int], cut: Cut
+def split_into_micro_batches(
+    groups: list[list[int]], sizes: list[int], budget: Budget
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each rank. groups: examples that stay together; sizes: of each group, in the
-    unit of cut.room.
+    unit of budget.room.
 
     By tokens the longest group goes first, each to the rank with the fewest tokens so far. Otherwise ranks
     take groups in turn. All ranks get equally many micro-batches, because collectives inside a sharded
     forward must match: a rank with fewer repeats group 0 as a filler.
     """
-    shares = [range(rank, len(groups), cut.ranks) for rank in range(cut.ranks)]
-    if cut.by_tokens:
-        shares, tokens = [[] for _ in shares], [0] * cut.ranks
+    shares = [range(rank, len(groups), budget.ranks) for rank in range(budget.ranks)]
+    if budget.by_tokens:
+        shares, tokens = [[] for _ in shares], [0] * budget.ranks
         for g in sorted(range(len(groups)), key=lambda g: -sizes[g]):
             lightest = tokens.index(min(tokens))
             shares[lightest].append(g)
             tokens[lightest] += sizes[g]
     micros = []
     for share in shares:
-        bins = fill(share, sizes, cut.room, cut.by_tokens)
+        bins = fill(share, sizes, budget.room, budget.by_tokens)
         micros.append([MicroBatch(sorted(chain(*(groups[g] for g in one)))) for one in bins])
     most = max(map(len, micros))
     for rank_micros in micros:

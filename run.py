@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data import Cut, most_tokens
+from data import Budget, most_tokens
 from evaluate import Evaluator
 from hub import Source, context_of, export, find_model, read_config, read_json
 from load import load_model, put_on, shard_module, shard_over_ranks
@@ -80,8 +80,8 @@ class Run:
     """The settings, resolved and frozen."""
     fabric: object
     """Fabric, launched: this process's rank and device. Never changed."""
-    cut: Cut
-    """How a step is cut into micro-batches. Never changed."""
+    budget: Budget
+    """How a step is split into micro-batches. Never changed."""
     source: Source
     """Where the model lies that the run starts from. Never changed."""
     tokenizer: Tokenizer
@@ -361,7 +361,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     run = Run(
         cfg=cfg,
         fabric=fabric,
-        cut=Cut(
+        budget=Budget(
             fabric.global_rank,
             fabric.world_size,
             room=cfg.micro_batch_size or most_tokens(cfg, *size),

@@ -477,7 +477,7 @@ class Trainer:
             return None
         answered = answered[:: max(1, len(answered) // OWN_ANSWERS)]  # of all kinds of prompts
         sums = []
-        for micro, packed in self.micro_batches(Batch(answered, cut=run.cut)):
+        for micro, packed in self.micro_batches(Batch(answered, budget=run.budget)):
             r_B = (self.forward(packed).logps - run.reference(packed))[:, 0]
             sums.append(r_B.double().sum() * (not micro.filler))
         return all_reduce(sum(sums)).item() / len(answered)
@@ -520,8 +520,8 @@ class Trainer:
         say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
 
     def check_mixing(self, batch: Batch, index: list[int], scores: Scores) -> None:
-        """Refuse a loss of an example that depends on the other examples of its micro-batch: another cut
-        would then give another gradient. So the losses of `index` are compared with those of each
+        """Refuse a loss of an example that depends on the other examples of its micro-batch: another
+        split would then give another gradient. So the losses of `index` are compared with those of each
         example alone. The reference's log-probs are made up, 0 for all examples but the first: if all
         log-ratios were 0, a mean over examples might not show."""
         logps, ref_logps, losses = scores.logps, None, []
@@ -531,14 +531,14 @@ class Trainer:
         kl = KL(logps.new_zeros(0), logps.new_zeros(()))
         before = BeforeGradient([], kl, StepView(batch, logps.device))
         for at in slice(None), *(slice(i, i + 1) for i in range(len(index))):
-            cut = [None if x is None else x[at] for x in (logps, scores.outputs, ref_logps)]
+            part = [None if x is None else x[at] for x in (logps, scores.outputs, ref_logps)]
             packed = self.pack(batch, index[at])
-            losses.append(self.micro_batch_loss(packed, Scores(*cut[:2]), cut[2], before)[0])
+            losses.append(self.micro_batch_loss(packed, Scores(*part[:2]), part[2], before)[0])
         # not to the bit: a fork's own micro_batch_loss may run a model, which rounds differently
         refuse_unless(
             torch.allclose(losses[0], torch.cat(losses[1:]), 0.02, 1e-6, equal_nan=True),
             "loss: an example's loss depends on the other examples of its micro-batch, so another "
-            "cut would give another gradient: take sums over examples from batch.step",
+            "split would give another gradient: take sums over examples from batch.step",
         )
 
     @torch.no_grad()

@@ -214,7 +214,7 @@ def begin_run(
     if checkpoint:
         state = read_state(checkpoint)
         saved, new = flatten(read_settings(checkpoint)), flatten(cfg)
-        fixed, cut = changed_settings(saved, new)
+        fixed, rounding = changed_settings(saved, new)
         faults = [
             f"{name}: not what this run began with"
             for name, x in hashes.items()
@@ -225,8 +225,8 @@ def begin_run(
             own_settings = f"{checkpoint.parents[1]}/settings.yaml"
             faults[-1] += f"; a resume uses the run's own settings (--config {own_settings})"
         refuse_unless(not faults, "\n".join(faults))
-        rounding = f"; the same run up to rounding, since {', '.join(cut)} changed" if cut else ""
-        say(f"resumed from {checkpoint}{rounding}")
+        same = f"; the same run up to rounding, since {', '.join(rounding)} changed"
+        say(f"resumed from {checkpoint}{same if rounding else ''}")
         own = checkpoints_by_step(out)
         if (
             state.best_step not in own

@@ -305,14 +305,14 @@ class RunSettings:
 # How a step is computed: on which devices, in which micro-batches, where the reference's log-probs
 # come from, how many answers are sampled at once. After a change of one of these a resumed run is the
 # same up to rounding only.
-CUT_SETTINGS = set(
+ROUNDING_SETTINGS = set(
     """
     accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens reference_cache
     spin.batch_size spin.cache_gb online.batch_size online.cache_gb
     """.split()
 )
 # What else a resume may change. A change of any other setting would make it another run.
-FREE_SETTINGS = CUT_SETTINGS | set(
+FREE_SETTINGS = ROUNDING_SETTINGS | set(
     """
     resume out_dir max_time stop_at activation_checkpointing
     log_interval val_interval save_interval keep_last logger progress
@@ -326,7 +326,7 @@ CONTENT_SETTINGS = set("model reference data.train data.val data.test data.chat_
 
 def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compare the flat settings of a saved run with new ones. -> names of the changed settings that a
-    resume cannot change, and of the changed ones of CUT_SETTINGS."""
+    resume cannot change, and of the changed ones of ROUNDING_SETTINGS."""
     changed = set()
     for name, value in new.items():
         before = old.get(name)
@@ -334,7 +334,7 @@ def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
         # as text, for 1 and 1.0 differ: a step and an epoch
         if not both_given and repr(before) != repr(value):
             changed.add(name)
-    return sorted(changed - FREE_SETTINGS), sorted(changed & CUT_SETTINGS)
+    return sorted(changed - FREE_SETTINGS), sorted(changed & ROUNDING_SETTINGS)
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:

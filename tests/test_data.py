@@ -364,34 +364,34 @@ def test_a_batch_hands_out_own_and_mismatched_completions():
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     for room, left in ((13, []), (12, [[2]])):
-        cut = Batch(found, batch.mismatched_pairs, cut=data.Cut(room=room)).micro_batches
-        assert [m.index for m in cut[1:]] == left, "5, 4 and 4 tokens: the longer of the two"
+        micros = Batch(found, batch.mismatched_pairs, budget=data.Budget(room=room)).micro_batches
+        assert [m.index for m in micros[1:]] == left, "5, 4 and 4 tokens: the longer of the two"
 
 
 def test_examples_of_one_prompt_stay_together():
     a, b, c, d = ([1, 2], [3, 4]), ([5], [6]), ([1, 2], [7, 8, 9]), ([5], [3, 4])
     found = [example(*x) for x in (a, b, c, d)]
-    batch = Batch(found, data.mismatched_pairs(found), cut=data.Cut(room=2 + 2 + 3))
+    batch = Batch(found, data.mismatched_pairs(found), budget=data.Budget(room=2 + 2 + 3))
     assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
 
 
-# ---- cut -----------------------------------------------------------------------------------------
+# ---- micro-batches -----------------------------------------------------------------------------------------
 
 
-def cut(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
+def split(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
     """A pass's micro-batches of each rank, of examples that have a prompt each."""
     groups = [[i] for i in range(len(sizes))]
-    cut = data.Cut(0, ranks, tokens or size, bool(tokens))
-    return data.cut_micro_batches(groups, sizes if tokens else [1] * len(sizes), cut)
+    budget = data.Budget(0, ranks, tokens or size, bool(tokens))
+    return data.split_into_micro_batches(groups, sizes if tokens else [1] * len(sizes), budget)
 
 
-def test_a_cut_learns_each_example_once_within_its_budget_in_equally_many_micro_batches():
+def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micro_batches():
     """Fewer examples than ranks, sizes that ranks do not divide, over-long examples."""
     rng, fillers, alone = random.Random(1), 0, 0
-    cuts = [(1, None), (3, None), (100, None), (None, 10), (None, 50), (None, 10_000)]
-    for n, ranks, (size, tokens) in product((1, 2, 3, 5, 13, 32), (1, 2, 3, 5), cuts):
+    budgets = [(1, None), (3, None), (100, None), (None, 10), (None, 50), (None, 10_000)]
+    for n, ranks, (size, tokens) in product((1, 2, 3, 5, 13, 32), (1, 2, 3, 5), budgets):
         sizes = [rng.randint(1, 40) for _ in range(n)]
-        micros = cut(sizes, ranks, size, tokens)
+        micros = split(sizes, ranks, size, tokens)
         real = [[m.index for m in mine if not m.filler] for mine in micros]
         assert sorted(chain(*chain(*real))) == list(range(n))
         assert len({len(mine) for mine in micros}) == 1
@@ -404,15 +404,17 @@ def test_a_cut_learns_each_example_once_within_its_budget_in_equally_many_micro_
     assert fillers > 50 and alone > 50
 
 
-def test_a_cut_by_hand():
+def test_a_split_by_hand():
     filler = MicroBatch([0], True)
-    assert cut([9] * 5, 2, 2, None) == [
+    assert split([9] * 5, 2, 2, None) == [
         [MicroBatch([0, 2]), MicroBatch([4])],
         [MicroBatch([1, 3]), filler],
     ]
-    assert cut([3, 9, 4, 2], 1, None, 6) == [[MicroBatch([1]), MicroBatch([2, 3]), MicroBatch([0])]]
-    assert cut([7], 3, 1, None) == [[MicroBatch([0])], [filler], [filler]]
-    assert cut([3, 3], 1, None, 6) == [[MicroBatch([0, 1])]], "a budget may be used up"
+    assert split([3, 9, 4, 2], 1, None, 6) == [
+        [MicroBatch([1]), MicroBatch([2, 3]), MicroBatch([0])]
+    ]
+    assert split([7], 3, 1, None) == [[MicroBatch([0])], [filler], [filler]]
+    assert split([3, 3], 1, None, 6) == [[MicroBatch([0, 1])]], "a budget may be used up"
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -439,7 +441,7 @@ def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
         """Of nine epochs, each of one step."""
         cfg = kto.Settings("m", Data("t", group_by_prompt=True, **kw), batch_size=12)
         state = SimpleNamespace(step=0)
-        run = SimpleNamespace(cfg=cfg, objective=Objective(), state=state, cut=data.Cut())
+        run = SimpleNamespace(cfg=cfg, objective=Objective(), state=state, budget=data.Budget())
         batches = data.step_batches(run, found, Plan(1, 9, 0, 9, 1))
         return [[e.completions[0].item() for e in batch.examples] for batch in batches]
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import evaluate
 import kto
 import load
-from data import Batch, Cut, make_batch
+from data import Batch, Budget, make_batch
 from kto import auc
 from model import Scores
 from packing import pack
@@ -64,7 +64,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         reference=reference and Reference(fabric, None, reference),
         state=SimpleNamespace(step=0),
         stop=SimpleNamespace(check=lambda device: None),
-        cut=Cut(room=99, by_tokens=False),
+        budget=Budget(room=99, by_tokens=False),
         cfg=SimpleNamespace(data=data, strategy="auto", reference=None, limit_val=None),
     )
     return Trainer(run)

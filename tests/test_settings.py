@@ -260,7 +260,7 @@ def test_every_config_parses_and_begins_with_what_to_expect():
 # ---- what a resume may change, and what a run makes of its settings ------------------------------
 
 
-def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
+def test_a_resume_may_change_how_a_step_is_split_and_what_is_told_but_not_the_run():
     old = settings.flatten(parse())
 
     def changes(**new):
@@ -274,7 +274,8 @@ def test_a_resume_may_change_the_cut_and_what_is_told_but_not_the_run():
         assert changes(**{name: "other"}) == ([], []), name
     for name in ("micro_batch_tokens", "devices", "strategy", "reference_cache"):
         assert changes(**{name: "other"}) == ([], [name]), name
-    assert settings.FREE_SETTINGS <= set(KINDS) and settings.CUT_SETTINGS <= settings.FREE_SETTINGS
+    theirs = {name for name in settings.FREE_SETTINGS if name.startswith(("spin.", "online."))}
+    assert settings.ROUNDING_SETTINGS <= settings.FREE_SETTINGS <= set(KINDS) | theirs
     older = {k: v for k, v in old.items() if k != "optim.eps"}
     assert settings.changed_settings(older, old) == (["optim.eps"], []), "it was not there"
 
