@@ -26,6 +26,7 @@ if "gpu" not in sys.argv:
 # sets it in time, but not one that comes after other tests.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as programs set it before they import torch
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import docstring_parser  # noqa: E402
 import pytest  # noqa: E402

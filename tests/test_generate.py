@@ -183,15 +183,8 @@ def test_an_answer_depends_on_the_seed_and_its_place_only(shape, tiny):
     assert len({tuple(a) for a in base}) == 7
     for batch_size in (1, 2, 3, 7):
         assert answers(policy, prompts, batch_size=batch_size) == base
-    others = prompts_of([11, 5, 2, 1, 3, 40, 8], seed=1)
-    for i in range(7):  # all others replaced, or gone
-        company = others[:i] + [prompts[i]] + others[i + 1 :]
-        assert answers(policy, company)[i] == base[i]
-        assert answers(policy, company[: i + 1], batch_size=3)[i] == base[i]
     assert answers(policy, prompts, seed=4) != base
     assert answers(policy, prompts[::-1]) != base[::-1]
-    begins = answers(policy, prompts, max_new=5)
-    assert begins == [a[:5] for a in base], "a longer answer begins like a shorter one"
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])

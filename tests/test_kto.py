@@ -107,24 +107,8 @@ def test_it_matches_another_implementations_recorded_numbers(name):
             torch.testing.assert_close(p.grad, state[n], atol=1e-6, rtol=1e-4)
 
 
-R = torch.tensor([3.0, -2.0, 0.5, -1.0], dtype=torch.float64)
-GOOD = torch.tensor([True, True, False, False])
-
-
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
-
-
-def test_the_loss_is_equation_8_by_hand():
-    args = kto.KTOSettings(beta=0.5, desirable_weight=1.25, undesirable_weight=0.75)
-    z = torch.tensor(0.4, dtype=torch.float64)
-    by_hand = [
-        1.25 * (1 - sigmoid(0.5 * (3.0 - 0.4))),
-        1.25 * (1 - sigmoid(0.5 * (-2.0 - 0.4))),
-        0.75 * (1 - sigmoid(0.5 * (0.4 - 0.5))),
-        0.75 * (1 - sigmoid(0.5 * (0.4 - -1.0))),
-    ]
-    assert kto.kto_loss(R, z, GOOD, args).tolist() == pytest.approx(by_hand, rel=1e-12)
 
 
 class Table(torch.nn.Module):
@@ -202,35 +186,35 @@ def test_average_logps_divides_r_and_z_by_the_scored_tokens():
 
 @pytest.mark.parametrize("average, own, divides", [(True, None, True), (False, None, False),
                                                    (True, False, False), (False, True, True)])  # fmt: skip
-def test_the_sft_term_is_a_mean_over_the_desirable_without_class_weights(average, own, divides):
-    kw = dict(average_logps=average, sft_average_logps=own, sft_loss_weight=0.7)
-    kw |= dict(preference_loss_weight=0.3, desirable_weight=3.0, undesirable_weight=2.0)
-    objective, batch = tables(**kw)
+def test_the_sft_term_is_a_mean_over_the_desirable(average, own, divides):
+    objective, batch = tables(average_logps=average, sft_average_logps=own)
     _, columns, row = score(objective, Table(POLICY), Table(REF), batch)
     nll = [1.0, 3.0 if divides else 9.0, 0.5 if divides else 2.0]  # the desirable ones
     assert row["sft_loss"] == pytest.approx(sum(nll) / 3)
-    assert row["loss"] == pytest.approx(0.3 * row["preference_loss"] + 0.7 * sum(nll) / 3)
     assert columns["sft_loss"][1] == 0, "an undesirable completion is no demonstration"
 
 
-def test_the_gradient_is_by_hand_and_a_records_weight_multiplies_its_whole_loss():
-    """Neither z nor the reference has a gradient; a weight changes neither z nor the columns."""
-    objective, batch = tables(preference_loss_weight=0.3, sft_loss_weight=0.7)
-    weights, signs = [2.0, 0.25, 0.0, 3.0], [1, -1, 1, 1]
+def test_loss_and_gradient_are_equation_8_by_hand_and_a_records_weight_multiplies_both_terms():
+    """Neither z nor the reference has a gradient; a weight changes neither z nor the columns; class weights do
+    not touch the SFT term."""
+    kw = dict(preference_loss_weight=0.3, desirable_weight=1.25, undesirable_weight=0.75)
+    objective, batch = tables(sft_loss_weight=0.7, **kw)
+    weights, signs, classes = [2.0, 0.25, 0.0, 3.0], [1, -1, 1, 1], [1.25, 0.75, 1.25, 1.25]
     weighted = [e._replace(weight=w) for e, w in zip(batch.examples, weights)]
     policy, reference = Table(POLICY), Table(REF)
     batch = dataclasses.replace(batch, examples=weighted)
     no_grad, columns, _ = score(objective, policy, reference, batch)
     assert no_grad.kl.z.item() == pytest.approx(Z) and reference.values.grad is None
-    by_hand = [sigmoid(-0.1 * s * (r - Z)) for s, r in zip(signs, RATIOS)]
+    wrong = [1 - sigmoid(0.1 * s * (r - Z)) for s, r in zip(signs, RATIOS)]
+    by_hand = [c * x for c, x in zip(classes, wrong)]
     sft = [4 / 3 * x for x in (1.0, 0, 9.0, 2.0)]
     assert columns["preference_loss"].tolist() == pytest.approx(by_hand)
     assert columns["sft_loss"].tolist() == pytest.approx(sft)
     total = [w * (0.3 * x + 0.7 * y) for w, x, y in zip(weights, by_hand, sft)]
     assert columns["loss"].tolist() == pytest.approx(total)
-    for i, (w, x, s) in enumerate(zip(weights, by_hand, signs)):
+    for i, (w, c, x, s) in enumerate(zip(weights, classes, wrong, signs)):
         nll = -4 / 3 if s > 0 else 0.0
-        slope = w * (i + 1) * (0.3 * -0.1 * s * x * (1 - x) + 0.7 * nll) / 4
+        slope = w * (i + 1) * (0.3 * -0.1 * s * c * x * (1 - x) + 0.7 * nll) / 4
         assert policy.values.grad[i].item() == pytest.approx(slope, rel=1e-9)
 
 

@@ -1,7 +1,5 @@
 """QLoRA runs: trained, killed, resumed, exported; and what bitsandbytes' linear layers compute."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -11,12 +9,10 @@ from conftest import (
     killed,
     numbers,
     ranks,
-    start,
     train,
 )
 from models import ragged, refused, same_weights, with_adapters
 
-import generate
 import load
 from lora import disable_adapters, merged_weights, quantize_base
 from packing import pack
@@ -33,7 +29,7 @@ def adapters_of(out) -> dict:
 
 
 def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_weights(
-    llama, ratings, tmp_path, capsys, monkeypatch
+    llama, ratings, tmp_path, capsys
 ):
     argv = (*RUN, "--lora.quantize=nf4", f"--data.val={ratings}", "--eval.max_new_tokens=4")
     whole = train(llama, ratings, tmp_path / "whole", *argv)
@@ -62,9 +58,6 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     assert numbers(full)[0]["grad_norm"] != numbers(whole)[0]["grad_norm"], (
         "else nothing is rounded"
     )
-    asked = ["--model", str(out), "--prompt", "Best", "--max_new_tokens", "3"]
-    monkeypatch.setattr(sys, "argv", ["generate.py", *asked])
-    generate.main()
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -106,24 +99,9 @@ def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
     assert gpt.transformer.h[0].attn.qkv.lora_B.grad.abs().max() > 0, "through the last block too"
 
 
-REFUSED = {
-    "widths that are multiples of 64, this model has 32": ("kto", ()),
-    "a quantised model cannot be trained itself; set lora.rank": ("kto", ("--lora.rank=null",)),
-    "strategy fsdp": ("kto", ("--strategy=fsdp",)),
-    "expected nf4 or null, got fp4": ("kto", ("--lora.quantize=fp4",)),
-    "adapters are merged into the base": ("spin", ()),
-    "which a quantised base cannot take": ("online", ()),
-}
-
-
-@pytest.mark.parametrize("match", REFUSED)
-def test_what_does_not_go_with_a_quantised_base_is_refused_in_one_line(
-    match, tiny, ratings, tmp_path
-):
-    program, argv = REFUSED[match]
-    given = ["--model", str(tiny), "--data.train", str(ratings), f"--out_dir={tmp_path / 'run'}"]
-    given += ["--batch_size=4", "--lora.rank=2"]
-    refused(match, start, program, [*given, "--lora.quantize=nf4", *argv])
+def test_a_width_that_nf4_computes_wrong_on_a_cpu_is_refused(tiny):
+    gpt = with_adapters(tiny, Lora(rank=2))
+    refused("nf4 needs .* multiples of 64, this model has 32", quantize_base, gpt, "cpu")
 
 
 def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):

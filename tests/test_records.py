@@ -1,8 +1,8 @@
 """Records are understood or refused, never guessed, whatever file they come from."""
 
 import json
-import socket
 
+import datasets
 import pytest
 from tokens import bot, rated, user
 
@@ -297,56 +297,32 @@ def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
 # ---- through the datasets package ----------------------------------------------------------------
 
 
-@pytest.fixture
-def no_network(tmp_path, monkeypatch):
-    """Nothing waits on a network, and the caches of the datasets package are the test's own."""
-    import datasets
-    import huggingface_hub
-
-    def refuse(*_, **__):
-        raise OSError("no network in tests")
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # read at import
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+def test_parquet_files_and_folders_of_save_to_disk_hold_records(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    datasets.disable_progress_bars()
-    yield datasets
-    datasets.enable_progress_bars()
-
-
-def test_parquet_files_and_folders_of_save_to_disk_hold_records(tmp_path, no_network):
     turns = [[P | {"tool_calls": None}, C | {"tool_calls": ["x"]}]] * 2
     columns = {"messages": turns, "label": [1.0, None], "weight": [0.5, None]}
-    table = no_network.Dataset.from_dict(columns)
+    table = datasets.Dataset.from_dict(columns)
     table.to_parquet(tmp_path / "d.parquet")
     table.save_to_disk(tmp_path / "one")
-    no_network.DatasetDict({"train": table, "val": table.select([1])}).save_to_disk(
-        tmp_path / "two"
-    )
-    for source, places in (
-        ("d.parquet", 2),
-        ("one", 2),
-        ("two", 2),
-        ("two:train", 2),
-        ("two:val", 1),
-    ):
-        records = list(read_records(str(tmp_path / source)))
-        assert [place for place, _ in records] == list(range(1, places + 1)), source
-        if places == 2:
-            record = understand_record(records[0][1], "rated")
-            assert record.prompt == [P], "no key that a row has only for another's sake"
-            assert (record.label, record.weight) == (True, 0.5)
+    two = datasets.DatasetDict({"train": table, "val": table.select([1])})
+    two.save_to_disk(tmp_path / "two")
+    for source in ("d.parquet", "one", "two", "two:train"):
+        (_, first), (_, second) = records = list(read_records(str(tmp_path / source)))
+        assert [place for place, _ in records] == [1, 2], source
+        record = understand_record(first, "rated")
+        assert record.prompt == [P], "no key that a row has only for another's sake"
+        assert (record.label, record.weight) == (True, 0.5)
         with pytest.raises(BadInput, match="^label: missing"):
-            understand_record(records[-1][1], "rated")
+            understand_record(second, "rated")
+    ((place, _),) = read_records(str(tmp_path / "two:val"))
+    assert place == 1
 
 
 @pytest.mark.parametrize(
     "name",
     ["no*.jsonl", "no.csv", "no.parquet", "folder", "folder:test", "someone/ratings:val", "no.txt"],
 )
-def test_what_is_no_source_is_one_line(tmp_path, no_network, monkeypatch, name):
+def test_what_is_no_source_is_one_line(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(BadInput) as e:
@@ -363,10 +339,10 @@ def test_what_is_no_source_is_one_line(tmp_path, no_network, monkeypatch, name):
         ("someone/ratings:en:test", ("someone/ratings", "en", "test")),
     ],
 )
-def test_a_hub_id_may_name_a_config_and_a_split(no_network, monkeypatch, source, asked):
+def test_a_hub_id_may_name_a_config_and_a_split(monkeypatch, source, asked):
     def load_dataset(*names, split):
         assert (*names, split) == asked
         return [rated("a"), rated("b")]
 
-    monkeypatch.setattr(no_network, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(read_records(source)) == [(1, rated("a")), (2, rated("b"))]

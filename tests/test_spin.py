@@ -107,7 +107,7 @@ def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     assert sum(ids not in own[1] for ids in second) == 4, "and half of the last's eight"
     assert any(len(ids) == 6 and ids[-1] != 0 for ids in own[0]), "at its limit it has no EOS"
     branch = (*argv, f"--resume={checkpoint_folder(tmp_path, 2)}")
-    with pytest.raises(BadInput, match="answers-1.jsonl: not what this iteration learns from"):
+    with pytest.raises(BadInput, match="answers-1.jsonl: missing, or not what this iteration learns from"):
         go(tiny, demos, tmp_path / "branch", *branch)
 
 
@@ -127,7 +127,8 @@ def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_pat
 REFUSED = [("--reference=x", "the policy as an iteration begins"), ("--spin.beta=[0.1]", "3 of them"),
            ("--precision=bf16-true --lora.rank=2", "lose them to rounding"),
            ("--spin.mix=2", "spin.mix"), ("--spin.beta=0", "above 0"),
-           ("--reference_cache=x", "reference_cache: the answers")]  # fmt: skip
+           ("--reference_cache=x", "reference_cache: the answers"),
+           ("--lora.rank=2 --lora.quantize=nf4", "which a quantised base cannot take")]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv,word", REFUSED)
