@@ -107,7 +107,9 @@ def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     assert sum(ids not in own[1] for ids in second) == 4, "and half of the last's eight"
     assert any(len(ids) == 6 and ids[-1] != 0 for ids in own[0]), "at its limit it has no EOS"
     branch = (*argv, f"--resume={checkpoint_folder(tmp_path, 2)}")
-    with pytest.raises(BadInput, match="answers-1.jsonl: missing, or not what this iteration learns from"):
+    with pytest.raises(
+        BadInput, match="answers-1.jsonl: missing, or not what this iteration learns from"
+    ):
         go(tiny, demos, tmp_path / "branch", *branch)
 
 
