@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Started
+from conftest import ROOT, Started, train
 from models import with_adapters
 
 import kto
@@ -327,6 +327,18 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
     assert row["mfu"] == pytest.approx(flops / 2 / (2 * 756e12)) and row["memory_gb"] == 2
     speed.add([example], 3.0)
     assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
+
+
+def test_limit_val_takes_the_first_examples(tiny, ratings, tmp_path):
+    first = tmp_path / "first.jsonl"
+    first.write_text("".join(ratings.read_text().splitlines(keepends=True)[:3]))
+    argv = ("--batch_size=6", "--max_steps=1", "--eval.samples=0")
+    for name, more in (
+        ("a", (f"--data.val={ratings}", "--limit_val=3")),
+        ("b", (f"--data.val={first}",)),
+    ):
+        train(tiny, ratings, tmp_path / name, *argv, *more)
+    assert (tmp_path / "a" / "val.csv").read_text() == (tmp_path / "b" / "val.csv").read_text()
 
 
 def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):

@@ -13,7 +13,7 @@ from conftest import PARITY, assert_same, even, numbers, ranks, result, start
 import evaluate
 import online
 from records.tokenizer import Tokenizer
-from runs.checkpoint import checkpoint_folder
+from runs.checkpoint import checkpoint_folder, checkpoints_by_step
 from runs.console import BadInput
 
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--online.prompts_per_iteration=5",
@@ -186,6 +186,15 @@ def test_a_checkers_verdict_that_is_none_is_one_line_with_the_answers_number(
 ):
     with pytest.raises(BadInput, match=f"^checker: {fault}$"):
         go(tiny, prompts, tmp_path, checker=lambda answers: BAD[fault])
+
+
+def test_more_prompts_an_iteration_than_there_are_are_all_and_its_end_is_saved(
+    tiny, prompts, tmp_path, fits
+):
+    argv = ("--online.max_iterations=2", "--online.prompts_per_iteration=99", "--save_interval=99")
+    go(tiny, prompts, tmp_path, *argv)
+    assert [len(examples) for examples, _ in fits] == [14, 14]
+    assert sorted(checkpoints_by_step(tmp_path)) == [3, 6]
 
 
 def test_without_a_checker_or_a_step_it_is_refused(tiny, prompts, tmp_path):

@@ -113,6 +113,12 @@ def test_the_pairs_are_the_humans_completion_and_the_policys_own(
         go(tiny, demos, tmp_path / "branch", *branch)
 
 
+def test_the_settings_of_the_loss_reach_dpo():
+    args = spin.SPINSettings(average_logps=True, sft_loss_weight=0.5)
+    of_dpo = spin.SPIN(args, 0.3).args
+    assert (of_dpo.beta, of_dpo.average_logps, of_dpo.sft_loss_weight) == (0.3, True, 0.5)
+
+
 def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_path):
     go(tiny, demos, tmp_path, f"--data.val={demos}", "--spin.max_iterations=1", "--optim.lr=0")
     rows = (tmp_path / "val.csv").read_text().splitlines()

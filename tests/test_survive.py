@@ -150,6 +150,7 @@ STOPS = {
     "spin": [
         ((), ("generate.choose_token", 8), signal.SIGINT, 130, "SIGINT at step 0"),
         ((), ("rollout.generate", 4), signal.SIGTERM, 143, "SIGTERM at step 4"),
+        (("--stop_at=5",), None, 0, 0, "stop_at at step 5"),
     ],
     "online": [
         ((), ("evaluate.Evaluator.judge", 1), signal.SIGINT, 130, "SIGINT at step 0"),
