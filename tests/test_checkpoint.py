@@ -222,7 +222,8 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     monkeypatch.setattr(
         os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")) or real(fd)
     )
-    train(tiny, ratings, out, *RUN, "--save_interval=1", *argv)
+    last = "--stop_at=9"  # the last step, so it is an end and no stop
+    train(tiny, ratings, out, *RUN, "--save_interval=1", *argv, last)
     for folder in (step(out, 8), out / "final"):
         files = {str(folder.with_name(f".{folder.name}.tmp") / p.name) for p in folder.iterdir()}
         assert files <= synced, "on the disk before the folder has its name"
