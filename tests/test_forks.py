@@ -263,6 +263,7 @@ FAULTS = [
      r"step 1: not finite .*ratings.jsonl:\d+.* the weights are unchanged"),
     ({"loss": lambda o, lp, ref, batch, z: (lp[:, 0] * batch.extra("age"), {})},
      "data.extra: age: the loss asks for it: --data.extra age"),
+    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] + torch.inf, {})}, r"step 1: not finite .*, inf\]\): .*ratings.jsonl:\d+, "),
     ({"baseline": lambda o, *a: torch.tensor(torch.inf)}, r"step 1: not finite .*: \[0.0, inf, "),
     ({"baseline": lambda o, *a: [0.0]}, r"baseline: one number or \(6,\), .*, not \(1,\)"),
     ({"loss": lambda o, logps, batch: None}, r"Changed.loss: expected \(logps, ref_logps, batch, z\)"),

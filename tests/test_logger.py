@@ -24,6 +24,7 @@ from runs.console import BadInput
 from runs.logger import Logger, Throughput, add_row, cut_rows
 from runs.optimizer import Plan
 from runs.settings import Data, Lora
+from train import Trainer
 
 
 def run_settings(out: Path, **kw) -> kto.Settings:
@@ -327,6 +328,22 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
     assert row["mfu"] == pytest.approx(flops / 2 / (2 * 756e12)) and row["memory_gb"] == 2
     speed.add([example], 3.0)
     assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
+
+
+def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
+    tiny, ratings, tmp_path
+):
+    by_hand = []
+
+    class Seen(Trainer):
+        def log(self, batch, columns, *rest):
+            n = torch.tensor([len(e.completions[0]) for e in batch.examples])
+            by_hand.append(((columns["entropy"] * n).sum() / n.sum()).item())
+            super().log(batch, columns, *rest)
+
+    run = train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=2", trainer=Seen)
+    assert [row["entropy"] for row in run["rows"]] == pytest.approx(by_hand)
+    assert [row["samples"] for row in run["rows"]] == [6, 12]
 
 
 def test_limit_val_takes_the_first_examples(tiny, ratings, tmp_path):
