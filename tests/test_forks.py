@@ -470,6 +470,20 @@ def test_mismatched_pairs_that_are_drawn_at_random_are_the_same_on_all_ranks(
     assert run["rows"][0]["loss"] == 0.5 and run["rows"][0]["kl/pairs"] == 6
 
 
+class OwnZ(kto.KTO):
+    def baseline(self, logratio_n, step):
+        return torch.arange(step.size) / 10
+
+
+def test_an_examples_own_z_reaches_it_in_any_micro_batch(tiny, ratings, tmp_path):
+    losses = []
+    for size in "61":
+        argv = ("--batch_size=6", "--max_steps=3", f"--micro_batch_size={size}")
+        rows = train(tiny, ratings, tmp_path / size, *argv, objective=OwnZ)["rows"]
+        losses.append([row["loss"] for row in rows])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != 0.5
+
+
 def test_mismatched_pairs_may_be_completions(tiny, ratings, tmp_path):
     """z of those that no example has, by hand."""
     steps = []
