@@ -16,12 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from attention import KVCache, PromptCache
 from head import logp_of
-from hub import Source, find_model, library_errors, read_config, read_whole
+from hub import Source, find_model, read_config, read_whole
 from lora import add_adapters, fold_adapters, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from packing import pack
 from reference import freeze
 from runs.checkpoint import read_settings, read_tensors
+from runs.console import user_error
 from runs.devices import set_weights
 from runs.settings import Lora
 
@@ -54,7 +55,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         return gpt
     config = read_config(source)
     hf = read_whole(source.root, config, dtype)
-    with library_errors(f"model: {source.root}: {config.model_type}"):
+    with user_error(f"model: {source.root}: {config.model_type}"):
         prompts, completions = _texts(config.get_text_config().vocab_size)
         expected_T = _plain_logps(hf, prompts, completions)
         if gpt := litgpt_model(hf):
@@ -67,7 +68,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
 def put_on(gpt: Packed, folder: Path) -> None:
     """Put on a plain model what a checkpoint or a PEFT folder has learned on it; adapters are merged.
     Raises BadInput."""
-    with library_errors(f"{folder}: does not fit its base"):
+    with user_error(f"{folder}: does not fit its base"):
         if (folder / "adapter_config.json").exists():
             return fold_adapters(gpt, read_peft(folder))
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from head import autocast
-from hub import Source, library_errors, read_json
-from runs.console import BadInput, rank
+from hub import Source, read_json
+from runs.console import BadInput, rank, user_error
 from runs.devices import gather_tensor, place_like
 from runs.settings import Lora, refuse_unless
 
@@ -229,7 +229,7 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
         if value and (re.match(others, name) or value not in plain.get(name, [value])):
             raise BadInput(f"{folder}/adapter_config.json: {name}: {value} is not supported")
     adapters, patterns = {}, (config.get("alpha_pattern") or {}).items()
-    with library_errors(folder):
+    with user_error(None, folder):
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, a in tensors.items():
             # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of

@@ -205,7 +205,7 @@ def table(source: str):
     *config, split = rest or ["train"]
     path = find_path(name)
     nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
-    with user_error(f"{source}: {nothing}", name, Exception):  # the package raises a dozen kinds
+    with user_error(f"{source}: {nothing}", name):
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
         if not path.is_dir():

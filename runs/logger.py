@@ -157,7 +157,7 @@ def open_tracker(cfg: RunSettings):
         import wandb
 
         id_file = out / "wandb_id"  # a resumed run continues the same wandb run
-        with user_error("logger: wandb (WANDB_MODE=offline needs no key)", None, Exception):
+        with user_error("logger: wandb (WANDB_MODE=offline needs no key)"):
             # it ends when Python exits, and is marked as crashed after an exception
             run = wandb.init(
                 dir=out,
