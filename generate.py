@@ -72,7 +72,7 @@ def cumsum(p_BV):
 
 @contextlib.contextmanager
 def ready_to_sample(fabric, policy, room: float):
-    """Within this context the policy has adapters merged and autocast on. The blocks of a sharded policy
+    """Within this context the policy has adapters merged and autocast on. The parts of a sharded policy
     stay gathered from one forward to the next, if the whole takes at most `room` bytes: else sampling would gather it
     for each token."""
     module = getattr(policy, "module", policy)
@@ -81,17 +81,17 @@ def ready_to_sample(fabric, policy, room: float):
         dtype = (one @ one).dtype  # in which linear layers compute
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
     with merge_for_sampling(module, dtype), fabric.autocast():
-        blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+        sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
         if sum(p.nbytes for p in module.parameters()) > room:
-            blocks = []
-        for block in blocks:
-            block.set_reshard_after_forward(False, recurse=False)
+            sharded = []
+        for part in sharded:
+            part.set_reshard_after_forward(False, recurse=False)
         try:
             yield
         finally:
-            for block in blocks:
-                block.set_reshard_after_forward(True, recurse=False)
-                block.reshard()
+            for part in sharded:
+                part.set_reshard_after_forward(True, recurse=False)
+                part.reshard()
 
 
 # ---- answers ------------------------------------------------------------------------------------
