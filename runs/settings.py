@@ -245,9 +245,9 @@ class RunSettings:
     activation_checkpointing: bool = False
     """Compute blocks again in the backward pass: less memory, a quarter slower."""
 
-    lora: Lora = field(default_factory=Lora)
-    optim: Optim = field(default_factory=Optim)
-    eval: Eval = field(default_factory=Eval)
+    lora: Lora = Lora()
+    optim: Optim = Optim()
+    eval: Eval = Eval()
 
     log_interval: PositiveInt = 1
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
