@@ -58,10 +58,10 @@ class PreferenceSettings:
     def sft_average(self) -> bool:
         return self.average_logps if self.sft_average_logps is None else self.sft_average_logps
 
-    def validate(self, group: str) -> None:
+    def __post_init__(self):
         refuse_unless(
             self.preference_loss_weight + self.sft_loss_weight > 0,
-            f"{group}: preference_loss_weight and sft_loss_weight are both 0: nothing to learn",
+            "preference_loss_weight and sft_loss_weight: both are 0: nothing to learn",
         )
 
 

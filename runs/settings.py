@@ -270,9 +270,6 @@ class RunSettings:
     def validate(self) -> None:
         """Raise BadInput for fields that do not go together. jsonargparse has checked each field by its
         type."""
-        for name, group in vars(self).items():
-            if hasattr(group, "validate"):
-                group.validate(name)
         for name, value in flatten(self).items():
             if value is not None and re.search("interval$|^limit_", name):
                 refuse_unless(value > 0, f"{name}: expected above 0, got {value}")
