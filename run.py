@@ -304,7 +304,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     cfg = with_absolute_paths(cfg, "model", "reference")
 
     # the records
-    examples = load_splits(cfg.data, tokenizer, objective.records, say)
+    examples = load_splits(cfg.data, tokenizer, objective.records)
     for example in sum(examples.values(), []):
         # ids that no record has do not count: Gemma 3 1B's tokenizer has one more, for images
         largest = max(ids.max() for ids in (example.prompt, *example.completions))
