@@ -66,8 +66,7 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
     for name, layer in model.named_modules():
         if type(layer) is not nn.Linear or name.endswith(unfit):
             continue
-        is_head = name == "lm_head"
-        everywhere = set() if is_head else targets & {"all-linear"}
+        everywhere = targets & {"all-linear"} if name != "lm_head" else set()
         hits = [
             everywhere | {t for t in targets if f".{x}".endswith(f".{t}")}
             for x in _their_names(model, name)
