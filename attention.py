@@ -55,11 +55,7 @@ class PackedAttention:
         self.bins_of_window = {}
         # whether the prompts come from the cache; else this forward fills it
         self.cached = prompt_cache is not None and prompt_cache.batch is not None
-        if self.cached:
-            # lengths alone are compared: callers give the same prompts in the same order
-            cached, own = ([s[0] for s in x.segment_sizes] for x in (prompt_cache.batch, batch))
-            assert own == cached, "the cache is of other prompts: log-probs would be wrong"
-        elif prompt_cache is not None:
+        if prompt_cache and not self.cached:
             prompt_cache.batch = batch
 
     def queries(self, x_N):
