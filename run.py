@@ -67,7 +67,7 @@ from runs.devices import (
 )
 from runs.logger import Logger, Throughput
 from runs.optimizer import make_optimizer
-from runs.settings import RunSettings, find_path, refuse_unless, split_options
+from runs.settings import RunSettings, find_path, refuse_unless
 
 # ---- what lives during a run ---------------------------------------------------------------------
 
@@ -210,10 +210,8 @@ class Run:
         say(
             f"stopped by {self.stop.reason} at step {self.state.step} of {self.last_step}; go on with"
         )
-        # words of a program's own stand before the first option
-        program = ["python", sys.argv[0], *split_options(sys.argv[1:])[0]]
         settings = str(self.folder / "settings.yaml")
-        say(f"  {shlex.join([*program, '--config', settings, '--resume', 'auto'])}")
+        say(f"  {shlex.join(['python', sys.argv[0], '--config', settings, '--resume', 'auto'])}")
 
     def load(self, folder: Path) -> None:
         """Put a checkpoint's tensors in place, and what the objective remembers."""
