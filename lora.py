@@ -25,6 +25,9 @@ from runs.console import BadInput, rank, user_error
 from runs.devices import gather_tensor, place_like
 from runs.settings import Lora, refuse_unless
 
+# {transformers' name of a layer: A, B, scale}, as PEFT has them, whole and on the CPU
+Adapters = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
+
 # ---- make ----------------------------------------------------------------------------------------
 
 
@@ -152,9 +155,8 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
             layer.merged = False
 
 
-def gather_adapters(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """{transformers' name of a layer: A, B, scale} of a model's adapters, as PEFT has them, whole and
-    on the CPU. A collective if the model is sharded."""
+def gather_adapters(model: nn.Module) -> Adapters:
+    """A model's adapters. A collective if the model is sharded."""
     adapters = {}
     for name, layer in _adapted_layers(model).items():
         theirs = _their_names(model, name)
@@ -171,8 +173,8 @@ def gather_adapters(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Ten
     return adapters
 
 
-def merge_adapters(weights: Mapping, adapters: Mapping, model: nn.Module) -> None:
-    """Add adapters (see gather_adapters) to weights, which have the plain names of the model's. Raises
+def merge_adapters(weights: Mapping, adapters: Adapters, model: nn.Module) -> None:
+    """Add adapters to weights, which have the plain names of the model's. Raises
     KeyError for an adapter of a layer that the model does not have."""
     for layer, (a, b, scale) in adapters.items():
         rows = model.rows[f"{layer}.weight"]
@@ -204,7 +206,7 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
 
 
 @torch.no_grad()
-def fold_adapters(model: nn.Module, adapters: Mapping | None = None) -> None:
+def fold_adapters(model: nn.Module, adapters: Adapters | None = None) -> None:
     """Merge adapters, by default the model's own, for good: the model is then a plain one. Raises
     KeyError."""
     adapters = adapters or gather_adapters(model)
@@ -217,9 +219,8 @@ def fold_adapters(model: nn.Module, adapters: Mapping | None = None) -> None:
 # ---- PEFT's files --------------------------------------------------------------------------------
 
 
-def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """{transformers' name of a layer: A, B, scale} of a PEFT folder. Raises BadInput where it holds
-    another method than plain LoRA."""
+def read_peft(folder: Path) -> Adapters:
+    """The adapters of a PEFT folder. Raises BadInput where it holds another method than plain LoRA."""
     config = read_json(folder / "adapter_config.json")
     # what plain LoRA says there: pissa, olora and the like change the base
     plain = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
@@ -248,9 +249,9 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
 
 
 def write_peft(
-    adapters: Mapping, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
+    adapters: Adapters, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
 ) -> None:
-    """Write a model's adapters (see gather_adapters) in PEFT's format. base: the model that they belong to.
+    """Write a model's adapters in PEFT's format. base: the model that they belong to.
     If the source is made of PEFT folders, the file holds their adapters and ours side by side."""
     scale, sets = lora.alpha / lora.rank, [adapters]
     while source.base:
