@@ -118,15 +118,12 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         wanted = ["*.json", "*.jinja", "*.txt", "tokenizer.model"] + ["*.safetensors"] * weights
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
         unwanted = ["consolidated*", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
-        try:
+        with user_error(
+            f"{what}: {name}: no such folder here, and not fetched from huggingface.co; without a network, "
+            "download it elsewhere and give the folder that holds config.json and model.safetensors"
+        ):
             download = huggingface_hub.snapshot_download
             folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-        except Exception as e:  # the hub's client has a dozen errors for a failed download
-            raise BadInput(
-                f"{what}: {name}: no such folder here, and not fetched from huggingface.co "
-                f"({type(e).__name__}); without a network, download it elsewhere and give the folder "
-                "that holds config.json and model.safetensors"
-            ) from e
     if (folder / "state.json").exists():
         base = read_settings(folder)["model"]
     elif (folder / "adapter_config.json").exists():

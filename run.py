@@ -390,8 +390,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 def with_absolute_paths(settings, *names: str):
     """The same settings with absolute paths of what is read: settings.yaml, which is made of them, then
     means the same from any working directory. Ids of the Hub stay as they are."""
-    given = {name: getattr(settings, name) for name in names}
-    return replace(settings, **{name: absolute_sources(x) for name, x in given.items() if x})
+    return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
 
 
 def saved_state(objective) -> dict:

@@ -152,9 +152,11 @@ def names_given(setting: str, text: str | None) -> dict[str, str]:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def absolute_sources(sources: str) -> str:
+def absolute_sources(sources: str | None) -> str | None:
     """The same sources with absolute paths of files, folders and patterns, but ids of the Hub as they
     are: settings.yaml then means the same from any folder."""
+    if not sources:
+        return None
     if find_path(sources).exists():  # a path may have a comma, too: those of sweep.py do
         return os.path.abspath(find_path(sources))
     return ",".join(
