@@ -72,26 +72,28 @@ def cumsum(p_BV):
 
 @contextlib.contextmanager
 def ready_to_sample(fabric, policy, room: float):
-    """Within this context the policy has adapters merged and autocast on. The parts of a sharded policy
-    stay gathered from one forward to the next, if the whole takes at most `room` bytes: else sampling would gather it
-    for each token."""
+    """Within this context the policy has adapters merged and autocast on. A sharded policy stays
+    gathered from one forward to the next, if it takes at most `room` bytes: else sampling would gather it for each
+    token."""
     module = getattr(policy, "module", policy)
     one = torch.ones(1, 1, device=fabric.device)
     with fabric.autocast():
         dtype = (one @ one).dtype  # in which linear layers compute
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
     with merge_for_sampling(module, dtype), fabric.autocast():
-        sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        if sum(p.nbytes for p in module.parameters()) > room:
-            sharded = []
-        for part in sharded:
-            part.set_reshard_after_forward(False, recurse=False)
+        stays = (
+            isinstance(module, FSDPModule) and sum(p.nbytes for p in module.parameters()) <= room
+        )
+        if stays:
+            module.set_reshard_after_forward(False)  # of all its parts
         try:
             yield
         finally:
-            for part in sharded:
-                part.set_reshard_after_forward(True, recurse=False)
-                part.reshard()
+            if stays:
+                module.set_reshard_after_forward(True)
+                for part in module.modules():
+                    if isinstance(part, FSDPModule):
+                        part.reshard()
 
 
 # ---- answers ------------------------------------------------------------------------------------
