@@ -56,7 +56,10 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     config = read_config(source)
     hf = read_whole(source.root, config, dtype)
     with user_error(f"model: {source.root}: {config.model_type}"):
-        prompts, completions = _texts(config.get_text_config().vocab_size)
+        # three prompts with two completions each
+        r, n_vocab = np.random.default_rng(0), config.get_text_config().vocab_size
+        texts = [r.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
+        prompts, completions = texts[::3], list(zip(texts[1::3], texts[2::3]))
         expected_T = _plain_logps(hf, prompts, completions)
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
@@ -83,13 +86,6 @@ def put_on(gpt: Packed, folder: Path) -> None:
 
 
 # ---- the comparison ------------------------------------------------------------------------------
-
-
-def _texts(n_vocab: int) -> tuple[list, list]:
-    """Three prompts with two completions each, as token ids."""
-    r = np.random.default_rng(0)
-    texts = [r.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
-    return texts[::3], list(zip(texts[1::3], texts[2::3]))
 
 
 @torch.no_grad()
