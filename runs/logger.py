@@ -258,5 +258,4 @@ def format_cells(row: dict) -> list[str]:
     formats = dict(CELLS)
     if row.get("kl/clamped"):  # a bare "kl 0.0000" would look like a bug
         formats["kl"] = "kl 0 (clamped)"
-    cells = formats.items()
-    return [text.format(row[name]) for name, text in cells if row.get(name) is not None]
+    return [text.format(row[name]) for name, text in formats.items() if row.get(name) is not None]
