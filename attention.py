@@ -55,11 +55,7 @@ class PackedAttention:
         self.bins_of_window = {}
         # whether the prompts come from the cache; else this forward fills it
         self.cached = prompt_cache is not None and prompt_cache.batch is not None
-        if self.cached:
-            # lengths alone are compared: callers give the same prompts in the same order
-            cached, own = ([s[0] for s in x.segment_sizes] for x in (prompt_cache.batch, batch))
-            assert own == cached, "the cache is of other prompts: log-probs would be wrong"
-        elif prompt_cache is not None:
+        if prompt_cache and not self.cached:
             prompt_cache.batch = batch
 
     def queries(self, x_N):
@@ -135,9 +131,9 @@ class PackedAttention:
         numbers are, too: before the first update a log-ratio is exactly 0, although policy and reference may do this
         differently. Short prompts share a tile, and may differ by rounding.
         """
-        token_N = torch.arange(len(self.batch.token_N), device=self.batch.token_N.device)
+        batch, bins, first_token, first_query = self.batch, [], 0, 0
+        token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
         token_Q = self.queries(token_N)
-        bins, first_token, first_query = [], 0, 0
         for segments in self.segments_of_bins():
             tiles, n_keys = [], 0
             for number, (n_queries, n_tokens) in enumerate(segments):
@@ -149,7 +145,11 @@ class PackedAttention:
                 if window is not None or number > 0 or len(segments) == 1:
                     i = token_Q[first_query : first_query + n_queries, None]
                     j = token_N[None, first_token : first_token + n_keys]
-                    mask = self.mask(i, j, window)
+                    # the same prompt, and not after i; of the prompt itself, or of i's own completion
+                    mask = (batch.prompt_N[i] == batch.prompt_N[j]) & (j <= i)
+                    mask &= (batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i])
+                    if window is not None:
+                        mask &= batch.position_N[i] - batch.position_N[j] < window
                 tiles.append((n_queries, n_keys, mask))
                 first_query += n_queries
             bins.append((n_keys, tiles))
@@ -172,16 +172,6 @@ class PackedAttention:
             else:
                 bins[-1] = [tuple(map(sum, zip(*bins[-1], *segments)))]
         return bins
-
-    def mask(self, i, j, window: int | None):
-        """Whether token i attends to token j: j has the same prompt and is not after i, belongs to the prompt itself or
-        to i's own completion, and is within the window."""
-        batch = self.batch
-        mask = (batch.prompt_N[i] == batch.prompt_N[j]) & (j <= i)
-        mask = mask & ((batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i]))
-        if window is not None:
-            mask = mask & (batch.position_N[i] - batch.position_N[j] < window)
-        return mask
 
 
 def flash_fits(attn, q) -> bool:

@@ -23,8 +23,7 @@ Shape letters; packing.py, attention.py and model.py use the same ones:
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import NamedTuple
 
@@ -77,22 +76,6 @@ def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
         yield make_batch(run, [examples[j] for j in order[i * G : (i + 1) * G]])
 
 
-def made_ahead(batches: Iterator["Batch"]) -> Iterator["Batch"]:
-    """The same batches. While a step runs, a thread makes and packs the batch of the next one."""
-
-    def make():
-        batch = next(batches, None)
-        if batch:
-            batch.pack_ahead()
-        return batch
-
-    with ThreadPoolExecutor(1) as thread:
-        next_batch = thread.submit(make)
-        while batch := next_batch.result():
-            next_batch = thread.submit(make)
-            yield batch
-
-
 def make_batch(run, examples) -> "Batch":
     """These examples as the batch of a step, with mismatched pairs if the objective asks for them."""
     objective, pairs = run.objective, None
@@ -142,8 +125,6 @@ class Batch:
     score_prompt: bool = False
     by_token: bool = False
     budget: Budget = Budget()
-    # {(numbers of examples, mismatched): PackedBatch}, those that were packed ahead
-    packed: dict = field(default_factory=dict)
 
     @functools.cached_property
     def micro_batches(self) -> list["MicroBatch"]:
@@ -167,17 +148,9 @@ class Batch:
                 sizes.append(prompt + sum(added[i] for i in part))
         return split_into_micro_batches(groups, sizes, budget)[budget.rank]
 
-    def pack_ahead(self) -> None:
-        """Pack what the passes of the step will ask for."""
-        for micro in self.micro_batches:
-            for mismatched in (False, True) if self.mismatched_pairs is not None else (False,):
-                self.packed[tuple(micro.index), mismatched] = self.pack(micro.index, mismatched)
-
     def pack(self, index: list[int], mismatched: bool = False) -> PackedBatch:
         """These examples' prompts with their own completions or, as mismatched pairs, with those of
         others. The result is on the CPU."""
-        if ahead := self.packed.get((tuple(index), mismatched)):
-            return ahead
         completions = [self.examples[i].completions for i in index]
         if mismatched:
             completions = [(self.mismatched_completion(i),) for i in index]
@@ -204,10 +177,7 @@ def mismatched_pairs(examples: list[Example]) -> list[int]:
     completion could then equal the example's own one.
     """
     keys = [e.keys[:2] for e in examples]  # a pair: its chosen completion
-    n = len(keys)
-    if any(len(set(same)) == 1 for same in zip(*keys)):  # one prompt, or one completion, for all
-        return [-1] * n  # a shortcut: the search below would compare each example with all others
-    found = []
+    n, found = len(keys), []
     for i, (prompt, completion) in enumerate(keys):
         others = ((i + distance) % n for distance in range(1, n))
         fit = (j for j in others if keys[j][0] != prompt and keys[j][1] != completion)

@@ -13,7 +13,7 @@ average_logps.
 Shape letters: G examples of a step, B of a micro-batch, K = 2 completions (chosen, rejected).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -83,7 +83,7 @@ class DPOSettings(PreferenceSettings):
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    dpo: DPOSettings = field(default_factory=DPOSettings)
+    dpo: DPOSettings = DPOSettings()
 
 
 class DPO(Objective):

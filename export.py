@@ -24,8 +24,10 @@ def main(argv=None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="where to write")
     args = parser.parse_args(argv)
     refuse_unless(not args.out.exists(), f"out: {args.out}: is there already")
-    is_checkpoint = (args.checkpoint / "state.json").exists()
-    refuse_unless(is_checkpoint, f"checkpoint: {args.checkpoint}: not a checkpoint of a run")
+    refuse_unless(
+        (args.checkpoint / "state.json").exists(),
+        f"checkpoint: {args.checkpoint}: not a checkpoint of a run",
+    )
     write = partial(export_checkpoint, find_model(str(args.checkpoint)))
     publish_folder(Fabric(accelerator="cpu", devices=1), write, args.out)
     print(f"exported to {args.out}")

@@ -3,7 +3,6 @@
 transformers reads and writes all of it. A checkpoint and a PEFT folder hold only what was trained:
 their Source has a base, and load.py puts them on it. This file knows no model class of ours."""
 
-import contextlib
 import json
 import logging
 import re
@@ -17,7 +16,7 @@ import torch
 import transformers
 
 from runs.checkpoint import read_settings
-from runs.console import BadInput
+from runs.console import BadInput, user_error
 from runs.settings import find_path, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
@@ -119,15 +118,12 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         wanted = ["*.json", "*.jinja", "*.txt", "tokenizer.model"] + ["*.safetensors"] * weights
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
         unwanted = ["consolidated*", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
-        try:
+        with user_error(
+            f"{what}: {name}: no such folder here, and not fetched from huggingface.co; without a network, "
+            "download it elsewhere and give the folder that holds config.json and model.safetensors"
+        ):
             download = huggingface_hub.snapshot_download
             folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-        except Exception as e:  # the hub's client has a dozen errors for a failed download
-            raise BadInput(
-                f"{what}: {name}: no such folder here, and not fetched from huggingface.co "
-                f"({type(e).__name__}); without a network, download it elsewhere and give the folder "
-                "that holds config.json and model.safetensors"
-            ) from e
     if (folder / "state.json").exists():
         base = read_settings(folder)["model"]
     elif (folder / "adapter_config.json").exists():
@@ -136,30 +132,18 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
 
 
 def read_json(file: Path) -> dict:
-    with library_errors(file):
+    with user_error(None, file):
         return json.loads(file.read_text())
 
 
 # ---- its config ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def library_errors(where):
-    """Turn what a library raises as it reads a model into BadInput, one line."""
-    try:
-        yield
-    except BadInput:
-        raise
-    except Exception as e:  # its configs and classes fail in a dozen ways
-        reason = " ".join(str(e).split())[:300]
-        raise BadInput(f"{where}: {type(e).__name__}: {reason}") from None
-
-
 def read_config(source: Source):
     """transformers' config of a model, without dropout: policy and reference must be equal. Raises
     BadInput, also for what is REFUSED."""
     file = source.root / "config.json"
-    with library_errors(file):
+    with user_error(None, file):
         config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
         if found := REFUSED.search(config.to_json_string(use_diff=False)):
             raise BadInput(f"{file}: {found[0]} is not supported")
@@ -224,7 +208,7 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
     would only log it."""
     auto = transformers.AutoModelForCausalLM
     options = dict(attn_implementation="eager", dtype=dtype)
-    with library_errors(folder):
+    with user_error(None, folder):
         if (folder / "lit_model.pth").exists():
             hf = auto.from_config(config, **options)
             ours = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)

@@ -19,7 +19,7 @@ Shape letters: G examples of a step, B of a micro-batch, K completions of a prom
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -46,7 +46,7 @@ class KTOSettings(PreferenceSettings):
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    kto: KTOSettings = field(default_factory=KTOSettings)
+    kto: KTOSettings = KTOSettings()
 
 
 def kto_loss(logratio_B, z, desirable_B, args: KTOSettings):

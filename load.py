@@ -16,12 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from attention import KVCache, PromptCache
 from head import logp_of
-from hub import Source, find_model, library_errors, read_config, read_whole
+from hub import Source, find_model, read_config, read_whole
 from lora import add_adapters, fold_adapters, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from packing import pack
 from reference import freeze
 from runs.checkpoint import read_settings, read_tensors
+from runs.console import user_error
 from runs.devices import set_weights
 from runs.settings import Lora
 
@@ -54,8 +55,11 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         return gpt
     config = read_config(source)
     hf = read_whole(source.root, config, dtype)
-    with library_errors(f"model: {source.root}: {config.model_type}"):
-        prompts, completions = _texts(config.get_text_config().vocab_size)
+    with user_error(f"model: {source.root}: {config.model_type}"):
+        # three prompts with two completions each
+        r, n_vocab = np.random.default_rng(0), config.get_text_config().vocab_size
+        texts = [r.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
+        prompts, completions = texts[::3], list(zip(texts[1::3], texts[2::3]))
         expected_T = _plain_logps(hf, prompts, completions)
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
@@ -67,7 +71,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
 def put_on(gpt: Packed, folder: Path) -> None:
     """Put on a plain model what a checkpoint or a PEFT folder has learned on it; adapters are merged.
     Raises BadInput."""
-    with library_errors(f"{folder}: does not fit its base"):
+    with user_error(f"{folder}: does not fit its base"):
         if (folder / "adapter_config.json").exists():
             return fold_adapters(gpt, read_peft(folder))
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
@@ -82,13 +86,6 @@ def put_on(gpt: Packed, folder: Path) -> None:
 
 
 # ---- the comparison ------------------------------------------------------------------------------
-
-
-def _texts(n_vocab: int) -> tuple[list, list]:
-    """Three prompts with two completions each, as token ids."""
-    r = np.random.default_rng(0)
-    texts = [r.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
-    return texts[::3], list(zip(texts[1::3], texts[2::3]))
 
 
 @torch.no_grad()
@@ -195,7 +192,6 @@ def shard_module(module, mesh, bf16: bool):
         module.lm_head.logp = module.logp
         register_fsdp_forward_method(module.lm_head, "logp")
         module.logp = module.lm_head.logp
-    # By default a root stays gathered for its backward; a frozen model has no backward.
-    is_frozen = not any(p.requires_grad for p in module.parameters())
-    fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
+    # by default a root stays gathered after its forward, also where no backward follows
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return module.to_empty(device=mesh.device_type)

@@ -20,10 +20,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from head import autocast
-from hub import Source, library_errors, read_json
-from runs.console import BadInput, rank
+from hub import Source, read_json
+from runs.console import BadInput, rank, user_error
 from runs.devices import gather_tensor, place_like
 from runs.settings import Lora, refuse_unless
+
+# {transformers' name of a layer: A, B, scale}, as PEFT has them, whole and on the CPU
+Adapters = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
 
 # ---- make ----------------------------------------------------------------------------------------
 
@@ -66,8 +69,7 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
     for name, layer in model.named_modules():
         if type(layer) is not nn.Linear or name.endswith(unfit):
             continue
-        is_head = name == "lm_head"
-        everywhere = set() if is_head else targets & {"all-linear"}
+        everywhere = targets & {"all-linear"} if name != "lm_head" else set()
         hits = [
             everywhere | {t for t in targets if f".{x}".endswith(f".{t}")}
             for x in _their_names(model, name)
@@ -153,9 +155,8 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
             layer.merged = False
 
 
-def gather_adapters(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """{transformers' name of a layer: A, B, scale} of a model's adapters, as PEFT has them, whole and
-    on the CPU. A collective if the model is sharded."""
+def gather_adapters(model: nn.Module) -> Adapters:
+    """A model's adapters. A collective if the model is sharded."""
     adapters = {}
     for name, layer in _adapted_layers(model).items():
         theirs = _their_names(model, name)
@@ -172,8 +173,8 @@ def gather_adapters(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Ten
     return adapters
 
 
-def merge_adapters(weights: Mapping, adapters: Mapping, model: nn.Module) -> None:
-    """Add adapters (see gather_adapters) to weights, which have the plain names of the model's. Raises
+def merge_adapters(weights: Mapping, adapters: Adapters, model: nn.Module) -> None:
+    """Add adapters to weights, which have the plain names of the model's. Raises
     KeyError for an adapter of a layer that the model does not have."""
     for layer, (a, b, scale) in adapters.items():
         rows = model.rows[f"{layer}.weight"]
@@ -205,7 +206,7 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
 
 
 @torch.no_grad()
-def fold_adapters(model: nn.Module, adapters: Mapping | None = None) -> None:
+def fold_adapters(model: nn.Module, adapters: Adapters | None = None) -> None:
     """Merge adapters, by default the model's own, for good: the model is then a plain one. Raises
     KeyError."""
     adapters = adapters or gather_adapters(model)
@@ -218,9 +219,8 @@ def fold_adapters(model: nn.Module, adapters: Mapping | None = None) -> None:
 # ---- PEFT's files --------------------------------------------------------------------------------
 
 
-def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """{transformers' name of a layer: A, B, scale} of a PEFT folder. Raises BadInput where it holds
-    another method than plain LoRA."""
+def read_peft(folder: Path) -> Adapters:
+    """The adapters of a PEFT folder. Raises BadInput where it holds another method than plain LoRA."""
     config = read_json(folder / "adapter_config.json")
     # what plain LoRA says there: pissa, olora and the like change the base
     plain = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
@@ -229,7 +229,7 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
         if value and (re.match(others, name) or value not in plain.get(name, [value])):
             raise BadInput(f"{folder}/adapter_config.json: {name}: {value} is not supported")
     adapters, patterns = {}, (config.get("alpha_pattern") or {}).items()
-    with library_errors(folder):
+    with user_error(None, folder):
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, a in tensors.items():
             # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
@@ -249,9 +249,9 @@ def read_peft(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
 
 
 def write_peft(
-    adapters: Mapping, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
+    adapters: Adapters, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
 ) -> None:
-    """Write a model's adapters (see gather_adapters) in PEFT's format. base: the model that they belong to.
+    """Write a model's adapters in PEFT's format. base: the model that they belong to.
     If the source is made of PEFT folders, the file holds their adapters and ours side by side."""
     scale, sets = lora.alpha / lora.rank, [adapters]
     while source.base:

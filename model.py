@@ -154,10 +154,6 @@ class Packed:
     def unique_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by name. A tied head appears only as the embedding; those of the objective's
         module are objective_module.*"""
-        # after a forward without backward FSDP2 leaves gathered copies in place of the root's
-        # parameters
-        if hasattr(self, "reshard"):
-            self.reshard()
         parameters = dict(self.named_parameters(remove_duplicate=False))
         if self.tied:
             del parameters["lm_head.weight"]
@@ -205,14 +201,13 @@ def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, 
     """The forward of litgpt's attention layer `attn`: (R, Q, C) -> (R, Q, C). Unlike litgpt's own
     it does not copy grouped keys."""
     config = attn.config
-    D = config.head_size
-    key_width = config.n_query_groups * D
-    q, k, v = attn.qkv(x).split([config.n_head * D, key_width, key_width], dim=-1)
-    q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))  # (R, heads, Q, D)
+    n_keys = config.n_query_groups
+    heads = attn.qkv(x).unflatten(-1, (-1, config.head_size)).transpose(1, 2)  # (R, heads, Q, D)
+    q, k, v = heads.split([config.n_head, n_keys, n_keys], dim=1)
     if config.norm_qk:
         q, k = attn.norm_q(q), attn.norm_k(k)
     if config.rope_n_elem:
-        q, k = litgpt.model.apply_rope(q, cos, sin), litgpt.model.apply_rope(k, cos, sin)
+        q, k = (litgpt.model.apply_rope(y, cos, sin) for y in (q, k))
     return attn.proj(attention.attend(attn, q, k, v).transpose(1, 2).flatten(2))
 
 

@@ -10,7 +10,7 @@ for its prompts only. The reference stays the first model, or becomes the policy
 iteration begins (online.reference).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from jsonargparse.typing import PositiveInt
@@ -54,8 +54,8 @@ class OnlineSettings(Sampling):
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    kto: KTOSettings = field(default_factory=KTOSettings)
-    online: OnlineSettings = field(default_factory=OnlineSettings)
+    kto: KTOSettings = KTOSettings()
+    online: OnlineSettings = OnlineSettings()
 
     def validate(self) -> None:
         super().validate()

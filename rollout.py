@@ -101,14 +101,13 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
     key = examples_hash({repr(depends): examples})[:16]
     rows = on_rank_0(run.fabric, lambda: read_lines(file))
     rows = [row for row in rows if row["key"] == key]
-    answers, text = [row["ids"] for row in rows], as_lines(rows)
-    if len(answers) < len(examples):
+    if len(rows) < len(examples):
         refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
         folder = run.publish_policy() if run.rollout else None
     # the time limit may also end it here: a resume keeps the answers
     check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
-    with progress(f"answers of iteration {i}", len(examples) - len(answers)):
-        for start in range(len(answers), len(examples), size):
+    with progress(f"answers of iteration {i}", len(examples) - len(rows)):
+        for start in range(len(rows), len(examples), size):
             prompts = [e.prompt for e in examples[start : start + size]]
             seed = (run.cfg.seed * 1009 + i) * 1000003 + start
             if run.rollout:
@@ -126,13 +125,12 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
                 fresh = generate(
                     run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, check_stop
                 )
-            answers += fresh
             for ids in fresh:
                 completion, _ = read_answer(run.tokenizer, ids, args.stop)
-                text += as_lines([{"key": key, "completion": completion, "ids": ids}])
+                rows.append({"key": key, "completion": completion, "ids": ids})
             if run.fabric.global_rank == 0:
-                write_whole(file, text)
-    return answers
+                write_whole(file, as_lines(rows))
+    return [row["ids"] for row in rows]
 
 
 # ---- what an iteration learns from the answers ---------------------------------------------------
@@ -155,9 +153,7 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
                 f"rate: {len(prompts)} answers need as many examples, got {len(examples)}",
             )
             write_whole(file, as_lines([e._asdict() for e in examples]))
-        rows = read_lines(file)
-        refuse_unless(rows, f"resume: {file}: {LOST}")
-        return rows, run.objective.state_dict()
+        return read_lines(file), run.objective.state_dict()
 
     rows, state = on_rank_0(run.fabric, read_or_rate)
     vars(run.objective).update(state)  # rate may have changed it, on rank 0

@@ -67,7 +67,7 @@ from runs.devices import (
 )
 from runs.logger import Logger, Throughput
 from runs.optimizer import make_optimizer
-from runs.settings import RunSettings, find_path, refuse_unless, split_options
+from runs.settings import RunSettings, find_path, refuse_unless
 
 # ---- what lives during a run ---------------------------------------------------------------------
 
@@ -210,10 +210,8 @@ class Run:
         say(
             f"stopped by {self.stop.reason} at step {self.state.step} of {self.last_step}; go on with"
         )
-        # words of a program's own stand before the first option
-        program = ["python", sys.argv[0], *split_options(sys.argv[1:])[0]]
         settings = str(self.folder / "settings.yaml")
-        say(f"  {shlex.join([*program, '--config', settings, '--resume', 'auto'])}")
+        say(f"  {shlex.join(['python', sys.argv[0], '--config', settings, '--resume', 'auto'])}")
 
     def load(self, folder: Path) -> None:
         """Put a checkpoint's tensors in place, and what the objective remembers."""
@@ -304,7 +302,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     cfg = with_absolute_paths(cfg, "model", "reference")
 
     # the records
-    examples = load_splits(cfg.data, tokenizer, objective.records, say)
+    examples = load_splits(cfg.data, tokenizer, objective.records)
     for example in sum(examples.values(), []):
         # ids that no record has do not count: Gemma 3 1B's tokenizer has one more, for images
         largest = max(ids.max() for ids in (example.prompt, *example.completions))
@@ -392,8 +390,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 def with_absolute_paths(settings, *names: str):
     """The same settings with absolute paths of what is read: settings.yaml, which is made of them, then
     means the same from any working directory. Ids of the Hub stay as they are."""
-    given = {name: getattr(settings, name) for name in names}
-    return replace(settings, **{name: absolute_sources(x) for name, x in given.items() if x})
+    return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
 
 
 def saved_state(objective) -> dict:

@@ -10,7 +10,7 @@ Where the paper leaves a choice: one learning-rate schedule spans all iterations
 state carries on (with LoRA it restarts, since the adapters are merged into the base and begin anew).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveInt
@@ -60,7 +60,7 @@ class SPINSettings(Sampling):
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    spin: SPINSettings = field(default_factory=SPINSettings)
+    spin: SPINSettings = SPINSettings()
 
     def validate(self) -> None:
         super().validate()

@@ -24,7 +24,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from attention import PromptCache
-from data import Batch, LossView, StepView, made_ahead, make_batch, mismatched_pairs, step_batches
+from data import Batch, LossView, StepView, make_batch, mismatched_pairs, step_batches
 from model import Scores
 from records.examples import Example
 from run import Run, saved_state
@@ -58,10 +58,10 @@ class PreferenceSettings:
     def sft_average(self) -> bool:
         return self.average_logps if self.sft_average_logps is None else self.sft_average_logps
 
-    def validate(self, group: str) -> None:
+    def __post_init__(self):
         refuse_unless(
             self.preference_loss_weight + self.sft_loss_weight > 0,
-            f"{group}: preference_loss_weight and sft_loss_weight are both 0: nothing to learn",
+            "preference_loss_weight and sft_loss_weight: both are 0: nothing to learn",
         )
 
 
@@ -74,7 +74,7 @@ class KL(NamedTuple):
 
 class Objective:
     """An algorithm. Only `loss` must be given; all else has a default. Its attributes below stay the same
-    during a fit: a thread that makes batches reads them a step ahead."""
+    during a fit."""
 
     records = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
@@ -219,11 +219,7 @@ class Trainer:
         run.last_step = plan.total
         self.before_first_step(examples, plan)
         first = run.state.step + 1
-        batches = step_batches(run, examples, plan)
-        # pairs of a fork's own may need what the last step has changed
-        if not run.objective.overrides("mismatched_pairs"):
-            batches = made_ahead(batches)
-        for batch in batches:
+        for batch in step_batches(run, examples, plan):
             began, step = time.perf_counter(), run.state.step + 1
             needs_row = is_due(step, run.cfg.log_interval, plan)
             silent = 5 if step == first else 60  # seconds
@@ -296,7 +292,7 @@ class Trainer:
         acts on z."""
         run, objective, step = self.run, self.run.objective, StepView(batch, self.run.fabric.device)
         has_pairs = batch.mismatched_pairs is not None
-        reference = run.reference if objective.needs_reference else lambda *given: None
+        reference = run.reference or (lambda *given: None)
         ref_logps, logratio_G = [], torch.zeros_like(step.weight, dtype=torch.float64)
         for micro, packed in self.micro_batches(batch):
             ref_cache = PromptCache() if has_pairs else None
@@ -367,12 +363,9 @@ class Trainer:
             run.logger.step(step, row, seconds)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
-        """A row by the objective's metrics. Raises Failed for a column that they miss."""
+        """A row by the objective's metrics."""
         columns = {name: x.cpu() for name, x in columns.items()}
-        try:
-            return self.run.objective.metrics(columns, KL(*(x.cpu() for x in kl)))
-        except KeyError as e:
-            raise Failed(f"metrics: no column {e}: the loss must return it") from e
+        return self.run.objective.metrics(columns, KL(*(x.cpu() for x in kl)))
 
     # ---- parts of a step ------------------------------------------------------------------------
 

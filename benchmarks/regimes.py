@@ -7,7 +7,7 @@ The ratings are drawn from the demo's, or from --data.train, then with --kto.oth
 
 import random
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from jsonargparse.typing import ClosedUnitInterval, PositiveInt
@@ -40,7 +40,7 @@ class Regime(ZSettings):
 
 @dataclass(frozen=True)
 class Settings(kto.Settings):
-    kto: Regime = field(default_factory=Regime)
+    kto: Regime = Regime()
 
 
 def draw_ratings(run) -> list:

@@ -12,7 +12,7 @@ pairs, z/bias on average and z/rmse as a root mean square.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class ZSettings(kto.KTOSettings):
 
 @dataclass(frozen=True)
 class Settings(kto.Settings):
-    kto: ZSettings = field(default_factory=ZSettings)
+    kto: ZSettings = ZSettings()
 
 
 class OtherZ(EMA):

@@ -1,7 +1,7 @@
 """BCO (arXiv 2404.04656): a baseline with memory. Run it: python examples/bco.py"""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
@@ -21,7 +21,7 @@ class BCOSettings:
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    kto: BCOSettings = field(default_factory=BCOSettings)
+    kto: BCOSettings = BCOSettings()
 
 
 class BCO(Objective):

@@ -1,7 +1,7 @@
 """GRPO (arXiv 2402.03300), clipped by token. Run it: python examples/grpo.py --online.num_generations 8"""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jsonargparse.typing import PositiveFloat
 
@@ -23,7 +23,7 @@ class GRPOSettings:
 
 @dataclass(frozen=True)
 class Settings(online.Settings):
-    kto: GRPOSettings = field(default_factory=GRPOSettings)
+    kto: GRPOSettings = GRPOSettings()
 
 
 def rate(run, prompts, answers):

@@ -1,7 +1,7 @@
 """max(0, margin - h) on pairs, with h as in DPO. Run it: python examples/hinge.py"""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
@@ -19,7 +19,7 @@ class HingeSettings:
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    dpo: HingeSettings = field(default_factory=HingeSettings)
+    dpo: HingeSettings = HingeSettings()
 
 
 class Hinge(Objective):

@@ -1,7 +1,7 @@
 """ORPO (arXiv 2403.07691): likelihood and odds ratio of pairs, no reference. Run it: python examples/orpo.py"""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jsonargparse.typing import NonNegativeFloat
 
@@ -24,7 +24,7 @@ class ORPOSettings:
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    dpo: ORPOSettings = field(default_factory=ORPOSettings)
+    dpo: ORPOSettings = ORPOSettings()
 
 
 class ORPO(Objective):

@@ -1,7 +1,7 @@
 """KTO, and beside it a head that learns to predict the ratings. Run it: python examples/rating_head.py"""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
@@ -24,7 +24,7 @@ class RatingSettings(kto.KTOSettings):
 
 @dataclass(frozen=True)
 class Settings(kto.Settings):
-    kto: RatingSettings = field(default_factory=RatingSettings)
+    kto: RatingSettings = RatingSettings()
 
 
 class RatingKTO(kto.KTO):

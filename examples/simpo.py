@@ -1,7 +1,7 @@
 """SimPO (arXiv 2405.14734): pairs without a reference. Run it: python examples/simpo.py"""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
@@ -23,7 +23,7 @@ class SimPOSettings:
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    dpo: SimPOSettings = field(default_factory=SimPOSettings)
+    dpo: SimPOSettings = SimPOSettings()
 
 
 class SimPO(Objective):

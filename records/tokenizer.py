@@ -44,7 +44,7 @@ class Tokenizer:
         """`chat_template`: a jinja file in place of the folder's own. `date`: today, for templates
         that ask for it with strftime_now. `model`: the model's folder, where the tokenizer is a PEFT
         folder's own. Raises BadInput."""
-        with user_error("tokenizer", folder, Exception):  # a dozen kinds, by format and library
+        with user_error("tokenizer", folder):
             self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
         with user_error("data.chat_template"):
@@ -82,7 +82,7 @@ class Tokenizer:
             {"role": "assistant", "content": x} if isinstance(x, str) else x
             for x in record.completions
         ]
-        with user_error("chat template", errors=Exception):  # a program: it may raise anything
+        with user_error("chat template"):
             write = partial(
                 self.hf.apply_chat_template,
                 tools=record.tools,

@@ -19,7 +19,6 @@ named `kind|parameter`, where a kind is weights, reference or one of the optimiz
 `random|rank`.
 """
 
-import contextlib
 import fcntl
 import json
 import math
@@ -98,25 +97,12 @@ class RunState:
 # ---- files that are whole or not there -----------------------------------------------------------
 
 
-@contextlib.contextmanager
-def disk_error(path: Path):
-    """Raise Failed with the path and the reason if the disk is full or gone."""
-    try:
-        yield
-    except (OSError, SafetensorError, CheckpointException) as e:
-        error = e
-        if isinstance(e, CheckpointException):  # of each rank that failed
-            error, _ = next(iter(e.failures.values()))
-        raise Failed(f"{path}: not saved: {getattr(error, 'strerror', None) or error}") from None
-
-
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is whole or not there, also after a kill. Raises Failed."""
+    """Write a file so that it is whole or not there, also after a kill."""
     new = path.with_name(f".{path.name}.tmp")
-    with disk_error(path):
-        path.parent.mkdir(exist_ok=True)
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
+    path.parent.mkdir(exist_ok=True)
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> None:
@@ -135,12 +121,17 @@ def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> Non
         shutil.rmtree(out, ignore_errors=True)
         new.rename(out)
 
-    with disk_error(out):
+    try:
         on_rank_0(fabric, begin)
         if on_every_rank or fabric.global_rank == 0:
             write(new)
         fabric.barrier()
         on_rank_0(fabric, end)
+    except (OSError, SafetensorError, CheckpointException) as e:  # the disk is full or gone
+        error = e
+        if isinstance(e, CheckpointException):  # of each rank that failed
+            error, _ = next(iter(e.failures.values()))
+        raise Failed(f"{out}: not saved: {getattr(error, 'strerror', None) or error}") from None
 
 
 # ---- the run's folder ----------------------------------------------------------------------------

@@ -95,15 +95,17 @@ def advance(n: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def user_error(setting: str | None, path=None, errors=(OSError, ValueError)):
-    """Turn an exception that the user's input has caused into BadInput, `setting: path: reason`."""
+def user_error(setting: str | None, path=None):
+    """Turn an exception that the user's input has caused into BadInput, `setting: path: reason`. Of any
+    kind: the libraries that read models, tokenizers and tables raise dozens."""
     try:
         yield
     except BadInput:
         raise
-    except errors as e:
+    except Exception as e:
         where = getattr(e, "filename", None) or path
-        reason = getattr(e, "strerror", None) or " ".join(str(e).split()) or type(e).__name__
+        text = " ".join(str(e).split())[:300]
+        reason = getattr(e, "strerror", None) or text or type(e).__name__
         raise BadInput(": ".join(str(x) for x in (setting, where, reason) if x)) from None
 
 

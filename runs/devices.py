@@ -45,17 +45,14 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
     )
     precision = cfg.precision
     if not precision:
-        # a CPU gains from products of bfloat16 where the blocks have more than 50M weights: 1.6 to 1.7
-        # times at 135M (benchmarks/RESULTS.md); without such products it is about six times slower
-        gains = multiplies_bfloat16() and 12 * n_layer * n_embd**2 > 50e6
+        # a CPU that has products of bfloat16 gains from them where the blocks have more than 50M
+        # weights: 1.6 to 1.7 times at 135M (benchmarks/RESULTS.md); without such products it is about
+        # six times slower
+        has_them = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        gains = has_them and 12 * n_layer * n_embd**2 > 50e6
         precision = "bf16-mixed" if accelerator == "gpu" or gains else "32-true"
         say(f"precision: {precision}, which is fastest for this machine and a model of this size")
     return dict(devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision)
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU has products of bfloat16: AVX512-BF16 or AMX."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def prepare_machine() -> None:

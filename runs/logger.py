@@ -157,7 +157,7 @@ def open_tracker(cfg: RunSettings):
         import wandb
 
         id_file = out / "wandb_id"  # a resumed run continues the same wandb run
-        with user_error("logger: wandb (WANDB_MODE=offline needs no key)", None, Exception):
+        with user_error("logger: wandb (WANDB_MODE=offline needs no key)"):
             # it ends when Python exits, and is marked as crashed after an exception
             run = wandb.init(
                 dir=out,
@@ -189,7 +189,6 @@ class Logger:
         self.main = rank() == 0
         self.cfg, self.out = cfg, Path(cfg.out_dir)
         self.total = self.bar = self.track = None
-        self.was_clamped = False
         if self.main:
             cut_rows(self.out / "metrics.csv", last_step)
             cut_rows(self.out / "val.csv", last_step - unvalidated)
@@ -227,9 +226,6 @@ class Logger:
         self.bar.update(step - self.bar.n)
         if not is_terminal:
             self.bar.miniters = min(self.total / 20, 60 / seconds)
-        if row.get("kl/clamped") and not self.was_clamped:
-            self.was_clamped = True
-            say(f"step {step}: z is clamped at 0, which is normal (docs/z.md)")
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
@@ -262,5 +258,4 @@ def format_cells(row: dict) -> list[str]:
     formats = dict(CELLS)
     if row.get("kl/clamped"):  # a bare "kl 0.0000" would look like a bug
         formats["kl"] = "kl 0 (clamped)"
-    cells = formats.items()
-    return [text.format(row[name]) for name, text in cells if row.get(name) is not None]
+    return [text.format(row[name]) for name, text in formats.items() if row.get(name) is not None]

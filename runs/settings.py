@@ -245,9 +245,9 @@ class RunSettings:
     activation_checkpointing: bool = False
     """Compute blocks again in the backward pass: less memory, a quarter slower."""
 
-    lora: Lora = field(default_factory=Lora)
-    optim: Optim = field(default_factory=Optim)
-    eval: Eval = field(default_factory=Eval)
+    lora: Lora = Lora()
+    optim: Optim = Optim()
+    eval: Eval = Eval()
 
     log_interval: PositiveInt = 1
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
@@ -270,9 +270,6 @@ class RunSettings:
     def validate(self) -> None:
         """Raise BadInput for fields that do not go together. jsonargparse has checked each field by its
         type."""
-        for name, group in vars(self).items():
-            if hasattr(group, "validate"):
-                group.validate(name)
         for name, value in flatten(self).items():
             if value is not None and re.search("interval$|^limit_", name):
                 refuse_unless(value > 0, f"{name}: expected above 0, got {value}")

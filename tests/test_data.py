@@ -1,6 +1,8 @@
 """From a file to examples, described in a table; a step's pairs, cuts and packing are exact."""
 
+import contextlib
 import dataclasses
+import io
 import random
 import re
 from itertools import chain, product
@@ -48,9 +50,10 @@ def refusal(*args, **kwargs) -> list[str]:
 
 def parts_of(d: Data, kind="rated", tokenizer=None) -> tuple[dict, list[str]]:
     """The three parts, and what was said."""
-    said = []
     d = dataclasses.replace(d, max_prompt=d.max_prompt or 64, max_completion=d.max_completion or 64)
-    return load_splits(d, tokenizer or plain(), kind, said.append), said
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        parts = load_splits(d, tokenizer or plain(), kind)
+    return parts, out.getvalue().splitlines()
 
 
 def example(prompt, *completions, label=True, **rest) -> Example:

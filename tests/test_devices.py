@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import kto
-from runs import devices
 from runs.console import BadInput
 from runs.devices import Stop, resolve_devices
 from runs.settings import Data
@@ -63,7 +62,8 @@ def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_s
     gpus, multiplies, size, precision, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: multiplies)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert resolved(size, "auto")["precision"] == precision
     assert capsys.readouterr().out.startswith(f"precision: {precision}, ")
     assert resolved(size, "auto", precision="64-true")["precision"] == "64-true"

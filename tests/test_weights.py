@@ -120,7 +120,7 @@ def with_weights(**changes):
 
 NORM = "transformer.ln_f.bias"
 BROKEN = {
-    "config.json: OSError": lambda f: (f / "config.json").write_text('{"model_type": '),
+    "config.json: .*not a valid JSON": lambda f: (f / "config.json").write_text('{"model_type": '),
     "config.json: .*model type .llamba.": lambda f: edited(f, model_type="llamba"),
     '"quantization_config" is not supported': lambda f: edited(f, quantization_config={"bits": 4}),
     "no file named model.safetensors": lambda f: (f / "model.safetensors").unlink(),
