@@ -23,7 +23,8 @@ Shape letters; packing.py, attention.py and model.py use the same ones:
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import NamedTuple
 
@@ -76,6 +77,22 @@ def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
         yield make_batch(run, [examples[j] for j in order[i * G : (i + 1) * G]])
 
 
+def made_ahead(batches: Iterator["Batch"]) -> Iterator["Batch"]:
+    """The same batches. While a step runs, a thread makes and packs the batch of the next one."""
+
+    def make():
+        batch = next(batches, None)
+        if batch:
+            batch.pack_ahead()
+        return batch
+
+    with ThreadPoolExecutor(1) as thread:
+        next_batch = thread.submit(make)
+        while batch := next_batch.result():
+            next_batch = thread.submit(make)
+            yield batch
+
+
 def make_batch(run, examples) -> "Batch":
     """These examples as the batch of a step, with mismatched pairs if the objective asks for them."""
     objective, pairs = run.objective, None
@@ -125,6 +142,8 @@ class Batch:
     score_prompt: bool = False
     by_token: bool = False
     budget: Budget = Budget()
+    # {(numbers of examples, mismatched): PackedBatch}, those that were packed ahead
+    packed: dict = field(default_factory=dict)
 
     @functools.cached_property
     def micro_batches(self) -> list["MicroBatch"]:
@@ -148,9 +167,17 @@ class Batch:
                 sizes.append(prompt + sum(added[i] for i in part))
         return split_into_micro_batches(groups, sizes, budget)[budget.rank]
 
+    def pack_ahead(self) -> None:
+        """Pack what the passes of the step will ask for."""
+        for micro in self.micro_batches:
+            for mismatched in (False, True) if self.mismatched_pairs is not None else (False,):
+                self.packed[tuple(micro.index), mismatched] = self.pack(micro.index, mismatched)
+
     def pack(self, index: list[int], mismatched: bool = False) -> PackedBatch:
         """These examples' prompts with their own completions or, as mismatched pairs, with those of
         others. The result is on the CPU."""
+        if ahead := self.packed.get((tuple(index), mismatched)):
+            return ahead
         completions = [self.examples[i].completions for i in index]
         if mismatched:
             completions = [(self.mismatched_completion(i),) for i in index]

@@ -195,6 +195,9 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
     completion_M, n_completion_queries = np.flatnonzero(branch_N), completion_J - 1
     if not len(completion_M):
         completion_M, n_completion_queries[0] = np.zeros(1, int), 1
+    # Numpy does all the work here. This function runs in a thread of its own, where a torch
+    # operation would start a second set of OpenMP threads; between operations they wait in a loop,
+    # on the cores that the training step needs.
     arrays = dict(
         token_N=np.concatenate(tokens),
         position_N=np.concatenate(positions),

@@ -24,7 +24,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from attention import PromptCache
-from data import Batch, LossView, StepView, make_batch, mismatched_pairs, step_batches
+from data import Batch, LossView, StepView, made_ahead, make_batch, mismatched_pairs, step_batches
 from model import Scores
 from records.examples import Example
 from run import Run, saved_state
@@ -74,7 +74,7 @@ class KL(NamedTuple):
 
 class Objective:
     """An algorithm. Only `loss` must be given; all else has a default. Its attributes below stay the same
-    during a fit."""
+    during a fit: a thread that makes batches reads them a step ahead."""
 
     records = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
@@ -219,7 +219,11 @@ class Trainer:
         run.last_step = plan.total
         self.before_first_step(examples, plan)
         first = run.state.step + 1
-        for batch in step_batches(run, examples, plan):
+        batches = step_batches(run, examples, plan)
+        # pairs of a fork's own may need what the last step has changed
+        if not run.objective.overrides("mismatched_pairs"):
+            batches = made_ahead(batches)
+        for batch in batches:
             began, step = time.perf_counter(), run.state.step + 1
             needs_row = is_due(step, run.cfg.log_interval, plan)
             silent = 5 if step == first else 60  # seconds

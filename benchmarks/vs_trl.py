@@ -13,7 +13,8 @@ printed from there and not run again. On a GPU both sides use the GPU.
 - Each run is a process of its own, and the sides take turns: A B B A.
 - The losses of all steps must agree. TRL's mismatched pairs have the previous completion of a batch, ours the
   next one, so TRL gets each batch in reverse order.
-- Time is that of all steps but the first. Ours is the column `seconds` of metrics.csv, packing included.
+- Time is that of all steps but the first. Ours is the column `seconds` of metrics.csv: the wait for a
+  batch that a thread has packed is no part of it.
 - Useful tokens are the prompt and completion tokens of the rated examples (of a pair: the prompt once
   and both completions), without padding.
 - Peak memory is the maximum resident set of the process after the last step, libraries included; on a
