@@ -192,6 +192,7 @@ def shard_module(module, mesh, bf16: bool):
         module.lm_head.logp = module.logp
         register_fsdp_forward_method(module.lm_head, "logp")
         module.logp = module.lm_head.logp
-    # by default a root stays gathered after its forward, also where no backward follows
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    # By default a root stays gathered for its backward; a frozen model has no backward.
+    is_frozen = not any(p.requires_grad for p in module.parameters())
+    fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
     return module.to_empty(device=mesh.device_type)

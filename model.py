@@ -154,6 +154,10 @@ class Packed:
     def unique_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by name. A tied head appears only as the embedding; those of the objective's
         module are objective_module.*"""
+        # after a forward without backward FSDP2 leaves gathered copies in place of the root's
+        # parameters
+        if hasattr(self, "reshard"):
+            self.reshard()
         parameters = dict(self.named_parameters(remove_duplicate=False))
         if self.tied:
             del parameters["lm_head.weight"]
