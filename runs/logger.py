@@ -189,6 +189,7 @@ class Logger:
         self.main = rank() == 0
         self.cfg, self.out = cfg, Path(cfg.out_dir)
         self.total = self.bar = self.track = None
+        self.was_clamped = False
         if self.main:
             cut_rows(self.out / "metrics.csv", last_step)
             cut_rows(self.out / "val.csv", last_step - unvalidated)
@@ -226,6 +227,9 @@ class Logger:
         self.bar.update(step - self.bar.n)
         if not is_terminal:
             self.bar.miniters = min(self.total / 20, 60 / seconds)
+        if row.get("kl/clamped") and not self.was_clamped:
+            self.was_clamped = True
+            say(f"step {step}: z is clamped at 0, which is normal (docs/z.md)")
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""

@@ -129,7 +129,10 @@ def test_elsewhere_than_on_a_terminal_a_run_prints_about_twenty_lines(step_lines
 
 def test_a_line_says_where_the_clamp_made_z_zero(step_lines):
     row = {"kl": 0.0, "kl/clamped": 1.0, "tokens/s": 12345.0, "rewards/margins": -12.5}
-    (line,) = step_lines(1, **row)
+    line, why = step_lines(100_000, start=99_999, **row)
+    assert why == "step 100000: z is clamped at 0, which is normal (docs/z.md)"
+    lines = step_lines(10, **row)
+    assert len(lines) == 11 and sum("docs/z.md" in line for line in lines) == 1, "once a run"
     assert "loss 0.2500 kl 0 (clamped) margins -12.5000 tok/s 12,345" in line
     (line,) = step_lines(1, kl=0.0, **{"kl/clamped": 0.0})
     assert "kl 0.0000 margins" in line
