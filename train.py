@@ -296,7 +296,7 @@ class Trainer:
         acts on z."""
         run, objective, step = self.run, self.run.objective, StepView(batch, self.run.fabric.device)
         has_pairs = batch.mismatched_pairs is not None
-        reference = run.reference or (lambda *given: None)
+        reference = run.reference if objective.needs_reference else lambda *given: None
         ref_logps, logratio_G = [], torch.zeros_like(step.weight, dtype=torch.float64)
         for micro, packed in self.micro_batches(batch):
             ref_cache = PromptCache() if has_pairs else None
@@ -367,9 +367,12 @@ class Trainer:
             run.logger.step(step, row, seconds)
 
     def metrics(self, columns: dict, kl: KL) -> dict:
-        """A row by the objective's metrics."""
+        """A row by the objective's metrics. Raises Failed for a column that they miss."""
         columns = {name: x.cpu() for name, x in columns.items()}
-        return self.run.objective.metrics(columns, KL(*(x.cpu() for x in kl)))
+        try:
+            return self.run.objective.metrics(columns, KL(*(x.cpu() for x in kl)))
+        except KeyError as e:
+            raise Failed(f"metrics: no column {e}: the loss must return it") from e
 
     # ---- parts of a step ------------------------------------------------------------------------
 

@@ -272,6 +272,7 @@ FAULTS = [
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] * a[0].mean(), {})}, "loss: an example's loss depends"),
     ({"state_dict": lambda o: {"z": torch.zeros(3)}}, "state_dict: Changed: expected attributes"),
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
+    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {})}, "metrics: no column 'desirable'"),
     ({"make_module": lambda o, width: torch.nn.Flatten(0)}, "make_module: one output a token"),
     *(({"loss": named(name)}, f"loss: {name}: the program has a column of this name")
       for name in ("loss", "entropy", "lr")),
