@@ -128,63 +128,61 @@ def generate(
     room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
     cache_room = args.cache_gb * 1e9 if args.cache_gb else room
     rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
+
+    def sample(own: list[int]) -> dict:
+        """{number of a prompt: answer} of these prompts, sampled together.
+
+        It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward
+        until then, so that collectives match. Each token waits for the device once.
+        """
+        answers = {i: [] for i in own}
+        # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
+        packed = pack([prompts[i] for i in own], [(np.zeros(1, int),)] * len(own)).to(device)
+        cache = KVCache(packed, slots)
+        going_on = own  # the answers that have not ended
+        for y in range(max_new):
+            before_token()
+            logits_BV = policy(cache)
+            if going_on:
+                if args.repetition_penalty != 1:
+                    # all equally long, by repetition: which tokens a row has stays the same
+                    seen = [np.resize([*prompts[i], *answers[i]], slots) for i in own]
+                    seen_BX = to_device(torch.tensor(np.stack(seen)).long(), device)
+                    penalise = RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
+                    logits_BV = penalise(seen_BX, logits_BV)
+                if y < args.min_new_tokens:
+                    logits_BV[:, tokenizer.stops] = -torch.inf
+                new_B = choose_token(logits_BV, to_device(u_AY[own, y], device), args)
+                for i, token in zip(own, new_B.tolist()):
+                    answers[i].append(token)
+                going_on = [
+                    row
+                    for row, i in enumerate(own)
+                    if answers[i][-1] not in tokenizer.stops
+                    and y + 1 < min(max_new, slots - len(prompts[i]))
+                    and not any(text in tokenizer.decode(answers[i]) for text in args.stop)
+                ]
+                advance(fabric.world_size * (len(own) - len(going_on)))
+            if not all_reduce(torch.tensor(len(going_on), device=device)):
+                break
+            if going_on:
+                if len(going_on) < len(own):
+                    own = [own[row] for row in cache.keep(going_on)]
+                token_B = torch.tensor([answers[i][-1] for i in own])
+                positions = [len(prompts[i]) + y for i in own]
+                position_B = to_device(torch.tensor(positions), device)
+                cache.at(to_device(token_B, device), position_B, max(positions))
+        return answers
+
     wave, answers = rows * fabric.world_size, {}
     with ready_to_sample(fabric, policy, room):
         for start in range(0, n, wave):
             own = list(range(n))[start + fabric.global_rank : start + wave : fabric.world_size]
             # a rank without a prompt answers the first one once more, so that collectives match; rank 0's answer counts
-            answers |= _sample(
-                fabric, policy, prompts, own or [0], u_AY, slots, tokenizer, args, before_token
-            )
+            answers |= sample(own or [0])
     for rank in range(fabric.world_size):
         answers |= fabric.broadcast(answers, rank)
     return [answers[i] for i in range(n)]
-
-
-def _sample(fabric, policy, prompts, own, u_AY, slots, tokenizer, args, before_token) -> dict:
-    """{number of a prompt: answer} of this rank's `own` prompts, sampled together.
-
-    It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward until
-    then, so that collectives match. Each token waits for the device once.
-    """
-    answers, max_new, device = {i: [] for i in own}, u_AY.shape[1], fabric.device
-    # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
-    packed = pack([prompts[i] for i in own], [(np.zeros(1, int),)] * len(own)).to(device)
-    cache = KVCache(packed, slots)
-    going_on = own  # the answers that have not ended
-    for y in range(max_new):
-        before_token()
-        logits_BV = policy(cache)
-        if going_on:
-            if args.repetition_penalty != 1:
-                # all equally long, by repetition: which tokens a row has stays the same
-                seen = [np.resize([*prompts[i], *answers[i]], slots) for i in own]
-                seen_BX = to_device(torch.tensor(np.stack(seen)).long(), device)
-                penalise = RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
-                logits_BV = penalise(seen_BX, logits_BV)
-            if y < args.min_new_tokens:
-                logits_BV[:, tokenizer.stops] = -torch.inf
-            new_B = choose_token(logits_BV, to_device(u_AY[own, y], device), args)
-            for i, token in zip(own, new_B.tolist()):
-                answers[i].append(token)
-            going_on = [
-                row
-                for row, i in enumerate(own)
-                if answers[i][-1] not in tokenizer.stops
-                and y + 1 < min(max_new, slots - len(prompts[i]))
-                and not any(text in tokenizer.decode(answers[i]) for text in args.stop)
-            ]
-            advance(fabric.world_size * (len(own) - len(going_on)))
-        if not all_reduce(torch.tensor(len(going_on), device=device)):
-            break
-        if going_on:
-            if len(going_on) < len(own):
-                own = [own[row] for row in cache.keep(going_on)]
-            token_B = torch.tensor([answers[i][-1] for i in own])
-            positions = [len(prompts[i]) + y for i in own]
-            position_B = to_device(torch.tensor(positions), device)
-            cache.at(to_device(token_B, device), position_B, max(positions))
-    return answers
 
 
 def read_answer(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> tuple[str, bool]:
