@@ -59,9 +59,8 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
     state = run.state
     run.last_step = plans[-1].total
     for i, plan in enumerate(plans, 1):
-        if (
-            plan.end > state.step - state.unvalidated
-        ):  # one whose last validation is owed is not done
+        # one whose last validation is owed is not done
+        if plan.end > state.step - state.unvalidated:
             if i > state.iteration:
                 run.begin_iteration(i, moving_reference and run.reference is not None)
             yield i, plan
