@@ -271,6 +271,7 @@ FAULTS = [
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] / len(a[0]), {})},
      "loss: an example's loss depends on the other examples of its micro-batch"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] * a[0].mean(), {})}, "loss: an example's loss depends"),
+    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] + (a[0] - a[1]).mean(), {})}, "loss: an example's loss depends"),
     ({"state_dict": lambda o: {"z": torch.zeros(3)}}, "state_dict: Changed: expected attributes"),
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {})}, "metrics: no column 'desirable'"),

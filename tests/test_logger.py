@@ -343,6 +343,7 @@ def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
 
     run = train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=2", trainer=Seen)
     assert [row["entropy"] for row in run["rows"]] == pytest.approx(by_hand)
+    assert 1 < by_hand[0] < 7, "a token's, not an example's"
     assert [row["samples"] for row in run["rows"]] == [6, 12]
 
 

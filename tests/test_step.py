@@ -1,4 +1,4 @@
-"""The cut is free: micro-batches, token budgets, processes, sharding never change the numbers."""
+"""How a step is split is free: micro-batches, token budgets, processes, sharding never change the numbers."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, ranks, train
+from conftest import PARITY, even, ranks, train
 from safetensors.torch import load_file, save_file
 
 import data
@@ -21,7 +21,7 @@ from runs.console import BadInput, Failed
 COMMON = ("--batch_size=7", "--max_steps=10", "--epochs=9", "--optim.lr=1e-3", "--optim.clip=2.5",
           "--kto.beta=0.5", "--kto.desirable_weight=1.2", "--kto.sft_loss_weight=0.01",
           "--save_interval=null")  # fmt: skip
-CUTS = {
+SPLITS = {
     "micro-batches of 1": ("--micro_batch_size=1",),
     "micro-batches of 3": ("--micro_batch_size=3",),
     "a token budget": ("--micro_batch_tokens=70",),
@@ -105,9 +105,9 @@ def test_the_run_that_all_others_are_compared_with_sees_the_clamp_act_and_not_ac
 
 
 @pytest.mark.parametrize("precision", EPS)
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", SPLITS)
 def test_a_cut_on_one_device_changes_nothing(name, precision, whole, tiny, ratings, tmp_path):
-    argv = (f"--precision={precision}", *EPS[precision], *COMMON, *CUTS[name])
+    argv = (f"--precision={precision}", *EPS[precision], *COMMON, *SPLITS[name])
     run = train(tiny, ratings, tmp_path / "run", *argv)
     assert_equal(run, whole(precision), start(tiny), precision == "64-true")
 
@@ -352,3 +352,17 @@ def test_completions_of_one_token_train_as_in_any_other_cut(
         for name in ("loss", "kl", "kl/stderr", "grad_norm", "rewards/mean"):
             assert row[name] == pytest.approx(same[name], rel=1e-4, abs=1e-5)
     assert run["rows"][1]["kl/stderr"] > 1e-3, "else z proves nothing"
+
+
+def test_kl_own_counts_each_answer_once_on_two_processes(tiny, ratings, tmp_path):
+    """Of three answers in micro-batches of one, rank 1 has one and a filler."""
+    argv = ("--batch_size=6", "--max_steps=2", "--optim.lr=1e-2", "--precision=32-true", f"--data.val={ratings}",
+            "--eval.prompts=3", "--eval.max_new_tokens=5", "--micro_batch_size=1")  # fmt: skip
+
+    def go(name, *more):
+        train(tiny, ratings, tmp_path / name, *argv, *more, checker=even)
+        names, *_, last = (tmp_path / name / "val.csv").read_text().splitlines()
+        return float(dict(zip(names.split(","), last.split(",")))["kl/own"])
+
+    found = ranks(2, lambda rank: go("two", "--strategy=ddp"))
+    assert found[0] == pytest.approx(go("one"), rel=1e-3) and found[0] != 0
