@@ -416,6 +416,7 @@ def test_a_split_by_hand():
     assert split([3, 9, 4, 2], 1, None, 6) == [
         [MicroBatch([1]), MicroBatch([2, 3]), MicroBatch([0])]
     ]
+    assert split([3, 9, 4, 2], 2, None, 9) == [[MicroBatch([1])], [MicroBatch([0, 2, 3])]]
     assert split([7], 3, 1, None) == [[MicroBatch([0])], [filler], [filler]]
     assert split([3, 3], 1, None, 6) == [[MicroBatch([0, 1])]], "a budget may be used up"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokens
 import torch
 import transformers
 from conftest import (
@@ -470,6 +471,21 @@ def test_mismatched_pairs_that_are_drawn_at_random_are_the_same_on_all_ranks(
     argv = (*COMMON[:1], *COMMON[2:6], "--max_steps=4", "--micro_batch_tokens=60", "--strategy=ddp")
     run, _ = ranks(2, lambda _: train(tiny, ratings, tmp_path, *argv, objective=Drawn))
     assert run["rows"][0]["loss"] == 0.5 and run["rows"][0]["kl/pairs"] == 6
+
+
+class Ages(kto.KTO):
+    def loss(self, logps, ref_logps, batch, z):
+        loss_B, columns = super().loss(logps, ref_logps, batch, z)
+        return loss_B, columns | {"age": batch.extra("age")}
+
+
+def test_a_loss_sees_the_fields_of_its_own_examples(tiny, tmp_path):
+    data = tokens.write(
+        tmp_path / "d.jsonl", *(tokens.rated(f"p{i}", f"c{i}", age=i) for i in range(6))
+    )
+    argv = ("--batch_size=6", "--epochs=1", "--micro_batch_size=1", "--data.extra=age")
+    (row,) = train(tiny, data, tmp_path / "run", *argv, objective=Ages)["rows"]
+    assert row["age"] == 2.5
 
 
 class OwnZ(kto.KTO):

@@ -117,6 +117,9 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
         theirs = plainly(other, prompts, completions, score_prompt)
         ours = gpt(batch).logps
         assert sum(calls) == len(batch.target_T) and max(calls) <= tokens, "no (N, V) logits"
+        more = [max(0, len(x) - 1) * score_prompt for x in prompts]
+        lengths = [[len(y) + n for y in ys] for n, ys in zip(more, completions)]
+        assert batch.length_BK.tolist() == lengths
         assert ours.dtype == dtype and ours.shape == (5, K)
         assert ((ours - theirs) / theirs).abs().max() <= tolerance
         w_BK = torch.randn(5, K, dtype=dtype, generator=torch.Generator().manual_seed(seed))
