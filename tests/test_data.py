@@ -376,6 +376,28 @@ def test_examples_of_one_prompt_stay_together():
     found = [example(*x) for x in (a, b, c, d)]
     batch = Batch(found, data.mismatched_pairs(found), budget=data.Budget(room=2 + 2 + 3))
     assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
+    found = [example([1, 2, 3, 4, 5], [i, i, i]) for i in range(3)]
+    batch = Batch(found, budget=data.Budget(room=5 + 3 + 3))
+    assert sorted(len(m.index) for m in batch.micro_batches) == [1, 2], "the prompt counts, too"
+
+
+def test_what_is_packed_ahead_is_what_would_be_packed_later():
+    found = [example([i], [i, 7], label=i < 2) for i in range(4)]
+    ahead, later = (Batch(found, data.mismatched_pairs(found)) for _ in range(2))
+    ahead.pack_ahead()
+    for mismatched in (False, True):
+        both = [x.pack(x.micro_batches[0].index, mismatched).target_T for x in (ahead, later)]
+        assert torch.equal(*both)
+    assert len(ahead.packed) == 2
+
+
+def test_a_steps_view_has_rewards_or_labels_numbers_of_prompts_and_the_records_fields():
+    a = example([1], [2], rewards=(0.25, None), extra={"n": 1, "s": "x"})
+    b = example([1], [3], label=False, extra={"n": 2, "s": "y"})
+    c = example([4], [2], extra={"n": 4, "s": "z"})
+    step = data.StepView(Batch([a, b, c]), torch.device("cpu"))
+    assert step.reward.tolist() == [0.25, 0, 1] and step.group.tolist() == [0, 0, 1]
+    assert step.extra("n").tolist() == [1, 2, 4] and step.extra("s") == ["x", "y", "z"]
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------
@@ -436,17 +458,21 @@ def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only(
     assert len({tuple(order(epoch, 7)) for epoch in range(10)}) == 10, "another order each epoch"
     assert order(3, 8) != first
     assert order(2, 8) != first, "or two seeds would repeat each other, an epoch apart"
+    one, two = (data.next_items(list(range(50)), i, 50, 7) for i in (1, 2))
+    assert sorted(one) == sorted(two) == list(range(50)) and one != two, (
+        "another round, another order"
+    )
 
 
 def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
     found = [example([prompt], [i]) for i, prompt in enumerate([7, 5, 9] * 4)]
 
-    def orders(**kw) -> list[list[int]]:
+    def orders(begin=0, **kw) -> list[list[int]]:
         """Of nine epochs, each of one step."""
         cfg = kto.Settings("m", Data("t", group_by_prompt=True, **kw), batch_size=12)
-        state = SimpleNamespace(step=0)
+        state = SimpleNamespace(step=begin)
         run = SimpleNamespace(cfg=cfg, objective=Objective(), state=state, budget=data.Budget())
-        batches = data.step_batches(run, found, Plan(1, 9, 0, 9, 1))
+        batches = data.step_batches(run, found, Plan(1, 9, begin, begin + 9, 1))
         return [[e.completions[0].item() for e in batch.examples] for batch in batches]
 
     shuffled = orders()
@@ -454,4 +480,5 @@ def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
         assert sorted(order) == list(range(12))
         assert [i % 3 for i in order] == [i % 3 for i in order[::4] for _ in range(4)]
     assert len(set(map(tuple, shuffled))) == 9, "both prompts and their examples are shuffled"
+    assert orders(9)[0] not in shuffled, "an iteration's orders are its own"
     assert orders(shuffle=False) == [[0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]] * 9
