@@ -205,6 +205,8 @@ def mismatched_pairs(examples: list[Example]) -> list[int]:
     """
     keys = [e.keys[:2] for e in examples]  # a pair: its chosen completion
     n, found = len(keys), []
+    if any(len(set(same)) == 1 for same in zip(*keys)):  # one prompt, or one completion, for all
+        return [-1] * n  # a shortcut: the search below would compare each example with all others
     for i, (prompt, completion) in enumerate(keys):
         others = ((i + distance) % n for distance in range(1, n))
         fit = (j for j in others if keys[j][0] != prompt and keys[j][1] != completion)

@@ -100,6 +100,7 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
     key = examples_hash({repr(depends): examples})[:16]
     rows = on_rank_0(run.fabric, lambda: read_lines(file))
     rows = [row for row in rows if row["key"] == key]
+    text = as_lines(rows)
     if len(rows) < len(examples):
         refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
         folder = run.publish_policy() if run.rollout else None
@@ -127,8 +128,9 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
             for ids in fresh:
                 completion, _ = read_answer(run.tokenizer, ids, args.stop)
                 rows.append({"key": key, "completion": completion, "ids": ids})
+            text += as_lines(rows[start:])
             if run.fabric.global_rank == 0:
-                write_whole(file, as_lines(rows))
+                write_whole(file, text)
     return [row["ids"] for row in rows]
 
 
