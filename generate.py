@@ -174,15 +174,15 @@ def generate(
                 cache.at(to_device(token_B, device), position_B, max(positions))
         return answers
 
-    wave, answers = rows * fabric.world_size, {}
+    wave, all_answers = rows * fabric.world_size, {}
     with ready_to_sample(fabric, policy, room):
         for start in range(0, n, wave):
             own = list(range(n))[start + fabric.global_rank : start + wave : fabric.world_size]
             # a rank without a prompt answers the first one once more, so that collectives match; rank 0's answer counts
-            answers |= sample(own or [0])
+            all_answers |= sample(own or [0])
     for rank in range(fabric.world_size):
-        answers |= fabric.broadcast(answers, rank)
-    return [answers[i] for i in range(n)]
+        all_answers |= fabric.broadcast(all_answers, rank)
+    return [all_answers[i] for i in range(n)]
 
 
 def read_answer(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> tuple[str, bool]:
@@ -220,9 +220,7 @@ def main(argv=None) -> None:
     prepare_machine()
     fabric = Fabric(devices=1)
     dtype = torch.bfloat16 if fabric.device.type == "cuda" else torch.float32
-    tokenizer = Tokenizer(
-        source.tokenizer, source.chat_template, date.today().isoformat(), source.root
-    )
+    tokenizer = Tokenizer(source, date=date.today().isoformat())
     policy = fabric.to_device(load_model(source, dtype=dtype))
     context, turns = policy.max_seq_length, []
     by_template = bool(tokenizer.template) and not args.plain

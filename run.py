@@ -294,8 +294,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     source = find_model(cfg.model)
     config = read_config(source).get_text_config()
     size = config.num_hidden_layers, config.hidden_size
-    template = cfg.data.chat_template or source.chat_template
-    tokenizer = Tokenizer(source.tokenizer, template, cfg.data.date, source.root)
+    tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     data = with_limits(cfg.data, context_of(config))
     data = with_absolute_paths(data, "train", "val", "test", "chat_template")
     cfg = replace(cfg, data=data, **resolve_devices(cfg, *size))
@@ -428,7 +427,7 @@ def load_models(
         other_source = find_model(cfg.reference, "reference")
         refuse_unless(
             # the records' ids are made once, by the policy's tokenizer
-            tokenizer.hf.get_vocab() == Tokenizer(other_source.tokenizer).hf.get_vocab(),
+            tokenizer.hf.get_vocab() == Tokenizer(other_source).hf.get_vocab(),
             f"reference: {cfg.reference}: another tokenizer than {cfg.model}",
         )
     if fabric.global_rank == 0 or not sharded:

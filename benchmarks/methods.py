@@ -204,12 +204,13 @@ class Sampler:
     def __init__(self, folder):
         from lightning.fabric import Fabric
 
+        from hub import find_model
         from load import load_model
         from records.tokenizer import Tokenizer
 
         self.fabric = Fabric(accelerator="cpu", devices=1, precision=COMMON["precision"])
-        self.tokenizer = Tokenizer(Path(folder))
-        model = load_model(Path(folder))
+        source = find_model(str(folder))
+        self.tokenizer, model = Tokenizer(source), load_model(source)
         # the head is linear: this divides its logits, those of the scores too
         model.transformer.ln_f.register_forward_hook(lambda module, args, h: h / TEMPERATURE)
         self.policy = self.fabric.setup_module(model)

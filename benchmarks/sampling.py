@@ -11,7 +11,6 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 
 sys.path.append(f"{sys.path[0]}/..")
 
@@ -21,6 +20,7 @@ from lightning.fabric import Fabric
 
 import generate
 import load
+from hub import find_model
 from records.tokenizer import Tokenizer
 from runs.settings import Sampling
 
@@ -52,7 +52,7 @@ def run(folder: str, precision: str) -> None:
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
     policy = fabric.setup_module(load.load_model(folder, dtype=dtype))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    tokenizer = Tokenizer(Path(folder))
+    tokenizer = Tokenizer(find_model(folder))
     rng = np.random.default_rng(1)
     lengths = rng.integers(40, 71, ROWS)
     prompts = [rng.integers(1000, 40_000, n).astype("int32") for n in lengths]

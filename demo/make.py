@@ -35,7 +35,7 @@ import generate  # noqa: E402
 import load  # noqa: E402
 import model  # noqa: E402
 from demo.check import is_sorted, plain, quoted  # noqa: E402
-from hub import litgpt_rows  # noqa: E402
+from hub import Source, litgpt_rows  # noqa: E402
 from packing import PackedBatch, pack  # noqa: E402
 from records import tokenizer as tokens  # noqa: E402
 from runs.settings import Sampling  # noqa: E402
@@ -167,7 +167,7 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     """Write the base model: trained to predict the next token on answers of careless authors. It never sees the
     held-out prompts."""
     torch.manual_seed(1)
-    tokenizer = tokens.Tokenizer(folder)
+    tokenizer = tokens.Tokenizer(Source(folder))
     config = CONFIG | {"vocab_size": len(tokenizer.hf)}
     hf_config = transformers.GPT2Config(**config)
     gpt = model.GPT(model.litgpt_config(hf_config))
@@ -209,7 +209,7 @@ def careless_batch(task: Task, tokenizer, rng: random.Random, held_out: set[str]
 def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
     """(prompt, answer) for each of these prompts that the base model answers with EOS at the end, sampled with at
     most 24 tokens."""
-    tokenizer = tokens.Tokenizer(base)
+    tokenizer = tokens.Tokenizer(Source(base))
     gpt = load.load_model(base)
     fabric = Fabric(accelerator="cpu", devices=1)
     args = Sampling(temperature=1.0, batch_size=500)

@@ -328,8 +328,7 @@ def page() -> None:
     data = parse_command(PageSettings, page.__doc__, words)
     source = find_model(data.model, weights=False)
     data = with_limits(data, context_of(read_config(source)))
-    template = data.chat_template or source.chat_template
-    tokenizer = Tokenizer(source.tokenizer, template, data.date, source.root)
+    tokenizer = Tokenizer(source, data.chat_template, data.date)
     first = load_splits(data, tokenizer, data.kind)["train"][0]
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from hub import read_json
+from hub import Source, read_json
 from records.forms import Record, as_turns
 from runs.console import BadInput, user_error
 from runs.settings import find_path
@@ -34,27 +34,21 @@ class Tokenizer:
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        chat_template: str | None = None,
-        date: str | None = None,
-        model: Path | None = None,
-    ):
-        """`chat_template`: a jinja file in place of the folder's own. `date`: today, for templates
-        that ask for it with strftime_now. `model`: the model's folder, where the tokenizer is a PEFT
-        folder's own. Raises BadInput."""
+    def __init__(self, source: Source, chat_template: str | None = None, date: str | None = None):
+        """`chat_template`: a jinja file in place of the model's own. `date`: today, for templates that
+        ask for it with strftime_now. Raises BadInput."""
+        folder = source.tokenizer
         with user_error("tokenizer", folder):
             self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
         with user_error("data.chat_template"):
-            if chat_template:
-                self.hf.chat_template = find_path(str(chat_template)).read_text(encoding="utf-8")
+            if file := find_path(chat_template) if chat_template else source.chat_template:
+                self.hf.chat_template = file.read_text(encoding="utf-8")
             # a model may have several, by name: the one that is for dialogues without tools
             self.template = self.hf.chat_template and self.hf.get_chat_template()
         with user_error("data.date", date):
             self.define_date = _define_date(date)
-        stops = [i for i in (self.hf.eos_token_id, *model_stops(model or folder)) if i is not None]
+        stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
         self.eos, self.stops = stops[0], tuple(dict.fromkeys(stops))
@@ -116,9 +110,8 @@ class Tokenizer:
             encoded = iter(self.encode(pieces))
             for _, completions in batch:
                 prompt, answers = next(encoded), []
-                for completion, ids in zip(
-                    completions, encoded
-                ):  # this order takes no text too many
+                # in this order zip takes no text too many
+                for completion, ids in zip(completions, encoded):
                     known = prompt if self.adds_space else []
                     if ids[: len(known)] != known:
                         # One token has characters of both: the prompt keeps its own ids, and the

@@ -18,6 +18,7 @@ import regimes  # noqa: E402
 import step  # noqa: E402
 import vs_trl  # noqa: E402
 
+from hub import Source
 from records.examples import load_examples  # noqa: E402
 from records.tokenizer import Tokenizer  # noqa: E402
 from runs.console import BadInput  # noqa: E402
@@ -72,7 +73,7 @@ def test_a_step_and_a_cell_are_measured_in_the_program_itself(tmp_path, monkeypa
 
 
 def test_a_regime_draws_the_ratings_that_it_was_asked_for():
-    tokenizer = Tokenizer(ROOT / "demo" / "base")
+    tokenizer = Tokenizer(Source(ROOT / "demo" / "base"))
     file = str(ROOT / "demo" / "val.jsonl")
     rated, _ = load_examples(
         file, tokenizer, "rated", Data(train=file, max_prompt=32, max_completion=32)

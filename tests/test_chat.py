@@ -11,6 +11,7 @@ from conftest import assert_same, train
 from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
 
+from hub import Source
 from records import tokenizer
 from records.examples import Example, load_examples, page
 from records.forms import Record
@@ -64,7 +65,7 @@ LOST = {"gemma", "llama-3"}
 
 @pytest.mark.parametrize("name", tokens.REAL)
 def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
-    t, same = Tokenizer(real(name)), 0
+    t, same = Tokenizer(Source(real(name))), 0
     for kind, records in RECORDS.items():
         for record, theirs in zip(records, TRL[name]["auto"][kind]):
             cut, lost = kind in CUT.get(name, ()), name in LOST and kind == "tool results"
@@ -106,7 +107,7 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
 def test_a_completion_has_the_space_that_the_whole_text_has_and_no_other(real, ids, tmp_path):
     """Encoded alone, `Could` begins with a space that no dialogue has there."""
     for name in ("llama-2", "mistral-v0.3"):
-        t = Tokenizer(real(name))
+        t = Tokenizer(Source(real(name)))
         vocab = t.hf.convert_tokens_to_ids
         could, spaced = [vocab("C"), vocab("ould")], [vocab("▁C"), vocab("ould")]
         assert ids_of(t, "Could") == spaced != could
@@ -118,7 +119,7 @@ def test_a_completion_has_the_space_that_the_whole_text_has_and_no_other(real, i
     changed = tokens.folder(
         tmp_path / "t", change=lambda t: setattr(t, "pre_tokenizer", byte_level)
     )
-    t = Tokenizer(changed)
+    t = Tokenizer(Source(changed))
     assert ids_of(t, "b") == t.hf.convert_tokens_to_ids(["Ġb"]), "byte-level ones can do that, too"
     assert ids(rated("p", "b"), t)[1] == [*t.hf.convert_tokens_to_ids(["b"]), t.eos]
 
@@ -127,7 +128,7 @@ def test_a_completion_has_the_space_that_the_whole_text_has_and_no_other(real, i
     "name", ["llama-2", "mistral-v0.3", "gemma", "phi-3", "llama-3", "qwen2.5"]
 )
 def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real, name, monkeypatch):
-    t, r, joined, apart = Tokenizer(real(name)), random.Random(0), 0, 0
+    t, r, joined, apart = Tokenizer(Source(real(name))), random.Random(0), 0, 0
     text = (tokens.CHAT.parent / "README.md").read_text() + LONG * 20
     places = [sorted(r.sample(range(len(text)), 2)) for _ in range(400)]
     texts = [(text[max(0, b - 30) : b], text[b : min(d, b + 30)]) for b, d in places]
@@ -149,7 +150,7 @@ def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real,
 
 
 def test_tools_and_arguments_reach_the_template_also_as_json(real, ids):
-    t = Tokenizer(real("qwen3"))
+    t = Tokenizer(Source(real("qwen3")))
     record = RECORDS["tool results"][0]
     head, behind = (t.decode(x) for x in ids(record, t))
     assert "Tells <the> weather." in head and '"arguments": {"city": "Paris"' in behind

@@ -1,4 +1,4 @@
-"""From a file to examples, described in a table; a step's pairs, cuts and packing are exact."""
+"""From a file to examples, described in a table; a step's pairs, micro-batches and packing are exact."""
 
 import contextlib
 import dataclasses
@@ -16,6 +16,7 @@ from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, user, writ
 import data
 import kto
 from data import Batch, MicroBatch
+from hub import Source
 from records.examples import (
     Example,
     absolute_sources,
@@ -125,7 +126,7 @@ def test_a_record_that_cannot_be_learned_from_is_refused_with_its_line(
     tmp_path, record, template, reason
 ):
     source = write(tmp_path / "d.jsonl", record)
-    tokenizer = Tokenizer(folder(tmp_path / "t", chat_template=template))
+    tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
     (line,) = refusal(source, tokenizer)
     assert line.startswith(f"{source}{reason}")
 

@@ -246,7 +246,7 @@ def test_samples_are_those_of_transformers(name, tmp_path):
     from runs.settings import Sampling
 
     hf, r = folder_of(name, tmp_path), np.random.default_rng(0)
-    gpt, tokenizer = load.load_model(tmp_path), Tokenizer(tmp_path)
+    gpt, tokenizer = load.load_model(tmp_path), Tokenizer(Source(tmp_path))
     prompts = [r.integers(512, size=n) for n in (9, 1, 15)]
     fabric = Fabric(accelerator="cpu", devices=1)
     ours = generate.generate(fabric, gpt, prompts, tokenizer, Sampling(temperature=0.0), 20, seed=1)

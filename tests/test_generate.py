@@ -17,6 +17,7 @@ import attention
 import generate
 import load
 from generate import read_answer
+from hub import Source
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
 from runs.settings import Sampling
@@ -289,7 +290,7 @@ def test_every_end_that_the_model_names_ends_an_answer_of_the_program(tiny, tmp_
     argv = ["--model", str(tmp_path), "--temperature", "0", "--max_new_tokens", "12", "--prompt"]
     generate.main([*argv, "abc"])
     said = capsys.readouterr().out.removesuffix("\n")
-    assert said == Tokenizer(tmp_path).decode(whole[: whole.index(end)])
+    assert said == Tokenizer(Source(tmp_path)).decode(whole[: whole.index(end)])
     with pytest.raises(BadInput, match="^prompt: from 1 to 127 tokens fit this model, got "):
         generate.main([*argv, "x " * 300])
 

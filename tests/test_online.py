@@ -12,6 +12,7 @@ from conftest import PARITY, assert_same, even, numbers, ranks, result, start
 
 import evaluate
 import online
+from hub import Source
 from records.tokenizer import Tokenizer
 from runs.checkpoint import checkpoint_folder, checkpoints_by_step
 from runs.console import BadInput
@@ -209,7 +210,7 @@ STOP = '--online.stop=["e"]'
 
 def is_cut(tiny, ids) -> bool:
     """Whether an answer of a run with STOP ended by its length."""
-    return ids[-1] != 0 and "e" not in Tokenizer(tiny).decode(ids)
+    return ids[-1] != 0 and "e" not in Tokenizer(Source(tiny)).decode(ids)
 
 
 def test_a_checker_sees_the_records_own_fields_and_whether_the_answer_was_cut(

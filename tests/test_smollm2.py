@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Oracle
 from tokens import FILES, user
 
 import load
+from hub import Source
 from records.forms import Record
 from records.tokenizer import Tokenizer
 
@@ -131,7 +132,7 @@ def test_its_logits_are_those_of_the_model_in_the_gguf_file(made, hf):
 
 
 def test_its_tokenizer_is_byte_level_with_single_digits(made):
-    tokenizer, oracle = Tokenizer(made), Oracle.from_file(str(FILES / "tokenizer.json"))
+    tokenizer, oracle = Tokenizer(Source(made)), Oracle.from_file(str(FILES / "tokenizer.json"))
     texts = ["Hello there,  two spaces", "Größe 漢字 🙂\n\n\tend", "in 2024", "x 1,000"]
     ids = list(tokenizer.encode(texts))
     assert [tokenizer.decode(x) for x in ids] == texts
@@ -159,7 +160,7 @@ def test_the_real_model_has_the_hubs_ids(tmp_path):
     file, out = real_gguf(), tmp_path / "model"
     process = typed("--gguf", file, "--out", out)
     assert process.returncode == 0, process.stderr
-    tokenizer = Tokenizer(out)
+    tokenizer = Tokenizer(Source(out))
     # ids that others print for the Hub's tokenizer
     known = {
         "Hello, we can use": [19556, 28, 392, 416, 722],

@@ -11,6 +11,7 @@ from models import same_weights, with_adapters
 import data
 import load
 import spin
+from hub import Source
 from lora import merged_weights
 from packing import pack
 from records.examples import load_examples
@@ -124,7 +125,7 @@ def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_pat
     rows = (tmp_path / "val.csv").read_text().splitlines()
     assert rows[0] == "step,loss"
     limits = Data(train="", max_prompt=64, max_completion=64)
-    examples = load_examples(str(demos), Tokenizer(tiny), "demonstrations", limits)[0]
+    examples = load_examples(str(demos), Tokenizer(Source(tiny)), "demonstrations", limits)[0]
     gpt = load.load_model(tiny)
     with torch.no_grad():
         logps = [gpt(pack([e.prompt], [e.completions])).logps.item() for e in examples]

@@ -9,6 +9,7 @@ import sentencepiece
 import tokens
 from tokens import CHATML, EOS, bot, folder, ids_of, user
 
+from hub import Source
 from records.forms import Record
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
@@ -39,27 +40,27 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
 def test_what_only_looks_like_a_bos_is_none(tmp_path):
     """<|endoftext|> as BOS and EOS, put behind a text only."""
     path = folder(tmp_path / "t", after="<|endoftext|>", bos_token="<|endoftext|>")
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(Source(path))
     assert tokenizer.bos == tokenizer.eos == EOS and not tokenizer.adds_bos
     assert prompt_ids(tokenizer, "a") == [66] and tokenizer.encode(["b"]) == [[67]]
-    assert not Tokenizer(folder(tmp_path / "named", ("<s>",), bos_token="<s>")).adds_bos
+    assert not Tokenizer(Source(folder(tmp_path / "named", ("<s>",), bos_token="<s>"))).adds_bos
 
 
 def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_path):
     path = folder(tmp_path / "t")
     (path / "config.json").write_text('{"eos_token_id": 7}')
-    assert Tokenizer(path).stops == (0, 7)
+    assert Tokenizer(Source(path)).stops == (0, 7)
     (path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
-    assert Tokenizer(path).stops == (0, 5)
+    assert Tokenizer(Source(path)).stops == (0, 5)
     adapter = folder(tmp_path / "adapter")  # a PEFT folder with a tokenizer
-    assert Tokenizer(adapter, model=path).stops == (0, 5)
+    assert Tokenizer(Source(adapter, Source(path))).stops == (0, 5)
     (path / "tokenizer_config.json").write_text("{}")  # GPT-2 on the Hub names no EOS there
-    assert (Tokenizer(path).eos, Tokenizer(path).stops) == (5, (5, 0))
+    assert (Tokenizer(Source(path)).eos, Tokenizer(Source(path)).stops) == (5, (5, 0))
 
 
 def test_what_is_decoded_has_every_space(tmp_path):
     """Llama 3's config asks for another text, in which `a ,` is `a,`."""
-    t = Tokenizer(folder(tmp_path, clean_up_tokenization_spaces=True))
+    t = Tokenizer(Source(folder(tmp_path, clean_up_tokenization_spaces=True)))
     assert t.decode(t.encode(["a , b . do n't"])[0]) == "a , b . do n't"
 
 
@@ -77,7 +78,7 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
         (endless, f"{endless}: eos"),
     ):
         with pytest.raises(BadInput, match=f"^{re.escape(reason)}[^\n]*$"):
-            Tokenizer(path)
+            Tokenizer(Source(path))
 
 
 def test_tokenizer_model_alone_is_read(tmp_path):
@@ -94,7 +95,7 @@ def test_tokenizer_model_alone_is_read(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(config | {"legacy": False, "add_bos_token": True})
     )
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = Tokenizer(Source(tmp_path))
     oracle = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
     for text in ("The reference is the start.", "naïve 日本 \U0001f642"):
         assert tokenizer.encode([text])[0] == oracle.encode(text)
@@ -107,12 +108,12 @@ def test_tokenizer_model_alone_is_read(tmp_path):
 
 def test_the_nearest_template_wins(tmp_path):
     def said(path, given=None):
-        return Tokenizer(path, given).render(DIALOGUE)[0]
+        return Tokenizer(Source(path), given).render(DIALOGUE)[0]
 
     named = [{"name": "tool_use", "template": "0"}, {"name": "default", "template": "1"}]
     path = folder(tmp_path / "t", chat_template=named)
-    assert Tokenizer(path).render(DIALOGUE._replace(tools=[{"name": "0"}]))[0] == "0"
-    assert said(path) == Tokenizer(path).template == "1", "a run's hashes are of a text"
+    assert Tokenizer(Source(path)).render(DIALOGUE._replace(tools=[{"name": "0"}]))[0] == "0"
+    assert said(path) == Tokenizer(Source(path)).template == "1", "a run's hashes are of a text"
     (path / "chat_template.jinja").write_text("2")
     assert said(path) == "2"
     (tmp_path / "mine.jinja").write_text("é", encoding="utf-8")
@@ -137,7 +138,7 @@ REFUSED = {
 @pytest.mark.parametrize("template", REFUSED)
 def test_what_a_template_must_not_do_is_one_line(tmp_path, monkeypatch, template):
     monkeypatch.chdir(tmp_path)
-    tokenizer = Tokenizer(folder(tmp_path / "t", chat_template=template))
+    tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
     messages = [user("hi")]
     with pytest.raises(BadInput, match=f"^{REFUSED[template]}[^\n]*$"):
         tokenizer.render(Record(messages, [bot("c")], True))
@@ -147,15 +148,17 @@ def test_what_a_template_must_not_do_is_one_line(tmp_path, monkeypatch, template
 def test_a_template_that_asks_for_the_day_gets_the_one_that_was_given(tmp_path):
     asks = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     path = folder(tmp_path / "t", chat_template=asks)
-    assert Tokenizer(path, date="2024-07-26").render(DIALOGUE)[0] == "26 Jul 2024p"
+    assert Tokenizer(Source(path), date="2024-07-26").render(DIALOGUE)[0] == "26 Jul 2024p"
     form = "%-d %-m %d %m %b %B %a %A %y %Y %j %H:%M:%S"
     every = folder(tmp_path / "every", chat_template=asks.replace("%d %b %Y", form))
     day = "6 7 06 07 Jul July Sat Saturday 24 2024 188 00:00:00"
-    assert Tokenizer(every, date="2024-07-06").render(DIALOGUE)[0] == f"{day}p"
+    assert Tokenizer(Source(every), date="2024-07-06").render(DIALOGUE)[0] == f"{day}p"
     with pytest.raises(BadInput, match="^chat template: .*without_data_date"):
-        Tokenizer(path).render(DIALOGUE)
+        Tokenizer(Source(path)).render(DIALOGUE)
     with pytest.raises(BadInput, match="^data.date: today: Invalid isoformat"):
-        Tokenizer(path, date="today")
+        Tokenizer(Source(path), date="today")
     own_day = "{% if strftime_now is defined %}" + asks + "{% else %}none{% endif %}"
     path = folder(tmp_path / "own", chat_template=own_day + CHATML)
-    assert Tokenizer(path).render(DIALOGUE)[0].startswith("none"), "as Llama 3.2's, which has one"
+    assert Tokenizer(Source(path)).render(DIALOGUE)[0].startswith("none"), (
+        "as Llama 3.2's, which has one"
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
+from hub import Source
 from records.tokenizer import Tokenizer
 
 FILES = Path(__file__).parent / "parity" / "tokenizer"
@@ -42,7 +43,7 @@ def folder(path: Path, special=(), before="", after="", change=None, **config) -
 @functools.cache
 def plain() -> Tokenizer:
     """EOS is 0, no BOS, no chat template."""
-    return Tokenizer(FILES)
+    return Tokenizer(Source(FILES))
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def chat() -> Tokenizer:
     """The same with ChatML."""
     special = ("<|im_start|>", "<|im_end|>")
     with tempfile.TemporaryDirectory() as path:
-        return Tokenizer(folder(Path(path), special, chat_template=CHATML))
+        return Tokenizer(Source(folder(Path(path), special, chat_template=CHATML)))
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def bos() -> Tokenizer:
     template = "{{ bos_token }}" + CHATML
     with tempfile.TemporaryDirectory() as path:
         changes = dict(bos_token="<s>", chat_template=template)
-        return Tokenizer(folder(Path(path), ("<s>",), "<s>", **changes))
+        return Tokenizer(Source(folder(Path(path), ("<s>",), "<s>", **changes)))
 
 
 # ---- tokenizers in the form that the models publish, over small vocabularies ---------------------
