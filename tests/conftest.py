@@ -1,6 +1,7 @@
 """What the tests share: a tiny model folder, small data files, forked ranks, and programs in processes of their own."""
 
 import atexit
+import csv
 import functools
 import gc
 import io
@@ -327,14 +328,18 @@ def train(tiny, data, out: Path, *argv: str, program: str = "kto", **handed) -> 
     return result(out)
 
 
+def rows_of(file: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv or val.csv."""
+    with open(file, newline="") as f:
+        return list(csv.DictReader(f))
+
+
 def result(out: Path) -> dict:
     """A run's rows of metrics.csv, {"rows": ...}, and its exported weights, {"weights": ... or None}."""
-    import csv
-
     from safetensors.torch import load_file
 
-    with open(out / "metrics.csv") as f:
-        rows = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(f)]
+    found = rows_of(out / "metrics.csv")
+    rows = [{k: float(v) if v else None for k, v in row.items()} for row in found]
     final = out / "final" / "model.safetensors"
     return {"rows": rows, "weights": load_file(final) if final.exists() else None}
 

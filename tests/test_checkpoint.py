@@ -16,6 +16,7 @@ from conftest import (
     numbers,
     ranks,
     result,
+    rows_of,
     start,
     train,
 )
@@ -227,8 +228,7 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     for folder in (step(out, 8), out / "final"):
         files = {str(folder.with_name(f".{folder.name}.tmp") / p.name) for p in folder.iterdir()}
         assert files <= synced, "on the disk before the folder has its name"
-    names, *rows = [line.split(",") for line in (out / "val.csv").read_text().split()]
-    kl = {int(row[0]): float(row[names.index("kl")]) for row in rows if int(row[0]) > 0}
+    kl = {int(row["step"]): float(row["kl"]) for row in rows_of(out / "val.csv")[1:]}
     best = min(kl, key=lambda step: (kl[step], step))
     assert best < 7, "else keep_last keeps it, or one that keeps three would do"
     assert list(checkpoints_by_step(out)) == sorted({best, 8, 9})

@@ -30,6 +30,7 @@ from conftest import (
     numbers,
     ranks,
     result,
+    rows_of,
     train,
     until,
 )  # fmt: skip
@@ -82,12 +83,6 @@ def train_example(name: str, tiny, data, out: Path, *argv: str) -> dict:
     if program is online:
         handed["checker"] = even
     return train(tiny, data, out, *argv, *own, program=program.__name__, **handed)
-
-
-def rows_of(file: Path) -> list[dict]:
-    """Of val.csv."""
-    head, *rows = (line.split(",") for line in file.read_text().splitlines())
-    return [dict(zip(head, row)) for row in rows]
 
 
 def saved(out: Path, step: int, kind: str) -> dict[str, torch.Tensor]:

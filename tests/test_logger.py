@@ -1,6 +1,5 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
-import csv
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Started, train
+from conftest import ROOT, Started, rows_of, train
 from models import with_adapters
 
 import kto
@@ -29,11 +28,6 @@ from train import Trainer
 
 def run_settings(out: Path, **kw) -> kto.Settings:
     return kto.Settings("m", Data("t"), out_dir=str(out), **kw)
-
-
-def rows(path: Path) -> list[dict]:
-    with open(path, newline="") as f:
-        return list(csv.DictReader(f))
 
 
 # ---- metrics.csv ---------------------------------------------------------------------------------
@@ -61,7 +55,7 @@ def test_where_a_validation_is_owed_its_row_of_val_csv_is_cut_too(unvalidated, l
     for name in ("metrics.csv", "val.csv"):
         write(tmp_path / name, *({"step": i, "loss": 0.5} for i in range(5)))
     Logger(run_settings(tmp_path), 2, unvalidated)
-    assert [len(rows(tmp_path / name)) for name in ("metrics.csv", "val.csv")] == [3, left]
+    assert [len(rows_of(tmp_path / name)) for name in ("metrics.csv", "val.csv")] == [3, left]
 
 
 def test_columns_stay_where_the_first_row_put_them_and_a_row_is_on_disk_at_once(tmp_path):
@@ -194,7 +188,7 @@ def logged(out: Path) -> dict[tuple[str, int], float]:
     """What a tracker should have: all cells of metrics.csv and val.csv."""
     expected = {}
     for file, prefix in (("metrics.csv", ""), ("val.csv", "val/")):
-        for row in rows(out / file):
+        for row in rows_of(out / file):
             for name, cell in row.items():
                 if cell and name != "step":
                     key = f"{prefix}{name}", int(row["step"])
@@ -233,7 +227,7 @@ def test_the_docs_name_every_column(tracked):
     named = {name.strip() for cell in first_cells for name in cell.split(",")} - {"column", "---"}
     seen = {"checker_accuracy", "kl/own"}  # no run here has a checker
     for out in tracked.values():
-        seen |= rows(out / "metrics.csv")[0].keys() | rows(out / "val.csv")[0].keys()
+        seen |= rows_of(out / "metrics.csv")[0].keys() | rows_of(out / "val.csv")[0].keys()
     assert named == seen
 
 

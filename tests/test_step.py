@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, even, ranks, train
+from conftest import PARITY, even, ranks, rows_of, train
 from safetensors.torch import load_file, save_file
 
 import data
@@ -275,8 +275,8 @@ def test_validation_depends_on_neither_batch_size_nor_processes(
             "--eval.samples=2", f"--reference={other}")  # fmt: skip  # at r = 0: that of rounding
 
     def rows(out):
-        lines = (out / "val.csv").read_text().split()[1:]
-        return [[float(x) if x else None for x in line.split(",")] for line in lines]
+        found = rows_of(out / "val.csv")
+        return [[float(x) if x else None for x in row.values()] for row in found]
 
     train(tiny, ratings, tmp_path / "a", "--batch_size=24", "--micro_batch_size=24", *argv)
     two = ("--batch_size=5", "--micro_batch_size=3", f"--strategy={strategy}")
@@ -361,8 +361,7 @@ def test_kl_own_counts_each_answer_once_on_two_processes(tiny, ratings, tmp_path
 
     def go(name, *more):
         train(tiny, ratings, tmp_path / name, *argv, *more, checker=even)
-        names, *_, last = (tmp_path / name / "val.csv").read_text().splitlines()
-        return float(dict(zip(names.split(","), last.split(",")))["kl/own"])
+        return float(rows_of(tmp_path / name / "val.csv")[-1]["kl/own"])
 
     found = ranks(2, lambda rank: go("two", "--strategy=ddp"))
     assert found[0] == pytest.approx(go("one"), rel=1e-3) and found[0] != 0
