@@ -93,14 +93,13 @@ class KTO(Objective):
         mean_z, n = kl.z.mean().item(), len(kl.logratio)
         # before the first update r is 0 everywhere: no side to be on, and a mean below 0 is rounding
         has_moved = bool(r_G.any())
+        is_clamped = has_moved and mean_z == 0 and kl.logratio.mean() < 0
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
         row = {
             "kl": mean_z if self.needs_mismatched_pairs else None,
             "kl/stderr": (kl.logratio.std() / math.sqrt(n)).item() if n > 1 else None,
-            "kl/clamped": float(has_moved and mean_z == 0 and kl.logratio.mean() < 0)
-            if n
-            else None,
+            "kl/clamped": float(is_clamped) if n else None,
             "kl/pairs": n if self.needs_mismatched_pairs else None,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,

@@ -31,7 +31,7 @@ class Regime(ZSettings):
     up: ClosedUnitInterval = 0.5
     """Share of thumbs up among them."""
     flip: ClosedUnitInterval = 0.0
-    """Share of the ratings that are turned round."""
+    """Share of the ratings whose label is flipped."""
     other: ClosedUnitInterval = 0.5
     """Share of the answers that another author wrote, in another form than the model's own. Only for the demo."""
     weigh: bool = False

@@ -219,9 +219,8 @@ def begin_run(
         same = f"; the same run up to rounding, since {', '.join(rounding)} changed"
         say(f"resumed from {checkpoint}{same if rounding else ''}")
         own = checkpoints_by_step(out)
-        if (
-            state.best_step not in own
-        ):  # it was removed; or this is a branch, which has no checkpoint yet
+        # it was removed; or this is a branch, which has no checkpoint yet
+        if state.best_step not in own:
             state.best_step = state.best_value = None
         for step, path in own.items():
             if step > state.step:  # made after the checkpoint that the run goes back to
