@@ -1,9 +1,9 @@
-"""One step's batch with its mismatched pairs, and its micro-batches.
+"""A step: its examples, its mismatched pairs, its micro-batches.
 
-This file knows no model and no loss. Reading order: which examples a step has (step_batches), a
-step's batch and its mismatched pairs (Batch), what a loss sees of it (StepView, LossView), its
-micro-batches. How a micro-batch becomes one row of tokens: packing.py. How the records of a file
-become examples, and `python data.py FILE`: records/examples.py.
+This file knows no model and no loss. Reading order: which examples a step has (step_examples); Step;
+MicroBatch, which is what a loss sees; how a step is split (split_into_parts). How a micro-batch becomes one row
+of tokens: packing.py. How the records of a file become examples, and `python data.py FILE`:
+records/examples.py.
 
 Shape letters; packing.py, attention.py and model.py use the same ones:
 
@@ -19,12 +19,12 @@ Shape letters; packing.py, attention.py and model.py use the same ones:
     I  gathered keys of attention
     J  the B * K sequences, each a prompt with one completion, in the order of packing
     S  = B * K + 1, where attention's B * K sequences begin, and where the last one ends
+    n  mismatched pairs of a step
 """
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from typing import NamedTuple
 
@@ -33,74 +33,39 @@ import torch
 
 from packing import PackedBatch, pack, prompt_groups, to_device
 from records.examples import Example
+from runs.console import BadInput
 from runs.optimizer import Plan
-from runs.settings import RunSettings, refuse_unless
-
-# ---- how much fits -------------------------------------------------------------------------------
-
-DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
-CPU_ACTIVATIONS = 4e9  # bytes
-
-
-def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
-    """Tokens of a micro-batch, at most. On a CPU the default is smaller where the activations of so many
-    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
-    width."""
-    if cfg.micro_batch_tokens:
-        return cfg.micro_batch_tokens
-    if cfg.accelerator != "cpu":
-        return DEFAULT_TOKENS
-    tokens = int(CPU_ACTIVATIONS / (80 * n_layer * n_embd)) // 256 * 256
-    return min(DEFAULT_TOKENS, max(256, tokens))
-
+from runs.settings import RunSettings
 
 # ---- which examples a step has ------------------------------------------------------------------
 
 
-def step_batches(run, examples, plan: Plan) -> Iterator["Batch"]:
-    """The batches of the steps to come, until plan.end. A step's examples are a slice of its epoch's
-    order, which depends on seed and epoch only: every rank draws the same, and a resume needs no
-    sampler state."""
-    G, data, order = run.cfg.batch_size, run.cfg.data, None
-    for step in range(run.state.step + 1, plan.end + 1):
+def step_examples(
+    examples: Sequence[Example], cfg: RunSettings, plan: Plan, done: int
+) -> Iterator[list[Example]]:
+    """The G examples of each step to come, until plan.end, when `done` steps are done. A step's examples are
+    a slice of its epoch's order, which depends on seed and epoch only: every rank draws the same, and a
+    resume needs no sampler state."""
+    G = cfg.batch_size
+    order = None
+    for step in range(done + 1, plan.end + 1):
         epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
         if order is None or i == 0:
             # unique over the whole run: an iteration has at least as many steps as epochs, so its
             # numbers stay below the next iteration's plan.begin
-            number = plan.begin + epoch
-            order = range(len(examples))
-            if data.shuffle:
-                order = epoch_order(len(examples), number, run.cfg.seed)
-            if data.group_by_prompt:
-                groups = prompt_groups([examples[j].prompt for j in order])
-                order = [order[k] for k in chain(*groups)]
-        yield make_batch(run, [examples[j] for j in order[i * G : (i + 1) * G]])
+            order = order_of_examples(examples, cfg, plan.begin + epoch)
+        yield [examples[j] for j in order[i * G : (i + 1) * G]]
 
 
-def made_ahead(batches: Iterator["Batch"]) -> Iterator["Batch"]:
-    """The same batches. While a step runs, a thread makes and packs the batch of the next one."""
-
-    def make():
-        batch = next(batches, None)
-        if batch:
-            batch.pack_ahead()
-        return batch
-
-    with ThreadPoolExecutor(1) as thread:
-        next_batch = thread.submit(make)
-        while batch := next_batch.result():
-            next_batch = thread.submit(make)
-            yield batch
-
-
-def make_batch(run, examples) -> "Batch":
-    """These examples as the batch of a step, with mismatched pairs if the objective asks for them."""
-    objective, pairs = run.objective, None
-    if objective.needs_mismatched_pairs:
-        pairs = objective.mismatched_pairs(examples)
-        if objective.overrides("mismatched_pairs"):  # ranks may draw other random numbers
-            pairs = run.fabric.broadcast(pairs)
-    return Batch(examples, pairs, run.cfg.data.score_prompt, objective.by_token, run.budget)
+def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int) -> Sequence[int]:
+    """The numbers of the examples in the order of this epoch."""
+    order = range(len(examples))
+    if cfg.data.shuffle:
+        order = epoch_order(len(examples), epoch, cfg.seed)
+    if cfg.data.group_by_prompt:
+        groups = prompt_groups([examples[j].prompt for j in order])
+        order = [order[k] for k in chain(*groups)]
+    return order
 
 
 def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
@@ -118,7 +83,52 @@ def next_items(items: list, i: int, n: int, seed: int) -> list:
     return [items[j] for j in islice(endless, (i - 1) * n, i * n)]
 
 
-# ---- the batch of a step ------------------------------------------------------------------------
+def made_ahead(items: Iterator) -> Iterator:
+    """The same items. While the caller works with one, a thread makes the next one."""
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = thread.submit(next, items, None)
+            yield item
+
+
+# ---- mismatched pairs ---------------------------------------------------------------------------
+
+
+def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
+    """For each example the completion that its prompt is paired with for z; None: no pair."""
+    partners = next_mismatched(examples)
+    return [None if j is None else examples[j].completions[0] for j in partners]
+
+
+def next_mismatched(examples: list[Example]) -> list[int | None]:
+    """For each example the number of the next one, in circular order, with another prompt and another
+    completion; None: there is none. Of a pair the chosen completion counts.
+
+    Shifting by one is not enough: two ratings of one prompt often stand side by side, and the mismatched
+    completion could then equal the example's own one.
+    """
+    prompts = [e.keys[0] for e in examples]
+    completions = [e.keys[1] for e in examples]
+    n = len(examples)
+    if len(set(prompts)) == 1 or len(set(completions)) == 1:
+        return [None] * n  # a shortcut: the search below would compare each example with all others
+    partners = []
+    for i in range(n):
+        partner = None
+        for distance in range(1, n):
+            j = (i + distance) % n
+            if prompts[j] != prompts[i] and completions[j] != completions[i]:
+                partner = j
+                break
+        partners.append(partner)
+    return partners
+
+
+# ---- a step and its micro-batches ---------------------------------------------------------------
+
+DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
+CPU_ACTIVATIONS = 4e9  # bytes
 
 
 class Budget(NamedTuple):
@@ -130,202 +140,247 @@ class Budget(NamedTuple):
     by_tokens: bool = True
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The G examples of a step (or of a whole validation split). Every rank has the whole list;
-    micro_batches gives it its share."""
-
-    examples: list[Example]
-    # an entry for each example: the number of the example whose completion it is paired with, -1 for
-    # no pair; or the completion itself
-    mismatched_pairs: list[int | np.ndarray] | None = None
-    score_prompt: bool = False
-    by_token: bool = False
-    budget: Budget = Budget()
-    # {(numbers of examples, mismatched): PackedBatch}, those that were packed ahead
-    packed: dict = field(default_factory=dict)
-
-    @functools.cached_property
-    def micro_batches(self) -> list["MicroBatch"]:
-        """This rank's micro-batches, of the gradient pass and of the no-gradient pass. All ranks have
-        equally many."""
-        budget, examples = self.budget, self.examples
-        # (G,) what an example adds to its prompt: tokens of its own completions or of its mismatched one,
-        # whichever are more: the same micro-batch must fit both passes
-        added = [1] * len(examples)
-        if budget.by_tokens:
-            added = [sum(map(len, e.completions)) for e in examples]
-            if self.mismatched_pairs is not None:
-                others = [len(self.mismatched_completion(i)) for i in range(len(examples))]
-                added = list(map(max, added, others))
-        groups, sizes = [], []
-        for group in prompt_groups([e.prompt for e in examples]):
-            prompt = len(examples[group[0]].prompt) if budget.by_tokens else 0
-            # a group that is larger than a micro-batch is split: each part computes the prompt
-            for part in fill(group, added, budget.room - prompt, budget.by_tokens):
-                groups.append(part)
-                sizes.append(prompt + sum(added[i] for i in part))
-        return split_into_micro_batches(groups, sizes, budget)[budget.rank]
-
-    def pack_ahead(self) -> None:
-        """Pack what the passes of the step will ask for."""
-        for micro in self.micro_batches:
-            for mismatched in (False, True) if self.mismatched_pairs is not None else (False,):
-                self.packed[tuple(micro.index), mismatched] = self.pack(micro.index, mismatched)
-
-    def pack(self, index: list[int], mismatched: bool = False) -> PackedBatch:
-        """These examples' prompts with their own completions or, as mismatched pairs, with those of
-        others. The result is on the CPU."""
-        if ahead := self.packed.get((tuple(index), mismatched)):
-            return ahead
-        completions = [self.examples[i].completions for i in index]
-        if mismatched:
-            completions = [(self.mismatched_completion(i),) for i in index]
-        prompts = [self.examples[i].prompt for i in index]
-        packed = pack(prompts, completions, self.score_prompt, index)
-        if self.by_token:  # all micro-batches of a step have one L
-            others = [y for y in self.mismatched_pairs or () if np.ndim(y)]
-            longest = max(map(len, chain(others, *(e.completions for e in self.examples))))
-            packed = packed._replace(by_token=True, longest=longest)
-        return packed
-
-    def mismatched_completion(self, i: int) -> np.ndarray:
-        """The token ids of the completion in example i's mismatched pair. An example without a pair
-        takes that of example 0, to keep the shape; it is left out of the KL mean."""
-        pair = self.mismatched_pairs[i]
-        return pair if np.ndim(pair) else self.examples[max(pair, 0)].completions[0]
+def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
+    """Tokens of a micro-batch, at most. On a CPU the default is smaller where the activations of so many
+    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
+    width."""
+    if cfg.micro_batch_tokens:
+        return cfg.micro_batch_tokens
+    if cfg.accelerator != "cpu":
+        return DEFAULT_TOKENS
+    tokens = int(CPU_ACTIVATIONS / (80 * n_layer * n_embd)) // 256 * 256
+    return min(DEFAULT_TOKENS, max(256, tokens))
 
 
-def mismatched_pairs(examples: list[Example]) -> list[int]:
-    """For each example the number of the example whose completion it is paired with; -1: no pair.
-
-    It is the next example, in circular order, with another prompt and another completion. Shifting
-    by one is not enough: two ratings of one prompt often stand side by side, and the mismatched
-    completion could then equal the example's own one.
-    """
-    keys = [e.keys[:2] for e in examples]  # a pair: its chosen completion
-    n, found = len(keys), []
-    if any(len(set(same)) == 1 for same in zip(*keys)):  # one prompt, or one completion, for all
-        return [-1] * n  # a shortcut: the search below would compare each example with all others
-    for i, (prompt, completion) in enumerate(keys):
-        others = ((i + distance) % n for distance in range(1, n))
-        fit = (j for j in others if keys[j][0] != prompt and keys[j][1] != completion)
-        found.append(next(fit, -1))
-    return found
-
-
-# ---- what a loss and a baseline see --------------------------------------------------------------
-
-
-class View:
-    """Some examples of a step, as an algorithm sees them: StepView and LossView have `examples`, and on the
-    device of the log-probs the tensors
-
-        label   bool, True: desirable
-        reward  graded rewards; for an example without one 1 if it is desirable, else 0
-        group   examples with one prompt have one number, from 0 on, the same in a step and its
-                micro-batches. A step may hold a part of a prompt's answers only
-    """
-
-    def extra(self, name: str):
-        """A field that data.extra names: a tensor of numbers, or a list of texts, one for each
-        example. Raises BadInput."""
-        refuse_unless(
-            all(name in e.extra for e in self.examples),
-            f"data.extra: {name}: the loss asks for it: --data.extra {name}",
-        )
-        values = [e.extra[name] for e in self.examples]
-        if any(isinstance(v, str) for v in values):
-            return values
-        return to_device(torch.tensor(values), self.label.device)
-
-
-class StepView(View):
-    """All G examples of a step, the same on every rank. Its tensors are (G,)."""
-
-    def __init__(self, batch: Batch, device):
-        def tensor(values):
-            return to_device(torch.tensor(values), device)
-
-        self.examples = examples = batch.examples
-        self.size = len(examples)  # G
-        self.desirable = sum(e.label for e in examples)  # number of desirable examples
-        self.label = tensor([e.label for e in examples])
-        rewards = [e.label if e.rewards[0] is None else e.rewards[0] for e in examples]
-        self.reward = tensor(list(map(float, rewards)))
-        # the records' own weights, 1 where a record has none; the loop multiplies the loss by them
-        self.weight = tensor([e.weight for e in examples])
-        numbers = {}
-        self.group = tensor([numbers.setdefault(e.keys[0], len(numbers)) for e in examples])
-        # (n,) which of the G have a mismatched pair
-        pairs = [i for i, x in enumerate(batch.mismatched_pairs or ()) if np.ndim(x) or x >= 0]
-        self.mismatched_index = tensor(pairs).long()
-
-
-class LossView(View):
-    """B examples of a step, as a loss sees them. Its tensors are (B,)."""
-
-    def __init__(self, step: StepView, packed: PackedBatch, outputs=None):
-        self.examples = [step.examples[i] for i in packed.index]
-        self.step = step
-        at = packed.index_B  # the examples' numbers in the step
-        self.label, self.reward, self.group = step.label[at], step.reward[at], step.group[at]
-        self.length = packed.length_BK  # (B, K) scored tokens
-        # (B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a
-        # completion's end
-        self.outputs = outputs
-
-
-# ---- micro-batches ------------------------------------------------------------------------------
-
-
-class MicroBatch(NamedTuple):
-    """Which examples of a step form a micro-batch."""
+class Part(NamedTuple):
+    """Which examples of a step form a micro-batch, by their numbers in the step."""
 
     index: list[int]
-    # A filler runs only because a sharded forward is a collective; its weight in the loss is 0.
     filler: bool = False
+    """It runs only because a sharded forward is a collective; its weight in the loss is 0."""
 
 
-def split_into_micro_batches(
-    groups: list[list[int]], sizes: list[int], budget: Budget
-) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank. groups: examples that stay together; sizes: of each group, in the
-    unit of budget.room.
+class Step:
+    """The G examples of an optimizer step, or of a whole validation split. Every rank has all of them.
+
+    examples         the G examples
+    size             G
+    n_desirable      how many of them are desirable
+    label            (G,) bool, True: desirable
+    reward           (G,) graded rewards; of an example without one 1 if it is desirable, else 0
+    weight           (G,) the records' own weights, 1 where a record has none; the loop multiplies the loss by them
+    group            (G,) examples with one prompt have one number, from 0 on. A step may hold a part of a
+                     prompt's answers only
+    mismatched_index (n,) which of the G have a mismatched pair. Numbers, not a mask: a mask would make the
+                     host wait for a GPU
+    longest          L of every micro-batch: tokens of the longest completion, own or mismatched
+    parts            this rank's micro-batches. All ranks have equally many
+
+    The tensors are on the CPU until `to` moves them.
+    """
+
+    def __init__(
+        self,
+        examples: list[Example],
+        mismatched_completions: Sequence[np.ndarray | list[int] | None] | None = None,
+        score_prompt: bool = False,
+        budget: Budget | None = None,
+    ):
+        """mismatched_completions: one for each example, None: it has no pair; or None as a whole: the
+        step has no mismatched pairs. budget: default one rank, DEFAULT_TOKENS."""
+        self.examples = examples
+        self.size = len(examples)
+        self.n_desirable = sum(e.label for e in examples)
+        self.label = torch.tensor([e.label for e in examples])
+        self.reward = torch.tensor([graded_reward(e) for e in examples])
+        self.weight = torch.tensor([e.weight for e in examples])
+        number_of_prompt: dict[bytes, int] = {}
+        for e in examples:
+            number_of_prompt.setdefault(e.keys[0], len(number_of_prompt))
+        self.group = torch.tensor([number_of_prompt[e.keys[0]] for e in examples])
+        self.score_prompt = score_prompt
+        self.mismatched_completions = None
+        has_pair: list[int] = []
+        if mismatched_completions is not None:
+            has_pair = [i for i, ids in enumerate(mismatched_completions) if ids is not None]
+            # An example without a pair takes the completion of example 0, to keep the shape of the
+            # forward; baseline never sees its log-ratio.
+            stand_in = examples[0].completions[0] if examples else None
+            self.mismatched_completions = [
+                stand_in if ids is None else np.asarray(ids, np.int32)
+                for ids in mismatched_completions
+            ]
+        self.mismatched_index = torch.tensor(has_pair, dtype=torch.long)
+        completions = list(chain(*(e.completions for e in examples)))
+        completions += self.mismatched_completions or []
+        self.longest = max(map(len, completions), default=0)
+        self.parts = split_step(self, budget or Budget())
+
+    def to(self, device: torch.device) -> None:
+        """Move the tensors to a device. The copies do not wait for the work that is queued there."""
+        for name in ("label", "reward", "weight", "group", "mismatched_index"):
+            setattr(self, name, to_device(getattr(self, name), device))
+
+    def extra(self, name: str) -> torch.Tensor | list[str]:
+        """A field that data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
+        return extra_field(self.examples, name, self.label.device)
+
+    def micro_batch(self, part: Part) -> "MicroBatch":
+        """Pack the examples of a part. The result is on the CPU."""
+        prompts = [self.examples[i].prompt for i in part.index]
+        completions = [self.examples[i].completions for i in part.index]
+        packed = pack(prompts, completions, self.score_prompt, self.longest)
+        mismatched = None
+        if self.mismatched_completions is not None:
+            completions = [(self.mismatched_completions[i],) for i in part.index]
+            mismatched = pack(prompts, completions, self.score_prompt, self.longest)
+        return MicroBatch(self, part, torch.tensor(part.index), packed, mismatched)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B examples of a step that go through the models together: what a loss sees. Its tensors are on the
+    device of the log-probs."""
+
+    step: Step
+    """The whole step: sums over examples come from here."""
+    part: Part
+    index_B: torch.Tensor
+    """The examples' numbers in the step."""
+    packed: PackedBatch
+    """Their prompts with their own completions, as the models read them."""
+    mismatched: PackedBatch | None
+    """The same prompts with their mismatched completions, on the CPU; None without mismatched pairs."""
+    outputs: torch.Tensor | None = None
+    """(B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a completion's end."""
+
+    @property
+    def examples(self) -> list[Example]:
+        return [self.step.examples[i] for i in self.part.index]
+
+    @property
+    def label(self) -> torch.Tensor:
+        """(B,) bool, True: desirable."""
+        return self.step.label[self.index_B]
+
+    @property
+    def reward(self) -> torch.Tensor:
+        """(B,) graded rewards, see Step."""
+        return self.step.reward[self.index_B]
+
+    @property
+    def group(self) -> torch.Tensor:
+        """(B,) numbers of the prompts, the same as in the step."""
+        return self.step.group[self.index_B]
+
+    @property
+    def length(self) -> torch.Tensor:
+        """(B, K) scored tokens."""
+        return self.packed.length_BK
+
+    def extra(self, name: str) -> torch.Tensor | list[str]:
+        """A field that data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
+        return extra_field(self.examples, name, self.index_B.device)
+
+    def with_outputs(self, outputs: torch.Tensor | None) -> "MicroBatch":
+        return replace(self, outputs=outputs)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """This micro-batch on a device, but for its mismatched pairs, which move when they are scored. The copies
+        do not wait for the work that is queued there."""
+        index_B = to_device(self.index_B, device)
+        return replace(self, index_B=index_B, packed=self.packed.to(device))
+
+
+def graded_reward(example: Example) -> float:
+    """The record's own reward; without one 1 for a desirable example, else 0."""
+    reward = example.rewards[0]
+    return float(example.label if reward is None else reward)
+
+
+def extra_field(
+    examples: list[Example], name: str, device: torch.device
+) -> torch.Tensor | list[str]:
+    """A field of these examples that data.extra names: a tensor of numbers, or a list of texts."""
+    if not all(name in e.extra for e in examples):
+        raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
+    values = [e.extra[name] for e in examples]
+    if any(isinstance(value, str) for value in values):
+        return values
+    return to_device(torch.tensor(values), device)
+
+
+# ---- how a step is split ------------------------------------------------------------------------
+
+
+def split_step(step: Step, budget: Budget) -> list[Part]:
+    """The parts of this rank, for both passes over a step: with gradient and without."""
+    examples = step.examples
+    # (G,) what an example adds to its prompt: tokens of its own completions or of its mismatched one,
+    # whichever are more: the same part must fit both passes
+    added = [1] * len(examples)
+    if budget.by_tokens:
+        added = [sum(map(len, e.completions)) for e in examples]
+        if step.mismatched_completions is not None:
+            added = [max(n, len(ids)) for n, ids in zip(added, step.mismatched_completions)]
+    groups = []
+    sizes = []
+    for group in prompt_groups([e.prompt for e in examples]):
+        prompt = len(examples[group[0]].prompt) if budget.by_tokens else 0
+        # a group that is larger than a micro-batch is divided: each piece computes the prompt
+        for piece in fill(group, added, budget.room - prompt, budget.by_tokens):
+            groups.append(piece)
+            sizes.append(prompt + sum(added[i] for i in piece))
+    return split_into_parts(groups, sizes, budget)[budget.rank]
+
+
+def split_into_parts(groups: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
+    """The parts of each rank. groups: examples that stay together; sizes: of each group, in the unit of
+    budget.room.
 
     By tokens the longest group goes first, each to the rank with the fewest tokens so far. Otherwise ranks
-    take groups in turn. All ranks get equally many micro-batches, because collectives inside a sharded
-    forward must match: a rank with fewer repeats group 0 as a filler.
+    take groups in turn. All ranks get equally many parts, because collectives inside a sharded forward must
+    match: a rank with fewer repeats group 0 as a filler.
     """
     shares = [range(rank, len(groups), budget.ranks) for rank in range(budget.ranks)]
     if budget.by_tokens:
-        shares, tokens = [[] for _ in shares], [0] * budget.ranks
-        for g in sorted(range(len(groups)), key=lambda g: -sizes[g]):
-            lightest = tokens.index(min(tokens))
-            shares[lightest].append(g)
-            tokens[lightest] += sizes[g]
-    micros = []
+        shares = share_by_size(sizes, budget.ranks)
+    parts_of_rank = []
     for share in shares:
         bins = fill(share, sizes, budget.room, budget.by_tokens)
-        micros.append([MicroBatch(sorted(chain(*(groups[g] for g in one)))) for one in bins])
-    most = max(map(len, micros))
-    for rank_micros in micros:
-        rank_micros += [MicroBatch(groups[0], filler=True)] * (most - len(rank_micros))
-    return micros
+        indices = [chain(*(groups[g] for g in numbers)) for numbers in bins]
+        parts_of_rank.append([Part(sorted(index)) for index in indices])
+    most = max(map(len, parts_of_rank))
+    for parts in parts_of_rank:
+        parts += [Part(groups[0], filler=True)] * (most - len(parts))
+    return parts_of_rank
 
 
-def fill(items, sizes: list[int], room: int, first_fit: bool) -> list[list[int]]:
+def share_by_size(sizes: list[int], ranks: int) -> list[list[int]]:
+    """Which groups each rank takes: the largest first, each to the rank that has least so far."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for g in sorted(range(len(sizes)), key=lambda g: -sizes[g]):
+        lightest = totals.index(min(totals))
+        shares[lightest].append(g)
+        totals[lightest] += sizes[g]
+    return shares
+
+
+def fill(items: Sequence[int], sizes: list[int], room: int, first_fit: bool) -> list[list[int]]:
     """Put each item into the last bin or, with first_fit, into the first one that has room for its
     size; else into a new bin. An item that is larger than a bin has one of its own."""
-    bins, left = [], []
+    bins: list[list[int]] = []
+    space: list[int] = []  # what each bin still takes
     for i in items:
-        start = 0 if first_fit else max(0, len(bins) - 1)
-        found = next((j for j in range(start, len(bins)) if left[j] >= sizes[i]), len(bins))
-        if found == len(bins):
+        first = 0 if first_fit else max(0, len(bins) - 1)
+        fitting = (j for j in range(first, len(bins)) if space[j] >= sizes[i])
+        j = next(fitting, len(bins))
+        if j == len(bins):
             bins.append([])
-            left.append(room)
-        bins[found].append(i)
-        left[found] -= sizes[i]
+            space.append(room)
+        bins[j].append(i)
+        space[j] -= sizes[i]
     return bins
 
 

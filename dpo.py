@@ -13,17 +13,20 @@ average_logps.
 Shape letters: G examples of a step, B of a micro-batch, K = 2 completions (chosen, rejected).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
+from evaluate import Checker
+from objective import Objective, PreferenceSettings, join_columns, mean
 from packing import to_device
 from run import setup
 from runs.console import run_cli
 from runs.settings import RunSettings, parse
-from train import Objective, PreferenceSettings, Trainer, join_columns, mean
+from trainer import Trainer
 
 # Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats; d = the true reward
 # of the chosen completion minus that of the rejected one, which only RPO knows.
@@ -105,13 +108,13 @@ class DPO(Objective):
             margins.append(chosen - rejected)
         return torch.tensor(margins)
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         args = self.args
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
         d_B = to_device(self.true_margin(batch.examples), h_B.device).to(h_B.dtype)
         preference_B = LOSSES[args.loss](h_B, d_B, args)
-        sft_B = -logps[:, 0] / (batch.length[:, 0] if args.sft_average else 1)
+        sft_B = -logps[:, 0] / (batch.length[:, 0] if args.divides_sft else 1)
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
         return loss_B, {
             "preference_loss": preference_B,
@@ -123,7 +126,7 @@ class DPO(Objective):
             "logps/rejected": logps[:, 1],
         }
 
-    def metrics(self, columns, kl):
+    def metrics(self, columns, baseline):
         h_G = columns["h"]
         means = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])
@@ -137,11 +140,19 @@ class DPO(Objective):
         return join_columns(means, row)
 
 
-def main(argv=None, objective=DPO, settings=Settings, trainer=Trainer, **given) -> None:
+def main(
+    argv: list[str] | None = None,
+    objective: Callable[..., Objective] = DPO,
+    settings: type = Settings,
+    trainer: type[Trainer] = Trainer,
+    checker: Checker | None = None,
+    optimizer: Callable | None = None,
+) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, trainer,
     checker, optimizer."""
     cfg = parse(settings, argv, objective, demo="demo_dpo.yaml")
-    with trainer(setup(cfg, objective(cfg.dpo), **given)) as loop:
+    run = setup(cfg, objective(cfg.dpo), checker, optimizer)
+    with trainer(run) as loop:
         if loop.fit():
             loop.finish()
 

@@ -19,16 +19,19 @@ Shape letters: G examples of a step, B of a micro-batch, K completions of a prom
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from jsonargparse.typing import NonNegativeFloat
 
+from evaluate import Checker
+from objective import Objective, PreferenceSettings, join_columns, mean
 from run import setup
 from runs.console import run_cli
 from runs.settings import RunSettings, parse
-from train import Objective, PreferenceSettings, Trainer, join_columns, mean
+from trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,13 @@ class Settings(RunSettings):
     kto: KTOSettings = KTOSettings()
 
 
-def kto_loss(logratio_B, z, desirable_B, args: KTOSettings):
+def kto_loss(
+    logratio_B: torch.Tensor, z_B: torch.Tensor, desirable_B: torch.Tensor, args: KTOSettings
+) -> torch.Tensor:
     """The loss of the paper: how far a completion's log-ratio (nats) is on the wrong side of z. -> (B,)"""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
     weight_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
-    return weight_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z)))
+    return weight_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))
 
 
 class KTO(Objective):
@@ -66,13 +71,13 @@ class KTO(Objective):
         # apo_zero_unpaired is the same loss at z = 0
         self.needs_mismatched_pairs = args.loss == "kto"
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         args, logp_B = self.args, logps[:, 0]
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
-        preference_B = kto_loss(logratio_B, z, batch.label, args)
+        preference_B = kto_loss(logratio_B, z_B, batch.label, args)
         # a mean over the step's desirable examples, written as a mean over all G of them
-        share = batch.step.size / max(1, batch.step.desirable)
-        n_B = batch.length[:, 0] if args.sft_average else 1
+        share = batch.step.size / max(1, batch.step.n_desirable)
+        n_B = batch.length[:, 0] if args.divides_sft else 1
         sft_B = -logp_B / n_B * batch.label * share
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
         return loss_B, {  # metrics needs logratio, logp and desirable
@@ -83,22 +88,24 @@ class KTO(Objective):
             "desirable": batch.label,
         }
 
-    def metrics(self, columns, kl):
+    def metrics(self, columns, baseline):
         desirable_G = columns["desirable"] > 0
         r_G, logp_G = columns["logratio"], columns["logp"]
         sign_G = torch.where(desirable_G, 1.0, -1.0)
         reward_G = self.args.beta * r_G
         chosen, rejected = mean(reward_G[desirable_G]), mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
-        mean_z, n = kl.z.mean().item(), len(kl.logratio)
+        z_G, logratio_n = baseline
+        n = len(logratio_n)
+        mean_z = (z_G[0] + (z_G - z_G[0]).mean()).item()  # exact where all are one number
         # before the first update r is 0 everywhere: no side to be on, and a mean below 0 is rounding
         has_moved = bool(r_G.any())
-        is_clamped = has_moved and mean_z == 0 and kl.logratio.mean() < 0
+        is_clamped = has_moved and mean_z == 0 and logratio_n.mean() < 0
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
         row = {
             "kl": mean_z if self.needs_mismatched_pairs else None,
-            "kl/stderr": (kl.logratio.std() / math.sqrt(n)).item() if n > 1 else None,
+            "kl/stderr": (logratio_n.std() / math.sqrt(n)).item() if n > 1 else None,
             "kl/clamped": float(is_clamped) if n else None,
             "kl/pairs": n if self.needs_mismatched_pairs else None,
             "rewards/chosen": chosen,
@@ -110,7 +117,7 @@ class KTO(Objective):
             "logps/rejected": mean(logp_G[~desirable_G]),
             # whether r is on its label's side of 0; about_z: of z, as the loss sees it
             "accuracy": mean((sign_G * r_G > 0).double()) if has_moved else None,
-            "accuracy/about_z": mean((sign_G * (r_G - kl.z) > 0).double()) if has_moved else None,
+            "accuracy/about_z": mean((sign_G * (r_G - z_G) > 0).double()) if has_moved else None,
             # P(r of a thumbs up > r of a thumbs down)
             "auc": auc(r_G[desirable_G], r_G[~desirable_G]) if has_both and has_moved else None,
         }
@@ -128,12 +135,20 @@ def auc(high: torch.Tensor, low: torch.Tensor) -> float:
     return (counts.double().mean() / 2 / len(low)).item()
 
 
-def main(argv=None, objective=KTO, settings=Settings, trainer=Trainer, **given) -> None:
+def main(
+    argv: list[str] | None = None,
+    objective: Callable[..., Objective] = KTO,
+    settings: type = Settings,
+    trainer: type[Trainer] = Trainer,
+    checker: Checker | None = None,
+    optimizer: Callable | None = None,
+) -> None:
     """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
-    group kto; trainer, a subclass of Trainer. given, to setup: checker, which judges a list of held-out
-    answers (evaluate.Checker); optimizer(policy, cfg), as runs.optimizer.make_optimizer."""
+    group kto; trainer, a subclass of Trainer; checker, which judges a list of held-out answers
+    (evaluate.Checker); optimizer(policy, cfg), as runs.optimizer.make_optimizer."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
-    with trainer(setup(cfg, objective(cfg.kto), **given)) as loop:
+    run = setup(cfg, objective(cfg.kto), checker, optimizer)
+    with trainer(run) as loop:
         if loop.fit():
             loop.finish()
 

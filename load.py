@@ -105,10 +105,11 @@ def _plain_logps(hf, prompts, completions) -> torch.Tensor:
 def _compare(gpt: Packed, prompts, completions, expected_T: torch.Tensor) -> None:
     """Raise ValueError unless the model computes these log-probs: where completions share a prompt,
     where the prompts come from a PromptCache, and token by token with a KVCache."""
-    batch, prompt_cache = pack(prompts, completions)._replace(by_token=True), PromptCache()
+    batch = pack(prompts, completions)
+    prompt_cache = PromptCache()
     expected_BKL = batch.tokens_of_completions(expected_T)
-    shared = gpt(batch, prompt_cache).logps  # and fills the cache
-    cached = gpt(batch, prompt_cache).logps
+    shared = gpt(batch, prompt_cache, by_token=True).logps  # and fills the cache
+    cached = gpt(batch, prompt_cache, by_token=True).logps
 
     # sampling: the second tokens of the first completions, after the first ones
     first_B, second_B = torch.tensor([pair[0][:2].tolist() for pair in completions]).T

@@ -38,7 +38,7 @@ class Scores(NamedTuple):
     outputs: torch.Tensor | None = None
     """(B, K, L, ...): what the objective's module gives at each token; None without a module."""
     entropy: torch.Tensor | None = None
-    """(B, K), if the batch asks for it: for each completion the sum over its tokens of the entropy, in
+    """(B, K), if it is asked for: for each completion the sum over its tokens of the entropy, in
     nats, of the distribution from which the token is drawn. Without gradient."""
 
 
@@ -55,9 +55,16 @@ class Packed:
     # exported
     objective_module: nn.Module | None
 
-    def forward(self, x: PackedBatch | KVCache, prompt_cache: PromptCache | None = None):
+    def forward(
+        self,
+        x: PackedBatch | KVCache,
+        prompt_cache: PromptCache | None = None,
+        by_token: bool = False,
+        entropy: bool = False,
+    ):
         """PackedBatch -> Scores. prompt_cache: the first forward that gets it fills it; later ones
-        read it and compute completions only.
+        read it and compute completions only. by_token: log-probs of each token (B, K, L), not of
+        completions (B, K). entropy: that of the distributions, too.
 
         KVCache -> (B, V) logits of the next tokens, in float32."""
         if isinstance(x, KVCache):
@@ -70,12 +77,12 @@ class Packed:
         # The head runs only on hidden states that predict a target. With a filled cache those of the
         # prompts come from it.
         h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
-        logp_T, entropy_T = self.logp(h_TC, x.target_T, x.entropy)
-        logps = x.tokens_of_completions(logp_T) if x.by_token else x.sums(logp_T)
-        outputs, entropy = None, x.sums(entropy_T) if x.entropy else None
+        logp_T, entropy_T = self.logp(h_TC, x.target_T, entropy)
+        logps = x.tokens_of_completions(logp_T) if by_token else x.sums(logp_T)
+        outputs = None
         if self.objective_module is not None:
             outputs = x.tokens_of_completions(self._module_outputs(h_TC))
-        return Scores(logps, outputs, entropy)
+        return Scores(logps, outputs, x.sums(entropy_T) if entropy else None)
 
     def _module_outputs(self, h_TC):
         """What the objective's module makes of the hidden states: (T, ...), at least in float32.

@@ -10,21 +10,23 @@ for its prompts only. The reference stays the first model, or becomes the policy
 iteration begins (online.reference).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from jsonargparse.typing import PositiveInt
 
 from data import next_items
-from evaluate import as_answers, format_table, with_answers
+from evaluate import Checker, as_answers, format_table, with_answers
 from kto import KTO, KTOSettings
+from objective import Objective
 from records.examples import Example
 from rollout import iterations, policy_answers, rated_examples, validate_iterations
 from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, parse, refuse_unless
-from train import Trainer
+from trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,14 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
 
 
 def main(
-    argv=None,
-    objective=OnlineKTO,
-    settings=Settings,
-    trainer=Trainer,
-    rate=rate_answers,
-    **given,
+    argv: list[str] | None = None,
+    objective: Callable[..., Objective] = OnlineKTO,
+    settings: type = Settings,
+    trainer: type[Trainer] = Trainer,
+    rate: Callable[[Run, list[Example], list[list[int]]], list[Example]] = rate_answers,
+    checker: Checker | None = None,
+    optimizer: Callable | None = None,
+    rollout: Callable | None = None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
     online, trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py).
@@ -123,10 +127,10 @@ def main(
     cfg = parse(settings, argv, objective, demo="demo_online.yaml")
     args = cfg.online
     refuse_unless(
-        given.get("checker") or cfg.eval.check or rate is not rate_answers,
+        checker or cfg.eval.check or rate is not rate_answers,
         "eval.check: online KTO needs a checker: demo, or main(checker=...)",
     )
-    run = setup(cfg, objective(cfg.kto), **given)
+    run = setup(cfg, objective(cfg.kto), checker, optimizer, rollout)
     with trainer(run) as loop:
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))

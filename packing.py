@@ -4,6 +4,7 @@ Shape letters: see data.py.
 """
 
 import hashlib
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ import numpy as np
 import torch
 
 
-def to_device(x, device):
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """x on a device. A copy to a GPU does not wait for the work that is queued there."""
-    if device.type == "cuda":
+    if device.type == "cuda" and not x.is_cuda:
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
@@ -56,7 +57,6 @@ class PackedBatch(NamedTuple):
     sequence_BK: torch.Tensor  # the number of the sequence
     first_target_BK: torch.Tensor  # which of the T targets is the completion's first token
     prompt_B: torch.Tensor  # which of the U prompts the example has
-    index_B: torch.Tensor  # the example's number in its step
     prompt_P: torch.Tensor  # which of the N tokens belong to prompts
     # Which of the N tokens belong to completions. If none does (all completions have one token),
     # this is token 0: the model's layers need at least one query.
@@ -70,14 +70,9 @@ class PackedBatch(NamedTuple):
     key_start_S: torch.Tensor  # the same for the keys: cu_seq_k
     # (U,) for each prompt: its input tokens, and those of each of its completions
     segment_sizes: tuple[tuple[int, ...], ...]
-    index: list[int]  # index_B, on the CPU
     ids: list  # (B,) the token ids of each example: its prompt and its K completions
     max_keys: int  # the most keys of a sequence; it never has more queries
-    longest: int  # L: tokens of the longest completion; by_token, of the whole step
-    # What a model's forward is asked for. by_token: log-probs of each token (B, K, L), not of
-    # completions (B, K).
-    by_token: bool = False
-    entropy: bool = False  # the entropy of the distributions, too
+    longest: int  # L: tokens of the longest completion, here or in the whole step
 
     def to(self, device: torch.device) -> "PackedBatch":
         """This batch on a device. The copies do not wait for the work that is queued there."""
@@ -118,13 +113,18 @@ class PackedBatch(NamedTuple):
         return [digest(prompt, y) for prompt, completions in self.ids for y in completions]
 
 
-def pack(prompts, completions, score_prompt: bool = False, index=None) -> PackedBatch:
+def pack(
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[tuple[np.ndarray, ...]],
+    score_prompt: bool = False,
+    longest: int | None = None,
+) -> PackedBatch:
     """Pack B prompts and their completions; examples with equal prompts share one. The result is on
     the CPU.
 
     prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty.
-    score_prompt: the prompts' tokens from the second on are targets, too. index: the examples'
-    numbers in their step (default: 0 to B - 1).
+    score_prompt: the prompts' tokens from the second on are targets, too. longest: tokens of the step's
+    longest completion (default: of these).
 
     Two prompts, three completions (K = 1). Examples 0 and 2 have the prompt 10 11 12, with the
     completions 20 21 and 22 23 24; example 1 has the prompt 13 with the completion 30 31:
@@ -142,7 +142,6 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         queries      0 1 2 3      4 5            6 7         so query_start_S is 0 4 6 8
     """
     B, K = len(prompts), len(completions[0])
-    index = index or list(range(B))
 
     # 1. The distinct prompts, and which examples have them.
     groups = prompt_groups(prompts)
@@ -210,7 +209,6 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         sequence_BK=sequence_BK,
         first_target_BK=(np.cumsum(completion_J) - completion_J)[sequence_BK],
         prompt_B=prompt_B,
-        index_B=np.array(index),
         prompt_P=np.flatnonzero(branch_N == 0),
         completion_M=completion_M,
         key_I=np.concatenate(keys) if len(groups) < B * K else np.zeros(0, int),
@@ -225,8 +223,7 @@ def pack(prompts, completions, score_prompt: bool = False, index=None) -> Packed
         completion_query_start_S=starts(n_completion_queries),
         key_start_S=starts(n_keys),
         segment_sizes=tuple(segment_sizes),
-        index=index,
         ids=list(zip(prompts, completions)),
         max_keys=max(n_keys),
-        longest=int(completion_J.max()),
+        longest=longest or int(completion_J.max()),
     )

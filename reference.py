@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from attention import PromptCache
 from lora import disable_adapters
 from packing import PackedBatch, to_device
 from runs.checkpoint import write_whole
@@ -23,15 +24,17 @@ class Reference:
     def __init__(self, fabric, policy, frozen):
         self.fabric, self.policy, self.frozen = fabric, policy, frozen
 
-    def compute(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
+    def compute(
+        self, packed: PackedBatch, prompt_cache: PromptCache | None = None, by_token: bool = False
+    ) -> torch.Tensor:
         """-> log-probs in nats (see model.Scores)"""
         if self.frozen is None:
             with disable_adapters(self.policy):
-                return self.policy(packed, prompt_cache).logps
+                return self.policy(packed, prompt_cache, by_token).logps
         # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
         # differently from the policy.
         with self.fabric.autocast():
-            return self.frozen(packed, prompt_cache).logps
+            return self.frozen(packed, prompt_cache, by_token).logps
 
     __call__ = compute
 
@@ -67,9 +70,12 @@ class CachedReference(Reference):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._read()
 
-    def __call__(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
+    def __call__(
+        self, packed: PackedBatch, prompt_cache: PromptCache | None = None, by_token: bool = False
+    ) -> torch.Tensor:
         """-> log-probs (B, K) in nats, from the folder where it has them. prompt_cache is not used: the
-        prompts' keys may never have been computed. Raises BadInput."""
+        prompts' keys may never have been computed. by_token: always False, the folder has sums alone.
+        Raises BadInput."""
         keys = packed.digests()
         device = packed.token_N.device
         is_missing = any(key not in self.known for key in keys)

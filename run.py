@@ -6,7 +6,6 @@ order of their calls. Nobody needs this file to change an algorithm.
 
 import copy
 import hashlib
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from checks import check_objective, check_optimizer, check_settings, check_tokens, saved_state
 from data import Budget, most_tokens
 from evaluate import Evaluator
 from hub import Source, context_of, export, find_model, read_config, read_json
@@ -269,26 +269,8 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     program = Path(sys.argv[0])
     out = Path(cfg.out_dir or f"out/{program.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}").resolve()
     find_checkpoint(out, cfg.resume)  # refuses a folder that holds another run
-    objective.check()
-    kind, by_token = type(objective).__name__, objective.by_token
-    for name in ("reference", "reference_cache"):
-        refuse_unless(
-            objective.needs_reference or not getattr(cfg, name), f"{name}: {kind} has no reference"
-        )
-    refuse_unless(
-        not (by_token and cfg.reference_cache),
-        f"reference_cache: {kind} takes log-probs of tokens, and the cache has only their sums",
-    )
-    refuse_unless(
-        not (cfg.data.score_prompt and (by_token or objective.overrides("make_module"))),
-        f"data.score_prompt: {kind} takes the tokens of a completion, not of its prompt",
-    )
-    refuse_unless(
-        cfg.batch_size > 1
-        or not objective.needs_mismatched_pairs
-        or objective.overrides("mismatched_pairs"),
-        f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion",
-    )
+    check_objective(objective)
+    check_settings(objective, cfg)
 
     # the model's folder and its tokenizer
     source = find_model(cfg.model)
@@ -302,14 +284,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
 
     # the records
     examples = load_splits(cfg.data, tokenizer, objective.records)
-    for example in sum(examples.values(), []):
-        # ids that no record has do not count: Gemma 3 1B's tokenizer has one more, for images
-        largest = max(ids.max() for ids in (example.prompt, *example.completions))
-        refuse_unless(
-            largest < config.vocab_size,
-            f"{example.where}: token: id {largest}, but the embedding of {cfg.model} has "
-            f"{config.vocab_size} rows",
-        )
+    check_tokens(sum(examples.values(), []), config.vocab_size, cfg.model)
     refuse_unless(not cfg.keep_best or examples["val"], "keep_best: data.val: no examples")
 
     # the processes and the run's folder
@@ -337,14 +312,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     )
     hashes |= of_weights
     optimizer = (optimizer or make_optimizer)(policy.module, cfg)
-    in_groups = {p for group in optimizer.param_groups for p in group["params"]}
-    params = policy.unique_parameters().items()
-    forgotten = [name for name, p in params if p.requires_grad and p not in in_groups]
-    refuse_unless(
-        not forgotten,
-        f"optimizer: {len(forgotten)} weights are in none of its groups and would never change, "
-        f'{forgotten[:1]} first: a group with "lr_scale": 0 keeps weights as they are',
-    )
+    check_optimizer(optimizer, policy.unique_parameters())
     optimizer = fabric.setup_optimizers(optimizer)
     reference = Reference(fabric, policy, frozen) if objective.needs_reference else None
     if cfg.reference_cache:
@@ -390,19 +358,6 @@ def with_absolute_paths(settings, *names: str):
     """The same settings with absolute paths of what is read: settings.yaml, which is made of them, then
     means the same from any working directory. Ids of the Hub stay as they are."""
     return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
-
-
-def saved_state(objective) -> dict:
-    """An objective's state_dict. Raises BadInput for a value that JSON would not give back unchanged, or
-    that is no attribute. Called at each checkpoint, and after the first step, before hours are spent."""
-    state, kind = objective.state_dict(), type(objective).__name__
-    refuse_unless(
-        repr(json.loads(json.dumps(state, default=str))) == repr(state)
-        and all(hasattr(objective, name) for name in state),
-        f"state_dict: {kind}: expected attributes that are numbers, texts or lists of these, as by "
-        f"float(x) or x.tolist(); got {state}",
-    )
-    return state
 
 
 # ---- models --------------------------------------------------------------------------------------

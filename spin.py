@@ -10,6 +10,7 @@ Where the paper leaves a choice: one learning-rate schedule spans all iterations
 state carries on (with LoRA it restarts, since the adapters are merged into the base and begin anew).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,8 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveIn
 
 from data import epoch_order
 from dpo import DPO, DPOSettings
-from evaluate import format_table
+from evaluate import Checker, format_table
+from objective import Objective
 from records.examples import Example
 from rollout import (
     LOST,
@@ -31,7 +33,7 @@ from run import Run, setup
 from runs.console import run_cli, say
 from runs.optimizer import iteration_plans
 from runs.settings import RunSettings, Sampling, parse, refuse_unless
-from train import Objective, Trainer
+from trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,14 @@ class SPIN(DPO):
             )
         )
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         if logps.shape[1] == 1:  # validation
             return -logps[:, 0] / batch.length[:, 0], {}
-        return super().loss(logps, ref_logps, batch, z)
+        return super().loss(logps, ref_logps, batch, z_B)
 
-    def metrics(self, columns, kl):
+    def metrics(self, columns, baseline):
         kind = DPO if "h" in columns else Objective  # validation has no h
-        return kind.metrics(self, columns, kl)
+        return kind.metrics(self, columns, baseline)
 
 
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
@@ -116,12 +118,20 @@ def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     say(format_table(("prompt", "demonstration", "the policy's own"), rows))
 
 
-def main(argv=None, objective=SPIN, settings=Settings, trainer=Trainer, **given) -> None:
+def main(
+    argv: list[str] | None = None,
+    objective: Callable[..., Objective] = SPIN,
+    settings: type = Settings,
+    trainer: type[Trainer] = Trainer,
+    checker: Checker | None = None,
+    optimizer: Callable | None = None,
+    rollout: Callable | None = None,
+) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
     trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, objective, demo="demo_spin.yaml")
     betas = cfg.spin.betas()
-    run = setup(cfg, objective(cfg.spin, betas[0]), **given)
+    run = setup(cfg, objective(cfg.spin, betas[0]), checker, optimizer, rollout)
     with trainer(run) as loop:
         demonstrations = run.examples["train"]
         n = len(demonstrations)

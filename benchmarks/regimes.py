@@ -21,7 +21,7 @@ from demo.make import slip
 from online import balanced
 from runs.console import run_cli
 from runs.settings import refuse_unless
-from train import Trainer
+from trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import torch
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 import kto
-from data import mismatched_pairs
 from examples.ema_z import EMA
 from runs.console import run_cli
 
@@ -64,10 +63,11 @@ class OtherZ(EMA):
         self.needs_mismatched_pairs = args.z != "zero"
         self.variant = VARIANTS[args.z]
 
-    def mismatched_pairs(self, examples):
+    def mismatched_completions(self, examples):
         if self.variant.block:
-            return neighbours(len(examples), self.variant.block)
-        return mismatched_pairs(examples)
+            partners = neighbours(len(examples), self.variant.block)
+            return [examples[j].completions[0] for j in partners]
+        return super().mismatched_completions(examples)
 
     def baseline(self, logratio_n, step):
         group, rank, _ = self.variant
@@ -80,10 +80,11 @@ class OtherZ(EMA):
         assert len(logratio_n) == step.size, "each example has a pair"
         return z_by_groups(logratio_n, group, rank)
 
-    def metrics(self, columns, kl):
-        row = super().metrics(columns, kl)
+    def metrics(self, columns, baseline):
+        row = super().metrics(columns, baseline)
         if self.needs_mismatched_pairs:
-            error = kl.z - kto.KTO.baseline(self, kl.logratio, None).to(kl.z.dtype)
+            z_G, logratio_n = baseline
+            error = z_G - kto.KTO.baseline(self, logratio_n, None).to(z_G.dtype)
             row |= {"z/bias": error.mean().item(), "z/rmse": error.square().mean().sqrt().item()}
         return row
 
@@ -91,11 +92,11 @@ class OtherZ(EMA):
 def neighbours(n: int, size: int) -> list[int]:
     """TRL's pairs of n examples: each takes the completion of the one before it in its block of
     `size`; the first of a block takes the last one's."""
-    mismatched_pairs = []
+    partners = []
     for start in range(0, n, size):
         block = list(range(start, min(start + size, n)))
-        mismatched_pairs += block[-1:] + block[:-1]
-    return mismatched_pairs
+        partners += block[-1:] + block[:-1]
+    return partners
 
 
 def z_by_groups(r_G, group: int | None, rank: int | None):

@@ -8,9 +8,9 @@ sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is start
 from torch.nn.functional import logsigmoid
 
 from kto import main
+from objective import Objective
 from runs.console import run_cli
 from runs.settings import RunSettings
-from train import Objective
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class BCO(Objective):
     def __init__(self, args):
         self.beta = args.beta
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         reward = self.beta * (logps - ref_logps)[:, 0]
         sign = 2.0 * batch.label - 1
         return -logsigmoid(sign * (reward - self.delta)), {"reward": reward}
 
-    def after_step(self, columns, kl):
+    def after_step(self, step, columns, baseline):
         self.count += len(columns["reward"])
         self.delta += (columns["reward"] - self.delta).sum().item() / self.count
 

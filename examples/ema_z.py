@@ -14,9 +14,9 @@ class EMA(KTO):
     def baseline(self, logratio_n, step):
         return max(0.0, self.average)
 
-    def after_step(self, columns, kl):
-        if len(kl.logratio):  # a step of one prompt alone has no mismatched pairs
-            self.average += 0.1 * (kl.logratio.mean().item() - self.average)
+    def after_step(self, step, columns, baseline):
+        if len(baseline.logratio_n):  # a step of one prompt alone has no mismatched pairs
+            self.average += 0.1 * (baseline.logratio_n.mean().item() - self.average)
 
     def state_dict(self):
         return {"average": self.average}

@@ -11,8 +11,8 @@ import torch
 
 import online
 from evaluate import as_answers, with_answers
+from objective import Objective
 from runs.console import run_cli
-from train import Objective
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GRPO(Objective):
     def __init__(self, args):
         self.clip = args.clip
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         ratio, length = (logps - ref_logps)[:, 0].exp(), batch.length[:, 0]  # (B, L), (B,)
         near = ratio.clamp(1 - self.clip, 1 + self.clip)
         advantage = batch.reward[:, None]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from dpo import main
+from objective import Objective
 from runs.console import run_cli
 from runs.settings import RunSettings
-from train import Objective
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Hinge(Objective):
     def __init__(self, args):
         self.margin = args.margin
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         h = (logps - ref_logps) @ logps.new_tensor([1.0, -1.0])  # r_chosen - r_rejected
         return (self.margin - h).relu(), {"wins": h > 0}
 

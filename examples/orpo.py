@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from dpo import main
+from objective import Objective
 from runs.console import run_cli
 from runs.settings import RunSettings
-from train import Objective
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ORPO(Objective):
     def __init__(self, args):
         self.alpha = args.alpha
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         p = logps / batch.length  # log-probs of a token, (B, 2)
         log_odds = p - torch.log(-torch.expm1(p))  # log(P / (1 - P)) with P = exp(p)
         margin = log_odds[:, 0] - log_odds[:, 1]

@@ -33,8 +33,8 @@ class RatingKTO(kto.KTO):
         head.lr_scale = self.args.rating_lr_scale
         return head
 
-    def loss(self, logps, ref_logps, batch, z):
-        loss_B, columns = super().loss(logps, ref_logps, batch, z)
+    def loss(self, logps, ref_logps, batch, z_B):
+        loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
         # the state that predicts the last token, EOS: it has read all others
         last_B11 = batch.length[:, :1, None] - 1
         logit_B = batch.outputs[:, 0].gather(1, last_B11)[:, 0, 0]

@@ -8,9 +8,9 @@ sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is start
 from torch.nn.functional import logsigmoid
 
 from dpo import main
+from objective import Objective
 from runs.console import run_cli
 from runs.settings import RunSettings
-from train import Objective
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SimPO(Objective):
     def __init__(self, args):
         self.args = args
 
-    def loss(self, logps, ref_logps, batch, z):
+    def loss(self, logps, ref_logps, batch, z_B):
         reward = self.args.beta * logps / batch.length
         margin = reward[:, 0] - reward[:, 1]
         columns = {"margin": margin, "accuracy": margin > 0}

@@ -267,7 +267,7 @@ def environments_of_ranks(n: int) -> list[dict[str, str]]:
 
 
 def at_call(path: str, n: int, act) -> None:
-    """From now on act() is called before the nth call of a function, such as train.clip_gradient."""
+    """From now on act() is called before the nth call of a function, such as trainer.clip_gradient."""
     owner, name = path.rsplit(".", 1)
     owner, calls = pkgutil.resolve_name(owner), []
     real = getattr(owner, name)

@@ -6,7 +6,6 @@ import io
 import random
 import re
 from itertools import chain, product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, user, writ
 
 import data
 import kto
-from data import Batch, MicroBatch
+from data import Budget, Part, Step
 from hub import Source
 from records.examples import (
     Example,
@@ -29,7 +28,6 @@ from records.tokenizer import Tokenizer
 from runs.console import BadInput
 from runs.optimizer import Plan
 from runs.settings import Data
-from train import Objective
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):
@@ -203,10 +201,11 @@ def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_
 
 def test_a_weight_and_a_label_reach_the_step(tmp_path):
     source = write(tmp_path / "d.jsonl", rated(label=0, weight=0.25), rated(), rated(weight=0))
-    batch = Batch(read(source, plain()))
-    view = data.LossView(data.StepView(batch, torch.device("cpu")), batch.pack([0, 1]))
-    assert view.step.weight.tolist() == [0.25, 1.0, 0.0] and view.label.tolist() == [False, True]
-    assert (view.step.size, view.step.desirable) == (3, 2), "of the step, not of the micro-batch"
+    batch = Step(read(source, plain())).micro_batch(Part([0, 1]))
+    assert batch.step.weight.tolist() == [0.25, 1.0, 0.0] and batch.label.tolist() == [False, True]
+    assert (batch.step.size, batch.step.n_desirable) == (3, 2), (
+        "of the step, not of the micro-batch"
+    )
     shown = write(tmp_path / "e.jsonl", {"prompt": "p", "completion": "c"})
     assert [e.label for e in read(shown, plain(), "demonstrations")] == [True]
 
@@ -335,80 +334,76 @@ def letters(*pairs: str) -> list[Example]:
 
 
 @pytest.mark.parametrize(
-    "pairs, mismatched_pairs",
+    "pairs, partners",
     [
         (["ax", "by", "cz"], [1, 2, 0]),  # the plain shift, and the last takes the first's
         (["ax", "ay", "bx", "by"], [3, 2, 1, 0]),  # two pairs with the same two answers
         (["ax", "bx", "cx", "dy", "ex"], [3, 3, 3, 4, 3]),  # the same answer to several prompts
         (["ax", "ax", "by"], [2, 2, 0]),  # a record twice
-        (["ax", "ay", "az"], [-1, -1, -1]),
-        (["ax", "ay", "bx"], [-1, 2, 1]),  # for ax there is none, though both others have one
-        (["ax"], [-1]),
+        (["ax", "ay", "az"], [None] * 3),
+        (["ax", "ay", "bx"], [None, 2, 1]),  # for ax there is none, though both others have one
+        (["ax"], [None]),
         ([], []),
     ],
 )
-def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(
-    pairs, mismatched_pairs
-):
-    assert data.mismatched_pairs(letters(*pairs)) == mismatched_pairs
+def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(pairs, partners):
+    assert data.next_mismatched(letters(*pairs)) == partners
 
 
 def test_completions_are_compared_after_cutting(tmp_path):
     source = write(tmp_path / "d.jsonl", rated("a", "xyz1"), rated("b", "xyz2"), rated("c", "z"))
-    assert data.mismatched_pairs(read(source, plain())) == [1, 2, 0]
+    assert data.next_mismatched(read(source, plain())) == [1, 2, 0]
     cut = read(source, plain(), max_completion=3)
-    assert data.mismatched_pairs(cut) == [2, 2, 0], "a and b now say the same"
+    assert data.next_mismatched(cut) == [2, 2, 0], "a and b now say the same"
 
 
-def test_a_batch_hands_out_own_and_mismatched_completions():
+def paired(examples: list[Example], room: int = 99) -> Step:
+    return Step(examples, data.next_mismatched_completions(examples), budget=Budget(room=room))
+
+
+def test_a_step_hands_out_own_and_mismatched_completions():
     found = [example([1, 2], [3, 4]), example([5], [6, 7, 8]), example([9], [3, 4])]
-    batch = Batch(found, data.mismatched_pairs(found))
-    assert batch.mismatched_pairs == [1, 2, 1]
-    own, lent = batch.pack([0, 2]), batch.pack([2], mismatched=True)
+    step = paired(found)
+    assert [ids.tolist() for ids in step.mismatched_completions] == [[6, 7, 8], [3, 4], [6, 7, 8]]
+    own, lent = step.micro_batch(Part([0, 2])).packed, step.micro_batch(Part([2])).mismatched
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     for room, left in ((13, []), (12, [[2]])):
-        micros = Batch(found, batch.mismatched_pairs, budget=data.Budget(room=room)).micro_batches
-        assert [m.index for m in micros[1:]] == left, "5, 4 and 4 tokens: the longer of the two"
+        parts = paired(found, room).parts
+        assert [part.index for part in parts[1:]] == left, (
+            "5, 4 and 4 tokens: the longer of the two"
+        )
 
 
 def test_examples_of_one_prompt_stay_together():
     a, b, c, d = ([1, 2], [3, 4]), ([5], [6]), ([1, 2], [7, 8, 9]), ([5], [3, 4])
-    found = [example(*x) for x in (a, b, c, d)]
-    batch = Batch(found, data.mismatched_pairs(found), budget=data.Budget(room=2 + 2 + 3))
-    assert batch.micro_batches == [MicroBatch([0, 2]), MicroBatch([1, 3])]
+    step = paired([example(*x) for x in (a, b, c, d)], room=2 + 2 + 3)
+    assert step.parts == [Part([0, 2]), Part([1, 3])]
     found = [example([1, 2, 3, 4, 5], [i, i, i]) for i in range(3)]
-    batch = Batch(found, budget=data.Budget(room=5 + 3 + 3))
-    assert sorted(len(m.index) for m in batch.micro_batches) == [1, 2], "the prompt counts, too"
+    step = Step(found, budget=Budget(room=5 + 3 + 3))
+    assert sorted(len(part.index) for part in step.parts) == [1, 2], "the prompt counts, too"
 
 
-def test_what_is_packed_ahead_is_what_would_be_packed_later():
-    found = [example([i], [i, 7], label=i < 2) for i in range(4)]
-    ahead, later = (Batch(found, data.mismatched_pairs(found)) for _ in range(2))
-    ahead.pack_ahead()
-    for mismatched in (False, True):
-        both = [x.pack(x.micro_batches[0].index, mismatched).target_T for x in (ahead, later)]
-        assert torch.equal(*both)
-    assert len(ahead.packed) == 2
-
-
-def test_a_steps_view_has_rewards_or_labels_numbers_of_prompts_and_the_records_fields():
+def test_a_step_has_rewards_or_labels_numbers_of_prompts_and_the_records_fields():
     a = example([1], [2], rewards=(0.25, None), extra={"n": 1, "s": "x"})
     b = example([1], [3], label=False, extra={"n": 2, "s": "y"})
     c = example([4], [2], extra={"n": 4, "s": "z"})
-    step = data.StepView(Batch([a, b, c]), torch.device("cpu"))
+    step = Step([a, b, c])
     assert step.reward.tolist() == [0.25, 0, 1] and step.group.tolist() == [0, 0, 1]
     assert step.extra("n").tolist() == [1, 2, 4] and step.extra("s") == ["x", "y", "z"]
+    batch = step.micro_batch(Part([2, 0]))
+    assert batch.reward.tolist() == [1, 0.25] and batch.group.tolist() == [1, 0]
+    assert batch.extra("s") == ["z", "x"]
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------
 
 
-def split(sizes, ranks, size, tokens) -> list[list[MicroBatch]]:
+def split(sizes, ranks, size, tokens) -> list[list[Part]]:
     """A pass's micro-batches of each rank, of examples that have a prompt each."""
     groups = [[i] for i in range(len(sizes))]
-    budget = data.Budget(0, ranks, tokens or size, bool(tokens))
-    return data.split_into_micro_batches(groups, sizes if tokens else [1] * len(sizes), budget)
+    budget = Budget(0, ranks, tokens or size, bool(tokens))
+    return data.split_into_parts(groups, sizes if tokens else [1] * len(sizes), budget)
 
 
 def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micro_batches():
@@ -431,17 +426,15 @@ def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micr
 
 
 def test_a_split_by_hand():
-    filler = MicroBatch([0], True)
+    filler = Part([0], True)
     assert split([9] * 5, 2, 2, None) == [
-        [MicroBatch([0, 2]), MicroBatch([4])],
-        [MicroBatch([1, 3]), filler],
+        [Part([0, 2]), Part([4])],
+        [Part([1, 3]), filler],
     ]
-    assert split([3, 9, 4, 2], 1, None, 6) == [
-        [MicroBatch([1]), MicroBatch([2, 3]), MicroBatch([0])]
-    ]
-    assert split([3, 9, 4, 2], 2, None, 9) == [[MicroBatch([1])], [MicroBatch([0, 2, 3])]]
-    assert split([7], 3, 1, None) == [[MicroBatch([0])], [filler], [filler]]
-    assert split([3, 3], 1, None, 6) == [[MicroBatch([0, 1])]], "a budget may be used up"
+    assert split([3, 9, 4, 2], 1, None, 6) == [[Part([1]), Part([2, 3]), Part([0])]]
+    assert split([3, 9, 4, 2], 2, None, 9) == [[Part([1])], [Part([0, 2, 3])]]
+    assert split([7], 3, 1, None) == [[Part([0])], [filler], [filler]]
+    assert split([3, 3], 1, None, 6) == [[Part([0, 1])]], "a budget may be used up"
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -471,10 +464,8 @@ def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
     def orders(begin=0, **kw) -> list[list[int]]:
         """Of nine epochs, each of one step."""
         cfg = kto.Settings("m", Data("t", group_by_prompt=True, **kw), batch_size=12)
-        state = SimpleNamespace(step=begin)
-        run = SimpleNamespace(cfg=cfg, objective=Objective(), state=state, budget=data.Budget())
-        batches = data.step_batches(run, found, Plan(1, 9, begin, begin + 9, 1))
-        return [[e.completions[0].item() for e in batch.examples] for batch in batches]
+        steps = data.step_examples(found, cfg, Plan(1, 9, begin, begin + 9, 1), begin)
+        return [[e.completions[0].item() for e in examples] for examples in steps]
 
     shuffled = orders()
     for order in shuffled:

@@ -9,13 +9,13 @@ import torch
 from conftest import PARITY, ranks, train
 from models import gpt2_from_hf
 from safetensors.torch import load_file
-from test_kto import POLICY, REF, Table, sigmoid, trainer_of
-from test_kto import score as score_batch
+from test_kto import POLICY, REF, Table, sigmoid
+from test_kto import score as score_step
 from test_step import assert_equal, start
 
 import dpo
 import load
-from data import make_batch
+from data import Step
 from records.examples import Example
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "dpo.json").read_text())}
@@ -29,8 +29,7 @@ def pair(prompt, chosen, rejected, rewards=(None, None)):
 def score(args, policy, reference, examples):
     """-> columns, metrics"""
     objective = dpo.DPO(args)
-    batch = make_batch(trainer_of(objective).run, examples)
-    return score_batch(objective, policy, reference, batch)[1:]
+    return score_step(objective, policy, reference, Step(examples))[1:]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,7 +19,7 @@ import generate
 import kto
 from packing import pack
 from runs.settings import Sampling
-from train import Trainer
+from trainer import Trainer
 
 DEVICE = os.environ.get("KTO_GPU_TESTS", "cuda")
 READY = DEVICE == "cpu" or torch.cuda.is_available()

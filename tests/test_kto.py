@@ -1,6 +1,5 @@
 """The objective: its loss by hand and against another implementation's numbers; its metrics."""
 
-import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -16,13 +15,14 @@ from safetensors.torch import load_file
 import evaluate
 import kto
 import load
-from data import Batch, Budget, make_batch
+from data import Budget, Step
 from kto import auc
 from model import Scores
+from objective import Baseline
 from packing import pack
 from records.examples import Example
 from reference import Reference
-from train import KL, Trainer
+from trainer import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
 
@@ -32,7 +32,7 @@ def example(prompt, completion, label):
     return Example(prompt, (completion,), label, where="x:1")
 
 
-def recorded_batch(batch, pairs: bool) -> Batch:
+def recorded_step(batch, pairs: bool) -> Step:
     """The recorded examples, each with the recorded mismatched pair."""
 
     def cut(i, name):
@@ -42,15 +42,15 @@ def recorded_batch(batch, pairs: bool) -> Batch:
 
     n = len(batch["label"])
     examples = [example(*cut(i, ""), bool(batch["label"][i])) for i in range(n)]
-    mismatched_pairs = None
+    mismatched = None
     if pairs:
-        mismatched_pairs = [(i - 1) % n for i in range(n)]
         # it rotates the other way round: (x1, yn), (x2, y1), ...
-        for i, j in enumerate(mismatched_pairs):
+        mismatched = [examples[i - 1].completions[0] for i in range(n)]
+        for i in range(n):
             prompt, completion = cut(i, "KL_")
             assert (prompt == examples[i].prompt).all()
-            assert (completion == examples[j].completions[0]).all()
-    return Batch(examples, mismatched_pairs)
+            assert (completion == mismatched[i]).all()
+    return Step(examples, mismatched)
 
 
 def trainer_of(objective, policy=None, reference=None) -> Trainer:
@@ -70,13 +70,17 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
     return Trainer(run)
 
 
-def score(objective, policy, reference, batch):
-    """One step of both passes, with the gradient left in the policy. -> NoGrad, columns, metrics"""
+def score(objective, policy, reference, step):
+    """One step of both passes, with the gradient left in the policy. -> z, columns, metrics"""
     trainer = trainer_of(objective, policy, reference)
-    columns, kl = trainer.forward_backward(batch)
-    no_grad = trainer.no_gradient_pass(batch)
-    assert no_grad.kl.z.item() == pytest.approx(kl.z.item(), abs=1e-5)
-    return no_grad, columns, objective.metrics(columns, kl)
+    columns, baseline = trainer.gradient(*trainer.pack_step(step))
+    z, *others = baseline.z_G.tolist()
+    assert set(others) <= {z}, "one z for all"
+    again, of_score = trainer.score(step)
+    assert of_score.z_G[0].item() == pytest.approx(z, abs=1e-5)
+    for name, column_G in columns.items():
+        torch.testing.assert_close(again[name], column_G, atol=1e-5, rtol=1e-5)
+    return z, columns, objective.metrics(columns, baseline)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,12 +92,13 @@ def test_it_matches_another_implementations_recorded_numbers(name):
     args = kto.KTOSettings(loss=case["settings"].get("loss_type", "kto"), **chosen)
     recorded, objective = case["batches"][0], kto.KTO(args)
     pairs = objective.needs_mismatched_pairs
-    batch = recorded_batch(recorded["batch"], pairs)
-    no_grad, columns, row = score(objective, policy, reference, batch)
+    step = recorded_step(recorded["batch"], pairs)
+    _, columns, row = score(objective, policy, reference, step)
     exact, trl = recorded["fp64"], recorded["trl"]
     norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
     assert columns["logp"].tolist() == pytest.approx(exact["policy_logps"], abs=1e-4)
-    assert no_grad.ref_logps[0][:, 0].tolist() == pytest.approx(exact["ref_logps"], abs=1e-4)
+    ref_logps = columns["logp"] - columns["logratio"]
+    assert ref_logps.tolist() == pytest.approx(exact["ref_logps"], abs=1e-4)
     assert (args.beta * columns["logratio"]).tolist() == pytest.approx(trl["rewards"], abs=1e-4)
     assert row["loss"] == pytest.approx(exact["loss"], abs=1e-5)
     assert norm == pytest.approx(exact["grad_norm"], rel=1e-4)
@@ -118,7 +123,7 @@ class Table(torch.nn.Module):
         super().__init__()
         self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
-    def forward(self, packed, prompt_cache=None):
+    def forward(self, packed, *_):
         return Scores(self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK)
 
 
@@ -127,7 +132,7 @@ def tables(labels=(True, False, True, True), **kw):
     torch.set_default_dtype(torch.float64)
     examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate(labels)]
     objective = kto.KTO(kto.KTOSettings(beta=0.1, **kw))
-    return objective, make_batch(trainer_of(objective).run, examples)
+    return objective, trainer_of(objective).make_step(examples)
 
 
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
@@ -137,17 +142,17 @@ RATIOS, Z = [0.5, -1.0, 0.3, 3.0], (2 * -0.5 + 3 * 0.1 + 4 * 0.75 + 1 * 0.5) / 4
 
 def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     objective, batch = tables()
-    assert batch.mismatched_pairs == [1, 2, 3, 0]
+    assert [ids[0] for ids in batch.mismatched_completions] == [1, 2, 3, 0]
     assert Z > 0.1 and min(RATIOS) < -0.1, "else clamping each one first would not show"
-    no_grad, _, row = score(objective, Table(POLICY), Table(REF), batch)
-    assert no_grad.kl.z.item() == pytest.approx(Z, rel=1e-12)
+    z, _, row = score(objective, Table(POLICY), Table(REF), batch)
+    assert z == pytest.approx(Z, rel=1e-12)
     assert (row["kl"], row["kl/clamped"], row["kl/pairs"]) == (pytest.approx(Z), 0.0, 4)
     assert row["kl/stderr"] == pytest.approx(np.std(RATIOS, ddof=1) / 2)
-    no_grad, moved, row = score(objective, Table(REF), Table(POLICY), batch)
-    assert (no_grad.kl.z.item(), row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
+    z, moved, row = score(objective, Table(REF), Table(POLICY), batch)
+    assert (z, row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
     still, minus = moved | {"logratio": torch.zeros(4)}, torch.full((4,), -0.5)
     for columns, pairs, z in ((moved, -minus, 0.0), (moved, minus, 0.2), (still, minus, 0.0)):
-        row = objective.metrics(columns, KL(pairs, torch.tensor(z)))
+        row = objective.metrics(columns, Baseline(torch.full((4,), z), pairs))
         assert row["kl/clamped"] == 0.0, "a mean above 0, a z of one's own, no update yet"
 
 
@@ -168,19 +173,20 @@ def test_the_metrics_are_those_of_the_field():
 
 def test_an_example_without_a_pair_leaves_the_mean_and_is_counted():
     objective, batch = tables()
-    for mismatched_pairs, z, n in (
-        ([2, -1, 3, -1], (3 * 0.1 + 4 * 0.75) / 2, 2),
-        ([-1] * 4, 0.0, 0),
+    for partners, by_hand, n in (
+        ([2, None, 3, None], (3 * 0.1 + 4 * 0.75) / 2, 2),
+        ([None] * 4, 0.0, 0),
     ):
-        some = dataclasses.replace(batch, mismatched_pairs=mismatched_pairs)
-        no_grad, _, row = score(objective, Table(POLICY), Table(REF), some)
-        assert no_grad.kl.z.item() == pytest.approx(z) and row["kl/pairs"] == n
+        of_others = [None if j is None else batch.examples[j].completions[0] for j in partners]
+        some = Step(batch.examples, of_others)
+        z, _, row = score(objective, Table(POLICY), Table(REF), some)
+        assert z == pytest.approx(by_hand) and row["kl/pairs"] == n
 
 
 def test_average_logps_divides_r_and_z_by_the_scored_tokens():
     objective, batch = tables(average_logps=True)
-    no_grad, columns, _ = score(objective, Table(POLICY), Table(REF), batch)
-    assert no_grad.kl.z.item() == pytest.approx((-0.5 + 0.1 + 0.75 + 0.5) / 4)
+    z, columns, _ = score(objective, Table(POLICY), Table(REF), batch)
+    assert z == pytest.approx((-0.5 + 0.1 + 0.75 + 0.5) / 4)
     assert columns["logratio"].tolist() == pytest.approx([0.5, -0.5, 0.1, 0.75])
 
 
@@ -202,9 +208,9 @@ def test_loss_and_gradient_are_equation_8_by_hand_and_a_records_weight_multiplie
     weights, signs, classes = [2.0, 0.25, 0.0, 3.0], [1, -1, 1, 1], [1.25, 0.75, 1.25, 1.25]
     weighted = [e._replace(weight=w) for e, w in zip(batch.examples, weights)]
     policy, reference = Table(POLICY), Table(REF)
-    batch = dataclasses.replace(batch, examples=weighted)
-    no_grad, columns, _ = score(objective, policy, reference, batch)
-    assert no_grad.kl.z.item() == pytest.approx(Z) and reference.values.grad is None
+    batch = Step(weighted, batch.mismatched_completions)
+    z, columns, _ = score(objective, policy, reference, batch)
+    assert z == pytest.approx(Z) and reference.values.grad is None
     wrong = [1 - sigmoid(0.1 * s * (r - Z)) for s, r in zip(signs, RATIOS)]
     by_hand = [c * x for c, x in zip(classes, wrong)]
     sft = [4 / 3 * x for x in (1.0, 0, 9.0, 2.0)]

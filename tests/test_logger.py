@@ -23,7 +23,7 @@ from runs.console import BadInput
 from runs.logger import Logger, Throughput, add_row, cut_rows
 from runs.optimizer import Plan
 from runs.settings import Data, Lora
-from train import Trainer
+from trainer import Trainer
 
 
 def run_settings(out: Path, **kw) -> kto.Settings:
@@ -330,10 +330,10 @@ def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
     by_hand = []
 
     class Seen(Trainer):
-        def log(self, batch, columns, *rest):
-            n = torch.tensor([len(e.completions[0]) for e in batch.examples])
+        def training_row(self, step, columns, *rest):
+            n = torch.tensor([len(e.completions[0]) for e in step.examples])
             by_hand.append(((columns["entropy"] * n).sum() / n.sum()).item())
-            super().log(batch, columns, *rest)
+            return super().training_row(step, columns, *rest)
 
     run = train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=2", trainer=Seen)
     assert [row["entropy"] for row in run["rows"]] == pytest.approx(by_hand)
@@ -357,17 +357,17 @@ def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):
     """Every five seconds; here a fifth of a second, and a micro-batch takes a tenth."""
 
     def first():
-        import train
+        import trainer
 
-        real = train.progress
-        train.progress = lambda title, total, silent=5: real(title, total, silent / 25)
-        own = train.Trainer.micro_batch_loss
+        real = trainer.progress
+        trainer.progress = lambda title, total, silent=5: real(title, total, silent / 25)
+        own = trainer.Trainer.micro_batch_loss
 
         def slow(*given):
             time.sleep(0.1)
             return own(*given)
 
-        train.Trainer.micro_batch_loss = slow
+        trainer.Trainer.micro_batch_loss = slow
 
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}"]
     argv += ["--batch_size=12", "--max_steps=2", "--micro_batch_size=1"]

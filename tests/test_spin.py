@@ -8,7 +8,6 @@ import torch
 from conftest import checkpoint_tensors, train
 from models import same_weights, with_adapters
 
-import data
 import load
 import spin
 from hub import Source
@@ -20,6 +19,7 @@ from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput
 from runs.devices import set_weights
 from runs.settings import Data, Lora, parse
+from trainer import Trainer
 
 RUN = ("--batch_size=4", "--epochs=2", "--optim.lr=1e-3", "--spin.max_iterations=3",
        "--spin.max_new_tokens=6", "--spin.rollout_batch_size=3", "--save_interval=2",
@@ -85,14 +85,13 @@ def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, 
 def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     tiny, demos, tmp_path, monkeypatch, capsys
 ):
-    seen, real = [], data.make_batch
+    seen, real = [], Trainer.make_step
 
-    def make_batch(run, *args):
-        batch = real(run, *args)
-        seen.append((run.objective.args.beta, batch.examples))
-        return batch
+    def make_step(self, examples):
+        seen.append((self.run.objective.args.beta, examples))
+        return real(self, examples)
 
-    monkeypatch.setattr(data, "make_batch", make_batch)
+    monkeypatch.setattr(Trainer, "make_step", make_step)
     argv = ("--spin.max_iterations=2", "--spin.beta=[0.2,0.7]", "--spin.mix=0.5", "--epochs=1")
     go(tiny, demos, tmp_path, *argv)
     own = [ids_of(tmp_path, i) for i in (1, 2)]

@@ -225,26 +225,26 @@ def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, mo
 def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     tiny, other, ratings, tmp_path, monkeypatch
 ):
-    tokens, batches, hidden, step_batches = [], [], model.GPT.hidden, data.step_batches
+    tokens, drawn, hidden, step_examples = [], [], model.GPT.hidden, data.step_examples
 
     def counted(self, token_RQ, *args):
         tokens[-1] += token_RQ.shape[1]
         return hidden(self, token_RQ, *args)
 
-    def drawn(*args):
-        batches[:] = step_batches(*args)
-        return iter(batches)
+    def draw(*args):
+        drawn[:] = step_examples(*args)
+        return iter(drawn)
 
     monkeypatch.setattr(model.GPT, "hidden", counted)
-    monkeypatch.setattr("train.step_batches", drawn)
+    monkeypatch.setattr("trainer.step_examples", draw)
     # it takes the first examples of the first micro-batch, which depend on the cut
-    monkeypatch.setattr("train.Trainer.check_start", lambda *given: None)
+    monkeypatch.setattr("trainer.Trainer.check_start", lambda *given: None)
     argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={other}",
             "--save_interval=null")  # fmt: skip
     for size in (7, 4):
         tokens.append(0)
         train(tiny, ratings, tmp_path / str(size), *argv, f"--micro_batch_size={size}")
-    assert tokens[0] == tokens[1] - sum(len(e.prompt) for e in batches[0].examples)
+    assert tokens[0] == tokens[1] - sum(len(e.prompt) for e in drawn[0])
 
 
 def test_more_processes_than_examples_change_nothing(tiny, ratings, tmp_path):

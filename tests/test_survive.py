@@ -81,13 +81,13 @@ MOMENTS = {
     "spin": [
         ("rollout.generate", 2),  # one batch of the first answers is on the disk
         ("rollout.generate", 4),  # one batch of the second iteration's
-        ("train.clip_gradient", 4),  # in the middle of the second iteration
+        ("trainer.clip_gradient", 4),  # in the middle of the second iteration
         ("os.fsync", 1),
     ],
     "online": [
         ("rollout.generate", 2),
         ("evaluate.Evaluator.judge", 2),  # the first answers are there, and no ratings
-        ("train.clip_gradient", 3),
+        ("trainer.clip_gradient", 3),
         ("evaluate.Evaluator.judge", 2),  # in the check at an iteration's end
         ("os.fsync", 1),
     ],
@@ -140,7 +140,7 @@ STOPS = {
         ((), ("lightning.fabric.Fabric.backward", 1), signal.SIGTERM, 143, "SIGTERM at step 2"),
         (
             (),
-            ("train.Trainer.score_examples", 1),
+            ("trainer.Trainer.score_examples", 1),
             signal.SIGINT,
             130,
             "SIGINT at step 3",
@@ -199,7 +199,7 @@ def test_the_time_limit_stops_a_run_like_a_signal(program, step, argv_of, tmp_pa
 
 def test_the_second_ctrl_c_is_pythons_own(argv_of, tmp_path):
     reached = tmp_path / "reached"
-    first = lambda: at_call("train.clip_gradient", 1, lambda: reached.touch() or time.sleep(60))  # noqa: E731
+    first = lambda: at_call("trainer.clip_gradient", 1, lambda: reached.touch() or time.sleep(60))  # noqa: E731
     child = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first)
     until(reached.exists)
     for _ in range(2):
@@ -237,7 +237,7 @@ def test_a_second_process_is_refused_beside_a_living_run_and_goes_on_after_its_k
     for child in living:
         child.signal(signal.SIGKILL)
         child.ended()
-    assert stopped(n, tmp_path, "kto", argv, ("train.clip_gradient", 1))[0] == 130
+    assert stopped(n, tmp_path, "kto", argv, ("trainer.clip_gradient", 1))[0] == 130
 
 
 KTO = str(ROOT / "kto.py")  # as a user starts it: so does Fabric start the others
@@ -249,7 +249,7 @@ def fail():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
-    first = lambda rank: rank == failing and at_call("train.clip_gradient", 3, fail)  # noqa: E731
+    first = lambda rank: rank == failing and at_call("trainer.clip_gradient", 3, fail)  # noqa: E731
     children = started_ranks(2, tmp_path, "kto", argv_of("kto", tmp_path / "run", *LONG), first)
     ended = [child.ended(30) for child in children]
     why = ["another process of this run has ended"] * 2
@@ -260,7 +260,7 @@ def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
 
 def test_processes_that_fabric_has_launched_end_with_the_first_one(argv_of, tmp_path):
     argv = argv_of("kto", tmp_path / "run", *LONG, "--devices=2")
-    child = Started(tmp_path, KTO, argv, lambda: at_call("train.clip_gradient", 3, fail))
+    child = Started(tmp_path, KTO, argv, lambda: at_call("trainer.clip_gradient", 3, fail))
     of_child = Path(f"/proc/{child.pid}/task/{child.pid}/children")
     until(of_child.read_text)
     (other,) = of_child.read_text().split()

@@ -1,0 +1,121 @@
+"""What is refused before it can do harm, with the sentence that the user reads. Each check is called in one place,
+in setup (run.py) or before the first step (trainer.py)."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+
+import torch
+
+from objective import Objective
+from records.examples import Example
+from runs.console import BadInput, Failed
+from runs.settings import RunSettings
+
+
+def check_objective(objective: Objective) -> None:
+    """Refuse what would silently have no effect: a misspelt name, a method that cannot be called as the loop
+    calls it, and parameters that nobody trains."""
+    kind = type(objective).__name__
+    for name in dir(type(objective)):
+        hook = getattr(Objective, name, None)
+        if hook is None:
+            like = get_close_matches(name, dir(Objective), 1, cutoff=0.85)
+            if like:
+                raise BadInput(f"{kind}.{name}: not known: did you mean {like[0]}?")
+        elif inspect.isfunction(hook):
+            _, *names = inspect.signature(hook).parameters
+            try:
+                inspect.signature(getattr(objective, name)).bind(*names)
+            except TypeError:
+                raise BadInput(f"{kind}.{name}: expected ({', '.join(names)})") from None
+    for name, value in vars(objective).items():
+        parameters = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+        if any(getattr(p, "requires_grad", False) for p in parameters):
+            raise BadInput(f"{kind}.{name}: nothing trains or saves it: make it in make_module")
+
+
+def check_settings(objective: Objective, cfg: RunSettings) -> None:
+    """Refuse settings that do not go with the algorithm."""
+    kind = type(objective).__name__
+    for name in ("reference", "reference_cache"):
+        if getattr(cfg, name) and not objective.needs_reference:
+            raise BadInput(f"{name}: {kind} has no reference")
+    if objective.by_token and cfg.reference_cache:
+        raise BadInput(
+            f"reference_cache: {kind} takes log-probs of tokens, and the cache has only their sums"
+        )
+    reads_tokens = objective.by_token or objective.overrides("make_module")
+    if cfg.data.score_prompt and reads_tokens:
+        raise BadInput(
+            f"data.score_prompt: {kind} takes the tokens of a completion, not of its prompt"
+        )
+    borrows = objective.needs_mismatched_pairs and not objective.overrides("mismatched_completions")
+    if borrows and cfg.batch_size == 1:
+        raise BadInput(
+            f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion"
+        )
+
+
+def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> None:
+    """Refuse an example with a token id beyond the model's embedding. Ids that no record has do not count:
+    Gemma 3 1B's tokenizer has one more, for images."""
+    for example in examples:
+        largest = max(ids.max() for ids in (example.prompt, *example.completions))
+        if largest >= vocab_size:
+            raise BadInput(
+                f"{example.where}: token: id {largest}, but the embedding of {model} has "
+                f"{vocab_size} rows"
+            )
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter]
+) -> None:
+    """Refuse an optimizer that leaves out a trained weight: it would never change."""
+    in_groups = {p for group in optimizer.param_groups for p in group["params"]}
+    forgotten = [name for name, p in weights.items() if p.requires_grad and p not in in_groups]
+    if forgotten:
+        raise BadInput(
+            f"optimizer: {len(forgotten)} weights are in none of its groups and would never change, "
+            f'{forgotten[:1]} first: a group with "lr_scale": 0 keeps weights as they are'
+        )
+
+
+def saved_state(objective: Objective) -> dict:
+    """An objective's state_dict, refused where JSON would not give it back unchanged, or where it names no
+    attribute. Called at each checkpoint, and after the first step, before hours are spent."""
+    state = objective.state_dict()
+    survives = repr(json.loads(json.dumps(state, default=str))) == repr(state)
+    if not survives or not all(hasattr(objective, name) for name in state):
+        raise BadInput(
+            f"state_dict: {type(objective).__name__}: expected attributes that are numbers, texts or "
+            f"lists of these, as by float(x) or x.tolist(); got {state}"
+        )
+    return state
+
+
+def check_start(logps: list[torch.Tensor], ref_logps: list[torch.Tensor], step_number: int) -> None:
+    """Raise Failed unless policy and reference give the same log-probs, to the bit."""
+    r = [policy - reference for policy, reference in zip(logps, ref_logps)]
+    largest = torch.cat(r, dim=1).abs().max().item()
+    if largest != 0:
+        raise Failed(
+            f"step {step_number}: policy and reference differ by {largest:.3g} nats: the "
+            "reference is not the model that the run starts from, or gives no finite log-probs"
+        )
+
+
+def check_mixing(losses_of: Callable[[slice], torch.Tensor], B: int) -> None:
+    """Refuse a loss of an example that depends on the other examples of its micro-batch: another split
+    would then give another gradient. losses_of(part): the losses of these of the B examples, as a
+    micro-batch of their own."""
+    together = losses_of(slice(None))
+    alone = [losses_of(slice(i, i + 1)) for i in range(B)]
+    # not to the bit: a fork's own micro_batch_loss may run a model, which rounds differently
+    if not torch.allclose(together, torch.cat(alone), 0.02, 1e-6, equal_nan=True):
+        raise BadInput(
+            "loss: an example's loss depends on the other examples of its micro-batch, so another "
+            "split would give another gradient: take sums over examples from batch.step"
+        )

@@ -1,0 +1,168 @@
+"""What an algorithm is: a loss, and what else it needs.
+
+An algorithm is a subclass of Objective, in a file of its own (kto.py, dpo.py, examples/). Only `loss` must be
+given. Reading order: Objective, then PreferenceSettings, what kto.py and dpo.py share.
+
+Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, L tokens of the longest
+completion, T tokens, n mismatched pairs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+
+from data import MicroBatch, Step, next_mismatched_completions
+from records.examples import Example
+from runs.console import BadInput
+
+
+class Baseline(NamedTuple):
+    """What the log-ratios of a step's examples are compared with. Equal on all ranks."""
+
+    z_G: torch.Tensor
+    """(G,) the baseline of each example, in nats: the same number for all, unless `Objective.baseline` says
+    otherwise. Its mean is the column `kl`, as the field calls it."""
+    logratio_n: torch.Tensor
+    """(n,) the log-ratios of the mismatched pairs, in nats."""
+
+
+class Objective:
+    """An algorithm. Only `loss` must be given; all else has a default. The attributes below stay the same
+    during a fit: a thread that makes steps reads them ahead."""
+
+    records = "rated"
+    """What it learns from: rated, paired, demonstrations or prompts."""
+    needs_mismatched_pairs = False
+    """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, for z."""
+    needs_reference = True
+    """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
+    by_token = False
+    """True: log-probs are those of each token, (B, K, L), until `reduce` makes them (B, K)."""
+    average_logps = False
+    """Whether a log-ratio is divided by the number of scored tokens."""
+
+    def loss(
+        self,
+        logps: torch.Tensor,
+        ref_logps: torch.Tensor | None,
+        batch: MicroBatch,
+        z_B: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
+        z_B: (B,) the examples' baseline. -> the loss (B,) of each example, not their mean; and
+        {column: (B,)}. The loop multiplies the loss by the examples' weights. These columns, with the loss
+        among them, reach `metrics`. Validation calls it too.
+
+        A micro-batch is any part of the step, so a loss must not mix its examples: sums over the step
+        come from batch.step. The start check compares the losses of a few examples with those of each
+        alone, with made-up log-probs of the reference."""
+        raise NotImplementedError
+
+    def reduce(
+        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """With by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end -> what
+        the loss, z and `logratio` get in their place: (B, K) where there are mismatched pairs or
+        average_logps, which divides by the full lengths; else anything. lengths: (B, K)."""
+        return logps, ref_logps
+
+    def mismatched_completions(
+        self, examples: list[Example]
+    ) -> Sequence[np.ndarray | list[int] | None]:
+        """With needs_mismatched_pairs, for each example the token ids of the completion that its prompt is
+        paired with for z; None: it has no pair. Here: the completion of the next example with another
+        prompt and another completion (data.py).
+
+        An override is called as each step begins, so it may use the policy (under torch.no_grad) and what
+        after_step has changed; also in each validation with all of val, and in the start check. What it
+        gives on rank 0 counts. With reference_cache it is called for all steps before the first one, and
+        must then give the same again."""
+        return next_mismatched_completions(examples)
+
+    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
+        """columns: of all G examples, on the CPU. -> a row of metrics.csv; None is an empty cell."""
+        return {name: mean(column_G) for name, column_G in columns.items()}
+
+    def logratio(
+        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """r = log pi - log ref, of which the loss, z and the rewards are made; all of one shape."""
+        r = logps if ref_logps is None else logps - ref_logps
+        return r / lengths if self.average_logps else r
+
+    def baseline(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
+        """z of a step from the log-ratios (n,) of its mismatched pairs: first the mean, then the clamp.
+        -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
+        may be 0, and is 0 without needs_mismatched_pairs. Validation calls it too: it must not update what
+        the objective remembers."""
+        return (logratio_n.sum() / max(1, len(logratio_n))).clamp(min=0)
+
+    def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
+        """Called once a training step, after its row of metrics.csv, with the columns of all G examples,
+        equal on all ranks: the place to update what the objective remembers, of the step or of each
+        example (step.examples[i].number). Validation never calls it."""
+
+    def make_module(self, width: int) -> torch.nn.Module | None:
+        """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
+        token of the completions, and gives (T, ...). The loss finds this in batch.outputs. A token's
+        state is the one that predicts it: it has read the prompt and the tokens before.
+
+        The module becomes a part of the policy: trained by the same optimizer (its learning rate times
+        the module's `lr_scale`, if it has one), sharded, saved and resumed, but not exported. Between
+        forwards its parameters are sharded, so the loss should use its outputs only."""
+        return None
+
+    def state_dict(self) -> dict:
+        """What each checkpoint saves, {attribute: value}: numbers, texts, or lists of these (float(x),
+        x.tolist()). A resume sets these attributes; the others start anew."""
+        return {}
+
+    @classmethod
+    def overrides(cls, method: str) -> bool:
+        """Whether this algorithm has its own version of a method of Objective."""
+        return getattr(cls, method) is not getattr(Objective, method)
+
+
+def mean(x: torch.Tensor) -> float | None:
+    """The mean of a 1-D tensor. None, which is an empty cell, when the tensor is empty."""
+    return x.mean().item() if len(x) else None
+
+
+def join_columns(of_objective: dict, of_program: dict) -> dict:
+    """The columns of an objective and those of the program, refused if both have a name: one would silently
+    replace the other."""
+    shared = ", ".join(sorted(of_objective.keys() & of_program.keys()))
+    if shared:
+        raise BadInput(f"loss: {shared}: the program has a column of this name: rename yours")
+    return of_objective | of_program
+
+
+@dataclass(frozen=True)
+class PreferenceSettings:
+    """What the objectives of kto.py and dpo.py share."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull back to the reference; a larger one keeps the policy closer."""
+    average_logps: bool = False
+    """Divide log-ratios by the number of scored tokens, in z too."""
+    preference_loss_weight: NonNegativeFloat = 1.0
+    """Weight of the preference loss."""
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of the desirable (chosen) completions."""
+    sft_average_logps: bool | None = None
+    """Divide that log-likelihood by its number of tokens. Default: as average_logps."""
+
+    @property
+    def divides_sft(self) -> bool:
+        """sft_average_logps with its default filled in."""
+        return self.average_logps if self.sft_average_logps is None else self.sft_average_logps
+
+    def __post_init__(self):
+        if self.preference_loss_weight + self.sft_loss_weight == 0:
+            raise BadInput(
+                "preference_loss_weight and sft_loss_weight: both are 0: nothing to learn"
+            )

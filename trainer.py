@@ -1,0 +1,558 @@
+"""THE loop: a Trainer trains the policy of a Run (run.py, which owns all that lives during a run) by an
+Objective (objective.py).
+
+Reading order: Trainer.fit; gradient, with its two orders of the passes; the parts of a step, where
+`step_baseline` makes z; evaluate.
+
+How a step is split into micro-batches, devices and shards never changes the loss, the baseline z or
+the gradient. So z is one number for the whole step, and the loss is a sum over the step's G examples,
+divided by G once.
+
+Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
+"""
+
+import math
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from attention import PromptCache
+from checks import check_mixing, check_start, saved_state
+from data import MicroBatch, Part, Step, made_ahead, step_examples
+from model import Scores
+from objective import Baseline, join_columns
+from packing import PackedBatch
+from records.examples import Example
+from run import Run
+from runs.checkpoint import checkpoint_folder
+from runs.console import BadInput, Failed, Interrupted, advance, progress, say
+from runs.devices import all_reduce
+from runs.logger import format_cells, write_json
+from runs.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at, steps_of
+
+CHECKED = 4  # examples of the start check: more would make the first step wait
+OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
+
+Columns = dict[str, torch.Tensor]  # name: one number for each example
+
+
+class Trainer:
+    """The loop over a Run. A fork may override `forward` (the policy's log-probs: for the loss, for z,
+    in validation and in the start check), `micro_batch_loss` or `optimizer_step`."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        val = run.examples["val"]
+        self.val = val[: steps_of(run.cfg.limit_val, len(val))]
+        # of each objective's loss, in training and in validation
+        self.column_names: dict[tuple, list[str]] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
+        """The end of a run, of whatever kind. Interrupted is no error: the state so far is saved."""
+        run = self.run
+        failed = kind not in (None, Interrupted)
+        if kind is Interrupted:
+            traceback.clear_frames(trace)  # these hold the model, which must be gone at the end
+            run.save_and_say_how_to_go_on()
+        run.close(failed)
+        if not failed and run.stop.signal:
+            raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
+        return not failed
+
+    def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
+        """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a second
+        fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early."""
+        run = self.run
+        assert plan or not run.last_step, "fit: the default plan has ended: give another one"
+        examples = run.examples["train"] if examples is None else examples
+        plan = plan or iteration_plans(run.cfg, [len(examples)])[0]
+        run.last_step = plan.total
+        self.before_first_step(examples, plan)
+        first = run.state.step + 1
+        for step, micro_batches in self.steps(examples, plan):
+            began = time.perf_counter()
+            number = run.state.step + 1
+            needs_row = is_due(number, run.cfg.log_interval, plan)
+            silent = 5 if number == first else 60  # seconds
+            run.policy.train()  # everywhere else it is in eval mode
+            with self.progress(f"step {number}", step, silent):
+                columns, baseline = self.gradient(step, micro_batches, needs_row)
+            run.policy.eval()
+            grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
+            grad_norm = self.check_finite(
+                step, columns, baseline, grad_norm
+            )  # before a weight moves
+            lr = self.optimizer_step(plan)
+            # metrics see the objective as the loss saw it, so before after_step
+            row = {"grad_norm": grad_norm, "lr": lr}
+            if needs_row:
+                row = self.training_row(step, columns, baseline, row, plan)
+            # only now: on a GPU the row has waited for the step's end
+            seconds = time.perf_counter() - began
+            run.throughput.add(step.examples, seconds)
+            if needs_row:  # it is of this step; its speed alone is of all steps since the last row
+                run.logger.step(number, join_columns(row, run.throughput.read()), seconds)
+            run.objective.after_step(step, columns, baseline)
+            if number == first:
+                say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
+                saved_state(run.objective)  # what it cannot save is refused before hours are spent
+            is_best = False
+            checks = run.evaluator.checker and is_due(number, run.cfg.eval.check_interval, plan)
+            if checks or is_due(number, run.cfg.val_interval, plan):
+                is_best = self.evaluate(plan)
+            if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
+                run.save()
+            if number == run.cfg.stop_at:
+                run.stop.reason = run.stop.reason or "stop_at"
+            if run.stop.reason and number < plan.total:
+                run.save_and_say_how_to_go_on()
+                return False
+        return True
+
+    def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
+        """The steps to come with this rank's micro-batches, packed. A thread makes the next one while a step
+        runs, unless the objective chooses mismatched pairs by what the last step has changed."""
+        run = self.run
+        made = (
+            self.pack_step(self.make_step(part))
+            for part in step_examples(examples, run.cfg, plan, run.state.step)
+        )
+        if run.objective.overrides("mismatched_completions"):
+            return made
+        return made_ahead(made)
+
+    # ---- a step: two orders of its passes --------------------------------------------------------
+
+    def gradient(
+        self, step: Step, micro_batches: list[MicroBatch], entropy: bool = False
+    ) -> tuple[Columns, Baseline]:
+        """Add the step's gradient to the policy's. entropy: whether to compute it, for a column.
+        -> the columns of all G examples, and z; both of all ranks.
+
+        Every loss needs z, and z needs the mismatched pairs of the whole step. With several micro-batches
+        z comes first. With one, the policy's forward comes first: it leaves the keys and values of its
+        prompts, the mismatched pairs read them, and no prompt is computed twice. Both orders give the
+        same numbers, up to rounding.
+        """
+        step.to(self.run.fabric.device)
+        if step.mismatched_completions is not None and len(micro_batches) == 1:
+            return self.forward_first(step, micro_batches[0], entropy)
+        return self.z_first(step, micro_batches, entropy)
+
+    def z_first(
+        self, step: Step, micro_batches: list[MicroBatch], entropy: bool
+    ) -> tuple[Columns, Baseline]:
+        """The pass without gradient over all micro-batches, then forward and backward of each."""
+        ref_logps, baseline = self.no_gradient_pass(step, self.on_device(micro_batches))
+        scored = []
+        for i, micro in enumerate(self.on_device(micro_batches)):
+            with self.synchronised(i == len(micro_batches) - 1):
+                scores = self.forward(micro.packed, None, self.run.objective.by_token, entropy)
+                loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[i], baseline.z_G)
+                self.backward(loss_B, micro)
+            scored.append((micro.part, micro.index_B, columns))
+        return self.gather_columns(step, scored), baseline
+
+    def forward_first(
+        self, step: Step, micro: MicroBatch, entropy: bool
+    ) -> tuple[Columns, Baseline]:
+        """One micro-batch: the forward with gradient, z from its prompts, then the backward."""
+        micro = micro.to(self.run.fabric.device)
+        prompts = PromptCache()
+        with self.synchronised(True):
+            scores = self.forward(micro.packed, prompts, self.run.objective.by_token, entropy)
+            (ref_logps,), baseline = self.no_gradient_pass(step, self.on_device([micro]), prompts)
+            loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, baseline.z_G)
+            self.backward(loss_B, micro)
+        advance(len(micro.part.index))
+        return self.gather_columns(step, [(micro.part, micro.index_B, columns)]), baseline
+
+    @torch.no_grad()
+    def score(self, step: Step) -> tuple[Columns, Baseline]:
+        """What `gradient` returns, without a gradient. A step may be a whole validation split: its
+        micro-batches are packed one by one, and only one is on the device at a time."""
+        step.to(self.run.fabric.device)
+        ref_logps, baseline = self.no_gradient_pass(step, self.on_device(self.packed_parts(step)))
+        scored = []
+        for i, micro in enumerate(self.on_device(self.packed_parts(step))):
+            scores = self.forward(micro.packed, None, self.run.objective.by_token)
+            _, columns = self.micro_batch_loss(micro, scores, ref_logps[i], baseline.z_G)
+            scored.append((micro.part, micro.index_B, columns))
+        return self.gather_columns(step, scored), baseline
+
+    # ---- parts of a step -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def no_gradient_pass(
+        self, step: Step, micro_batches: Iterable[MicroBatch], prompts: PromptCache | None = None
+    ) -> tuple[list[torch.Tensor | None], Baseline]:
+        """The reference's log-probs of each micro-batch's completions, and z. prompts: the policy's keys and
+        values of the prompts, if they are known.
+
+        The reference runs the micro-batches of the policy, first the own completions, then the
+        mismatched ones. So both models round alike. Before the first update the log-ratio of an own
+        completion is exactly 0; of a mismatched one, too, if each device has one micro-batch, else it may
+        differ by rounding. In a training step the policy is in train mode here, too: lora.dropout
+        acts on z."""
+        ref_logps = []
+        logratio_G = torch.zeros_like(step.weight, dtype=torch.float64)
+        for micro in micro_batches:
+            ref_prompts = None if micro.mismatched is None else PromptCache()
+            ref_logps.append(self.reference_logps(micro.packed, ref_prompts))
+            if micro.mismatched is not None:
+                mismatched = micro.mismatched.to(self.run.fabric.device)
+                logratio_B = self.mismatched_logratio(mismatched, prompts, ref_prompts)
+                if not micro.part.filler:
+                    logratio_G[micro.index_B] = logratio_B.double()
+        return ref_logps, self.step_baseline(step, all_reduce(logratio_G))
+
+    def mismatched_logratio(
+        self, packed: PackedBatch, prompts: PromptCache | None, ref_prompts: PromptCache
+    ) -> torch.Tensor:
+        """-> the log-ratios (B,) of a micro-batch's mismatched pairs, in nats."""
+        objective = self.run.objective
+        logps = self.forward(packed, prompts, objective.by_token).logps
+        ref_logps = self.reference_logps(packed, ref_prompts)
+        logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
+        return objective.logratio(logps, ref_logps, packed.length_BK)[:, 0]
+
+    def step_baseline(self, step: Step, logratio_G: torch.Tensor) -> Baseline:
+        """z from the log-ratios of the mismatched pairs of all ranks."""
+        logratio_n = logratio_G[step.mismatched_index]  # without the examples that have no pair
+        z = self.run.objective.baseline(logratio_n, step)
+        z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
+        if z.shape not in ((), (step.size,)):
+            raise BadInput(
+                f"baseline: one number or ({step.size},), one for each example, not {tuple(z.shape)}"
+            )
+        return Baseline(z.expand(step.size), logratio_n)
+
+    def forward(
+        self,
+        packed: PackedBatch,
+        prompts: PromptCache | None = None,
+        by_token: bool = False,
+        entropy: bool = False,
+    ) -> Scores:
+        """The policy's log-probs of a packed batch, with gradient in training. prompts: where to
+        leave the prompts' keys and values, or from where to read them. by_token, entropy: see
+        model.Packed.forward."""
+        return self.run.policy(packed, prompts, by_token, entropy)
+
+    def reference_logps(
+        self, packed: PackedBatch, prompts: PromptCache | None
+    ) -> torch.Tensor | None:
+        """The reference's log-probs of a packed batch; None if the objective needs none."""
+        if not self.run.objective.needs_reference:
+            return None
+        return self.run.reference(packed, prompts, self.run.objective.by_token)
+
+    def micro_batch_loss(
+        self,
+        micro: MicroBatch,
+        scores: Scores,
+        ref_logps: torch.Tensor | None,
+        z_G: torch.Tensor,
+    ) -> tuple[torch.Tensor, Columns]:
+        """-> the weighted losses (B,) of a micro-batch, and its columns (B,). ref_logps: of its completions."""
+        objective = self.run.objective
+        logps, ref_logps = objective.reduce(scores.logps, ref_logps, micro.length)
+        batch = micro.with_outputs(scores.outputs)
+        loss_B, of_objective = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
+        B = len(micro.part.index)
+        for name, x in {"losses": loss_B, **of_objective}.items():
+            shape = tuple(getattr(x, "shape", ()))
+            if shape != (B,):  # a mean, for one, would silently scale the gradient
+                raise BadInput(
+                    f"loss: {name}: expected a tensor ({B},), one number an example, got {shape}"
+                )
+        loss_B = loss_B * micro.step.weight[micro.index_B]
+        columns = {"loss": loss_B}
+        if scores.entropy is not None:
+            tokens_B = micro.length.sum(1)
+            columns["entropy"] = scores.entropy.sum(1) / tokens_B
+            columns["scored_tokens"] = tokens_B
+        columns = join_columns(columns, of_objective)
+        return loss_B, {name: x.detach().double() for name, x in columns.items()}
+
+    def backward(self, loss_B: torch.Tensor, micro: MicroBatch) -> None:
+        """Add a micro-batch's share of the step's gradient."""
+        # DDP and FSDP2 average gradients over ranks
+        share = self.run.fabric.world_size / micro.step.size
+        self.run.fabric.backward(loss_B.sum() * (0.0 if micro.part.filler else share))
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager:
+        """A context for forward and backward of a micro-batch: ranks add up their gradients at the last one.
+        FSDP2 always synchronises: otherwise each rank would hold the whole, unsharded gradient until then."""
+        synchronises = is_last or self.run.cfg.strategy == "fsdp"
+        return self.run.fabric.no_backward_sync(self.run.policy, enabled=not synchronises)
+
+    def gather_columns(
+        self, step: Step, scored: list[tuple[Part, torch.Tensor, Columns]]
+    ) -> Columns:
+        """The columns (G,) of a step's examples, of all ranks. scored: of each of this rank's micro-batches
+        its part, its examples' numbers and its columns. Raises BadInput unless each micro-batch, of all
+        ranks and steps, has the same ones: in a column that only some have, the others' examples would
+        count as 0."""
+        run = self.run
+        first_columns = scored[0][2]
+        key = type(run.objective), run.policy.training, "entropy" in first_columns
+        if key not in self.column_names:  # rank 0's, in its order
+            self.column_names[key] = run.fabric.broadcast(list(first_columns))
+        names = self.column_names[key]
+        columns_G = first_columns["loss"].new_zeros(len(names), step.size)
+        for part, index_B, columns in scored:
+            differ = ", ".join(sorted(set(columns) ^ set(names)))
+            if differ:
+                raise BadInput(
+                    f"loss: columns {differ}: not of every micro-batch: return the same columns for each"
+                )
+            if not part.filler:
+                columns_G[:, index_B] = torch.stack([columns[name] for name in names])
+        return dict(zip(names, all_reduce(columns_G)))
+
+    # ---- after the gradient ----------------------------------------------------------------------
+
+    def check_finite(
+        self, step: Step, columns: Columns, baseline: Baseline, grad_norm: torch.Tensor
+    ) -> float:
+        """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
+        one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
+        run = self.run
+        losses = columns["loss"]
+        stop_code = losses.new_full((), run.stop.code())
+        # a loss may be infinite where its gradient is not, as by a constant
+        sums = [grad_norm.double(), baseline.z_G.double().sum(), losses.sum()]
+        *numbers, stop_code = all_reduce(torch.stack([*sums, stop_code]), "max").tolist()
+        run.stop.set_agreed(stop_code)
+        if not all(map(math.isfinite, numbers)):
+            pairs = zip(step.examples, losses.tolist())
+            bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
+            raise Failed(
+                f"step {run.state.step + 1}: not finite (gradient norm, sum of z, of losses: {numbers}): "
+                f"{', '.join(bad[:8]) or 'no loss of a single example'}; the weights are unchanged"
+            )
+        return numbers[0]
+
+    def optimizer_step(self, plan: Plan) -> float:
+        """Change the weights. -> the learning rate of the step"""
+        run = self.run
+        lr = lr_at(run.state.step + 1, plan, run.cfg.optim)
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.state.step += 1
+        return lr
+
+    def training_row(
+        self, step: Step, columns: Columns, baseline: Baseline, row: dict, plan: Plan
+    ) -> dict[str, float | None]:
+        """The columns of metrics.csv that describe the step which was just done, but for its speed. row: those
+        that are known already. `columns` loses the two of the entropy."""
+        # a mean over tokens, from the means over each example's
+        entropy_G, tokens_G = columns.pop("entropy").cpu(), columns.pop("scored_tokens").cpu()
+        done = self.run.state.step
+        row |= {
+            "entropy": float(np.average(entropy_G, weights=tokens_G)),
+            "epoch": (done - plan.begin) / plan.per_epoch,
+            "samples": done * step.size,
+        }
+        return join_columns(self.metrics(columns, baseline), row)
+
+    def metrics(self, columns: Columns, baseline: Baseline) -> dict[str, float | None]:
+        """A row by the objective's metrics. Raises Failed for a column that they miss."""
+        columns = {name: x.cpu() for name, x in columns.items()}
+        baseline = Baseline(*(x.cpu() for x in baseline))
+        try:
+            return self.run.objective.metrics(columns, baseline)
+        except KeyError as e:
+            raise Failed(f"metrics: no column {e}: the loss must return it") from e
+
+    # ---- steps and micro-batches -----------------------------------------------------------------
+
+    def make_step(self, examples: list[Example]) -> Step:
+        """These examples as a step, with mismatched pairs if the objective asks for them."""
+        run = self.run
+        completions = None
+        if run.objective.needs_mismatched_pairs:
+            completions = run.objective.mismatched_completions(examples)
+            if run.objective.overrides("mismatched_completions"):
+                # ranks may draw other random numbers: rank 0's count
+                completions = run.fabric.broadcast(completions)
+        return Step(examples, completions, run.cfg.data.score_prompt, run.budget)
+
+    def pack_step(self, step: Step) -> tuple[Step, list[MicroBatch]]:
+        return step, list(self.packed_parts(step))
+
+    def packed_parts(self, step: Step) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, each packed when it is asked for."""
+        return map(step.micro_batch, step.parts)
+
+    def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Each micro-batch on the device, while it is worked on; then count it in the progress bar. Where
+        nothing is trained a signal may end the work between two; a step is never left in its middle
+        (devices.Stop)."""
+        run = self.run
+        for micro in micro_batches:
+            yield micro.to(run.fabric.device)
+            advance(len(micro.part.index))
+            if not run.policy.training:
+                run.stop.check(run.fabric.device)
+
+    def progress(self, title: str, step: Step, silent: float = 5) -> AbstractContextManager:
+        """Shows how far both passes over a step are; `silent` seconds nothing."""
+        return progress(title, 2 * step.size // self.run.fabric.world_size, silent)
+
+    # ---- between steps --------------------------------------------------------------------------
+
+    def score_examples(
+        self, examples: list[Example], title: str = "scoring"
+    ) -> tuple[Columns, Baseline]:
+        """Score all these examples as one step, with one z for all of them: the numbers depend on
+        neither batch size nor ranks. -> columns and z, of all ranks. A collective."""
+        step = self.make_step(examples)
+        with self.progress(title, step):
+            return self.score(step)
+
+    def evaluate(self, plan: Plan) -> bool:
+        """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
+        so far by keep_best"""
+        run = self.run
+        done = run.state.step
+        if not self.val:
+            return False
+        run.state.unvalidated = True
+        row = {}
+        if self.val[0].completions:  # of prompts alone only a checker has something to say
+            row = self.metrics(*self.score_examples(self.val, "validation"))
+        answered: list[Example] = []
+        if run.evaluator.checker:
+            share = kl_own = None
+            if done == 0 or is_due(done, run.cfg.eval.check_interval, plan):
+                share, answered = run.evaluator.accuracy(done)
+                kl_own = self.own_kl(answered)
+            row = join_columns(row, {"checker_accuracy": share, "kl/own": kl_own})
+        samples = run.evaluator.samples(answered)
+        run.state.unvalidated = False
+        is_best = run.state.remember_if_best(row, run.cfg.keep_best)
+        run.logger.validation(done, row, samples)
+        return is_best
+
+    @torch.no_grad()
+    def own_kl(self, answered: list[Example]) -> float | None:
+        """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer). It
+        estimates KL(policy || reference) if they were sampled at temperature 1 without top_k, top_p or
+        a penalty; else it may even be negative. None without a reference in memory."""
+        run = self.run
+        if run.reference is None or run.cfg.reference_cache:
+            return None
+        answered = answered[:: max(1, len(answered) // OWN_ANSWERS)]  # of all kinds of prompts
+        step = Step(answered, budget=run.budget)
+        sums = []
+        for micro in self.on_device(self.packed_parts(step)):
+            r_B = (self.forward(micro.packed).logps - run.reference(micro.packed))[:, 0]
+            sums.append(r_B.double().sum() * (not micro.part.filler))
+        return all_reduce(sum(sums)).item() / len(answered)
+
+    # ---- before the first step, and after the last one ------------------------------------------
+
+    def before_first_step(self, examples: list[Example], plan: Plan) -> None:
+        """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
+        run = self.run
+        run.logger.begin(plan, len(examples))
+        if run.state.step == run.reference_step:
+            self.check_start(self.make_step(examples[: run.cfg.batch_size]))
+        if run.cfg.reference_cache and not run.reference.released:
+            self.precompute(examples, plan)
+        if run.state.step == 0 or run.state.unvalidated:
+            self.evaluate(plan)
+
+    @torch.no_grad()
+    def check_start(self, step: Step) -> None:
+        """On a few examples of each rank: refuse a reference that is not the model that the run starts
+        from (r must be exactly 0 on own completions and on mismatched ones), and a loss that mixes
+        examples. Say the log-prob a token."""
+        run = self.run
+        by_token = run.objective.by_token
+        step.to(run.fabric.device)
+        few = Part(step.parts[0].index[:CHECKED])
+        micro = step.micro_batch(few).to(run.fabric.device)
+        scores = self.forward(micro.packed, None, by_token)
+        agree = ""
+        if run.objective.needs_reference and not run.cfg.reference:
+            logps = [scores.logps]
+            # compute: never from the cache
+            ref_logps = [run.reference.compute(micro.packed, None, by_token)]
+            if micro.mismatched is not None:
+                mismatched = micro.mismatched.to(run.fabric.device)
+                logps.append(self.forward(mismatched, None, by_token).logps)
+                ref_logps.append(run.reference.compute(mismatched, None, by_token))
+            check_start(logps, ref_logps, run.state.step)
+            agree = "policy and reference agree to the bit; "
+        check_mixing(self.losses_of_parts(step, few, scores), len(few.index))
+        nats = scores.logps.double().sum() / micro.length.sum()
+        say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
+
+    def losses_of_parts(self, step: Step, part: Part, scores: Scores):
+        """-> losses_of(chosen): the losses of some of a part's examples, as a micro-batch of their own. The
+        reference's log-probs are made up, 0 for all examples but the first: if all log-ratios were 0, a
+        mean over examples might not show."""
+        ref_logps = None
+        if self.run.objective.needs_reference:
+            ref_logps = torch.zeros_like(scores.logps)
+            ref_logps[0] = scores.logps[0]
+        z_G = scores.logps.new_zeros(step.size)
+
+        def losses_of(chosen: slice) -> torch.Tensor:
+            micro = step.micro_batch(Part(part.index[chosen])).to(scores.logps.device)
+            logps, outputs, reference = (
+                None if x is None else x[chosen] for x in (scores.logps, scores.outputs, ref_logps)
+            )
+            loss_B, _ = self.micro_batch_loss(micro, Scores(logps, outputs), reference, z_G)
+            return loss_B
+
+        return losses_of
+
+    @torch.no_grad()
+    def precompute(self, examples: list[Example], plan: Plan) -> None:
+        """Compute all log-probs of the reference that the run will need, and release it."""
+        run = self.run
+        of_steps = list(step_examples(examples, run.cfg, plan, run.state.step))
+        of_steps += [part for part in (self.val, run.examples["test"]) if part]
+        n = sum(map(len, of_steps))
+        with progress("precomputing log-probs", n // run.fabric.world_size):
+            for part in of_steps:
+                step = self.make_step(part)
+                for micro in self.on_device(self.packed_parts(step)):
+                    run.reference(micro.packed)
+                    if micro.mismatched is not None:
+                        run.reference(micro.mismatched.to(run.fabric.device))
+        run.reference.release()
+
+    def finish(self) -> None:
+        """Compare the answers of the last weights with those before the run; export the last weights, and then
+        the best ones, and score the test split with each."""
+        run, test, scores, last = self.run, self.run.examples["test"], {}, self.run.state.step
+        run.evaluator.compare(last)
+        if run.cfg.lora.rank:
+            run.export_adapters()
+        for name, step in (("final", last), ("best", run.state.best_step)):
+            if step is None:
+                continue
+            run.export(name, step)
+            say(f"\nexported to {run.folder / name}")
+            if test and test[0].completions:
+                run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
+                row = scores[name] = self.metrics(*self.score_examples(test, "the test split"))
+                say(f"test, {name} weights: {', '.join(format_cells(row))}")
+        if scores and run.fabric.global_rank == 0:
+            write_json(run.folder / "eval" / "test.json", scores)
