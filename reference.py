@@ -1,4 +1,5 @@
-"""The frozen model that a policy is compared with: its log-probs, or a cache of them on the disk."""
+"""The frozen model that a policy is compared with: a model of its own, the policy with its adapters off, or a
+cache of log-probs on the disk."""
 
 import hashlib
 import json
@@ -6,37 +7,69 @@ import time
 from pathlib import Path
 
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 from attention import PromptCache
-from lora import disable_adapters
+from lora import disable_adapters, plain_name
 from packing import PackedBatch, to_device
 from runs.checkpoint import write_whole
-from runs.console import rank, say, user_error
-from runs.devices import all_reduce
-from runs.settings import RunSettings, refuse_unless
+from runs.console import BadInput, rank, say, user_error
+from runs.devices import all_reduce, set_weights
+from runs.settings import RunSettings
 
 
-class Reference:
-    """Log-probs of the frozen model: a copy of the start or another model; or, where `frozen` is
-    None, the policy with its adapters off."""
+class FrozenModel:
+    """A reference that is a model of its own: a copy of the start, or another model."""
 
-    def __init__(self, fabric, policy, frozen):
-        self.fabric, self.policy, self.frozen = fabric, policy, frozen
+    def __init__(self, fabric: Fabric, model: nn.Module):
+        self.fabric = fabric
+        self.model = model
 
     def compute(
-        self, packed: PackedBatch, prompt_cache: PromptCache | None = None, by_token: bool = False
+        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
     ) -> torch.Tensor:
         """-> log-probs in nats (see model.Scores)"""
-        if self.frozen is None:
-            with disable_adapters(self.policy):
-                return self.policy(packed, prompt_cache, by_token).logps
         # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
         # differently from the policy.
         with self.fabric.autocast():
-            return self.frozen(packed, prompt_cache, by_token).logps
+            return self.model(packed, prompts, by_token).logps
 
     __call__ = compute
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that the policy does not hold."""
+        return self.model.unique_parameters()
+
+    def set_weights(self, weights: dict[str, torch.Tensor] | None, share: float = 1.0) -> None:
+        """Take these weights, or move towards them by a share. A collective (devices.set_weights)."""
+        set_weights(self.model, weights, share)
+
+
+class AdaptersOff:
+    """A reference that is the policy without its adapters."""
+
+    def __init__(self, policy: nn.Module):
+        self.policy = policy
+
+    def compute(
+        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
+    ) -> torch.Tensor:
+        """-> log-probs in nats (see model.Scores)"""
+        with disable_adapters(self.policy):
+            return self.policy(packed, prompts, by_token).logps
+
+    __call__ = compute
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that the policy does not hold: none."""
+        return {}
+
+    def set_weights(self, weights: dict[str, torch.Tensor], share: float = 1.0) -> None:
+        """Put weights by their plain names into the policy's base; its adapters stay. A collective."""
+        assert share == 1, "adapters are merged into their base as a whole"
+        names = self.policy.module.unique_parameters()
+        set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
 
 @torch.no_grad()
@@ -51,40 +84,63 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
-class CachedReference(Reference):
+class CachedReference:
     """A reference whose log-probs are kept in a folder, by the content of prompt and completion.
 
-    It computes what the folder does not have, until `release` frees the model and writes them. Runs and
+    It computes what the folder does not have, until `release` writes them and frees the model. Runs and
     ranks can share a folder: each writes a file of its own.
     """
 
-    def __init__(self, fabric, policy, frozen, cfg: RunSettings, hashes: dict[str, str]):
-        super().__init__(fabric, policy, frozen)
+    def __init__(
+        self,
+        reference: FrozenModel | AdaptersOff,
+        fabric: Fabric,
+        cfg: RunSettings,
+        hashes: dict[str, str],
+    ):
+        self.reference: FrozenModel | AdaptersOff | None = reference
+        self.fabric = fabric
         self.folder = Path(cfg.reference_cache).expanduser()
         # what the values depend on, besides prompt and completion
         models = [x for name, x in sorted(hashes.items()) if name not in ("program", "records")]
         depends = [*models, cfg.precision, cfg.lora.quantize, cfg.data.score_prompt]
         self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-        self.known, self.computed, self.released = {}, {}, False  # hash of an example: its log-prob
+        # hash of an example: its log-prob. Those in the folder, and those computed here
+        self.known: dict[str, float] = {}
+        self.computed: dict[str, float] = {}
         with user_error("reference_cache", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._read()
 
-    def __call__(
-        self, packed: PackedBatch, prompt_cache: PromptCache | None = None, by_token: bool = False
+    @property
+    def released(self) -> bool:
+        """Whether the model is no longer in memory."""
+        return self.reference is None
+
+    def compute(
+        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
     ) -> torch.Tensor:
-        """-> log-probs (B, K) in nats, from the folder where it has them. prompt_cache is not used: the
-        prompts' keys may never have been computed. by_token: always False, the folder has sums alone.
-        Raises BadInput."""
+        """-> log-probs in nats, by the model, not from the folder"""
+        return self.reference.compute(packed, prompts, by_token)
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that a checkpoint must hold: none, a cached reference never moves."""
+        return {}
+
+    def __call__(
+        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
+    ) -> torch.Tensor:
+        """-> log-probs (B, K) in nats, from the folder where it has them. prompts are not used: their keys may
+        never have been computed. by_token: always False, the folder has sums alone. Raises BadInput."""
         keys = packed.digests()
         device = packed.token_N.device
         is_missing = any(key not in self.known for key in keys)
         if self.released:
-            refuse_unless(
-                not is_missing,
-                "reference_cache: these examples, or their mismatched pairs, are not those of the "
-                "first fit, and the reference is no longer in memory: run without the cache",
-            )
+            if is_missing:
+                raise BadInput(
+                    "reference_cache: these examples, or their mismatched pairs, are not those of the "
+                    "first fit, and the reference is no longer in memory: run without the cache"
+                )
         # all ranks compute if one rank must: a sharded reference is a collective
         elif all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
             for key, x in zip(keys, self.compute(packed).flatten().tolist()):
@@ -101,11 +157,13 @@ class CachedReference(Reference):
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
-        self.released = True
-        del self.policy, self.frozen
-        n, known = len(self.computed), len(self.known)
-        say(f"reference: {n:,} log-probs computed, {known:,} known in {self.folder}")
+        self.reference = None
+        computed = f"{len(self.computed):,} log-probs computed"
+        say(f"reference: {computed}, {len(self.known):,} known in {self.folder}")
 
     def _read(self) -> None:
         for file in sorted(self.folder.glob(f"{self.key}-*.json")):
             self.known |= json.loads(file.read_text())
+
+
+Reference = FrozenModel | AdaptersOff | CachedReference

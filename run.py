@@ -26,7 +26,6 @@ from lora import (
     add_adapters,
     gather_adapters,
     merged_weights,
-    plain_name,
     quantize_base,
     reset_adapters,
     write_peft,
@@ -40,7 +39,7 @@ from records.examples import (
     with_limits,
 )
 from records.tokenizer import Tokenizer
-from reference import CachedReference, Reference, freeze
+from reference import AdaptersOff, CachedReference, FrozenModel, Reference, freeze
 from runs import console
 from runs.checkpoint import (
     RunState,
@@ -63,7 +62,6 @@ from runs.devices import (
     leave_process_group,
     on_rank_0,
     resolve_devices,
-    set_weights,
 )
 from runs.logger import Logger, Throughput
 from runs.optimizer import make_optimizer
@@ -154,25 +152,15 @@ class Run:
         """The policy as it is becomes the reference; with a share below 1 the reference moves by that
         share towards it. LoRA's adapters are merged into the base, which is their reference; then they
         begin anew, and with them the optimizer's state. A collective."""
-        frozen, weights = self.reference.frozen, self.merged_weights()
-        if frozen:
-            set_weights(frozen, weights, share)
-        else:
-            assert share == 1 and self.cfg.precision != "bf16-true", (
-                "new_reference: adapters are merged as a whole, and into a float32 base"
-            )
-            self.set_base(weights)
+        self.reference.set_weights(self.merged_weights(), share)
+        if isinstance(self.reference, AdaptersOff):
+            assert self.cfg.precision != "bf16-true", "adapters are merged into a float32 base"
             reset_adapters(self.policy.module, self.cfg.seed + 7919 * self.state.iteration)
             self.optimizer.optimizer.state.clear()
         # at step 0 they are equal already, unless the reference is another model
         self.state.reference_has_moved |= bool(self.state.step or self.cfg.reference)
         if share == 1:
             self.reference_step = self.state.step
-
-    def set_base(self, weights: dict[str, torch.Tensor]) -> None:
-        """Put weights by their plain names into the policy; its adapters stay."""
-        names = self.policy.module.unique_parameters()
-        set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
     def first_weights(self, of_reference: bool = False) -> dict[str, torch.Tensor]:
         """The weights that the run, or its reference, started from, read again."""
@@ -218,10 +206,9 @@ class Run:
         saved = read_state(folder)
         vars(self.objective).update(saved.objective)
         if self.state.reference_has_moved and not saved.reference_has_moved:
-            if self.reference.frozen:
-                set_weights(self.reference.frozen, self.first_weights(of_reference=True))
-            else:  # the checkpoint's adapters were trained on the first base
-                self.set_base(self.first_weights())
+            # with adapters: those of the checkpoint were trained on the first base
+            of_reference = isinstance(self.reference, FrozenModel)
+            self.reference.set_weights(self.first_weights(of_reference))
         load_checkpoint(self, folder)
 
     def export(self, name: str, step: int) -> None:
@@ -238,7 +225,7 @@ class Run:
         while source.base and (file := source.folder / "adapter_config.json").exists():
             source, base = source.base, read_json(file)["base_model_name_or_path"]
         # a frozen reference moves without the base
-        base_has_moved = self.state.reference_has_moved and not self.reference.frozen
+        base_has_moved = self.state.reference_has_moved and isinstance(self.reference, AdaptersOff)
         if source.base or base_has_moved:
             return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
         if find_path(base).exists():
@@ -314,9 +301,11 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     optimizer = (optimizer or make_optimizer)(policy.module, cfg)
     check_optimizer(optimizer, policy.unique_parameters())
     optimizer = fabric.setup_optimizers(optimizer)
-    reference = Reference(fabric, policy, frozen) if objective.needs_reference else None
+    reference = None
+    if objective.needs_reference:
+        reference = FrozenModel(fabric, frozen) if frozen else AdaptersOff(policy)
     if cfg.reference_cache:
-        reference = CachedReference(fabric, policy, frozen, cfg, hashes)
+        reference = CachedReference(reference, fabric, cfg, hashes)
 
     # a new run, or the one that it goes on from
     state = on_rank_0(fabric, lambda: begin_run(out, checkpoint, cfg, hashes))

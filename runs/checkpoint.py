@@ -252,9 +252,9 @@ def save_checkpoint(run) -> None:
     for name, p in params.items():
         if p.requires_grad or moved:
             tensors[f"weights|{name}"] = p.detach()
-    if moved and run.reference.frozen:
-        frozen = run.reference.frozen.unique_parameters()
-        tensors |= {f"reference|{name}": p for name, p in frozen.items()}
+    if moved:
+        of_reference = run.reference.own_weights()
+        tensors |= {f"reference|{name}": p for name, p in of_reference.items()}
     name_of = {p: name for name, p in params.items()}
     numbers = state.optimizer_numbers = {}
     for p, moments in run.optimizer.optimizer.state.items():
@@ -330,8 +330,7 @@ def load_checkpoint(run, folder: Path) -> None:
     def place(kind, name, size, dtype):
         if kind == "random":  # at a larger number of ranks the others keep their own
             return torch.empty(size, dtype=dtype) if name == str(run.fabric.global_rank) else None
-        known = run.reference.frozen.unique_parameters() if kind == "reference" else params
-        p = known[name]
+        p = run.reference.own_weights()[name] if kind == "reference" else params[name]
         if kind in ("weights", "reference"):
             return p.detach()  # it shares the weight's memory, so the weight itself is read into
         if p.shape == size:  # sharded as the weight is

@@ -222,7 +222,8 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
 
 def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_path, monkeypatch):
     monkeypatch.setattr("run.freeze", lambda *a: pytest.fail("a copy for a reference"))
-    monkeypatch.setattr("reference.Reference.__call__", lambda *a: pytest.fail("it ran"))
+    for kind in ("FrozenModel", "AdaptersOff"):
+        monkeypatch.setattr(f"run.{kind}", lambda *a: pytest.fail("a reference"))
     train_example("simpo", tiny, pairs, tmp_path, *COMMON, "--max_steps=2")
 
 

@@ -10,7 +10,13 @@ ROOT = Path(__file__).parent.parent
 FILES = {f.stem: f for f in ROOT.glob("*.py")}
 FILES |= {f"{room}.{f.stem}": f for room in ("runs", "records") for f in ROOT.glob(f"{room}/*.py")}
 # A file may import from its own floor and from those below; what is not named here is a program.
-FLOORS = ["runs", "packing attention head hub lora records", "data", "objective model", "load reference"]
+FLOORS = [
+    "runs",
+    "packing attention head hub lora records",
+    "data",
+    "objective model",
+    "load reference",
+]
 FLOORS += ["checks generate", "rollout", "evaluate", "run", "trainer"]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 

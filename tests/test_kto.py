@@ -21,7 +21,7 @@ from model import Scores
 from objective import Baseline
 from packing import pack
 from records.examples import Example
-from reference import Reference
+from reference import FrozenModel
 from trainer import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
@@ -61,7 +61,7 @@ def trainer_of(objective, policy=None, reference=None) -> Trainer:
         objective=objective,
         examples={"val": []},
         policy=policy and fabric.setup_module(policy),
-        reference=reference and Reference(fabric, None, reference),
+        reference=reference and FrozenModel(fabric, reference),
         state=SimpleNamespace(step=0),
         stop=SimpleNamespace(check=lambda device: None),
         budget=Budget(room=99, by_tokens=False),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import data
 import load
 import model
-from reference import Reference
+from reference import FrozenModel
 from runs.checkpoint import checkpoints_by_step
 from runs.console import BadInput, Failed
 
@@ -144,8 +144,8 @@ def test_on_two_processes_the_start_check_finds_no_difference(more, tiny, rating
 def test_a_reference_that_is_not_the_start_ends_the_run(
     factor, difference, tiny, ratings, tmp_path, monkeypatch
 ):
-    real = Reference.compute
-    monkeypatch.setattr(Reference, "compute", lambda self, *given: real(self, *given) * factor)
+    real = FrozenModel.compute
+    monkeypatch.setattr(FrozenModel, "compute", lambda self, *given: real(self, *given) * factor)
     match = f"^step 0: policy and reference differ by {difference} nats: the reference is not"
     with pytest.raises(Failed, match=match):
         train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=1")
