@@ -16,7 +16,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from runs.console import run_cli, user_error
-from runs.settings import FREE_SETTINGS, flatten
+from runs.settings import RunSettings, Sampling, flatten, resume_rules
 
 # The columns of metrics.csv and val.csv that are read. Each has a plot.
 PLOTS = """loss rewards/margins accuracy checker_accuracy
@@ -42,10 +42,18 @@ def read_csv(file: Path) -> pd.DataFrame:
     return table.reindex(columns=PLOTS).astype(float)
 
 
+def free_settings() -> list[str]:
+    """Settings of all programs in which two runs of the same numbers may differ."""
+    rules = resume_rules(RunSettings)
+    for group in ("spin", "online"):
+        rules |= {f"{group}.{name}": rule for name, rule in resume_rules(Sampling).items()}
+    return [name for name, rule in rules.items() if rule in ("free", "rounding")]
+
+
 def group_names(settings: list[dict]) -> list[str]:
     """For each run the settings in which the runs differ, but for the seed."""
     table = pd.DataFrame(settings, dtype=object).map(str)
-    table = table.drop(columns=FREE_SETTINGS, errors="ignore")
+    table = table.drop(columns=free_settings(), errors="ignore")
     # the same seed twice: the program may have changed in between, so no mean over both
     table["copy"] = table.groupby([*table]).cumcount().map(str)
     table = table.drop(columns="seed").loc[:, lambda table: table.nunique() > 1]

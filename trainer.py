@@ -33,7 +33,7 @@ from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed, Interrupted, advance, progress, say
 from runs.devices import all_reduce
 from runs.logger import format_cells, write_json
-from runs.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at, steps_of
+from runs.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
 OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
@@ -47,8 +47,7 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        val = run.examples["val"]
-        self.val = val[: steps_of(run.cfg.limit_val, len(val))]
+        self.val = run.examples["val"][: run.cfg.limit_val]
         # of each objective's loss, in training and in validation
         self.column_names: dict[tuple, list[str]] = {}
 

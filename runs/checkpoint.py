@@ -42,7 +42,15 @@ from torch.distributed.checkpoint.hf_storage import (
 
 from runs.console import BadInput, Failed, say, user_error
 from runs.devices import on_rank_0
-from runs.settings import ROOT, RunSettings, changed_settings, dump_yaml, flatten, refuse_unless
+from runs.settings import (
+    ROOT,
+    RunSettings,
+    changed_settings,
+    dump_yaml,
+    flatten,
+    refuse_unless,
+    resume_rules,
+)
 
 # dcp warns of a single process, and of no_dist=True; we want both
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -205,7 +213,7 @@ def begin_run(
     if checkpoint:
         state = read_state(checkpoint)
         saved, new = flatten(read_settings(checkpoint)), flatten(cfg)
-        fixed, rounding = changed_settings(saved, new)
+        fixed, rounding = changed_settings(saved, new, resume_rules(type(cfg)))
         faults = [
             f"{name}: not what this run began with"
             for name, x in hashes.items()

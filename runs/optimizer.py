@@ -19,31 +19,35 @@ class Plan(NamedTuple):
     total: int
     begin: int  # this iteration has the steps begin + 1, ..., end
     end: int
-    # steps of the epoch of which optim.warmup and optim.constant are fractions: the first
-    # iteration's, for all of them
+    # steps of the epoch of which optim.warmup may be a fraction: the first iteration's, for all of them
     schedule_epoch: int
 
 
 # ---- steps --------------------------------------------------------------------------------------
 
 
-def steps_of(interval: int | float | None, per_epoch: int) -> int | None:
-    """An interval in steps: an int is steps already, a float is a fraction of an epoch and at least
-    1 step; 0 and None stay what they are."""
-    if interval and isinstance(interval, float):
-        return max(1, round(interval * per_epoch))
-    return interval
+def steps_of(interval: int | str, per_epoch: int) -> int:
+    """An interval (settings.Interval) in steps. Of an epoch's fraction at least 1 step; 0 stays 0."""
+    if is_in_epochs(interval):
+        return max(1, round(float(interval.split()[0]) * per_epoch))
+    return int(str(interval).split()[0])
 
 
-def is_due(step: int, interval: int | float | None, plan: Plan) -> bool:
-    """Whether what happens every `interval` happens after this step. Steps (an int) are counted over the
-    whole run, and its last step counts. Epochs (a float) are counted from the beginning of the iteration,
-    and its last step counts, also where the interval is None."""
-    if isinstance(interval, int):
-        return step % interval == 0 or step == plan.total
-    if step == plan.end or interval is None:
+def is_in_epochs(interval: int | str) -> bool:
+    """0.5 epochs is; 100 and 100 steps are not."""
+    return isinstance(interval, str) and "epoch" in interval
+
+
+def is_due(step: int, interval: int | str | None, plan: Plan) -> bool:
+    """Whether what happens every `interval` happens after this step. Steps are counted over the whole run,
+    and its last step counts. Epochs are counted from the beginning of the iteration, and its last step
+    counts, also where the interval is None."""
+    if interval is None:
         return step == plan.end
-    return (step - plan.begin) % steps_of(interval, plan.per_epoch) == 0
+    every = steps_of(interval, plan.per_epoch)
+    if is_in_epochs(interval):
+        return step == plan.end or (step - plan.begin) % every == 0
+    return step == plan.total or step % every == 0
 
 
 def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
@@ -59,8 +63,6 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
             f"{cfg.data.train}: {n} examples are fewer than batch_size={cfg.batch_size}; "
             "give more examples or a smaller batch_size",
         )
-        if cfg.limit_train:
-            per_epoch = min(per_epoch, steps_of(cfg.limit_train, per_epoch))
         lengths.append(per_epoch)
         ends.append(min(ends[-1] + cfg.epochs * per_epoch, cfg.max_steps or math.inf))
     return [
@@ -74,17 +76,15 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
 
 
 def lr_at(step: int, plan: Plan, o: Optim) -> float:
-    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to o.lr, then o.lr for
-    o.constant, then a decay that would reach o.min_lr one step after the last."""
-    epoch = plan.schedule_epoch
-    warmup = steps_of(o.warmup, epoch)
+    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to o.lr, then a decay that would reach
+    o.min_lr one step after the last."""
+    warmup = steps_of(o.warmup, plan.schedule_epoch)
     if step <= warmup:
         return o.lr * step / warmup
     if o.schedule == "constant":
         return o.lr
-    constant = steps_of(o.constant, epoch)
-    decay_steps = max(1, plan.total - warmup - constant)
-    progress = max(0, step - 1 - warmup - constant) / decay_steps  # 0 to 1
+    decay_steps = max(1, plan.total - warmup)
+    progress = (step - 1 - warmup) / decay_steps  # 0 to 1
     scale = 1 - progress
     if o.schedule == "cosine":
         scale = (1 + math.cos(math.pi * progress)) / 2

@@ -1,15 +1,16 @@
 """Settings that every program shares, and how they are read: files, the command line, the demo's defaults.
 
-A field's type says what it may be, the sentence under it is its --help, null means off. jsonargparse reads
-and checks the values; ours is the order of files and options, the nearest name, and one line for an error.
+A field's type says what it may be, the sentence under it is its --help, null means off; its default says, where it
+is not a plain value, what a resume may do with it (`free`, `rounding`, `content`). jsonargparse reads and checks the
+values; ours is the order of files and options, the nearest name, and one line for an error.
 """
 
 import dataclasses
 import difflib
 import json
-import re
 import sys
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +26,18 @@ from jsonargparse.typing import (
     PositiveFloat,
     PositiveInt,
     restricted_number_type,
+    restricted_string_type,
 )
 
-from runs.console import BadInput, say
+from runs.console import BadInput, say, user_error
 
 ROOT = Path(__file__).parent.parent  # of the project
 
 UpToOne = restricted_number_type("UpToOne", float, [(">", 0), ("<=", 1)])
+# An interval: a number of steps, or a text with its unit.
+Steps = restricted_string_type("Steps", "^[1-9][0-9]* steps?$")
+Epochs = restricted_string_type("Epochs", "^([0-9]*[.])?[0-9]*[1-9][0-9]*([.][0-9]*)? epochs?$")
+Interval = PositiveInt | Steps | Epochs
 
 
 def find_path(source: str) -> Path:
@@ -48,6 +54,27 @@ def refuse_unless(ok, message: str) -> None:
         raise BadInput(message)
 
 
+# ---- what a resume may do with a setting ------------------------------------------------------------
+#
+# A change of a setting that says nothing here would make another run, and a resume refuses it.
+
+
+def free(default: object) -> typing.Any:
+    """A setting that a resume may change: the run stays the same."""
+    return field(default=default, metadata={"resume": "free"})
+
+
+def rounding(default: object) -> typing.Any:
+    """A setting that a resume may change: the run stays the same up to rounding."""
+    return field(default=default, metadata={"resume": "rounding"})
+
+
+def content(**default: object) -> typing.Any:
+    """A path or an id. A resume compares the hash of what lies there, so that the files may have moved; of
+    the setting itself it compares only whether it is given."""
+    return field(**default, metadata={"resume": "content"})
+
+
 # ---- groups --------------------------------------------------------------------------------------
 
 
@@ -55,12 +82,12 @@ def refuse_unless(ok, message: str) -> None:
 class Data:
     """Which records to learn from, and how they become tokens."""
 
-    train: str
+    train: str = content()
     """Rated or paired records: a .jsonl, .json, .csv or .parquet file, a folder of save_to_disk or a
     Hub id (id, id:split or id:config:split). Several by commas or a pattern (more/*.jsonl)."""
-    val: str | None = None
+    val: str | None = content(default=None)
     """Records to validate on, in the same forms."""
-    test: str | None = None
+    test: str | None = content(default=None)
     """Records evaluated once at the end, with the final weights and with the best ones."""
     split: str | None = None
     """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a prompt stay together."""
@@ -75,7 +102,7 @@ class Data:
     max_completion: PositiveInt | None = None
     """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or
     what fits into the context beside data.max_prompt."""
-    chat_template: str | None = None
+    chat_template: str | None = content(default=None)
     """A jinja file in place of the tokenizer's own chat template, or where it has none."""
     score_prompt: bool = False
     """Add the log-probs of the prompt's tokens, from the second on, to those of each completion."""
@@ -111,7 +138,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW. The learning rate: warmup, constant, decay to min_lr. Weight decay leaves out norms, biases
+    """AdamW. The learning rate: warmup, then decay to min_lr. Weight decay leaves out norms, biases
     and embeddings."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
@@ -122,11 +149,8 @@ class Optim:
     """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warmup; constant: it does not."""
-    warmup: int | float = 0
-    """Steps of linear warmup from 0; a float is a fraction of an epoch (SPIN, online KTO: of the first
-    iteration's)."""
-    constant: int | float = 0
-    """Steps at the peak between warmup and decay; a float as for warmup."""
+    warmup: NonNegativeInt | Steps | Epochs = 0
+    """Linear warmup from 0: 10 or 10 steps, or 0.1 epochs (SPIN, online KTO: of the first iteration's)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     beta1: ClosedUnitInterval = 0.9
@@ -159,9 +183,9 @@ class Sampling:
     """No EOS before this many tokens."""
     max_new_tokens: PositiveInt | None = None
     """Longest sampled completion. Default: data.max_completion."""
-    batch_size: PositiveInt = 256
+    batch_size: PositiveInt = rounding(256)
     """Prompts answered at once on a device."""
-    cache_gb: PositiveFloat | None = None
+    cache_gb: PositiveFloat | None = rounding(None)
     """Memory for their keys and values on a device; prompts that do not fit are answered afterwards.
     Default: an eighth of a GPU's memory, 8 on a CPU."""
 
@@ -173,13 +197,13 @@ class Eval(Sampling):
     check: Literal["demo"] | None = None
     """A checker that decides which answers are right: demo's. Your own is given in code,
     main(checker=...). null: no checker."""
-    check_interval: int | float | None = None
-    """Steps (a float: epochs) between checks of the answers; always at step 0 and at the end of the run, with a float
-    or null also at the end of each iteration of SPIN and online KTO."""
+    check_interval: Interval | None = free(None)
+    """Between checks of the answers: 100 or 100 steps, or 0.5 epochs; always at step 0 and at the end of the run, in
+    epochs or with null also at the end of each iteration of SPIN and online KTO."""
     prompts: PositiveInt = 100
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
-    samples: NonNegativeInt = 4
+    samples: NonNegativeInt = free(4)
     """Number of completions that are saved at each validation (eval/), and shown by tensorboard and wandb."""
 
 
@@ -190,19 +214,19 @@ class Eval(Sampling):
 class RunSettings:
     """Settings shared by all programs. A program's own are a subclass with one more group."""
 
-    model: str
+    model: str = content()
     """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
     ours or one of its checkpoints."""
     data: Data
-    reference: str | None = None
+    reference: str | None = content(default=None)
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
-    reference_cache: str | None = None
+    reference_cache: str | None = rounding(None)
     """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
     All log-probs that the run needs are computed before its first step, or found there; then the
     reference is released."""
-    out_dir: str | None = None
+    out_dir: str | None = free(None)
     """Folder of this run. Default: a new one under out/."""
-    resume: str | None = None
+    resume: str | None = free(None)
     """auto: from out_dir's newest checkpoint, if there is one. Or a checkpoint's folder: in its own run's
     out_dir the newer checkpoints are put aside, in another out_dir the run is a branch."""
     seed: NonNegativeInt = 1
@@ -210,13 +234,13 @@ class RunSettings:
     deterministic: bool = False
     """Bit-identical reruns on a GPU too, at some cost in speed. On a CPU they always are."""
 
-    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    accelerator: Literal["auto", "cpu", "gpu"] = rounding("auto")
     """auto, cpu or gpu."""
-    devices: PositiveInt = 1
+    devices: PositiveInt = rounding(1)
     """Devices per node. Under torchrun: its number of processes."""
-    num_nodes: PositiveInt = 1
+    num_nodes: PositiveInt = rounding(1)
     """Nodes."""
-    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    strategy: Literal["auto", "ddp", "fsdp"] = rounding("auto")
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] | None = None
     """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
@@ -227,54 +251,48 @@ class RunSettings:
     """Passes over data.train; the smaller of epochs and max_steps ends the run."""
     max_steps: PositiveInt | None = None
     """Optimizer steps."""
-    max_time: timedelta | None = None
+    max_time: timedelta | None = free(None)
     """Stop, saved and resumable, after this long: HH:MM:SS, in quotes in a YAML file."""
-    stop_at: PositiveInt | None = None
+    stop_at: PositiveInt | None = free(None)
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
-    limit_train: int | float | None = None
-    """Use this many steps of each epoch; a float is a fraction of it."""
-    limit_val: int | float | None = None
-    """Validate on the first examples only, this many; a float is a fraction of them."""
+    limit_val: PositiveInt | None = None
+    """Validate on this many examples only, the first ones."""
     batch_size: PositiveInt = 64
     """Examples per optimizer step over all devices. The only batch size that the gradient depends on."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: PositiveInt | None = rounding(None)
     """Examples per forward on a device. It changes memory and speed only."""
-    micro_batch_tokens: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = rounding(None)
     """Tokens per forward instead, also without gradient; a longer example is computed alone. Default:
     16384; on a CPU fewer where they would need more than 4 GB."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = free(False)
     """Compute blocks again in the backward pass: less memory, a quarter slower."""
 
     lora: Lora = Lora()
     optim: Optim = Optim()
     eval: Eval = Eval()
 
-    log_interval: PositiveInt = 1
+    log_interval: PositiveInt = free(1)
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
-    val_interval: int | float | None = 1.0
-    """Steps (a float: epochs) between validations; always at step 0 and at the end of the run, with a float or null
-    also at the end of each iteration of SPIN and online KTO."""
-    save_interval: int | float | None = 1.0
-    """Steps (a float: epochs) between checkpoints; also at the end of the run and of each iteration of SPIN and
-    online KTO, at a new best by keep_best, or when stopped. A step is validated before it is saved."""
-    keep_last: PositiveInt = 2
+    val_interval: Interval | None = free("1 epoch")
+    """Between validations: 100 or 100 steps, or 0.5 epochs; always at step 0 and at the end of the run, in epochs or
+    with null also at the end of each iteration of SPIN and online KTO."""
+    save_interval: Interval | None = free("1 epoch")
+    """Between checkpoints: 100 or 100 steps, or 0.5 epochs; also at the end of the run and of each iteration of SPIN
+    and online KTO, at a new best by keep_best, or when stopped. A step is validated before it is saved."""
+    keep_last: PositiveInt = free(2)
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
     """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
     name ends with loss, the highest of any other."""
-    logger: Literal["csv", "tensorboard", "wandb"] = "csv"
+    logger: Literal["csv", "tensorboard", "wandb"] = free("csv")
     """csv (always written), tensorboard or wandb (WANDB_PROJECT names its project; WANDB_MODE=offline works)."""
-    progress: bool = True
+    progress: bool = free(True)
     """A progress bar on a terminal, a line now and then elsewhere."""
 
     def validate(self) -> None:
         """Raise BadInput for fields that do not go together. jsonargparse has checked each field by its
         type."""
         for name, value in flatten(self).items():
-            if value is not None and re.search("interval$|^limit_", name):
-                refuse_unless(value > 0, f"{name}: expected above 0, got {value}")
-            if name in ("optim.warmup", "optim.constant"):
-                refuse_unless(value >= 0, f"{name}: expected 0 or above, got {value}")
             refuse_unless(
                 self.strategy != "fsdp" or value not in ("nf4", "64-true", "adamw8bit"),
                 f"{name}: {value} does not work with strategy fsdp; use ddp",
@@ -297,41 +315,39 @@ class RunSettings:
         )
 
 
-# ---- what a resume may change --------------------------------------------------------------------
-
-# How a step is computed: on which devices, in which micro-batches, where the reference's log-probs
-# come from, how many answers are sampled at once. After a change of one of these a resumed run is the
-# same up to rounding only.
-ROUNDING_SETTINGS = set(
-    """
-    accelerator devices num_nodes strategy micro_batch_size micro_batch_tokens reference_cache
-    spin.batch_size spin.cache_gb online.batch_size online.cache_gb
-    """.split()
-)
-# What else a resume may change. A change of any other setting would make it another run.
-FREE_SETTINGS = ROUNDING_SETTINGS | set(
-    """
-    resume out_dir max_time stop_at activation_checkpointing
-    log_interval val_interval save_interval keep_last logger progress
-    eval.samples eval.batch_size eval.check_interval eval.cache_gb
-    """.split()
-)
-# Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the
-# setting itself it compares only whether it is given.
-CONTENT_SETTINGS = set("model reference data.train data.val data.test data.chat_template".split())
+# ---- names, and what a resume has changed --------------------------------------------------------------
 
 
-def changed_settings(old: dict, new: dict) -> tuple[list[str], list[str]]:
+def resume_rules(cls: type) -> dict[str, str]:
+    """Dotted names of settings with a rule for a resume: free, rounding or content."""
+    rules = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            rules |= {f"{name}.{inner}": rule for inner, rule in resume_rules(kind).items()}
+    for one in dataclasses.fields(cls):
+        if "resume" in one.metadata:
+            rules[one.name] = one.metadata["resume"]
+    return rules
+
+
+def changed_settings(
+    old: Mapping[str, object], new: Mapping[str, object], rules: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """Compare the flat settings of a saved run with new ones. -> names of the changed settings that a
-    resume cannot change, and of the changed ones of ROUNDING_SETTINGS."""
-    changed = set()
+    resume cannot change, and of the changed ones that change rounding."""
+    fixed = []
+    rounded = []
     for name, value in new.items():
         before = old.get(name)
-        both_given = name in CONTENT_SETTINGS and None not in (value, before)
-        # as text, for 1 and 1.0 differ: a step and an epoch
-        if not both_given and repr(before) != repr(value):
-            changed.add(name)
-    return sorted(changed - FREE_SETTINGS), sorted(changed & ROUNDING_SETTINGS)
+        rule = rules.get(name)
+        is_moved = rule == "content" and None not in (value, before)
+        if value == before or is_moved:
+            continue
+        if rule == "rounding":
+            rounded.append(name)
+        elif rule != "free":
+            fixed.append(name)
+    return sorted(fixed), sorted(rounded)
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:
@@ -417,7 +433,7 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
 
 def split_options(words: list[str]) -> list[list[str]]:
     """[["--seed", "1"], ["--debug"], ...]; words before the first option are one more list."""
-    options = [[]]
+    options: list[list[str]] = [[]]
     for word in words:
         if word.startswith("--"):
             options.append([])
@@ -425,9 +441,15 @@ def split_options(words: list[str]) -> list[list[str]]:
     return options
 
 
-def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None):
+def parse_command(
+    cls: type, doc: str, words: list[str], defaults: Mapping[str, object] | None = None
+) -> typing.Any:
     """The settings of a command. defaults: values by dotted names, of which a fork's `cls` may lack some.
     Raises BadInput."""
+    known = flatten(cls)
+    defaults = {name: value for name, value in (defaults or {}).items() if name in known}
+    values, switches = read_command(words, known)
+    texts = {name: as_text(value) for name, value in (defaults | values).items()}
     parser = jsonargparse.ArgumentParser(
         usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
         description=doc.split("\n\n")[0],
@@ -437,24 +459,105 @@ def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None)
     parser.add_argument("--config", action="config", help="A YAML file of these settings.")
     parser.add_class_arguments(cls, None, as_group=False)
     _add_help(parser, cls)
-    known = flatten(cls)
-    parser.set_defaults({name: defaults[name] for name in known if name in (defaults or ())})
-    # files first: an option overrides them wherever it stands
-    options = split_options(words)
-    options.sort(key=lambda option: not " ".join(option).startswith("--config"))
     try:
-        parsed = parser.parse_args(sum(options, []))
+        parsed = parser.parse_args([*(f"--{name}={x}" for name, x in texts.items()), *switches])
     except (jsonargparse.ArgumentError, ValueError) as e:
-        raise BadInput(_one_line(str(e), known)) from None
-    for name, kind in known.items():
-        # jsonargparse lets null in a file pass, and a value in place of a group
-        is_right = parsed.get(name) is not None or type(None) in typing.get_args(kind)
-        refuse_unless(is_right, f"{name}: expected {_type_name(kind)}, got null")
+        raise BadInput(first_fault(cls, texts) or " ".join(str(e).split())) from None
     del parsed["config"]
     return cls(**parser.instantiate_classes(parsed))
 
 
-def _add_help(parser, cls, prefix: str = "") -> None:
+def read_command(
+    words: list[str], known: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """-> what --config files and options say, by dotted names; and options that take no value: --help,
+    --print_config. An option overrides the files, a later file an earlier one. Raises BadInput for a
+    name that is not known."""
+    of_files: dict[str, object] = {}
+    of_options: dict[str, object] = {}
+    switches = []
+    stray, *options = split_options(words)
+    if stray:
+        raise BadInput(unknown_name(stray[0], known))
+    for head, *values in options:
+        name, has_value, value = head.removeprefix("--").partition("=")
+        if name.split("=")[0] in ("help", "print_config"):
+            switches.append(head)
+            continue
+        if has_value:
+            values = [value, *values]
+        if name != "config" and name not in known:
+            raise BadInput(unknown_name(name, known))
+        if len(values) != 1:
+            raise BadInput(f"{name}: expected one value, got {' '.join(values) or 'none'}")
+        if name == "config":
+            of_files |= read_config_file(values[0], known)
+        else:
+            of_options[name] = values[0]
+    return of_files | of_options, switches
+
+
+def read_config_file(file: str, known: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a YAML file by dotted names. Raises BadInput."""
+    with user_error("config", file):
+        groups = yaml.safe_load(find_path(file).read_text(encoding="utf-8"))
+    if not isinstance(groups, dict):
+        raise BadInput(f"config: {file}: expected settings, `name: value`")
+    values = {}
+    for name, value in flatten(groups).items():
+        group = [x for x in known if x.startswith(f"{name}.")]
+        if group:
+            raise BadInput(f"{file}: {name}: expected a group of settings, such as {group[0]}")
+        if name not in known:
+            raise BadInput(f"{file}: {unknown_name(name, known)}")
+        values[name] = value
+    return values
+
+
+def as_text(value: object) -> str:
+    """A value as one writes it on the command line."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)
+
+
+def first_fault(cls: type, texts: Mapping[str, str]) -> str:
+    """What is wrong with the settings, by the first of them: a required one that is missing, or a value of
+    another type. Empty if each is right alone."""
+    kinds = flatten(cls)
+    for name, kind in kinds.items():
+        if name not in texts:
+            if is_required(cls, name):
+                return f"{name}: missing: --{name} {_type_name(kind)}"
+            continue
+        parser = jsonargparse.ArgumentParser(exit_on_error=False)
+        parser.add_argument("--value", type=kind)
+        try:
+            parser.parse_args([f"--value={texts[name]}"])
+        except (jsonargparse.ArgumentError, ValueError):
+            return f"{name}: expected {_type_name(kind)}, got {texts[name]}"
+    return ""
+
+
+def is_required(cls: type, name: str) -> bool:
+    """Whether a setting, by its dotted name, has no default."""
+    group, _, inner = name.partition(".")
+    (one,) = (x for x in dataclasses.fields(cls) if x.name == group)
+    if inner:
+        return is_required(typing.get_type_hints(cls)[group], inner)
+    return one.default is one.default_factory is dataclasses.MISSING
+
+
+def unknown_name(name: str, known: Mapping[str, object]) -> str:
+    """The sentence for a setting that there is not, with the nearest one."""
+    wanted = name.replace("-", "_")
+    wanted = NAMES_ELSEWHERE.get(wanted, wanted)
+    similar = [x for x in known if wanted in (x, *x.split("."))]
+    similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+    return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")
+
+
+def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:
     """The sentences under the fields: jsonargparse does not read inherited ones."""
     for base in cls.__mro__[:-1]:
         for one in docstring_parser.parse_from_object(base).params:
@@ -465,35 +568,9 @@ def _add_help(parser, cls, prefix: str = "") -> None:
             _add_help(parser, kind, f"{name}.")
 
 
-def _type_name(kind) -> str:
+def _type_name(kind: typing.Any) -> str:
     """What a setting may be, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
     if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
         return " or ".join(map(_type_name, typing.get_args(kind)))
-    words = {type(None): "null", timedelta: "HH:MM:SS"}
+    words = {type(None): "null", timedelta: "HH:MM:SS", Steps: "100 steps", Epochs: "0.5 epochs"}
     return words.get(kind) or getattr(kind, "__name__", str(kind))
-
-
-def _one_line(message: str, known: dict) -> str:
-    """jsonargparse's message (4.41) as `name: reason`. known: the settings that there are."""
-    # Unrecognized arguments: --bta 1
-    # Validation failed: Key 'bta' is not expected
-    # Validation failed: Group 'kto' does not accept nested key 'bta'
-    # Parser key "epochs": Not of type PositiveInt: 0 does not conform to restriction v>0
-    # Parser key "lora.rank": Does not validate against any of the Union subtypes ... Given value: 0
-    m = re.search(
-        r"arguments: -*([\w.-]+)|Key '(.+)' is not|Group '(.+)' does not accept nested key '(.+)'"
-        r'|key "([\w.]+)":',
-        message,
-    )
-    name = ".".join(filter(None, m.groups())) if m else ""
-    if name in known:
-        value = re.search(r"value: (.*)|'(.*)'$|: (\S+) does not", message)
-        got = f", got {value[value.lastindex]}" if value else ""
-        return f"{name}: expected {_type_name(known[name])}{got}"
-    if not name or name == "config":  # an option without a value; a file that is none
-        return " ".join(message.split())
-    wanted = name.replace("-", "_")
-    wanted = NAMES_ELSEWHERE.get(wanted, wanted)
-    similar = [x for x in known if wanted in (x, *x.split("."))]
-    similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
-    return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")

@@ -29,14 +29,16 @@ def run_settings(**kw) -> kto.Settings:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
-    assert steps_of(7, per_epoch=20) == 7 and steps_of(1, per_epoch=20) == 1
-    assert steps_of(1.0, per_epoch=20) == 20
-    assert steps_of(0.25, per_epoch=20) == 5
-    assert steps_of(0.17, per_epoch=20) == 3 and steps_of(0.19, per_epoch=20) == 4, "to the nearest"
-    assert steps_of(2.5, per_epoch=20) == 50
-    assert steps_of(0.001, per_epoch=20) == 1, "an interval is never 0"
-    assert steps_of(None, per_epoch=20) is None and steps_of(0.0, per_epoch=20) == 0, "no warmup"
+def test_an_interval_is_steps_or_a_fraction_of_an_epoch():
+    assert steps_of(7, per_epoch=20) == steps_of("7 steps", per_epoch=20) == 7
+    assert steps_of(1, per_epoch=20) == steps_of("1 step", per_epoch=20) == 1
+    assert steps_of("1 epoch", per_epoch=20) == steps_of("1.0 epochs", per_epoch=20) == 20
+    assert steps_of("0.25 epochs", per_epoch=20) == steps_of(".25 epochs", per_epoch=20) == 5
+    for share, steps in (("0.17", 3), ("0.19", 4)):
+        assert steps_of(f"{share} epochs", per_epoch=20) == steps, "to the nearest"
+    assert steps_of("2.5 epochs", per_epoch=20) == 50
+    assert steps_of("0.001 epochs", per_epoch=20) == 1, "an interval is never 0"
+    assert steps_of(0, per_epoch=20) == 0, "no warmup"
 
 
 @pytest.mark.parametrize(
@@ -45,9 +47,6 @@ def test_an_int_is_steps_and_a_float_a_fraction_of_an_epoch():
         ({}, 10, 10),
         ({"epochs": 3}, 10, 30),
         ({"epochs": 3, "max_steps": 7}, 10, 7),
-        ({"epochs": 3, "limit_train": 0.3}, 3, 9),
-        ({"limit_train": 0.001}, 1, 1),
-        ({"limit_train": 11}, 10, 10),
     ],
 )
 def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_out(
@@ -60,18 +59,20 @@ def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_o
 
 
 def test_intervals_in_epochs_count_from_the_iterations_begin_and_in_steps_over_the_run():
-    cfg = run_settings(batch_size=8, limit_train=6)
-    first, second = iteration_plans(cfg, [87, 87])
+    cfg = run_settings(batch_size=8)
+    first, second = iteration_plans(cfg, [55, 55])
 
     def due(plan, interval):
         return [step for step in range(1, 13) if is_due(step, interval, plan)]
 
-    assert due(first, 0.5) == due(second, 0.5) == [3, 6, 9, 12], "6 steps are an epoch"
+    assert due(first, "0.5 epochs") == due(second, "0.5 epochs") == [3, 6, 9, 12], (
+        "6 steps are an epoch"
+    )
     assert due(first, cfg.val_interval) == due(first, cfg.save_interval) == [6, 12], "by default"
-    assert due(first, 1.0) == [6, 12] and due(first, 5) == due(second, 5) == [5, 10, 12]
-    assert due(first, 0.01) == list(range(1, 13))
+    assert due(first, "1 epoch") == [6, 12] and due(first, 5) == due(second, 5) == [5, 10, 12]
+    assert due(first, "0.01 epochs") == list(range(1, 13))
     third = second._replace(begin=7, per_epoch=4)  # a longer or shorter iteration
-    assert due(third, 1.0) == [3, 7, 11, 12] and due(third, 4) == [4, 8, 12]
+    assert due(third, "1 epoch") == [3, 7, 11, 12] and due(third, 4) == [4, 8, 12]
     # the last step of an iteration, except where steps are counted; the run's last one
     assert due(first, None) == [6] and due(second, None) == [12] == due(second, 99)
     assert due(first, 99) == [12] and due(second._replace(end=11), 4) == [4, 8, 12]
@@ -96,24 +97,25 @@ def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
 
 
 def test_linear_goes_from_the_peak_to_min_lr():
-    # 2 up, 2 flat, then 0.9 down in 6
-    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]
-    computed = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="linear")
+    # 2 up, then 0.9 down in 6
+    expected = [0.5, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]
+    computed = rates(8, lr=1.0, min_lr=0.1, warmup=2, schedule="linear")
     assert computed == pytest.approx(expected)
 
 
 def test_cosine_goes_from_the_peak_to_min_lr():
     # 0.1 + 0.9 (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
-    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.9397114317, 0.775, 0.55, 0.325, 0.1602885683]
-    computed = rates(10, lr=1.0, min_lr=0.1, warmup=2, constant=2, schedule="cosine")
+    expected = [0.5, 1.0, 1.0, 0.9397114317, 0.775, 0.55, 0.325, 0.1602885683]
+    computed = rates(8, lr=1.0, min_lr=0.1, warmup=2, schedule="cosine")
     assert computed == pytest.approx(expected)
 
 
 def test_the_constant_schedule_stays_after_a_warmup_that_is_a_line():
     assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
     assert rates(4, lr=3.0, min_lr=1.0, schedule="constant") == [3.0] * 4
-    for constant in (2, 9):  # to the run's end, and longer than the run
-        assert rates(4, lr=1.0, warmup=2, constant=constant) == [0.5, 1.0, 1.0, 1.0]
+    assert rates(4, lr=1.0, warmup=9) == [1 / 9, 2 / 9, 3 / 9, 4 / 9], (
+        "a run that ends in its warmup"
+    )
 
 
 # ---- AdamW ---------------------------------------------------------------------------------------

@@ -81,11 +81,13 @@ def test_two_processes_with_a_cache_go_on_as_they_would_have(tiny, pairs, tmp_pa
     """In a later epoch a rank meets what the other one has computed, with other rounding."""
     argv = ("--batch_size=4", "--epochs=3", "--optim.lr=1e-2", "--save_interval=2", "--devices=2",
             "--precision=32-true", "--keep_last=9", "--data.shuffle=false",
-            "--limit_train=1", f"--data.test={pairs}")  # fmt: skip
+            f"--data.test={pairs}")  # fmt: skip
+    four = tmp_path / "four.jsonl"  # a step is an epoch
+    four.write_text("".join(pairs.read_text().splitlines(keepends=True)[:4]))
 
     def go(name, cache, *more):
         out, given = tmp_path / name, (*argv, f"--reference_cache={tmp_path / cache}", *more)
-        return ranks(2, lambda rank: train(tiny, pairs, out, *given, program="dpo"))[0]
+        return ranks(2, lambda rank: train(tiny, four, out, *given, program="dpo"))[0]
 
     whole = go("whole", "cold")
     assert_same(go("warm", "cold"), whole)
