@@ -43,8 +43,6 @@ from pathlib import Path
 from vs_trl import environment
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))
-
 RESULTS = HERE / "methods.jsonl"
 OUT = HERE.parent / "out" / "methods"
 PROMPTS, ANSWERS, TOKENS = 144, 4, 96  # of training; answers to a prompt; tokens of an answer

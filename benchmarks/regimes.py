@@ -6,14 +6,11 @@ The ratings are drawn from the demo's, or from --data.train, then with --kto.oth
 """
 
 import random
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 from z_variants import OtherZ, ZSettings
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 import kto
 from demo.check import quoted

@@ -9,10 +9,7 @@
 
 import argparse
 import statistics
-import sys
 import time
-
-sys.path.append(f"{sys.path[0]}/..")
 
 import numpy as np
 import torch

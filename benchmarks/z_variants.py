@@ -11,13 +11,10 @@ metrics.csv has two more columns, in nats: how far the z of the examples is from
 pairs, z/bias on average and z/rmse as a root mean square.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 import kto
 from examples.ema_z import EMA

@@ -17,7 +17,6 @@ examples/reverse_digits.py.
 
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,18 +27,16 @@ import transformers
 from lightning.fabric import Fabric
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import generate
+import load
+import model
+from demo.check import is_sorted, plain, quoted
+from hub import Source, litgpt_rows
+from packing import PackedBatch, pack
+from records import tokenizer as tokens
+from runs.settings import Sampling
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-
-import generate  # noqa: E402
-import load  # noqa: E402
-import model  # noqa: E402
-from demo.check import is_sorted, plain, quoted  # noqa: E402
-from hub import Source, litgpt_rows  # noqa: E402
-from packing import PackedBatch, pack  # noqa: E402
-from records import tokenizer as tokens  # noqa: E402
-from runs.settings import Sampling  # noqa: E402
-
 WORDS = """
     acorn apple bean beet carrot cherry corn date elder fennel fig garlic grape hazel iris
     kale kiwi leek lemon lime mango melon mint nut oat olive onion orange papaya pea peach

@@ -1,9 +1,6 @@
 """BCO (arXiv 2404.04656): a baseline with memory. Run it: python examples/bco.py"""
 
-import sys
 from dataclasses import dataclass
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from torch.nn.functional import logsigmoid
 

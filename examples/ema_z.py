@@ -1,9 +1,5 @@
 """KTO with z as an exponential average over steps. Run it: python examples/ema_z.py"""
 
-import sys
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 from kto import KTO, main
 from runs.console import run_cli
 

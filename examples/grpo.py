@@ -1,13 +1,9 @@
 """GRPO (arXiv 2402.03300), clipped by token. Run it: python examples/grpo.py --online.num_generations 8"""
 
-import sys
 from dataclasses import dataclass
 
-from jsonargparse.typing import PositiveFloat
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 import torch
+from jsonargparse.typing import PositiveFloat
 
 import online
 from evaluate import as_answers, with_answers

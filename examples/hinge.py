@@ -1,9 +1,6 @@
 """max(0, margin - h) on pairs, with h as in DPO. Run it: python examples/hinge.py"""
 
-import sys
 from dataclasses import dataclass
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from dpo import main
 from objective import Objective

@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 from online import main
 from runs.checkpoint import write_whole
 from runs.console import run_cli, say

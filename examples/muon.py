@@ -1,9 +1,5 @@
 """KTO with Muon. Run it: python examples/muon.py"""
 
-import sys
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 import torch
 
 from kto import main

@@ -1,9 +1,5 @@
 """A checker of one's own: short answers are right. Run it: python examples/my_checker.py"""
 
-import sys
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 from kto import main
 from runs.console import run_cli
 

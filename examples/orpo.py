@@ -1,13 +1,9 @@
 """ORPO (arXiv 2403.07691): likelihood and odds ratio of pairs, no reference. Run it: python examples/orpo.py"""
 
-import sys
 from dataclasses import dataclass
 
-from jsonargparse.typing import NonNegativeFloat
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 import torch
+from jsonargparse.typing import NonNegativeFloat
 from torch.nn.functional import logsigmoid
 
 from dpo import main

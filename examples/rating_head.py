@@ -1,12 +1,8 @@
 """KTO, and beside it a head that learns to predict the ratings. Run it: python examples/rating_head.py"""
 
-import sys
 from dataclasses import dataclass
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 

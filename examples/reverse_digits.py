@@ -5,10 +5,6 @@ Run it, then train on it:
     python kto.py --model out/digits/base --data.train out/digits/train.jsonl --optim.lr 7e-4
 """
 
-import sys
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 from demo.check import plain, quoted
 from demo.make import Task, make
 

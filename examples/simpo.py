@@ -1,9 +1,6 @@
 """SimPO (arXiv 2405.14734): pairs without a reference. Run it: python examples/simpo.py"""
 
-import sys
 from dataclasses import dataclass
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from torch.nn.functional import logsigmoid
 

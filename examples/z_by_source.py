@@ -1,9 +1,5 @@
 """KTO with a z for each source, the fields that --data.extra names. Run it: python examples/z_by_source.py"""
 
-import sys
-
-sys.path.append(f"{sys.path[0]}/..")  # the project, wherever this file is started from
-
 import torch
 
 from kto import KTO, main

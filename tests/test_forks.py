@@ -164,9 +164,9 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     clone, tmp_path
 ):
     text = (ROOT / "kto.py").read_text()
-    old = "(1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z)))"
+    old = "(1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))"
     assert text.count(old) == 1
-    new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z))"
+    new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z_B))"
     (clone / "mine.py").write_text(text.replace(old, new))
     base = "python mine.py --batch_size 8 --max_steps 30 --eval.prompts 4 --save_interval 5"
     code, _, stderr = run(clone, tmp_path / "a", f"{base} --out_dir out/whole")
