@@ -36,6 +36,7 @@ from records.examples import (
     examples_hash,
     load_examples,
     load_splits,
+    numbered,
     with_limits,
 )
 from records.tokenizer import Tokenizer
@@ -137,7 +138,7 @@ class Run:
         name, new = f"records of {path}", examples_hash({"": examples})
         is_same = self.state.hashes.setdefault(name, new) == new
         refuse_unless(is_same, f"resume: {name}: not what this run began with")
-        return examples
+        return numbered(examples)
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
         """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the

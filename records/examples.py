@@ -38,6 +38,9 @@ class Example(NamedTuple):
     where: str = ""  # file:line
     weight: float = 1.0
     extra: dict = {}  # the fields that data.extra names: texts and numbers
+    number: int = (
+        0  # in its part of the data (train, val or test): the same in each epoch and after a resume
+    )
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -244,10 +247,16 @@ def load_splits(data: Data, tokenizer: Tokenizer, kind: Kind) -> dict[str, list[
             "data.split: it cuts data.train; give it, or data.val and data.test",
         )
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
+    parts = {name: numbered(examples) for name, examples in parts.items()}
     for name, examples in parts.items():
         if examples:
             describe(name, examples, kind, counts[name])
     return parts
+
+
+def numbered(examples: list[Example]) -> list[Example]:
+    """The same examples, each with its number in this list."""
+    return [example._replace(number=i) for i, example in enumerate(examples)]
 
 
 def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:

@@ -265,7 +265,7 @@ FAULTS = [
      r"step 1: not finite .*, inf\]\): .*ratings.jsonl:\d+, "),
     ({"baseline": lambda o, *a: torch.tensor(torch.inf)}, r"step 1: not finite .*: \[0.0, inf, "),
     ({"baseline": lambda o, *a: [0.0]}, r"baseline: one number or \(6,\), .*, not \(1,\)"),
-    ({"loss": lambda o, logps, batch: None}, r"Changed.loss: expected \(logps, ref_logps, batch, z\)"),
+    ({"loss": lambda o, logps, batch: None}, r"Changed.loss: expected \(logps, ref_logps, batch, z_B\)"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] / len(a[0]), {})},
      "loss: an example's loss depends on the other examples of its micro-batch"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] * a[0].mean(), {})}, "loss: an example's loss depends"),
@@ -313,6 +313,21 @@ def test_rewards_are_logged_with_the_beta_of_their_step(tiny, ratings, tmp_path)
     rows = train(tiny, ratings, tmp_path, *COMMON, objective=Growing)["rows"]
     assert [row["rewards/mean"] for row in rows] == pytest.approx(by_hand)
     assert abs(by_hand[-1]) > 1e-3
+
+
+def test_an_example_has_the_same_number_in_each_epoch_and_after_a_resume(tiny, ratings, tmp_path):
+    """A file of 24: of a pair both ratings have the same line, and numbers of their own."""
+    met: set[tuple] = set()
+
+    class Remembers(kto.KTO):
+        def after_step(self, step, columns, baseline):
+            met.update((e.number, e.where, e.label) for e in step.examples)
+
+    argv = (*COMMON, "--max_steps=8")  # two epochs of four steps
+    train(tiny, ratings, tmp_path, *argv, "--stop_at=5", objective=Remembers)
+    train(tiny, ratings, tmp_path, *argv, "--resume=auto", objective=Remembers)
+    assert sorted(number for number, _, _ in met) == list(range(24))
+    assert len({where for _, where, _ in met}) == 16
 
 
 def test_a_second_file_of_a_forks_own_is_compared_by_a_resume(tiny, ratings, tmp_path):
