@@ -60,6 +60,15 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def parity_ref(tmp_path_factory) -> Path:
+    """The model that `tiny` was made of by a little noise; the same tokenizer."""
+    folder = tmp_path_factory.mktemp("parity_ref")
+    for source in (PARITY / "ref", PARITY / "tokenizer"):
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Path:
     """A Hugging Face folder: Llama, 2 layers x 64, grouped heads, widths that nf4 takes, the tokenizer of tiny."""
     import transformers

@@ -2,26 +2,22 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import PARITY, train
-from lightning.fabric import Fabric
 from models import gpt2_from_hf
 from safetensors.torch import load_file
 
 import evaluate
 import kto
 import load
-from data import Budget, Step
+from data import Part, Step
 from kto import auc
-from model import Scores
 from objective import Baseline
 from packing import pack
 from records.examples import Example
-from reference import FrozenModel
 from trainer import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
@@ -32,99 +28,127 @@ def example(prompt, completion, label):
     return Example(prompt, (completion,), label, where="x:1")
 
 
-def recorded_step(batch, pairs: bool) -> Step:
-    """The recorded examples, each with the recorded mismatched pair."""
+class Seen(Trainer):
+    """Keeps the gradient of the last step."""
 
-    def cut(i, name):
+    gradient_of: dict[str, torch.Tensor] = {}
+
+    def optimizer_step(self, plan):
+        parameters = self.run.policy.unique_parameters()
+        Seen.gradient_of = {name: p.grad.clone() for name, p in parameters.items()}
+        return super().optimizer_step(plan)
+
+
+def recorded_examples(batch: dict) -> list[Example]:
+    """The examples that the other implementation made of its records; it rotates completions the other way
+    round: (x1, yn), (x2, y1), ..."""
+
+    def ids_of(i, name):
         fields = ("input_ids", "attention_mask", "completion_mask")
         ids, mask, on = (np.array(batch[f"{name}{field}"][i]) for field in fields)
         return ids[(mask == 1) & (on == 0)], ids[on == 1]
 
     n = len(batch["label"])
-    examples = [example(*cut(i, ""), bool(batch["label"][i])) for i in range(n)]
-    mismatched = None
-    if pairs:
-        # it rotates the other way round: (x1, yn), (x2, y1), ...
-        mismatched = [examples[i - 1].completions[0] for i in range(n)]
+    examples = [example(*ids_of(i, ""), batch["label"][i]) for i in range(n)]
+    if "KL_input_ids" in batch:
         for i in range(n):
-            prompt, completion = cut(i, "KL_")
+            prompt, completion = ids_of(i, "KL_")
             assert (prompt == examples[i].prompt).all()
-            assert (completion == mismatched[i]).all()
-    return Step(examples, mismatched)
-
-
-def trainer_of(objective, policy=None, reference=None) -> Trainer:
-    """As much of one as a step on one device needs."""
-    fabric, data = Fabric(accelerator="cpu", devices=1), SimpleNamespace(score_prompt=False)
-    run = SimpleNamespace(
-        fabric=fabric,
-        objective=objective,
-        examples={"val": []},
-        policy=policy and fabric.setup_module(policy),
-        reference=reference and FrozenModel(fabric, reference),
-        state=SimpleNamespace(step=0),
-        stop=SimpleNamespace(check=lambda device: None),
-        budget=Budget(room=99, by_tokens=False),
-        cfg=SimpleNamespace(data=data, strategy="auto", reference=None, limit_val=None),
-    )
-    return Trainer(run)
-
-
-def score(objective, policy, reference, step):
-    """One step of both passes, with the gradient left in the policy. -> z, columns, metrics"""
-    trainer = trainer_of(objective, policy, reference)
-    columns, baseline = trainer.gradient(*trainer.pack_step(step))
-    z, *others = baseline.z_G.tolist()
-    assert set(others) <= {z}, "one z for all"
-    again, of_score = trainer.score(step)
-    assert of_score.z_G[0].item() == pytest.approx(z, abs=1e-5)
-    for name, column_G in columns.items():
-        torch.testing.assert_close(again[name], column_G, atol=1e-5, rtol=1e-5)
-    return z, columns, objective.metrics(columns, baseline)
+            assert (completion == examples[i - 1].completions[0]).all()
+    return examples
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_matches_another_implementations_recorded_numbers(name):
+def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_ref, tmp_path):
+    """A run on its first four records, with its pairs."""
     case = CASES[name]
-    names = ("policy", "ref") if not case["swap_policy_and_ref"] else ("ref", "policy")
-    policy, reference = (load.load_model(PARITY / n) for n in names)
-    chosen = {k: v for k, v in case["settings"].items() if "weight" in k or k == "beta"}
-    args = kto.KTOSettings(loss=case["settings"].get("loss_type", "kto"), **chosen)
-    recorded, objective = case["batches"][0], kto.KTO(args)
-    pairs = objective.needs_mismatched_pairs
-    step = recorded_step(recorded["batch"], pairs)
-    _, columns, row = score(objective, policy, reference, step)
+    models = {"--model": tiny, "--reference": parity_ref}
+    if case["swap_policy_and_ref"]:
+        models = {"--model": parity_ref, "--reference": tiny}
+    recorded = case["batches"][0]
+    examples = recorded_examples(recorded["batch"])
+    seen = {}
+
+    class Recorded(kto.KTO):
+        def mismatched_completions(self, examples):
+            return [examples[i - 1].completions[0] for i in range(len(examples))]
+
+        def after_step(self, step, columns, baseline):
+            for e, expected in zip(step.examples, examples, strict=True):
+                assert e.keys == expected.keys and e.label == expected.label
+            seen.update(columns)
+
+    data = tmp_path / "four.jsonl"
+    records = [json.loads(x) for x in (PARITY / "kto_data.jsonl").read_text().splitlines()]
+    by_prompt = {tokens_of(r["prompt"]): r for r in records}
+    ordered = [by_prompt[e.keys[0]] | {"label": e.label} for e in examples]
+    data.write_text("".join(json.dumps(r) + "\n" for r in ordered))
+    settings = {k: v for k, v in case["settings"].items() if "weight" in k or k == "beta"}
+    settings["loss"] = case["settings"].get("loss_type", "kto")
+    argv = [f"--kto.{k}={v}" for k, v in settings.items()]
+    argv += [f"{k}={v}" for k, v in models.items()]
+    argv += ["--batch_size=4", "--data.shuffle=false", "--optim.clip=null", "--precision=32-true"]
+    run = train(tiny, data, tmp_path / "run", *argv, objective=Recorded, trainer=Seen)
+    (row,) = run["rows"]
     exact, trl = recorded["fp64"], recorded["trl"]
-    norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
-    assert columns["logp"].tolist() == pytest.approx(exact["policy_logps"], abs=1e-4)
-    ref_logps = columns["logp"] - columns["logratio"]
+    assert seen["logp"].tolist() == pytest.approx(exact["policy_logps"], abs=1e-4)
+    ref_logps = seen["logp"] - seen["logratio"]
     assert ref_logps.tolist() == pytest.approx(exact["ref_logps"], abs=1e-4)
-    assert (args.beta * columns["logratio"]).tolist() == pytest.approx(trl["rewards"], abs=1e-4)
+    rewards = case["settings"]["beta"] * seen["logratio"]
+    assert rewards.tolist() == pytest.approx(trl["rewards"], abs=1e-4)
     assert row["loss"] == pytest.approx(exact["loss"], abs=1e-5)
-    assert norm == pytest.approx(exact["grad_norm"], rel=1e-4)
-    if pairs:
+    assert row["grad_norm"] == pytest.approx(exact["grad_norm"], rel=1e-4)
+    if settings["loss"] == "kto":
         assert row["kl"] == pytest.approx(exact["kl"], abs=1e-4)
     if name == "default":
         assert exact["kl"] > 0, "else the clamp hides a wrong mean"
-        state: dict = {}
-        gpt2_from_hf(None, state, load_file(PARITY / "kto_grads_default.safetensors"))
-        for n, p in policy.unique_parameters().items():
-            torch.testing.assert_close(p.grad, state[n], atol=1e-6, rtol=1e-4)
+        assert_gradient(PARITY / "kto_grads_default.safetensors")
+
+
+def tokens_of(text: str) -> bytes:
+    from transformers import AutoTokenizer
+
+    return np.array(
+        AutoTokenizer.from_pretrained(PARITY / "tokenizer")(text).input_ids, "int32"
+    ).tobytes()
+
+
+def assert_gradient(file) -> None:
+    """The last step's gradient is the one in this file, by transformers' names."""
+    expected: dict = {}
+    gpt2_from_hf(None, expected, load_file(file))
+    for name, gradient in Seen.gradient_of.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4)
 
 
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-class Table(torch.nn.Module):
-    """A stand-in for a model: a completion's log-prob is its first token's value x its length."""
+def score(objective, policy: list, reference: list, step: Step):
+    """What an objective makes of a step, in float64. policy, reference: the log-prob of each token of a
+    completion, by the completion's first token; that of policy has a gradient afterwards.
+    -> z, columns, metrics, the gradient of the step's loss by `policy`"""
+    batch = step.micro_batch(Part(list(range(step.size))))
+    values = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
+    constants = torch.tensor(reference, dtype=torch.float64)
 
-    def __init__(self, values):
-        super().__init__()
-        self.values = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    def logps(values, packed) -> torch.Tensor:
+        return values[packed.target_T[packed.first_target_BK]] * packed.length_BK
 
-    def forward(self, packed, *_):
-        return Scores(self.values[packed.target_T[packed.first_target_BK]] * packed.length_BK)
+    logratio_n = torch.zeros(0, dtype=torch.float64)
+    if batch.mismatched is not None:
+        pairs = [logps(x, batch.mismatched).detach() for x in (values, constants)]
+        logratio_n = objective.logratio(*pairs, batch.mismatched.length_BK)[:, 0]
+        logratio_n = logratio_n[step.mismatched_index]
+    z_G = objective.baseline(logratio_n, step).expand(step.size)
+    own = logps(values, batch.packed), logps(constants, batch.packed)
+    loss_B, columns = objective.loss(*own, batch, z_G)
+    loss_B = loss_B * step.weight
+    loss_B.mean().backward()
+    columns = {name: x.detach().double() for name, x in {"loss": loss_B, **columns}.items()}
+    baseline = Baseline(z_G, logratio_n)
+    return z_G[0].item(), columns, objective.metrics(columns, baseline), values.grad
 
 
 def tables(labels=(True, False, True, True), **kw):
@@ -132,7 +156,7 @@ def tables(labels=(True, False, True, True), **kw):
     torch.set_default_dtype(torch.float64)
     examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate(labels)]
     objective = kto.KTO(kto.KTOSettings(beta=0.1, **kw))
-    return objective, trainer_of(objective).make_step(examples)
+    return objective, Step(examples, objective.mismatched_completions(examples))
 
 
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
@@ -144,11 +168,11 @@ def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     objective, batch = tables()
     assert [ids[0] for ids in batch.mismatched_completions] == [1, 2, 3, 0]
     assert Z > 0.1 and min(RATIOS) < -0.1, "else clamping each one first would not show"
-    z, _, row = score(objective, Table(POLICY), Table(REF), batch)
+    z, _, row, _ = score(objective, POLICY, REF, batch)
     assert z == pytest.approx(Z, rel=1e-12)
     assert (row["kl"], row["kl/clamped"], row["kl/pairs"]) == (pytest.approx(Z), 0.0, 4)
     assert row["kl/stderr"] == pytest.approx(np.std(RATIOS, ddof=1) / 2)
-    z, moved, row = score(objective, Table(REF), Table(POLICY), batch)
+    z, moved, row, _ = score(objective, REF, POLICY, batch)
     assert (z, row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
     still, minus = moved | {"logratio": torch.zeros(4)}, torch.full((4,), -0.5)
     for columns, pairs, z in ((moved, -minus, 0.0), (moved, minus, 0.2), (still, minus, 0.0)):
@@ -158,7 +182,7 @@ def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
 
 def test_the_metrics_are_those_of_the_field():
     objective, batch = tables()
-    _, _, row = score(objective, Table(POLICY), Table(REF), batch)
+    _, _, row, _ = score(objective, POLICY, REF, batch)
     chosen, rejected = row["rewards/chosen"], row["rewards/rejected"]
     assert chosen == pytest.approx(0.1 * (0.5 + 0.3 + 3.0) / 3) and rejected == pytest.approx(-0.1)
     assert row["rewards/margins"] == pytest.approx(chosen - rejected)
@@ -179,13 +203,13 @@ def test_an_example_without_a_pair_leaves_the_mean_and_is_counted():
     ):
         of_others = [None if j is None else batch.examples[j].completions[0] for j in partners]
         some = Step(batch.examples, of_others)
-        z, _, row = score(objective, Table(POLICY), Table(REF), some)
+        z, _, row, _ = score(objective, POLICY, REF, some)
         assert z == pytest.approx(by_hand) and row["kl/pairs"] == n
 
 
 def test_average_logps_divides_r_and_z_by_the_scored_tokens():
     objective, batch = tables(average_logps=True)
-    z, columns, _ = score(objective, Table(POLICY), Table(REF), batch)
+    z, columns, _, _ = score(objective, POLICY, REF, batch)
     assert z == pytest.approx((-0.5 + 0.1 + 0.75 + 0.5) / 4)
     assert columns["logratio"].tolist() == pytest.approx([0.5, -0.5, 0.1, 0.75])
 
@@ -194,7 +218,7 @@ def test_average_logps_divides_r_and_z_by_the_scored_tokens():
                                                    (True, False, False), (False, True, True)])  # fmt: skip
 def test_the_sft_term_is_a_mean_over_the_desirable(average, own, divides):
     objective, batch = tables(average_logps=average, sft_average_logps=own)
-    _, columns, row = score(objective, Table(POLICY), Table(REF), batch)
+    _, columns, row, _ = score(objective, POLICY, REF, batch)
     nll = [1.0, 3.0 if divides else 9.0, 0.5 if divides else 2.0]  # the desirable ones
     assert row["sft_loss"] == pytest.approx(sum(nll) / 3)
     assert columns["sft_loss"][1] == 0, "an undesirable completion is no demonstration"
@@ -207,10 +231,9 @@ def test_loss_and_gradient_are_equation_8_by_hand_and_a_records_weight_multiplie
     objective, batch = tables(sft_loss_weight=0.7, **kw)
     weights, signs, classes = [2.0, 0.25, 0.0, 3.0], [1, -1, 1, 1], [1.25, 0.75, 1.25, 1.25]
     weighted = [e._replace(weight=w) for e, w in zip(batch.examples, weights)]
-    policy, reference = Table(POLICY), Table(REF)
     batch = Step(weighted, batch.mismatched_completions)
-    z, columns, _ = score(objective, policy, reference, batch)
-    assert z == pytest.approx(Z) and reference.values.grad is None
+    z, columns, _, gradient = score(objective, POLICY, REF, batch)
+    assert z == pytest.approx(Z)
     wrong = [1 - sigmoid(0.1 * s * (r - Z)) for s, r in zip(signs, RATIOS)]
     by_hand = [c * x for c, x in zip(classes, wrong)]
     sft = [4 / 3 * x for x in (1.0, 0, 9.0, 2.0)]
@@ -221,7 +244,19 @@ def test_loss_and_gradient_are_equation_8_by_hand_and_a_records_weight_multiplie
     for i, (w, c, x, s) in enumerate(zip(weights, classes, wrong, signs)):
         nll = -4 / 3 if s > 0 else 0.0
         slope = w * (i + 1) * (0.3 * -0.1 * s * c * x * (1 - x) + 0.7 * nll) / 4
-        assert policy.values.grad[i].item() == pytest.approx(slope, rel=1e-9)
+        assert gradient[i].item() == pytest.approx(slope, rel=1e-9)
+
+
+def test_the_loop_multiplies_each_loss_by_the_records_weight(tiny, ratings, tmp_path):
+    """At the first step each loss is 0.5, whatever its label."""
+    weights = [2.0, 0.25, 0.0, 3.0]
+    data = tmp_path / "weighted.jsonl"
+    rows = [json.loads(x) for x in ratings.read_text().splitlines()[:4]]
+    rows = [row | {"weight": w} for row, w in zip(rows, weights)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = train(tiny, data, tmp_path / "run", "--batch_size=4")["rows"]
+    assert row["loss"] == pytest.approx(0.5 * sum(weights) / 4)
+    assert row["preference_loss"] == 0.5
 
 
 def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one():
