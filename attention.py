@@ -101,10 +101,10 @@ class PackedAttention:
     def flash(self, layer: Layer, q, k, v):
         """One call of flash attention for all sequences (packing.PackedBatch says what these are)."""
         batch = self.batch
-        if len(batch.key_I):
-            k, v = k[:, :, batch.key_I], v[:, :, batch.key_I]
-        query_start_S = batch.completion_query_start_S if self.cached else batch.query_start_S
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
+        if len(batch.key_I):
+            k, v = GatherKeys.apply(k, batch), GatherKeys.apply(v, batch)
+        query_start_S = batch.completion_query_start_S if self.cached else batch.query_start_S
         # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
         options = dict(scale=layer.scale, window_size=((layer.window or 0) - 1, 0))
         if "enable_gqa" in VARLEN:
@@ -182,6 +182,29 @@ class PackedAttention:
             else:
                 bins[-1] = [tuple(map(sum, zip(*bins[-1], *segments)))]
         return bins
+
+
+class GatherKeys(torch.autograd.Function):
+    """The keys, or the values, of all sequences: (N, heads, D) -> (I, heads, D). A prompt's tokens are
+    in several. The backward adds them up in an order that packing knows; that of indexing would
+    sort key_I anew in each layer."""
+
+    @staticmethod
+    def forward(ctx, x_N, batch: PackedBatch):
+        ctx.batch = batch
+        return x_N.index_select(0, batch.key_I)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_I):
+        batch, dtype = ctx.batch, grad_I.dtype
+        grad_I = grad_I.index_select(0, batch.key_order_I)
+        if max(map(len, batch.segment_sizes)) > 3:
+            # two numbers are added exactly and rounded once, more would be rounded at each sum
+            grad_I = grad_I.to(torch.promote_types(dtype, torch.float32))
+        offsets = batch.key_order_start_N
+        grad_N = torch.segment_reduce(grad_I, "sum", offsets=offsets, unsafe=True)
+        return grad_N.to(dtype), None
 
 
 def flash_fits(layer: Layer, q) -> bool:

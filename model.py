@@ -1,8 +1,8 @@
 """What a GPT computes on a packed batch: log-probs of completions, or logits of the next token.
 
 Two codes compute it. GPT: the one to read and edit, for GPT-2 and the Llama shape, with litgpt's
-config and MLPs. TransformersGPT: transformers' own class, for every other type. Both have our attention
-(attention.py), head (head.py) and LoRA layers (lora.py). Where weights come from: load.py.
+config, names and MLPs. TransformersGPT: transformers' own class, for every other type. Both have our
+attention (attention.py), head (head.py) and LoRA layers (lora.py). Where weights come from: load.py.
 
 Shape letters, besides those of attention.py:
 
@@ -200,7 +200,7 @@ class GPT(Packed, nn.Module):
         self.transformer = nn.ModuleDict()
         self.transformer["wte"] = nn.Embedding(V, C)
         self.transformer["h"] = nn.ModuleList(Block(config, window) for window in windows)
-        self.transformer["ln_f"] = config.norm_class(C, eps=config.norm_eps)
+        self.transformer["ln_f"] = Norm(config, C)
         if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
             self.transformer["wpe"] = nn.Embedding(config.block_size, C)
         cos, sin = litgpt.model.build_rope_cache(
@@ -243,14 +243,17 @@ class Block(nn.Module):
 
     def __init__(self, config: litgpt.Config, window: int | None):
         super().__init__()
-        self.norm_1 = config.norm_class(config.n_embd, eps=config.norm_eps)
+        self.norm_1 = Norm(config, config.n_embd)
         self.attn = Attention(config, window)
-        self.norm_2 = config.norm_class(config.n_embd, eps=config.norm_eps)
-        self.mlp = config.mlp_class(config)
+        self.norm_2 = Norm(config, config.n_embd)
+        gated = config.mlp_class_name == "LLaMAMLP"
+        self.mlp = GatedMLP(config) if gated else config.mlp_class(config)
 
     def forward(self, x_RQC, cos_RQD, sin_RQD, attention: PackedAttention | KVCache):
-        x_RQC = x_RQC + self.attn(self.norm_1(x_RQC), cos_RQD, sin_RQD, attention)
-        return x_RQC + self.mlp(self.norm_2(x_RQC))
+        # autocast: once here, else each linear layer that reads the norm would cast it again
+        y_RQC = self.attn(autocast(self.norm_1(x_RQC)), cos_RQD, sin_RQD, attention)
+        x_RQC = x_RQC + y_RQC
+        return x_RQC + self.mlp(autocast(self.norm_2(x_RQC)))
 
 
 class Attention(nn.Module):
@@ -271,8 +274,8 @@ class Attention(nn.Module):
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
         self.norm_q = self.norm_k = None
         if config.norm_qk:
-            self.norm_q = config.norm_class(self.head_size, eps=config.norm_eps)
-            self.norm_k = config.norm_class(self.head_size, eps=config.norm_eps)
+            self.norm_q = Norm(config, self.head_size)
+            self.norm_k = Norm(config, self.head_size)
         self.rotates = config.rope_n_elem > 0
 
     def forward(self, x_RQC, cos_RQD, sin_RQD, attention: PackedAttention | KVCache):
@@ -282,10 +285,84 @@ class Attention(nn.Module):
         if self.norm_q is not None:
             q, k = self.norm_q(q), self.norm_k(k)
         if self.rotates:
-            q = litgpt.model.apply_rope(q, cos_RQD, sin_RQD)
-            k = litgpt.model.apply_rope(k, cos_RQD, sin_RQD)
+            q, k = Rotation.apply(q, cos_RQD, sin_RQD), Rotation.apply(k, cos_RQD, sin_RQD)
         layer = Layer(self, self.window, 1 / math.sqrt(self.head_size), cap=None)
         return self.proj(attention.attend(layer, q, k, v).transpose(1, 2).flatten(2))
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm, as the config says, over the last dimension. It is one kernel, outside
+    of autocast, which on a GPU would make it read and write float32."""
+
+    def __init__(self, config: litgpt.Config, size: int):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(size))
+        with_bias = config.norm_class_name == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros(size)) if with_bias else None
+
+    def forward(self, x):
+        """-> a tensor of x's shape and dtype."""
+        size = self.weight.shape
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)  # the kernels want one for both
+        with torch.autocast(x.device.type, enabled=False):
+            if self.bias is None:
+                y = nn.functional.rms_norm(x.to(dtype), size, self.weight, self.eps)
+            else:
+                y = nn.functional.layer_norm(x.to(dtype), size, self.weight, self.bias, self.eps)
+        return y.to(x.dtype)
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary positions: of a head's D numbers, i and i + D / 2 are turned as one point of a plane.
+    Autograd by itself would negate, join and copy halves of heads, too."""
+
+    @staticmethod
+    def forward(ctx, x, cos_RQD, sin_RQD):
+        """x: (R, heads, Q, D)"""
+        ctx.save_for_backward(cos_RQD, sin_RQD)
+        return rotate(x, cos_RQD, sin_RQD)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        cos_RQD, sin_RQD = ctx.saved_tensors
+        return rotate(grad, cos_RQD, -sin_RQD), None, None
+
+
+def rotate(x, cos_RQD, sin_RQD):
+    """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
+    the two dtypes, and rounded to that of x."""
+    y = torch.empty_like(x)
+    (x_1, x_2), (y_1, y_2) = x.chunk(2, -1), y.chunk(2, -1)
+    (cos_1, cos_2), (sin_1, sin_2) = cos_RQD[:, None].chunk(2, -1), sin_RQD[:, None].chunk(2, -1)
+    torch.sub(x_1 * cos_1, x_2 * sin_1, out=y_1)
+    torch.add(x_2 * cos_2, x_1 * sin_2, out=y_2)
+    return y
+
+
+class GatedMLP(litgpt.model.LLaMAMLP):
+    """The Llama shape's MLP."""
+
+    def forward(self, x_RQC):
+        return self.proj(SwiGLU.apply(self.fc_1(x_RQC), self.fc_2(x_RQC)))
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up. The backward computes silu(gate) again: it is as wide as the MLP, and autograd
+    would save it for each layer beside gate, up and the product."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, nn.functional.silu(gate).mul_(grad)
 
 
 def _sizes(c) -> dict:
@@ -299,8 +376,8 @@ def _sizes(c) -> dict:
 
 
 def litgpt_config(c) -> litgpt.Config | None:
-    """litgpt's Config for a config of transformers; None where litgpt's blocks would compute
-    something else."""
+    """litgpt's Config for a config of transformers; None where GPT would compute something
+    else."""
     kind = c.model_type
     if kind == "gpt2" and c.activation_function == "gelu_new":
         own = dict(
@@ -326,8 +403,7 @@ def litgpt_config(c) -> litgpt.Config | None:
 
 
 def litgpt_model(hf) -> GPT | None:
-    """litgpt's model of the shape of transformers' model, on the meta device; None where it does
-    not fit."""
+    """A GPT of the shape of transformers' model, on the meta device; None where it does not fit."""
     c = hf.config
     config = litgpt_config(c)
     if config is None:
