@@ -20,6 +20,7 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
 
 import inspect
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,15 @@ TILE_TOKENS = 128
 
 # Torch 2.10 lacks some of these arguments (see flash_fits).
 VARLEN = inspect.signature(varlen_attn).parameters
+
+
+class Layer(NamedTuple):
+    """What PackedAttention and KVCache need to know of an attention layer."""
+
+    module: nn.Module  # tells the layers of a model apart
+    window: int | None  # tokens that a token sees, itself included; None: all before it
+    scale: float | None  # factor of the scores; None: 1 / sqrt(D)
+    cap: float | None  # softcap of the scores
 
 
 class PromptCache:
@@ -80,23 +90,23 @@ class PackedAttention:
         prompt = cached.index_select(dim, self.cache.batch.prompt_P)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
 
-    def attend(self, attn, q, k, v):
-        """q (1, H, Q, D), k and v (1, key heads, Q, D) of layer `attn` -> (1, H, Q, D)."""
-        k = self.all_tokens((attn, "k"), k, 2)
-        v = self.all_tokens((attn, "v"), v, 2)
-        if flash_fits(attn, q):
-            return self.flash(attn, q, k, v)
-        return self.tiled(attn, q, k, v)
+    def attend(self, layer: Layer, q, k, v):
+        """q (1, H, Q, D), k and v (1, key heads, Q, D) -> (1, H, Q, D)."""
+        k = self.all_tokens((layer, "k"), k, 2)
+        v = self.all_tokens((layer, "v"), v, 2)
+        if flash_fits(layer, q):
+            return self.flash(layer, q, k, v)
+        return self.tiled(layer, q, k, v)
 
-    def flash(self, attn, q, k, v):
+    def flash(self, layer: Layer, q, k, v):
         """One call of flash attention for all sequences (packing.PackedBatch says what these are)."""
         batch = self.batch
-        if len(batch.key_I):
-            k, v = k[:, :, batch.key_I], v[:, :, batch.key_I]
-        query_start_S = batch.completion_query_start_S if self.cached else batch.query_start_S
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
+        if len(batch.key_I):
+            k, v = GatherKeys.apply(k, batch), GatherKeys.apply(v, batch)
+        query_start_S = batch.completion_query_start_S if self.cached else batch.query_start_S
         # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
-        options = dict(scale=attn.scale, window_size=((attn.window or 0) - 1, 0))
+        options = dict(scale=layer.scale, window_size=((layer.window or 0) - 1, 0))
         if "enable_gqa" in VARLEN:
             options["enable_gqa"] = k.shape[1] < q.shape[1]
         # The kernel fails for a maximum of 1 if some sequences are empty (flash-attention issue 1537).
@@ -104,18 +114,18 @@ class PackedAttention:
         out = varlen_attn(q, k, v, query_start_S, batch.key_start_S, *most, **options)
         return out.transpose(0, 1)[None]
 
-    def tiled(self, attn, q, k, v):
+    def tiled(self, layer: Layer, q, k, v):
         """Attention where flash attention does not fit: tile by tile."""
-        if attn.window not in self.bins_of_window:
-            self.bins_of_window[attn.window] = self.bins(attn.window)
-        bins = self.bins_of_window[attn.window]
+        if layer.window not in self.bins_of_window:
+            self.bins_of_window[layer.window] = self.bins(layer.window)
+        bins = self.bins_of_window[layer.window]
         n_queries = [n for _, tiles in bins for n, *_ in tiles]
         # split instead of slices: its backward is a single cat
         k_bins, v_bins = (x.split([size for size, _ in bins], 2) for x in (k, v))
         q_tiles, out = iter(q.split(n_queries, 2)), []
         for (_, tiles), k_bin, v_bin in zip(bins, k_bins, v_bins):
             for _, n, mask in tiles:
-                out.append(sdpa(attn, next(q_tiles), k_bin[:, :, :n], v_bin[:, :, :n], mask))
+                out.append(sdpa(layer, next(q_tiles), k_bin[:, :, :n], v_bin[:, :, :n], mask))
         return torch.cat(out, dim=2)
 
     def bins(self, window: int | None) -> list[tuple[int, list[tuple]]]:
@@ -174,11 +184,34 @@ class PackedAttention:
         return bins
 
 
-def flash_fits(attn, q) -> bool:
+class GatherKeys(torch.autograd.Function):
+    """The keys, or the values, of all sequences: (N, heads, D) -> (I, heads, D). A prompt's tokens are
+    in several. The backward adds them up in an order that packing knows; that of indexing would
+    sort key_I anew in each layer."""
+
+    @staticmethod
+    def forward(ctx, x_N, batch: PackedBatch):
+        ctx.batch = batch
+        return x_N.index_select(0, batch.key_I)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_I):
+        batch, dtype = ctx.batch, grad_I.dtype
+        grad_I = grad_I.index_select(0, batch.key_order_I)
+        if max(map(len, batch.segment_sizes)) > 3:
+            # two numbers are added exactly and rounded once, more would be rounded at each sum
+            grad_I = grad_I.to(torch.promote_types(dtype, torch.float32))
+        offsets = batch.key_order_start_N
+        grad_N = torch.segment_reduce(grad_I, "sum", offsets=offsets, unsafe=True)
+        return grad_N.to(dtype), None
+
+
+def flash_fits(layer: Layer, q) -> bool:
     """Whether torch's flash attention can compute this layer: on an Ampere GPU or later, in bfloat16 or float16, with
     a head size of up to 256 that is a multiple of 8, without softcap, and with a torch whose varlen_attn takes scale
     and window_size (2.11)."""
-    if q.device.type != "cuda" or attn.cap is not None or "scale" not in VARLEN:
+    if q.device.type != "cuda" or layer.cap is not None or "scale" not in VARLEN:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -186,7 +219,7 @@ def flash_fits(attn, q) -> bool:
     return D <= 256 and D % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
-def sdpa(attn, q, k, v, mask):
+def sdpa(layer: Layer, q, k, v, mask):
     """Attention of q (R, heads, queries, D) to k and v (R, key heads, keys, D) -> (R, heads, queries, D).
 
     mask: boolean, True: attend; None: plain causal.
@@ -194,13 +227,13 @@ def sdpa(attn, q, k, v, mask):
     n = q.shape[1] // k.shape[1]
     if n > 1:
         k, v = (x.repeat_interleave(n, dim=1) for x in (k, v))
-    if attn.cap is None:
+    if layer.cap is None:
         return nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=attn.scale
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale
         )
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    score = attn.cap * torch.tanh(q @ k.mT * attn.scale / attn.cap)
+    score = layer.cap * torch.tanh(q @ k.mT * layer.scale / layer.cap)
     return score.masked_fill(~mask, -torch.inf).float().softmax(-1).to(v.dtype) @ v
 
 
@@ -261,21 +294,21 @@ class KVCache:
         row_before = dict(zip(gaps, movers))
         return [row_before.get(row, row) for row in range(n)]
 
-    def attend(self, attn, q, k, v):
-        """q (R, H, Q, D), k and v (R, key heads, Q, D) of layer `attn` -> (R, H, Q, D). Fills the slots of k and v."""
+    def attend(self, layer: Layer, q, k, v):
+        """q (R, H, Q, D), k and v (R, key heads, Q, D) -> (R, H, Q, D). Fills the slots of k and v."""
         shape = len(self.row_B), k.shape[1], self.slots
-        if attn not in self.tensors:
-            self.tensors[attn] = [x.new_zeros(*shape, x.shape[3]) for x in (k, v)]
+        if layer not in self.tensors:
+            self.tensors[layer] = [x.new_zeros(*shape, x.shape[3]) for x in (k, v)]
         slot = self.position_RQ.flatten()[self.copied_token]
-        for cached, new in zip(self.tensors[attn], (k, v)):
+        for cached, new in zip(self.tensors[layer], (k, v)):
             new = new.transpose(1, 2).flatten(0, 1)[self.copied_token]
             cached[self.row_of_token, :, slot] = new
         if self.packed:
-            return self.packed.attend(attn, q, k, v)
-        k, v = (cached[:, :, : self.length] for cached in self.tensors[attn])
+            return self.packed.attend(layer, q, k, v)
+        k, v = (cached[:, :, : self.length] for cached in self.tensors[layer])
         # The query heads that share a key head become queries of this head: keys need not be repeated.
         grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
-        out = sdpa(attn, grouped, k, v, self.mask(attn.window))
+        out = sdpa(layer, grouped, k, v, self.mask(layer.window))
         return out.reshape(*q.shape[:3], v.shape[3])
 
     def mask(self, window: int | None):

@@ -1,6 +1,6 @@
 """How a model on disk becomes the model that computes: read, build, compare, adapt, shard.
 
-transformers reads a folder and computes the log-probs of a few short texts. Then litgpt's GPT takes
+transformers reads a folder and computes the log-probs of a few short texts. Then our GPT takes
 its weights, or the same instance goes on with our attention. Either must give the same log-probs,
 else it is refused. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 

@@ -28,6 +28,43 @@ from runs.settings import Lora, refuse_unless
 # {transformers' name of a layer: A, B, scale}, as PEFT has them, whole and on the CPU
 Adapters = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
 
+# ---- the layers ----------------------------------------------------------------------------------
+
+
+class AdaptedLinear(LoRALinear):
+    """litgpt's layer. The product with B, the scale and the sum are one kernel here."""
+
+    def forward(self, x):
+        """(..., inputs) -> (..., outputs)"""
+        y = self.linear(x)
+        if self.merged:  # or disabled
+            return y
+        after_A = nn.functional.linear(self.lora_dropout(x), self.lora_A)
+        rows = y.flatten(0, -2)
+        sums = torch.addmm(rows, after_A.flatten(0, -2), self.outputs().T, alpha=self.scaling)
+        return sums.view_as(y)
+
+    def outputs(self) -> torch.Tensor:
+        """B (outputs, r)"""
+        return self.lora_B
+
+
+class AdaptedQKV(AdaptedLinear, LoRAQKVLinear):
+    """The same for q, k and v in one matrix: an adapter each, or none."""
+
+    def outputs(self) -> torch.Tensor:
+        """(outputs, r * adapters): the matrices B along a diagonal, as their A lie one below the other."""
+        sizes = [
+            self.head_size * n for n in (self.n_head, self.n_query_groups, self.n_query_groups)
+        ]
+        parts = iter(self.lora_B.split(self.qkv_shapes))
+        blocks = [
+            next(parts) if enabled else self.lora_B.new_zeros(size, 0)
+            for size, enabled in zip(sizes, self.enable_lora)
+        ]
+        return torch.block_diag(*blocks)
+
+
 # ---- make ----------------------------------------------------------------------------------------
 
 
@@ -40,10 +77,10 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
     model.requires_grad_(False)
     for name, chosen in _chosen_layers(model, lora.targets).items():
         old = model.get_submodule(name)
-        kind = LoRALinear
+        kind = AdaptedLinear
         options = dict(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)
         if len(chosen) == 3:
-            kind, c = LoRAQKVLinear, model.config
+            kind, c = AdaptedQKV, model.config
             options |= dict(
                 n_head=c.n_head,
                 n_query_groups=c.n_query_groups,
@@ -121,7 +158,7 @@ def disable_adapters(model: nn.Module):
     layers = _adapted_layers(model).values()
     assert layers, "no LoRA layers here: the reference would be the policy itself"
     for layer in layers:
-        layer.merged = True  # litgpt's layer then takes its matrix alone
+        layer.merged = True  # the layer then takes its matrix alone
     try:
         yield
     finally:
@@ -145,7 +182,7 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
             if layer := layers.get(linear):
                 delta = layer.get_lora_AB()
                 w = w.to(delta.dtype) + delta
-                layer.merged = True  # litgpt's layer then takes its matrix alone
+                layer.merged = True  # the layer then takes its matrix alone
             linear.weight = nn.Parameter(w.to(dtype), requires_grad=False)
         yield
     finally:

@@ -1,8 +1,8 @@
 """What a GPT computes on a packed batch: log-probs of completions, or logits of the next token.
 
-Two codes compute it. GPT: litgpt's blocks, the GPT to read and edit, for GPT-2 and the Llama shape.
-TransformersGPT: transformers' own class, for every other type. Both have our attention
-(attention.py), head (head.py) and LoRA layers (lora.py). Where weights come from: load.py.
+Two codes compute it. GPT: the one to read and edit, for GPT-2 and the Llama shape, with litgpt's
+config, names and MLPs. TransformersGPT: transformers' own class, for every other type. Both have our
+attention (attention.py), head (head.py) and LoRA layers (lora.py). Where weights come from: load.py.
 
 Shape letters, besides those of attention.py:
 
@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import KVCache, PackedAttention, PromptCache
+from attention import KVCache, Layer, PackedAttention, PromptCache
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from hub import Rows, context_of, litgpt_rows
 from packing import PackedBatch
@@ -171,22 +171,53 @@ class Packed:
         return parameters
 
 
-# ---- litgpt's blocks -----------------------------------------------------------------------------
+# ---- the GPT to read and edit --------------------------------------------------------------------
 
 
-class GPT(Packed, litgpt.model.GPT):
-    """GPT-2, or a model of Llama's shape: litgpt's blocks with our attention."""
+# What litgpt's Config can ask for and GPT does not compute: each field with the only value that fits.
+FIXED = dict(
+    parallel_residual=False, shared_attention_norm=False, norm_1=True, norm_2=True,
+    post_attention_norm=False, post_mlp_norm=False, norm_qk_type="default",
+    attention_logit_softcapping=None, attention_scores_scalar=None, latent_attention=None,
+    scale_embeddings=False, first_k_dense_replace=None,
+    rope_adjustments=None, rope_interleave=False, rope_local_base_freq=None,
+)  # fmt: skip
+
+
+class GPT(Packed, nn.Module):
+    """GPT-2, or a model of Llama's shape. Its modules have litgpt's names and order, in which
+    named_parameters gives them and first weights are drawn.
+
+    Raises ValueError for a config that asks for what GPT does not compute."""
 
     def __init__(self, config: litgpt.Config):
-        super().__init__(config)
+        super().__init__()
+        for name, value in FIXED.items():
+            if getattr(config, name) != value:
+                raise ValueError(f"{name}={getattr(config, name)}: GPT computes {value} alone")
+        if config.rope_n_elem not in (0, config.head_size):
+            raise ValueError(f"rotary_percentage={config.rotary_percentage}: GPT computes 0 or 1")
+        self.config = config
+        self.max_seq_length = config.block_size
         self.objective_module = None
+        V, C = config.padded_vocab_size, config.n_embd
+        self.lm_head = nn.Linear(C, V, bias=config.lm_head_bias)
+        windowed = config.sliding_window_indices or [False] * config.n_layer
+        windows = [config.sliding_window_size if x else None for x in windowed[: config.n_layer]]
+        self.transformer = nn.ModuleDict()
+        self.transformer["wte"] = nn.Embedding(V, C)
+        self.transformer["h"] = nn.ModuleList(Block(config, window) for window in windows)
+        self.transformer["ln_f"] = Norm(config, C)
         if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
-            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        for block in self.blocks:
-            attn = block.attn
-            attn.window = attn.cap = None
-            attn.scale = 1 / math.sqrt(config.head_size)
-            attn.forward = functools.partial(_attention_forward, attn)
+            self.transformer["wpe"] = nn.Embedding(config.block_size, C)
+        cos, sin = litgpt.model.build_rope_cache(
+            config.block_size,
+            config.rope_n_elem,
+            base=config.rope_base,
+            condense_ratio=config.rope_condense_ratio,
+        )
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -203,23 +234,142 @@ class GPT(Packed, litgpt.model.GPT):
             x_RQC = x_RQC + self.transformer.wpe(position_RQ)
         cos, sin = self.cos[position_RQ], self.sin[position_RQ]
         for block in self.blocks:
-            # litgpt's block hands its fourth argument, there a mask, to its attention
             x_RQC = self.run_block(block, x_RQC, cos, sin, attention)
         return self.transformer.ln_f(x_RQC)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """First weights of a model that is made here: gpt.apply(gpt._init_weights)"""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
-def _attention_forward(attn, x, cos, sin, attention: PackedAttention | KVCache, *_unused):
-    """The forward of litgpt's attention layer `attn`: (R, Q, C) -> (R, Q, C). Unlike litgpt's own
-    it does not copy grouped keys."""
-    config = attn.config
-    n_keys = config.n_query_groups
-    heads = attn.qkv(x).unflatten(-1, (-1, config.head_size)).transpose(1, 2)  # (R, heads, Q, D)
-    q, k, v = heads.split([config.n_head, n_keys, n_keys], dim=1)
-    if config.norm_qk:
-        q, k = attn.norm_q(q), attn.norm_k(k)
-    if config.rope_n_elem:
-        q, k = (litgpt.model.apply_rope(y, cos, sin) for y in (q, k))
-    return attn.proj(attention.attend(attn, q, k, v).transpose(1, 2).flatten(2))
+
+class Block(nn.Module):
+    """Attention, then an MLP; each reads a norm of what there is, and adds to it."""
+
+    def __init__(self, config: litgpt.Config, window: int | None):
+        super().__init__()
+        self.norm_1 = Norm(config, config.n_embd)
+        self.attn = Attention(config, window)
+        self.norm_2 = Norm(config, config.n_embd)
+        gated = config.mlp_class_name == "LLaMAMLP"
+        self.mlp = GatedMLP(config) if gated else config.mlp_class(config)
+
+    def forward(self, x_RQC, cos_RQD, sin_RQD, attention: PackedAttention | KVCache):
+        # autocast: once here, else each linear layer that reads the norm would cast it again
+        y_RQC = self.attn(autocast(self.norm_1(x_RQC)), cos_RQD, sin_RQD, attention)
+        x_RQC = x_RQC + y_RQC
+        return x_RQC + self.mlp(autocast(self.norm_2(x_RQC)))
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of a layer, and what is made of them. Query heads may share a key
+    head. Who attends to whom is not known here.
+
+    window: a token sees itself and the window - 1 tokens before it; None: all of them."""
+
+    def __init__(self, config: litgpt.Config, window: int | None):
+        super().__init__()
+        self.window = window
+        self.n_head, self.n_keys = config.n_head, config.n_query_groups
+        self.head_size = config.head_size
+        n_heads = self.n_head + 2 * self.n_keys
+        self.qkv = nn.Linear(
+            config.n_embd, n_heads * self.head_size, bias=config.bias or config.attn_bias
+        )
+        self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
+        self.norm_q = self.norm_k = None
+        if config.norm_qk:
+            self.norm_q = Norm(config, self.head_size)
+            self.norm_k = Norm(config, self.head_size)
+        self.rotates = config.rope_n_elem > 0
+
+    def forward(self, x_RQC, cos_RQD, sin_RQD, attention: PackedAttention | KVCache):
+        """-> (R, Q, C). The cosines and sines are those of the tokens' positions."""
+        heads = self.qkv(x_RQC).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        q, k, v = heads.split([self.n_head, self.n_keys, self.n_keys], dim=1)  # (R, heads, Q, D)
+        if self.norm_q is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
+        if self.rotates:
+            q, k = Rotation.apply(q, cos_RQD, sin_RQD), Rotation.apply(k, cos_RQD, sin_RQD)
+        layer = Layer(self, self.window, 1 / math.sqrt(self.head_size), cap=None)
+        return self.proj(attention.attend(layer, q, k, v).transpose(1, 2).flatten(2))
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm, as the config says, over the last dimension. It is one kernel, outside
+    of autocast, which on a GPU would make it read and write float32."""
+
+    def __init__(self, config: litgpt.Config, size: int):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(size))
+        with_bias = config.norm_class_name == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros(size)) if with_bias else None
+
+    def forward(self, x):
+        """-> a tensor of x's shape and dtype."""
+        size = self.weight.shape
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)  # the kernels want one for both
+        with torch.autocast(x.device.type, enabled=False):
+            if self.bias is None:
+                y = nn.functional.rms_norm(x.to(dtype), size, self.weight, self.eps)
+            else:
+                y = nn.functional.layer_norm(x.to(dtype), size, self.weight, self.bias, self.eps)
+        return y.to(x.dtype)
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary positions: of a head's D numbers, i and i + D / 2 are turned as one point of a plane.
+    Autograd by itself would negate, join and copy halves of heads, too."""
+
+    @staticmethod
+    def forward(ctx, x, cos_RQD, sin_RQD):
+        """x: (R, heads, Q, D)"""
+        ctx.save_for_backward(cos_RQD, sin_RQD)
+        return rotate(x, cos_RQD, sin_RQD)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        cos_RQD, sin_RQD = ctx.saved_tensors
+        return rotate(grad, cos_RQD, -sin_RQD), None, None
+
+
+def rotate(x, cos_RQD, sin_RQD):
+    """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
+    the two dtypes, and rounded to that of x."""
+    y = torch.empty_like(x)
+    (x_1, x_2), (y_1, y_2) = x.chunk(2, -1), y.chunk(2, -1)
+    (cos_1, cos_2), (sin_1, sin_2) = cos_RQD[:, None].chunk(2, -1), sin_RQD[:, None].chunk(2, -1)
+    torch.sub(x_1 * cos_1, x_2 * sin_1, out=y_1)
+    torch.add(x_2 * cos_2, x_1 * sin_2, out=y_2)
+    return y
+
+
+class GatedMLP(litgpt.model.LLaMAMLP):
+    """The Llama shape's MLP."""
+
+    def forward(self, x_RQC):
+        return self.proj(SwiGLU.apply(self.fc_1(x_RQC), self.fc_2(x_RQC)))
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up. The backward computes silu(gate) again: it is as wide as the MLP, and autograd
+    would save it for each layer beside gate, up and the product."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, nn.functional.silu(gate).mul_(grad)
 
 
 def _sizes(c) -> dict:
@@ -233,8 +383,8 @@ def _sizes(c) -> dict:
 
 
 def litgpt_config(c) -> litgpt.Config | None:
-    """litgpt's Config for a config of transformers; None where litgpt's blocks would compute
-    something else."""
+    """litgpt's Config for a config of transformers; None where GPT would compute something
+    else."""
     kind = c.model_type
     if kind == "gpt2" and c.activation_function == "gelu_new":
         own = dict(
@@ -249,12 +399,18 @@ def litgpt_config(c) -> litgpt.Config | None:
         )  # fmt: skip
     else:
         return None
-    return litgpt.Config(**_sizes(c), parallel_residual=False, **own)
+    layers = getattr(c, "layer_types", None) or [kind] * c.num_hidden_layers
+    # mistral: all layers, and no layer_types
+    windowed = [layer in ("sliding_attention", "mistral") for layer in layers]
+    return litgpt.Config(
+        **_sizes(c), **own, parallel_residual=False,
+        sliding_window_size=c.sliding_window if any(windowed) else None,
+        sliding_window_indices=windowed,
+    )  # fmt: skip
 
 
 def litgpt_model(hf) -> GPT | None:
-    """litgpt's model of the shape of transformers' model, on the meta device; None where it does
-    not fit."""
+    """A GPT of the shape of transformers' model, on the meta device; None where it does not fit."""
     c = hf.config
     config = litgpt_config(c)
     if config is None:
@@ -269,10 +425,6 @@ def litgpt_model(hf) -> GPT | None:
         return None  # such as biases of the attention's output alone
     if config.rope_n_elem and 2 * len(hf.model.rotary_emb.inv_freq) != config.head_size:
         return None  # only a part of each head is rotated
-    kinds = getattr(c, "layer_types", None) or [c.model_type] * config.n_layer
-    for block, kind in zip(gpt.blocks, kinds):
-        if kind in ("sliding_attention", "mistral"):  # mistral: all layers, and no layer_types
-            block.attn.window = c.sliding_window
     return gpt
 
 
@@ -297,15 +449,6 @@ ATTENTION = "packed"  # the name under which transformers finds our attention
 # The current forward's attention, and the layers that have asked for it: not every class of
 # transformers hands arguments on to its layers.
 FORWARD = SimpleNamespace(attention=None, called=set())
-
-
-class Layer(NamedTuple):
-    """What PackedAttention and KVCache need to know of an attention layer."""
-
-    module: nn.Module
-    window: int | None
-    scale: float | None
-    cap: float | None
 
 
 class TransformersGPT(Packed, nn.Module):

@@ -64,6 +64,10 @@ class PackedBatch(NamedTuple):
     # Which of the N tokens are the keys, one sequence after the other. Empty if no prompt is
     # shared: all N tokens, as they lie.
     key_I: torch.Tensor
+    # The places in key_I, ordered by the token that lies there; and where each token's begin in this
+    # order, and where the last one's end. For the gradient: a token's is the sum of its keys'.
+    key_order_I: torch.Tensor
+    key_order_start_N: torch.Tensor
     # Where each sequence's queries begin, and where the last one's end: torch's cu_seq_q.
     query_start_S: torch.Tensor
     completion_query_start_S: torch.Tensor  # the same if only the M completion tokens are queries
@@ -197,6 +201,7 @@ def pack(
     # Numpy does all the work here. This function runs in a thread of its own, where a torch
     # operation would start a second set of OpenMP threads; between operations they wait in a loop,
     # on the cores that the training step needs.
+    key_I = np.concatenate(keys) if len(groups) < B * K else np.zeros(0, int)
     arrays = dict(
         token_N=np.concatenate(tokens),
         position_N=np.concatenate(positions),
@@ -211,7 +216,9 @@ def pack(
         prompt_B=prompt_B,
         prompt_P=np.flatnonzero(branch_N == 0),
         completion_M=completion_M,
-        key_I=np.concatenate(keys) if len(groups) < B * K else np.zeros(0, int),
+        key_I=key_I,
+        key_order_I=np.argsort(key_I, kind="stable"),
+        key_order_start_N=np.append(0, np.cumsum(np.bincount(key_I, minlength=end))),
     )
 
     def starts(sizes):

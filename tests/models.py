@@ -95,11 +95,7 @@ def gpt2_from_hf(config, state, weights):
 
 def gpt_of(sizes: dict) -> model.GPT:
     """Our GPT from arguments of litgpt's Config, with the windows that they name."""
-    gpt = model.GPT(litgpt.Config(**sizes))
-    for block in gpt.blocks:
-        if block.attn.apply_sliding_window_attention:
-            block.attn.window = gpt.config.sliding_window_size
-    return gpt
+    return model.GPT(litgpt.Config(**sizes))
 
 
 def logits(gpt, ids) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from models import HF, logits, made, ragged, refused, same, trained, with_adapters
+from models import HF, logits, made, ragged, refused, same, shaken, trained, with_adapters
 
 import load
+import lora
 from hub import Source, export
 from lora import disable_adapters, merge_for_sampling, merged_weights, reset_adapters
 from packing import pack
@@ -15,6 +16,43 @@ from runs.settings import Lora
 def folders(tiny, tmp_path):
     made(HF["llama"], tmp_path / "llama")
     return {"gpt2": tiny, "llama": tmp_path / "llama"}
+
+
+@pytest.mark.parametrize("chosen", [(1, 1, 1), (1, 0, 1), (0, 1, 0), ()])
+def test_an_adapted_layer_is_its_formula_with_its_gradients(chosen):
+    """Scale 13 / 4, four heads of 6 that share two key heads; (): a layer for one matrix."""
+    r, alpha = 4, 13
+    options = dict(r=r, lora_alpha=alpha, bias=True)
+    if chosen:
+        heads = dict(n_head=4, n_query_groups=2, head_size=6)
+        layer = lora.AdaptedQKV(10, 48, enable_lora=tuple(map(bool, chosen)), **heads, **options)
+    else:
+        layer = lora.AdaptedLinear(10, 48, **options)
+    layer = shaken(layer).double()
+    x = torch.randn(1, 7, 10, dtype=torch.float64, requires_grad=True)
+
+    def plain(x):
+        y = x @ layer.linear.weight.T + layer.linear.bias
+        columns, a, b = [], iter(layer.lora_A.split(r)), iter(layer.lora_B.split(sizes))
+        for on, part in zip(chosen or [1], y.split([24, 12, 12] if chosen else [48], -1)):
+            columns.append(part + x @ next(a).T @ next(b).T * alpha / r if on else part)
+        return torch.cat(columns, -1)
+
+    sizes = [n for n, on in zip([24, 12, 12], chosen) if on] or [48]
+    g = torch.randn(1, 7, 48, dtype=torch.float64)
+    inputs = [x, *layer.parameters()]
+    a, b = ([y, *torch.autograd.grad(y, inputs, g)] for y in (layer(x), plain(x)))
+    assert all(same(p, q, 1e-12) for p, q in zip(a, b))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_adapters_change_no_bit_under_autocast(name, dtype, folders):
+    batch = pack(*ragged(2, 97, 0))
+    base = load.load_model(folders[name], dtype)
+    gpt = with_adapters(folders[name], Lora(rank=2, targets="all-linear"), dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gpt(batch).logps, base(batch).logps)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

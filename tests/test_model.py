@@ -73,8 +73,8 @@ def plainly(other, prompts, completions, score_prompt) -> torch.Tensor:
 
 @pytest.fixture
 def exact_norms(monkeypatch):
-    """litgpt's RMSNorm and softcapped softmax round float64 to float32; without that, equality can
-    be seen at 1e-10."""
+    """The RMSNorm of litgpt's own model rounds float64 to float32; without that, equality can be
+    seen at 1e-10."""
 
     def norm(self, x):
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight
@@ -136,6 +136,105 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
             assert (mine[name] - x).norm() <= tolerance * (x.norm() + 0.01 * whole), name
 
 
+# ---- the parts of a block ------------------------------------------------------------------------
+
+
+def random(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def same_gradients(a, b, *inputs, tolerance=1e-12):
+    """Check that two functions of float64 tensors have one result, and one gradient by each input."""
+    seen = []
+    for f in (a, b):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y = f(*leaves)
+        seen.append([y, *torch.autograd.grad(y, leaves, random(*y.shape))])
+    assert all(same(x, y, tolerance) for x, y in zip(*seen))
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_a_norm_is_its_formula_and_keeps_the_dtype_of_what_it_reads(kind):
+    norm = model.Norm(litgpt.Config(**LLAMA | dict(norm_class_name=kind)), 24).double()
+
+    def plain(x, w):
+        x = x - x.mean(-1, keepdim=True) * (kind == "LayerNorm")
+        return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * w + shift
+
+    def ours(x, w):
+        state = {"weight": w} if kind == "RMSNorm" else {"weight": w, "bias": shift.to(w.dtype)}
+        return torch.func.functional_call(norm, state, x)
+
+    x, w, shift = (
+        random(1, 9, 24),
+        random(24),
+        0.3 * (kind == "LayerNorm") * torch.ones(24).double(),
+    )
+    same_gradients(ours, plain, x, w)
+    # queries under autocast: bfloat16, while weights are float32
+    rough = x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ours(rough, w.float())
+    assert same(y, plain(rough.double(), w).bfloat16(), 2**-6) and y.dtype == torch.bfloat16
+
+
+def test_rotary_positions_turn_pairs_of_numbers_as_complex_numbers():
+    x, angle = random(2, 3, 5, 8), random(2, 5, 4)
+    cos, sin = (f(angle).repeat(1, 1, 2) for f in (torch.cos, torch.sin))
+
+    def plain(x):
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        y = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat([y.real, y.imag], -1)
+
+    same_gradients(lambda x: model.Rotation.apply(x, cos, sin), plain, x)
+    rough = x.bfloat16()  # queries under autocast: the tables are float32
+    y = model.Rotation.apply(rough, cos.float(), sin.float())
+    assert same(y, plain(rough.double()).bfloat16(), 2**-7) and y.dtype == torch.bfloat16
+
+
+def test_swiglu_is_its_formula():
+    gate, up = random(3, 7), random(3, 7).flip(0)
+    same_gradients(model.SwiGLU.apply, lambda a, b: a / (1 + (-a).exp()) * b, gate, up)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen 3", "bias of the head"])
+def test_a_new_model_has_the_names_the_order_and_the_first_weights_of_litgpts(shape):
+    """A seed gives the same first weights, and sums over all parameters the same last digits."""
+    models = []
+    for kind in (model.GPT, litgpt.GPT):
+        torch.manual_seed(1)
+        gpt = kind(litgpt.Config(**SHAPES[shape]))
+        models += [gpt.state_dict(), {n: x.clone() for n, x in gpt.named_buffers()}]
+        gpt.apply(gpt._init_weights)
+        models.append(gpt.state_dict())
+    for ours, plain in zip(models[:3], models[3:]):
+        assert list(ours) == list(plain) and all(torch.equal(x, plain[n]) for n, x in ours.items())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [dict(parallel_residual=True), dict(scale_embeddings=True), dict(rotary_percentage=0.5)],
+)
+def test_a_config_that_the_blocks_would_ignore_is_refused(field):
+    with pytest.raises(ValueError, match=f"^{next(iter(field))}="):
+        gpt_of(LLAMA | field)
+
+
+def test_the_gradient_of_a_gathered_key_is_the_sum_over_its_copies():
+    prompts, completions = ragged(2, 61, 0)
+    prompts[2] = prompts[4] = prompts[0]  # six completions share it
+    batch, x = pack(prompts, completions), random(99, 2, 8)
+    x = x[: len(batch.token_N)]
+    same_gradients(lambda x: attention.GatherKeys.apply(x, batch), lambda x: x[batch.key_I], x)
+    # in bfloat16 the sum is rounded once
+    grad_I = random(len(batch.key_I), 2, 8).bfloat16()
+    leaf = x.bfloat16().requires_grad_()
+    attention.GatherKeys.apply(leaf, batch).backward(grad_I)
+    exact = torch.zeros_like(x).index_add(0, batch.key_I, grad_I.double())
+    assert torch.equal(leaf.grad, exact.bfloat16())
+
+
 # ---- the path of a GPU ---------------------------------------------------------------------------
 
 
@@ -180,7 +279,7 @@ def use_flash(request, monkeypatch):
 @pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_call_of_flash_attention_gives_what_the_tiles_give(
-    shape, K, score_prompt, tiny, use_flash, exact_norms
+    shape, K, score_prompt, tiny, use_flash
 ):
     gpt, *_ = pair(shape, tiny, torch.float64)
     (prompts, completions), (_, others) = ragged(K, 61, 0), ragged(K, 61, 1)
@@ -229,7 +328,7 @@ def test_flash_attention_is_chosen_where_torch_has_a_kernel(monkeypatch):
 @pytest.mark.parametrize("score_prompt", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
-    shape, score_prompt, tiny, monkeypatch, exact_norms
+    shape, score_prompt, tiny, monkeypatch
 ):
     gpt, *_ = pair(shape, tiny, torch.float64)
     (prompts, completions), (_, others) = ragged(1, 61, 0), ragged(2, 61, 1)
@@ -263,10 +362,6 @@ def test_bfloat16_log_probs_are_not_rounded_to_bfloat16(tiny):
 
 
 # ---- the head ------------------------------------------------------------------------------------
-
-
-def random(*shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape)))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
