@@ -462,7 +462,7 @@ class TransformersGPT(Packed, nn.Module):
         transformers.AttentionMaskInterface.register(ATTENTION, _window_as_mask)
         hf.set_attn_implementation(ATTENTION)
         c = hf.config.get_text_config()
-        self.config = litgpt.Config(**_sizes(c))
+        self.config = litgpt.Config(**_sizes(c), n_expert_per_token=_experts_per_token(c))
         self.max_seq_length = self.config.block_size
         self.decoder, self.lm_head = hf.get_decoder(), hf.get_output_embeddings()
         of_module = {module: name for name, module in hf.named_modules()}
@@ -475,6 +475,11 @@ class TransformersGPT(Packed, nn.Module):
         self.embedding.padding_idx = None  # that token's row would have no gradient
         for block in self.blocks:
             block.forward = functools.partial(_block_forward, self, block)
+        for module in self.blocks.modules():
+            if hasattr(
+                module, "is_transposed"
+            ):  # transformers multiplies by all its experts at once
+                module.forward = functools.partial(_experts_forward, module)
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -489,7 +494,12 @@ class TransformersGPT(Packed, nn.Module):
     def hidden(self, token_RQ, position_RQ, attention):
         """-> last hidden states (R, Q, C)."""
         FORWARD.attention, FORWARD.called = attention, set()
-        y = self.decoder(input_ids=token_RQ, position_ids=position_RQ, use_cache=False)
+        # Nothing is padded. Without these ones transformers would look whether the row is packed, and
+        # wait for the device to know it.
+        ones_RQ = torch.ones_like(token_RQ, dtype=torch.bool)
+        y = self.decoder(
+            input_ids=token_RQ, attention_mask=ones_RQ, position_ids=position_RQ, use_cache=False
+        )
         FORWARD.attention = None
         called, n = len(FORWARD.called), self.config.n_layer
         if called != n:
@@ -514,6 +524,33 @@ def _attend(module, query, key, value, attention_mask=None, scaling=None, softca
     query, key, value = map(autocast, (query, key, value))
     out = FORWARD.attention.attend(layer, query, key, value)
     return out.transpose(1, 2).contiguous(), None
+
+
+class _InAutocast:
+    """A module whose own weights are read in the type in which autocast computes products."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getattr__(self, name: str):
+        value = getattr(self._module, name)
+        return autocast(value) if isinstance(value, nn.Parameter) else value
+
+
+def _experts_forward(experts: nn.Module, *inputs, **options):
+    """The forward of a layer of experts. Autocast does not know the product of all experts,
+    grouped_mm, and transformers casts its input to the weights' float32: a fifteenth of a GPU's speed
+    in bfloat16, and the device is waited for."""
+    return type(experts).forward(_InAutocast(experts), *inputs, **options)
+
+
+def _experts_per_token(c) -> int:
+    """How many experts a token uses, of a text config of transformers; 0 without experts."""
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k"):
+        n = getattr(c, name, None)
+        if n is not None:
+            return n[-1] if isinstance(n, list) else n  # HunYuan: a list, of all layers
+    return 0
 
 
 def _block_forward(model: TransformersGPT, block: nn.Module, *inputs, **options):

@@ -55,6 +55,12 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 # on CUDA TRL runs the head on completion tokens only; "completion-only head": on a CPU, too
 TRL = ("best", "completion-only head")
 
+HEAD = (
+    """| cell | beside | speed | range | our useful tokens/s | theirs | our peak GiB | theirs | memory | loss off by |
+"""
+    + "| --- " * 10
+    + "|"
+)
 
 # ---- the model and the records of both sides -----------------------------------------------------
 
@@ -98,8 +104,7 @@ def model_folder(name: str, shape: tuple[int, int, int, int]) -> str:
     """A Hugging Face folder of a GPT-2 with random weights, and a tokenizer whose tokens are words.
     A folder that is there is used again."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = OUT / f"model-{name}"
     if not (folder / "tokenizer_config.json").exists():  # written last
@@ -110,13 +115,20 @@ def model_folder(name: str, shape: tuple[int, int, int, int]) -> str:
             bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         GPT2LMHeadModel(config).save_pretrained(folder)
-        ids = {"<eos>": 0, **{f"w{i}": i for i in range(1, vocab)}}
-        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
-        ).save_pretrained(folder)
+        save_words(folder, vocab)
     return str(folder)
+
+
+def save_words(folder: Path, vocab: int) -> None:
+    """Save a tokenizer whose tokens are an EOS and the words w1, w2, ... of this vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {"<eos>": 0, **{f"w{i}": i for i in range(1, vocab)}}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    fast.save_pretrained(folder)
 
 
 # ---- the two sides -------------------------------------------------------------------------------
@@ -153,7 +165,7 @@ def side(name: str, spec: dict) -> dict:
     # the longest prompt and completion (with its EOS) that make_records makes
     settings = {"data.max_prompt": 1000 - 3 * y, "data.max_completion": 3 * y + 1}
     settings |= {"model": spec["model"], "data.train": spec["records"]}
-    settings["precision"] = PRECISIONS[spec["precision"]]
+    settings |= {"precision": PRECISIONS[spec["precision"]], "batch_size": spec["batch"]}
     rows = ours(Path(name), spec["kind"], settings)
     return {
         "losses": [row["loss"] for row in rows],
@@ -176,14 +188,15 @@ def trl(spec: dict) -> None:
         trl.trainer.utils._use_triton = lambda device: True
     datasets.disable_progress_bars()
     rows = [json.loads(line) for line in open(spec["records"])]
-    rows = [row for i in range(0, len(rows), BATCH) for row in reversed(rows[i : i + BATCH])]
+    size = spec["batch"]
+    rows = [row for i in range(0, len(rows), size) for row in reversed(rows[i : i + size])]
     config_class, trainer_class, settings = KTOConfig, KTOTrainer, {}
     if spec["kind"] == "dpo":
         config_class, trainer_class = DPOConfig, DPOTrainer
         settings = {"train_sampling_strategy": "sequential"}
     args = config_class(
         output_dir=str(OUT / "trl"), bf16=spec["precision"] == "bf16", use_cpu=not on_gpu, beta=0.1,
-        per_device_train_batch_size=BATCH, gradient_checkpointing=False, learning_rate=1e-4,
+        per_device_train_batch_size=size, gradient_checkpointing=False, learning_rate=1e-4,
         lr_scheduler_type="constant", weight_decay=0.0, max_length=1024, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
         num_train_epochs=1, **settings,
@@ -238,6 +251,7 @@ def run_cell(kind: str, size: str, profile: str, precision: str, others: list[st
         "records": write_records(f"{kind}-{size}-{profile.replace('/', '-')}", records),
         "model": model_folder(size, SIZES[size]),
         "completion": PROFILES[profile][1],
+        "batch": BATCH,
     }
     useful = sum(map(count_tokens, records[BATCH:]))
     here = str(HERE.parent)
@@ -288,8 +302,7 @@ def main() -> None:
     args = parser.parse_args()
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() and not args.beside else []
     known = [json.loads(line) for line in lines]
-    print("| cell | beside | speed | range | our useful tokens/s | theirs ", end="")
-    print("| our peak GiB | theirs | memory | loss off by |\n" + "| --- " * 10 + "|")
+    print(HEAD)
     for cell in product(["kto", "dpo"], SIZES, PROFILES, PRECISIONS):
         if not set(args.words) <= set(cell):
             continue

@@ -49,10 +49,10 @@ class Throughput:
     """Speed over the steps from one row of metrics.csv to the next, and peak memory so far.
 
     policy: the model itself, before Fabric wraps it. FLOPs are the useful ones: 2 for each weight, token
-    and pass, without the attention scores. One pass is one forward. A backward counts as 2 passes, or as
-    1 with LoRA, where the weight matrices need no gradient. For z each completion is scored a second
-    time, as another prompt's mismatched one; that prompt's own pass serves both (in several
-    micro-batches the policy computes it twice, which is not counted).
+    and pass, without the attention scores; of experts those that a token uses. One pass is one forward.
+    A backward counts as 2 passes, or as 1 with LoRA, where the weight matrices need no gradient. For z
+    each completion is scored a second time, as another prompt's mismatched one; that prompt's own pass
+    serves both (in several micro-batches the policy computes it twice, which is not counted).
     """
 
     def __init__(self, fabric, cfg: RunSettings, policy, objective):
@@ -63,8 +63,7 @@ class Throughput:
         pair_passes = objective.needs_mismatched_pairs * (1 + reference)
         n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
         n_block_weights = sum(
-            # a 4-bit parameter is packed; its quant_state has the shape of the matrix
-            getattr(parameter, "quant_state", parameter).shape.numel()
+            n_used_weights(parameter, policy.config.n_expert_per_token)
             for name, parameter in policy.blocks.named_parameters()
             if "lora_" not in name
         )
@@ -107,6 +106,15 @@ class Throughput:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def n_used_weights(parameter: torch.nn.Parameter, experts_per_token: int) -> int:
+    """Weights that a token is multiplied by. Experts are joined: (experts, outputs, inputs)."""
+    # a 4-bit parameter is packed; its quant_state has the shape of the matrix
+    shape = getattr(parameter, "quant_state", parameter).shape
+    if len(shape) == 3 and experts_per_token:
+        return experts_per_token * shape[1:].numel()
+    return shape.numel()
 
 
 # ---- files and trackers --------------------------------------------------------------------------

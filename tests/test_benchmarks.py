@@ -13,6 +13,7 @@ from test_instructions import chatty  # noqa: F401
 from examples import instructions as task
 
 sys.path.append(str(ROOT / "benchmarks"))
+import gpu  # noqa: E402
 import methods  # noqa: E402
 import regimes  # noqa: E402
 import step  # noqa: E402
@@ -70,6 +71,22 @@ def test_a_step_and_a_cell_are_measured_in_the_program_itself(tmp_path, monkeypa
     assert "| dpo tiny 400/60 fp32 | " in capsys.readouterr().out
     cells = step.growth("growth", (1, 8, 1, 50), 5, 4, 4)
     assert all(float(x) > 0 for x in cells.split(" | "))
+
+
+def test_gpu_prints_a_row_of_the_measured_step_and_says_why_a_part_fails(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(gpu, "OUT", tmp_path / "gpu")
+    monkeypatch.setattr(vs_trl, "OUT", tmp_path)
+    monkeypatch.setattr(gpu.sys, "argv", ["gpu.py", "tiny", "gpt2-xl", "trl"])
+    monkeypatch.setitem(gpu.PARTS, "gpt2-xl", lambda: vs_trl.run_process(["false"]))
+    gpu.main()
+    text = capsys.readouterr().out
+    (row,) = [line for line in text.splitlines() if line.startswith("| CPU | tiny | ")]
+    ms, tokens_s, mfu, waits, memory = row.strip("| ").split(" | ")[2:]
+    assert float(ms.replace(",", "")) > 0 and float(memory) > 0
+    assert float(tokens_s.replace(",", "")) > 0 and (mfu, waits) == ("-", "0")
+    assert "gpt2-xl\nfailed: ['false']" in text and "TRL is not installed" in text
 
 
 def test_a_regime_draws_the_ratings_that_it_was_asked_for():

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from models import (
     their_logits,
 )
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import generate
@@ -37,6 +39,7 @@ from hub import Source, export
 from packing import pack
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
+from train import Trainer
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -237,6 +240,41 @@ def test_runs_of_each_kind_go_out_to_a_process_without_our_code(ratings, tmp_pat
     assert done.returncode == 0, done.stderr
     for name, line, own in zip(finals, done.stdout.splitlines(), ours, strict=True):
         assert same(torch.tensor(json.loads(line)), own, 1e-4), name
+
+
+class Watch(TorchDispatchMode):
+    """Where a GPU would be waited for, and the types of what is multiplied by experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.of_experts = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::nonzero"):
+            self.waits.append("".join(traceback.format_stack(limit=12)))
+        if name == "aten::_grouped_mm":
+            self.of_experts += [(args[0].dtype, args[1].dtype)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mixtral"])
+def test_a_gradient_waits_for_no_device_and_experts_multiply_as_autocast_does(
+    name, ratings, tmp_path, monkeypatch
+):
+    folder_of(name, tmp_path / "source")
+    watch, real = Watch(), Trainer.forward_backward
+
+    def watched(self, *args):
+        with watch:
+            return real(self, *args)
+
+    monkeypatch.setattr(Trainer, "forward_backward", watched)
+    train(tmp_path / "source", ratings, tmp_path / "run", *STEPS, "--precision=bf16-mixed")
+    assert not watch.waits, watch.waits[0]
+    assert {*watch.of_experts} <= {(torch.bfloat16, torch.bfloat16)}
+    # two products, forward and backward, of each of two layers in each of two steps
+    assert name == "gemma3" or len(watch.of_experts) > 3 * 2 * 2 * 2
 
 
 @pytest.mark.parametrize("name", ["olmo3", "mixtral"])

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT, Started, rows_of, train
 from models import with_adapters
 
 import kto
 from evaluate import format_before_after, wilson_interval
+from model import TransformersGPT
 from runs import console
 from runs.checkpoint import RunState
 from runs.console import BadInput
@@ -322,6 +324,22 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
     assert row["mfu"] == pytest.approx(flops / 2 / (2 * 756e12)) and row["memory_gb"] == 2
     speed.add([example], 3.0)
     assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
+
+
+def test_of_a_mixture_only_the_experts_that_a_token_uses_count_as_flops():
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=512)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2)
+    with torch.device("meta"):
+        policy = TransformersGPT(transformers.AutoModelForCausalLM.from_config(config))
+    objective = SimpleNamespace(needs_mismatched_pairs=False, needs_reference=False)
+    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    speed = Throughput(fabric, run_settings("out"), policy, objective)
+    speed.add([SimpleNamespace(prompt=[0] * 5, completions=([0] * 3,))], seconds=1.0)
+    # queries, output; keys, values; router; two norms; gate, up and down of two experts
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 8 * 32 + 2 * 32 + 2 * 3 * 32 * 48
+    flops = 2 * 3 * (2 * layer * (5 + 3) + 32 * 512 * 3)
+    assert speed.read()["tflops/s"] == pytest.approx(flops / 1e12)
 
 
 def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
