@@ -8,7 +8,7 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
     N  packed input tokens of a batch
     P  those of the N that belong to prompts
     M  those of the N that belong to completions
-    Q  queries, the tokens that a forward computes: all N, or the M where the prompts come from a PromptCache;
+    Q  queries, the tokens that a forward computes: all N, or the M where the prompts were computed before (Prompts);
        in sampling, one a sequence after the first forward
     R  rows of Q queries: B in sampling after the first forward, else 1
     T  targets: tokens that are predicted and scored
@@ -19,7 +19,6 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
 """
 
 import inspect
-import math
 from typing import NamedTuple
 
 import torch
@@ -45,66 +44,82 @@ class Layer(NamedTuple):
     cap: float | None  # softcap of the scores
 
 
-class PromptCache:
-    """Keys, values and last hidden states of a batch's prompts.
+class Prompts:
+    """What a forward has left of a batch's prompts, detached: keys and values of each layer, and the last hidden
+    states. Later forwards, without gradient and over the same prompts with other completions, read them.
 
-    The first forward that gets the cache fills it. Later forwards, without gradient and over the same prompts with
-    other completions, read it.
+    Each tensor holds all N tokens of the batch that was computed.
     """
 
-    def __init__(self):
-        self.batch: PackedBatch | None = None  # the one that filled the cache
-        self.tensors = {}  # name -> values for all N tokens of that batch
+    def __init__(self, batch: PackedBatch):
+        self.batch = batch
+        self.keys: dict[Layer, torch.Tensor] = {}
+        self.values: dict[Layer, torch.Tensor] = {}
+        self.hidden: torch.Tensor | None = None
 
 
 class PackedAttention:
-    """Which token attends to which in a packed batch, for one forward. All layers share it, with its tiles' masks."""
+    """Which token attends to which in a packed batch, for one forward. All layers share it, with its tiles' masks.
 
-    def __init__(self, batch: PackedBatch, prompt_cache: PromptCache | None = None):
-        self.batch, self.cache = batch, prompt_cache
-        self.bins_of_window = {}
-        # whether the prompts come from the cache; else this forward fills it
-        self.cached = prompt_cache is not None and prompt_cache.batch is not None
-        if prompt_cache and not self.cached:
-            prompt_cache.batch = batch
+    prompts: those that an earlier forward has computed, so that only completions are queries here.
+    keeps_prompts: leave this forward's prompts in `kept`.
+    """
 
-    def queries(self, x_N):
+    def __init__(
+        self, batch: PackedBatch, prompts: Prompts | None = None, keeps_prompts: bool = False
+    ):
+        self.batch = batch
+        self.prompts = prompts
+        self.kept = Prompts(batch) if keeps_prompts else None
+        self.bins_of_window: dict[int | None, list[Bin]] = {}
+
+    def queries(self, x_N: torch.Tensor) -> torch.Tensor:
         """The part of x_N that belongs to the Q queries."""
-        return x_N[self.batch.completion_M] if self.cached else x_N
+        return x_N if self.prompts is None else x_N[self.batch.completion_M]
 
-    def all_tokens(self, name, x, dim: int):
-        """Values of the Q queries -> values of all N tokens, along dimension `dim`.
+    def attend(
+        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """q (1, H, Q, D), k and v (1, key heads, Q, D) -> (1, H, Q, D)."""
+        if self.kept is not None:
+            # setdefault: a block that activation checkpointing runs again must not replace what was kept
+            self.kept.keys.setdefault(layer, k.detach())
+            self.kept.values.setdefault(layer, v.detach())
+        if self.prompts is not None:
+            k = self.after_prompts(self.prompts.keys[layer], k, 2)
+            v = self.after_prompts(self.prompts.values[layer], v, 2)
+        if flash_fits(layer, q):
+            return self.flash(layer, q, k, v)
+        return self.tiled(layer, q, k, v)
 
-        The prompts' values come from the prompt cache, under `name`; a forward that fills the cache leaves them there.
-        """
-        if self.cache is None:
-            return x
-        # setdefault: a block that activation checkpointing runs again must not replace what was saved
-        cached = self.cache.tensors.setdefault(name, x.detach())
-        if not self.cached:
-            return x
+    def last_hidden(self, h_QC: torch.Tensor) -> torch.Tensor:
+        """The last hidden states of the Q queries -> those of all N tokens."""
+        if self.kept is not None:
+            self.kept.hidden = h_QC.detach()
+        if self.prompts is not None:
+            return self.after_prompts(self.prompts.hidden, h_QC, 0)
+        return h_QC
+
+    def after_prompts(self, x_prompts: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """What the prompts left, of all tokens of their own batch, and x of this forward's queries -> x of all N
+        tokens, along dimension `dim`."""
         shape = list(x.shape)
         shape[dim] = len(self.batch.token_N)
         # completions first: if token 0 stands in for them, its prompt's values must win
         out = x.new_empty(shape).index_copy_(dim, self.batch.completion_M, x)
-        prompt = cached.index_select(dim, self.cache.batch.prompt_P)
+        prompt = x_prompts.index_select(dim, self.prompts.batch.prompt_P)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
-
-    def attend(self, layer: Layer, q, k, v):
-        """q (1, H, Q, D), k and v (1, key heads, Q, D) -> (1, H, Q, D)."""
-        k = self.all_tokens((layer, "k"), k, 2)
-        v = self.all_tokens((layer, "v"), v, 2)
-        if flash_fits(layer, q):
-            return self.flash(layer, q, k, v)
-        return self.tiled(layer, q, k, v)
 
     def flash(self, layer: Layer, q, k, v):
         """One call of flash attention for all sequences (packing.PackedBatch says what these are)."""
         batch = self.batch
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
-        if len(batch.key_I):
-            k, v = GatherKeys.apply(k, batch), GatherKeys.apply(v, batch)
-        query_start_S = batch.completion_query_start_S if self.cached else batch.query_start_S
+        if batch.shares_prompts:
+            k = GatherKeys.apply(k, batch)
+            v = GatherKeys.apply(v, batch)
+        query_start_S = batch.query_start_S
+        if self.prompts is not None:
+            query_start_S = batch.completion_query_start_S
         # a token sees itself and the window - 1 tokens before it; -1: all tokens before it
         options = dict(scale=layer.scale, window_size=((layer.window or 0) - 1, 0))
         if "enable_gqa" in VARLEN:
@@ -114,74 +129,125 @@ class PackedAttention:
         out = varlen_attn(q, k, v, query_start_S, batch.key_start_S, *most, **options)
         return out.transpose(0, 1)[None]
 
-    def tiled(self, layer: Layer, q, k, v):
+    def tiled(
+        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         """Attention where flash attention does not fit: tile by tile."""
         if layer.window not in self.bins_of_window:
             self.bins_of_window[layer.window] = self.bins(layer.window)
         bins = self.bins_of_window[layer.window]
-        n_queries = [n for _, tiles in bins for n, *_ in tiles]
+        n_tokens = [one.n_tokens for one in bins]
+        n_queries = [tile.n_queries for one in bins for tile in one.tiles]
         # split instead of slices: its backward is a single cat
-        k_bins, v_bins = (x.split([size for size, _ in bins], 2) for x in (k, v))
-        q_tiles, out = iter(q.split(n_queries, 2)), []
-        for (_, tiles), k_bin, v_bin in zip(bins, k_bins, v_bins):
-            for _, n, mask in tiles:
-                out.append(sdpa(layer, next(q_tiles), k_bin[:, :, :n], v_bin[:, :, :n], mask))
+        k_bins = k.split(n_tokens, 2)
+        v_bins = v.split(n_tokens, 2)
+        q_tiles = iter(q.split(n_queries, 2))
+        out = []
+        for one, k_bin, v_bin in zip(bins, k_bins, v_bins):
+            for tile in one.tiles:
+                k_tile = k_bin[:, :, : tile.n_keys]
+                v_tile = v_bin[:, :, : tile.n_keys]
+                out.append(sdpa(layer, next(q_tiles), k_tile, v_tile, tile.mask))
         return torch.cat(out, dim=2)
 
-    def bins(self, window: int | None) -> list[tuple[int, list[tuple]]]:
-        """Consecutive tokens that attend to each other alone: their number, and the tiles of their queries.
+    def bins(self, window: int | None) -> list["Bin"]:
+        """The whole row as bins, in three steps: the segments of each prompt; short prompts joined; a tile for each
+        segment with queries.
 
-        A tile is one call of scaled_dot_product_attention: the number of the next queries, that of the first keys of
-        the bin, and a mask (n_queries, n_keys), True: attend; None: plain causal attention.
-
-        Short prompts form a bin with one tile under one mask. A long one is a bin of its own with a tile for each
-        segment, so that few scores are computed only to be masked.
-
-        The tile of a long prompt's completion is the same whether the prompt is computed or comes from a cache, so the
-        numbers are, too: before the first update a log-ratio is exactly 0, although policy and reference may do this
-        differently. Short prompts share a tile, and may differ by rounding.
+        The tile of a long prompt's completion is the same whether the prompt is computed or was computed before, so
+        the numbers are, too: before the first update a log-ratio is exactly 0, although policy and reference may do
+        this differently. Short prompts share a tile, and may differ by rounding.
         """
-        batch, bins, first_token, first_query = self.batch, [], 0, 0
-        token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
-        token_Q = self.queries(token_N)
-        for segments in self.segments_of_bins():
-            tiles, n_keys = [], 0
-            for number, (n_queries, n_tokens) in enumerate(segments):
-                n_keys += n_tokens
-                if n_queries == 0:
+        bins = []
+        first_token = 0
+        first_query = 0
+        for segments in join_short_prompts(self.segments_of_prompts()):
+            tiles = []
+            n_keys = 0
+            for segment in segments:
+                n_keys += segment.n_tokens
+                if segment.n_queries == 0:
                     continue
                 mask = None
-                # only a prompt is plain causal: a completion must not see the other completions
-                if window is not None or number > 0 or len(segments) == 1:
-                    i = token_Q[first_query : first_query + n_queries, None]
-                    j = token_N[None, first_token : first_token + n_keys]
-                    # the same prompt, and not after i; of the prompt itself, or of i's own completion
-                    mask = (batch.prompt_N[i] == batch.prompt_N[j]) & (j <= i)
-                    mask &= (batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i])
-                    if window is not None:
-                        mask &= batch.position_N[i] - batch.position_N[j] < window
-                tiles.append((n_queries, n_keys, mask))
-                first_query += n_queries
-            bins.append((n_keys, tiles))
+                # only a prompt alone is plain causal: a completion must not see the other completions
+                is_plain_causal = window is None and segment.is_prompt
+                if not is_plain_causal:
+                    queries = slice(first_query, first_query + segment.n_queries)
+                    mask = self.mask(queries, slice(first_token, first_token + n_keys), window)
+                tiles.append(Tile(segment.n_queries, n_keys, mask))
+                first_query += segment.n_queries
+            bins.append(Bin(n_keys, tiles))
             first_token += n_keys
         return bins
 
-    def segments_of_bins(self) -> list[list[tuple[int, int]]]:
-        """Bins of consecutive prompts: up to TILE_TOKENS tokens together, or a longer one alone. A bin of one prompt
-        has (queries, tokens) of itself and of each completion; a bin of several has one such pair, their sum."""
-        batch, bins, bin_size = self.batch, [], math.inf
-        # 1 where token 0 stands in (see PackedBatch.completion_M), else 0
-        n_queries = len(batch.prompt_P) + len(batch.completion_M) - len(batch.token_N)
-        for row in batch.segment_sizes:
-            segments = list(zip([n_queries, *row[1:]] if self.cached else row, row))
-            n_queries = 0
-            bin_size += sum(row)
-            if bin_size > TILE_TOKENS:
-                bin_size = sum(row)
-                bins.append(segments)
-            else:
-                bins[-1] = [tuple(map(sum, zip(*bins[-1], *segments)))]
-        return bins
+    def mask(self, queries: slice, keys: slice, window: int | None) -> torch.Tensor:
+        """(queries, keys), True: attend. queries: places among the Q; keys: among the N."""
+        batch = self.batch
+        token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
+        i = self.queries(token_N)[queries, None]
+        j = token_N[None, keys]
+        # the same prompt, and not after i; of the prompt itself, or of i's own completion
+        mask = (batch.prompt_N[i] == batch.prompt_N[j]) & (j <= i)
+        mask &= (batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i])
+        if window is not None:
+            mask &= batch.position_N[i] - batch.position_N[j] < window
+        return mask
+
+    def segments_of_prompts(self) -> list[list["Segment"]]:
+        """Of each prompt the segment of its own tokens, then one of each completion. A prompt that was computed before
+        has no queries."""
+        prompts = []
+        for n_prompt, *n_completions in self.batch.segment_sizes:
+            n_queries = n_prompt if self.prompts is None else 0
+            segments = [Segment(n_queries, n_prompt, is_prompt=True)]
+            segments += [Segment(n, n) for n in n_completions]
+            prompts.append(segments)
+        if self.prompts is not None and self.batch.token_0_stands_in:
+            prompts[0][0] = prompts[0][0]._replace(n_queries=1)
+        return prompts
+
+
+class Segment(NamedTuple):
+    """Tokens that lie side by side: those of a prompt, of a completion, or of several short prompts with theirs."""
+
+    n_queries: int
+    n_tokens: int
+    is_prompt: bool = False
+
+
+class Tile(NamedTuple):
+    """One call of scaled_dot_product_attention: the next queries, and the first keys of their bin."""
+
+    n_queries: int
+    n_keys: int
+    mask: torch.Tensor | None  # (n_queries, n_keys), True: attend; None: plain causal attention
+
+
+class Bin(NamedTuple):
+    """Tokens that lie side by side and attend to each other alone, with the tiles of their queries."""
+
+    n_tokens: int
+    tiles: list[Tile]
+
+
+def join_short_prompts(prompts: list[list[Segment]]) -> list[list[Segment]]:
+    """Bins of prompts that lie side by side. Those that have up to TILE_TOKENS tokens together, completions included,
+    become one segment, under one mask; a prompt alone keeps its segments, so that few scores are computed only to be
+    masked."""
+    bins: list[list[Segment]] = []
+    bin_tokens = 0
+    for segments in prompts:
+        n_tokens = sum(segment.n_tokens for segment in segments)
+        bin_tokens += n_tokens
+        if not bins or bin_tokens > TILE_TOKENS:
+            bins.append(segments)
+            bin_tokens = n_tokens
+        else:
+            joined = [*bins[-1], *segments]
+            n_queries = sum(segment.n_queries for segment in joined)
+            n_tokens = sum(segment.n_tokens for segment in joined)
+            bins[-1] = [Segment(n_queries, n_tokens)]
+    return bins
 
 
 class GatherKeys(torch.autograd.Function):
@@ -259,11 +325,9 @@ class KVCache:
         self.last_B = batch.source_T[batch.first_target_BK[:, 0]]
         self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
         # where the tokens' keys and values go: to these rows, and to the slots of their positions
-        # prompts are shared if there is key_I: then each of their tokens goes to several rows
-        self.copied_token = batch.key_I if len(batch.key_I) else slice(None)
-        sequence_I = torch.repeat_interleave(
-            batch.key_start_S.diff(), output_size=len(batch.key_I) or len(batch.token_N)
-        )
+        # each token of a shared prompt goes to several rows
+        self.copied_token = batch.key_I
+        sequence_I = torch.repeat_interleave(batch.key_start_S.diff(), output_size=len(batch.key_I))
         self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
 
     def at(self, token_B, position_B, longest: int) -> None:

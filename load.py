@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from attention import KVCache, PromptCache
+from attention import KVCache
 from head import logp_of
 from hub import Source, find_model, read_config, read_whole
 from lora import add_adapters, fold_adapters, read_peft
@@ -104,12 +104,12 @@ def _plain_logps(hf, prompts, completions) -> torch.Tensor:
 @torch.no_grad()
 def _compare(gpt: Packed, prompts, completions, expected_T: torch.Tensor) -> None:
     """Raise ValueError unless the model computes these log-probs: where completions share a prompt,
-    where the prompts come from a PromptCache, and token by token with a KVCache."""
+    where the prompts were computed before, and token by token with a KVCache."""
     batch = pack(prompts, completions)
-    prompt_cache = PromptCache()
     expected_BKL = batch.tokens_of_completions(expected_T)
-    shared = gpt(batch, prompt_cache, by_token=True).logps  # and fills the cache
-    cached = gpt(batch, prompt_cache, by_token=True).logps
+    scores = gpt(batch, keeps_prompts=True, by_token=True)
+    shared = scores.logps
+    cached = gpt(batch, scores.prompts, by_token=True).logps
 
     # sampling: the second tokens of the first completions, after the first ones
     first_B, second_B = torch.tensor([pair[0][:2].tolist() for pair in completions]).T

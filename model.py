@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import KVCache, Layer, PackedAttention, PromptCache
+from attention import KVCache, Layer, PackedAttention, Prompts
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from hub import Rows, context_of, litgpt_rows
 from packing import PackedBatch
@@ -40,6 +40,8 @@ class Scores(NamedTuple):
     entropy: torch.Tensor | None = None
     """(B, K), if it is asked for: for each completion the sum over its tokens of the entropy, in
     nats, of the distribution from which the token is drawn. Without gradient."""
+    prompts: Prompts | None = None
+    """What the forward left of its prompts, if it was asked to keep them."""
 
 
 class Packed:
@@ -58,31 +60,32 @@ class Packed:
     def forward(
         self,
         x: PackedBatch | KVCache,
-        prompt_cache: PromptCache | None = None,
+        prompts: Prompts | None = None,
+        keeps_prompts: bool = False,
         by_token: bool = False,
         entropy: bool = False,
     ):
-        """PackedBatch -> Scores. prompt_cache: the first forward that gets it fills it; later ones
-        read it and compute completions only. by_token: log-probs of each token (B, K, L), not of
-        completions (B, K). entropy: that of the distributions, too.
+        """PackedBatch -> Scores. prompts: of an earlier forward; then completions alone are computed.
+        keeps_prompts: leave this forward's prompts in the scores. by_token: log-probs of each token
+        (B, K, L), not of completions (B, K). entropy: that of the distributions, too.
 
         KVCache -> (B, V) logits of the next tokens, in float32."""
         if isinstance(x, KVCache):
             h_RQC = self.hidden(x.token_RQ, x.position_RQ, x)
             return self.head(h_RQC.flatten(0, 1)[x.last_B]).float()
-        attention = PackedAttention(x, prompt_cache)
+        attention = PackedAttention(x, prompts, keeps_prompts)
         token_Q = attention.queries(x.token_N)
         position_Q = attention.queries(x.position_N)
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
-        # The head runs only on hidden states that predict a target. With a filled cache those of the
-        # prompts come from it.
-        h_TC = attention.all_tokens("h", h_QC, 0)[x.source_T]
+        # the head runs only on hidden states that predict a target
+        h_TC = attention.last_hidden(h_QC)[x.source_T]
         logp_T, entropy_T = self.logp(h_TC, x.target_T, entropy)
         logps = x.tokens_of_completions(logp_T) if by_token else x.sums(logp_T)
         outputs = None
         if self.objective_module is not None:
             outputs = x.tokens_of_completions(self._module_outputs(h_TC))
-        return Scores(logps, outputs, x.sums(entropy_T) if entropy else None)
+        entropy_BK = x.sums(entropy_T) if entropy else None
+        return Scores(logps, outputs, entropy_BK, attention.kept)
 
     def _module_outputs(self, h_TC):
         """What the objective's module makes of the hidden states: (T, ...), at least in float32.

@@ -4,8 +4,8 @@ Shape letters: see data.py.
 """
 
 import hashlib
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +19,9 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device, non_blocking=True)
 
 
-def prompt_groups(prompts) -> list[list[int]]:
+def prompt_groups(prompts: Iterable[np.ndarray]) -> list[list[int]]:
     """The numbers of equal prompts, for each distinct prompt in the order of its first appearance."""
-    groups = {}
+    groups: dict[bytes, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt.tobytes(), []).append(i)
     return list(groups.values())
@@ -38,7 +38,7 @@ class PackedBatch(NamedTuple):
     completions lie. For flash attention a sequence's keys are the prompt and the completion. Its
     queries are the completion and, in the first of a prompt's sequences, the prompt. The last query
     sees all keys, the one before it all keys but the last, and so on ("bottom-right causal"). If the
-    prompts' keys and values come from a cache (attention.PromptCache), the queries are the
+    prompts' keys and values were computed before (attention.Prompts), the queries are the
     completions alone.
 
     Torch indexes with int64; flash attention takes int32: the three tensors (..., S).
@@ -61,8 +61,8 @@ class PackedBatch(NamedTuple):
     # Which of the N tokens belong to completions. If none does (all completions have one token),
     # this is token 0: the model's layers need at least one query.
     completion_M: torch.Tensor
-    # Which of the N tokens are the keys, one sequence after the other. Empty if no prompt is
-    # shared: all N tokens, as they lie.
+    # Which of the N tokens are the keys, one sequence after the other: all N, as they lie, if no
+    # prompt is shared.
     key_I: torch.Tensor
     # The places in key_I, ordered by the token that lies there; and where each token's begin in this
     # order, and where the last one's end. For the gradient: a token's is the sum of its keys'.
@@ -78,13 +78,26 @@ class PackedBatch(NamedTuple):
     max_keys: int  # the most keys of a sequence; it never has more queries
     longest: int  # L: tokens of the longest completion, here or in the whole step
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt has several completions, so that its keys are in several sequences."""
+        return len(self.key_I) > len(self.token_N)
+
+    @property
+    def token_0_stands_in(self) -> bool:
+        """Whether no completion has a token that is an input: see completion_M."""
+        return len(self.prompt_P) == len(self.token_N)
+
     def to(self, device: torch.device) -> "PackedBatch":
         """This batch on a device. The copies do not wait for the work that is queued there."""
-        return PackedBatch(
-            *(to_device(x, device) if isinstance(x, torch.Tensor) else x for x in self)
-        )
+        tensors = {
+            name: to_device(x, device)
+            for name, x in self._asdict().items()
+            if isinstance(x, torch.Tensor)
+        }
+        return self._replace(**tensors)
 
-    def sums(self, x_T):
+    def sums(self, x_T: torch.Tensor) -> torch.Tensor:
         """Sums (B, K) of the targets' numbers over each completion and its prompt, if that is scored."""
         B, K = self.length_BK.shape
         sums = x_T.new_zeros(B * K + len(self.segment_sizes))
@@ -98,7 +111,7 @@ class PackedBatch(NamedTuple):
         # the prompt's sum is 0 unless data.score_prompt makes its tokens targets
         return sums[self.sequence_BK] + sums[B * K + self.prompt_B][:, None]
 
-    def tokens_of_completions(self, x_T):
+    def tokens_of_completions(self, x_T: torch.Tensor) -> torch.Tensor:
         """The targets' numbers (T, ...) as (B, K, L, ...), with 0 beyond a completion's end."""
         offset_L = torch.arange(self.longest, device=x_T.device)
         is_token = offset_L < self.length_BK[..., None]
@@ -110,16 +123,22 @@ class PackedBatch(NamedTuple):
     def digests(self) -> list[str]:
         """Hashes of the token ids of each prompt with each of its completions: B * K, as in length_BK."""
 
-        def digest(prompt, completion):
-            ids = len(prompt).to_bytes(8, "big") + prompt.tobytes() + completion.tobytes()
-            return hashlib.blake2b(ids, digest_size=16).hexdigest()
+        return [
+            digest(prompt, completion)
+            for prompt, completions in self.ids
+            for completion in completions
+        ]
 
-        return [digest(prompt, y) for prompt, completions in self.ids for y in completions]
+
+def digest(prompt: np.ndarray, completion: np.ndarray) -> str:
+    """A hash of token ids, and of where the prompt ends."""
+    ids = len(prompt).to_bytes(8, "big") + prompt.tobytes() + completion.tobytes()
+    return hashlib.blake2b(ids, digest_size=16).hexdigest()
 
 
 def pack(
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[tuple[np.ndarray, ...]],
+    prompts: Rows[np.ndarray],
+    completions: Rows[tuple[np.ndarray, ...]],
     score_prompt: bool = False,
     longest: int | None = None,
 ) -> PackedBatch:
@@ -145,92 +164,156 @@ def pack(
         key_I        0 1 2 3      0 1 2 4 5      6 7         places in the row
         queries      0 1 2 3      4 5            6 7         so query_start_S is 0 4 6 8
     """
-    B, K = len(prompts), len(completions[0])
-
-    # 1. The distinct prompts, and which examples have them.
-    groups = prompt_groups(prompts)
-    prompt_B, sequence_BK = np.empty(B, int), np.empty((B, K), int)
-
-    # 2. The row: each prompt, followed by its completions without their last tokens. A completion's
-    # source is the token before its first one, the prompt's last, and then its own inputs.
-    tokens, positions, segment_sizes, prompt_places = [], [], [], []
-    targets, sources, keys, n_queries, n_keys = [], [], [], [], []
-    end = 0  # of the row so far
-    for u, group in enumerate(groups):
-        prompt = prompts[group[0]]
-        prompt_place = np.arange(end, end + len(prompt))
-        prompt_places.append(prompt_place)
-        prompt_B[group] = u
-        tokens.append(prompt)
-        positions.append(np.arange(len(prompt)))
-        end += len(prompt)
-        sizes = [len(prompt)]
-        for b in group:
-            for k, completion in enumerate(completions[b]):
-                size = len(completion) - 1
-                place = np.arange(end, end + size)
-                sequence_BK[b, k] = len(targets)
-                tokens.append(completion[:-1])
-                positions.append(np.arange(len(prompt), len(prompt) + size))
-                targets.append(completion)
-                sources += [prompt_place[-1:], place]
-                keys += [prompt_place, place]
-                n_keys.append(len(prompt) + size)
-                n_queries.append(n_keys[-1] if len(sizes) == 1 else size)
-                end += size
-                sizes.append(size)
-        segment_sizes.append(tuple(sizes))
-    completion_J = np.array(list(map(len, targets)))
-
-    # 3. The prompts as targets from their second token on, if these are scored: after the others.
-    n_scored_U = np.zeros(len(groups), int)
-    if score_prompt:
-        for u, place in enumerate(prompt_places):
-            targets.append(prompts[groups[u][0]][1:])
-            sources.append(place[:-1])
-            n_scored_U[u] = len(place) - 1
-    lengths = list(map(len, targets))
-
-    # 4. Attention: which prompt and completion each token belongs to, and each sequence's queries and
-    # keys (see PackedBatch).
-    branches = chain(*(range(len(sizes)) for sizes in segment_sizes))
-    branch_N = np.repeat(list(branches), list(chain(*segment_sizes)))
-    completion_M, n_completion_queries = np.flatnonzero(branch_N), completion_J - 1
-    if not len(completion_M):
-        completion_M, n_completion_queries[0] = np.zeros(1, int), 1
     # Numpy does all the work here. This function runs in a thread of its own, where a torch
     # operation would start a second set of OpenMP threads; between operations they wait in a loop,
     # on the cores that the training step needs.
-    key_I = np.concatenate(keys) if len(groups) < B * K else np.zeros(0, int)
-    arrays = dict(
-        token_N=np.concatenate(tokens),
-        position_N=np.concatenate(positions),
-        prompt_N=np.repeat(np.arange(len(groups)), list(map(sum, segment_sizes))),
-        branch_N=branch_N,
-        source_T=np.concatenate(sources),
-        target_T=np.concatenate(targets),
-        sequence_T=np.repeat(np.arange(len(targets)), lengths),
-        length_BK=completion_J[sequence_BK] + n_scored_U[prompt_B][:, None],
-        sequence_BK=sequence_BK,
-        first_target_BK=(np.cumsum(completion_J) - completion_J)[sequence_BK],
-        prompt_B=prompt_B,
-        prompt_P=np.flatnonzero(branch_N == 0),
-        completion_M=completion_M,
-        key_I=key_I,
-        key_order_I=np.argsort(key_I, kind="stable"),
-        key_order_start_N=np.append(0, np.cumsum(np.bincount(key_I, minlength=end))),
+    sequences = lay_out(prompts, completions)
+    arrays = {
+        **row_of(sequences, prompts),
+        **targets_of(sequences, prompts, len(completions[0]), score_prompt),
+        **attention_of(sequences),
+    }
+    return PackedBatch(
+        **{name: torch.from_numpy(array) for name, array in arrays.items()},
+        segment_sizes=segment_sizes(sequences),
+        ids=list(zip(prompts, completions)),
+        max_keys=max(len(one.prompt_place) + len(one.place) for one in sequences),
+        longest=longest or max(len(one.completion) for one in sequences),
     )
 
-    def starts(sizes):
-        return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32))
 
-    return PackedBatch(
-        **{name: torch.from_numpy(x.astype(np.int64, copy=False)) for name, x in arrays.items()},
+class Sequence(NamedTuple):
+    """A prompt with one of its completions, and where their inputs lie in the row."""
+
+    u: int  # the number of the prompt
+    b: int  # of the example
+    k: int  # of its completion
+    completion: np.ndarray
+    prompt_place: np.ndarray
+    place: np.ndarray  # of the completion's tokens but the last, which is no input
+    is_first: bool  # of its prompt's sequences
+
+
+def lay_out(prompts: Rows[np.ndarray], completions: Rows[tuple[np.ndarray, ...]]) -> list[Sequence]:
+    """Each distinct prompt, followed by the completions of all examples that have it."""
+    sequences = []
+    end = 0  # of the row so far
+    for u, group in enumerate(prompt_groups(prompts)):
+        prompt_place = np.arange(end, end + len(prompts[group[0]]))
+        end += len(prompt_place)
+        is_first = True
+        for b in group:
+            for k, completion in enumerate(completions[b]):
+                place = np.arange(end, end + len(completion) - 1)
+                sequences.append(Sequence(u, b, k, completion, prompt_place, place, is_first))
+                end += len(place)
+                is_first = False
+    return sequences
+
+
+def segment_sizes(sequences: list[Sequence]) -> tuple[tuple[int, ...], ...]:
+    """(U,) for each prompt its input tokens, and those of each of its completions."""
+    sizes: list[list[int]] = []
+    for one in sequences:
+        if one.is_first:
+            sizes.append([len(one.prompt_place)])
+        sizes[-1].append(len(one.place))
+    return tuple(map(tuple, sizes))
+
+
+def row_of(sequences: list[Sequence], prompts: Rows[np.ndarray]) -> dict[str, np.ndarray]:
+    """The N input tokens: which they are, their positions, and whose they are."""
+    tokens = []
+    positions = []
+    owners = []  # (number of the prompt, branch, tokens) of each segment of the row
+    branch = 0
+    for one in sequences:
+        n_prompt = len(one.prompt_place)
+        if one.is_first:
+            branch = 0
+            tokens.append(prompts[one.b])
+            positions.append(np.arange(n_prompt))
+            owners.append((one.u, branch, n_prompt))
+        branch += 1
+        tokens.append(one.completion[:-1])
+        positions.append(np.arange(n_prompt, n_prompt + len(one.place)))
+        owners.append((one.u, branch, len(one.place)))
+    prompt_numbers, branches, sizes = np.array(owners, np.int64).T
+    branch_N = np.repeat(branches, sizes)
+    completion_M = np.flatnonzero(branch_N)
+    if not len(completion_M):
+        completion_M = np.zeros(1, np.int64)  # token 0 stands in
+    return dict(
+        token_N=np.concatenate(tokens).astype(np.int64),
+        position_N=np.concatenate(positions),
+        prompt_N=np.repeat(prompt_numbers, sizes),
+        branch_N=branch_N,
+        prompt_P=np.flatnonzero(branch_N == 0),
+        completion_M=completion_M,
+    )
+
+
+def targets_of(
+    sequences: list[Sequence], prompts: Rows[np.ndarray], K: int, score_prompt: bool
+) -> dict[str, np.ndarray]:
+    """The T tokens to predict, from which hidden states, and to whose sums they belong."""
+    B = len(prompts)
+    prompt_B = np.empty(B, np.int64)
+    sequence_BK = np.empty((B, K), np.int64)
+    targets = []
+    sources = []
+    for j, one in enumerate(sequences):
+        prompt_B[one.b] = one.u
+        sequence_BK[one.b, one.k] = j
+        targets.append(one.completion)
+        # the first token is predicted by the prompt's last one, the others by the token before them
+        sources += [one.prompt_place[-1:], one.place]
+    completion_J = np.array([len(one.completion) for one in sequences], np.int64)
+    # the prompts' tokens from the second one on, if these are scored: after all completions
+    n_scored_U = np.zeros(sequences[-1].u + 1, np.int64)
+    for one in sequences:
+        if score_prompt and one.is_first:
+            targets.append(prompts[one.b][1:])
+            sources.append(one.prompt_place[:-1])
+            n_scored_U[one.u] = len(one.prompt_place) - 1
+    lengths = [len(target) for target in targets]
+    first_target_J = np.cumsum(completion_J) - completion_J
+    return dict(
+        target_T=np.concatenate(targets).astype(np.int64),
+        source_T=np.concatenate(sources),
+        sequence_T=np.repeat(np.arange(len(targets)), lengths),
+        sequence_BK=sequence_BK,
+        prompt_B=prompt_B,
+        first_target_BK=first_target_J[sequence_BK],
+        length_BK=completion_J[sequence_BK] + n_scored_U[prompt_B][:, None],
+    )
+
+
+def attention_of(sequences: list[Sequence]) -> dict[str, np.ndarray]:
+    """Each sequence's queries and keys (see PackedBatch)."""
+    keys = []
+    n_queries = []
+    n_completion_queries = []
+    n_keys = []
+    for one in sequences:
+        keys += [one.prompt_place, one.place]
+        n_keys.append(len(one.prompt_place) + len(one.place))
+        n_queries.append(n_keys[-1] if one.is_first else len(one.place))
+        n_completion_queries.append(len(one.place))
+    if not any(n_completion_queries):
+        n_completion_queries[0] = 1  # token 0 stands in
+    key_I = np.concatenate(keys)
+    n_tokens = sum(n_queries)
+    return dict(
+        key_I=key_I,
+        key_order_I=np.argsort(key_I, kind="stable"),
+        key_order_start_N=np.append(0, np.cumsum(np.bincount(key_I, minlength=n_tokens))),
         query_start_S=starts(n_queries),
         completion_query_start_S=starts(n_completion_queries),
         key_start_S=starts(n_keys),
-        segment_sizes=tuple(segment_sizes),
-        ids=list(zip(prompts, completions)),
-        max_keys=max(n_keys),
-        longest=longest or int(completion_J.max()),
     )
+
+
+def starts(sizes: list[int]) -> np.ndarray:
+    """Where each piece begins, and where the last one ends. Flash attention takes int32."""
+    return np.cumsum([0, *sizes], dtype=np.int32)

@@ -10,8 +10,9 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from attention import PromptCache
+from attention import Prompts
 from lora import disable_adapters, plain_name
+from model import Scores
 from packing import PackedBatch, to_device
 from runs.checkpoint import write_whole
 from runs.console import BadInput, rank, say, user_error
@@ -27,13 +28,17 @@ class FrozenModel:
         self.model = model
 
     def compute(
-        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
-    ) -> torch.Tensor:
-        """-> log-probs in nats (see model.Scores)"""
+        self,
+        packed: PackedBatch,
+        prompts: Prompts | None = None,
+        keeps_prompts: bool = False,
+        by_token: bool = False,
+    ) -> Scores:
+        """See model.Packed.forward."""
         # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
         # differently from the policy.
         with self.fabric.autocast():
-            return self.model(packed, prompts, by_token).logps
+            return self.model(packed, prompts, keeps_prompts, by_token)
 
     __call__ = compute
 
@@ -53,11 +58,15 @@ class AdaptersOff:
         self.policy = policy
 
     def compute(
-        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
-    ) -> torch.Tensor:
-        """-> log-probs in nats (see model.Scores)"""
+        self,
+        packed: PackedBatch,
+        prompts: Prompts | None = None,
+        keeps_prompts: bool = False,
+        by_token: bool = False,
+    ) -> Scores:
+        """See model.Packed.forward."""
         with disable_adapters(self.policy):
-            return self.policy(packed, prompts, by_token).logps
+            return self.policy(packed, prompts, keeps_prompts, by_token)
 
     __call__ = compute
 
@@ -118,20 +127,29 @@ class CachedReference:
         return self.reference is None
 
     def compute(
-        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
-    ) -> torch.Tensor:
-        """-> log-probs in nats, by the model, not from the folder"""
-        return self.reference.compute(packed, prompts, by_token)
+        self,
+        packed: PackedBatch,
+        prompts: Prompts | None = None,
+        keeps_prompts: bool = False,
+        by_token: bool = False,
+    ) -> Scores:
+        """By the model, not from the folder."""
+        return self.reference.compute(packed, prompts, keeps_prompts, by_token)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """The weights that a checkpoint must hold: none, a cached reference never moves."""
         return {}
 
     def __call__(
-        self, packed: PackedBatch, prompts: PromptCache | None = None, by_token: bool = False
-    ) -> torch.Tensor:
-        """-> log-probs (B, K) in nats, from the folder where it has them. prompts are not used: their keys may
-        never have been computed. by_token: always False, the folder has sums alone. Raises BadInput."""
+        self,
+        packed: PackedBatch,
+        prompts: Prompts | None = None,
+        keeps_prompts: bool = False,
+        by_token: bool = False,
+    ) -> Scores:
+        """Log-probs (B, K) in nats, from the folder where it has them. prompts are neither used nor kept:
+        their keys may never have been computed. by_token: always False, the folder has sums alone. Raises
+        BadInput."""
         keys = packed.digests()
         device = packed.token_N.device
         is_missing = any(key not in self.known for key in keys)
@@ -143,11 +161,11 @@ class CachedReference:
                 )
         # all ranks compute if one rank must: a sharded reference is a collective
         elif all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
-            for key, x in zip(keys, self.compute(packed).flatten().tolist()):
+            for key, x in zip(keys, self.compute(packed).logps.flatten().tolist()):
                 if key not in self.known:
                     self.known[key] = self.computed[key] = x
         logps = torch.tensor([self.known[key] for key in keys])
-        return to_device(logps.view(packed.length_BK.shape), device)
+        return Scores(to_device(logps.view(packed.length_BK.shape), device))
 
     def release(self) -> None:
         """Write what was computed, and free the model: everything that the run needs is known now."""

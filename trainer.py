@@ -21,7 +21,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from attention import PromptCache
+from attention import Prompts
 from checks import check_mixing, check_start, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from model import Scores
@@ -154,7 +154,9 @@ class Trainer:
         scored = []
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.synchronised(i == len(micro_batches) - 1):
-                scores = self.forward(micro.packed, None, self.run.objective.by_token, entropy)
+                scores = self.forward(
+                    micro.packed, None, False, self.run.objective.by_token, entropy
+                )
                 loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[i], baseline.z_G)
                 self.backward(loss_B, micro)
             scored.append((micro.part, micro.index_B, columns))
@@ -165,10 +167,10 @@ class Trainer:
     ) -> tuple[Columns, Baseline]:
         """One micro-batch: the forward with gradient, z from its prompts, then the backward."""
         micro = micro.to(self.run.fabric.device)
-        prompts = PromptCache()
         with self.synchronised(True):
-            scores = self.forward(micro.packed, prompts, self.run.objective.by_token, entropy)
-            (ref_logps,), baseline = self.no_gradient_pass(step, self.on_device([micro]), prompts)
+            scores = self.forward(micro.packed, None, True, self.run.objective.by_token, entropy)
+            rest = self.no_gradient_pass(step, self.on_device([micro]), scores.prompts)
+            (ref_logps,), baseline = rest
             loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, baseline.z_G)
             self.backward(loss_B, micro)
         advance(len(micro.part.index))
@@ -182,7 +184,7 @@ class Trainer:
         ref_logps, baseline = self.no_gradient_pass(step, self.on_device(self.packed_parts(step)))
         scored = []
         for i, micro in enumerate(self.on_device(self.packed_parts(step))):
-            scores = self.forward(micro.packed, None, self.run.objective.by_token)
+            scores = self.forward(micro.packed, by_token=self.run.objective.by_token)
             _, columns = self.micro_batch_loss(micro, scores, ref_logps[i], baseline.z_G)
             scored.append((micro.part, micro.index_B, columns))
         return self.gather_columns(step, scored), baseline
@@ -191,7 +193,7 @@ class Trainer:
 
     @torch.no_grad()
     def no_gradient_pass(
-        self, step: Step, micro_batches: Iterable[MicroBatch], prompts: PromptCache | None = None
+        self, step: Step, micro_batches: Iterable[MicroBatch], prompts: Prompts | None = None
     ) -> tuple[list[torch.Tensor | None], Baseline]:
         """The reference's log-probs of each micro-batch's completions, and z. prompts: the policy's keys and
         values of the prompts, if they are known.
@@ -204,22 +206,24 @@ class Trainer:
         ref_logps = []
         logratio_G = torch.zeros_like(step.weight, dtype=torch.float64)
         for micro in micro_batches:
-            ref_prompts = None if micro.mismatched is None else PromptCache()
-            ref_logps.append(self.reference_logps(micro.packed, ref_prompts))
-            if micro.mismatched is not None:
+            has_pairs = micro.mismatched is not None
+            reference = self.reference(micro.packed, keeps_prompts=has_pairs)
+            ref_logps.append(reference.logps)
+            if has_pairs:
                 mismatched = micro.mismatched.to(self.run.fabric.device)
-                logratio_B = self.mismatched_logratio(mismatched, prompts, ref_prompts)
+                logratio_B = self.mismatched_logratio(mismatched, prompts, reference.prompts)
                 if not micro.part.filler:
                     logratio_G[micro.index_B] = logratio_B.double()
         return ref_logps, self.step_baseline(step, all_reduce(logratio_G))
 
     def mismatched_logratio(
-        self, packed: PackedBatch, prompts: PromptCache | None, ref_prompts: PromptCache
+        self, packed: PackedBatch, prompts: Prompts | None, ref_prompts: Prompts | None
     ) -> torch.Tensor:
-        """-> the log-ratios (B,) of a micro-batch's mismatched pairs, in nats."""
+        """-> the log-ratios (B,) of a micro-batch's mismatched pairs, in nats. prompts, ref_prompts: those of
+        policy and reference, if they are known."""
         objective = self.run.objective
-        logps = self.forward(packed, prompts, objective.by_token).logps
-        ref_logps = self.reference_logps(packed, ref_prompts)
+        logps = self.forward(packed, prompts, by_token=objective.by_token).logps
+        ref_logps = self.reference(packed, ref_prompts).logps
         logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         return objective.logratio(logps, ref_logps, packed.length_BK)[:, 0]
 
@@ -237,22 +241,22 @@ class Trainer:
     def forward(
         self,
         packed: PackedBatch,
-        prompts: PromptCache | None = None,
+        prompts: Prompts | None = None,
+        keeps_prompts: bool = False,
         by_token: bool = False,
         entropy: bool = False,
     ) -> Scores:
-        """The policy's log-probs of a packed batch, with gradient in training. prompts: where to
-        leave the prompts' keys and values, or from where to read them. by_token, entropy: see
-        model.Packed.forward."""
-        return self.run.policy(packed, prompts, by_token, entropy)
+        """The policy's log-probs of a packed batch, with gradient in training: see model.Packed.forward."""
+        return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
-    def reference_logps(
-        self, packed: PackedBatch, prompts: PromptCache | None
-    ) -> torch.Tensor | None:
-        """The reference's log-probs of a packed batch; None if the objective needs none."""
-        if not self.run.objective.needs_reference:
-            return None
-        return self.run.reference(packed, prompts, self.run.objective.by_token)
+    def reference(
+        self, packed: PackedBatch, prompts: Prompts | None = None, keeps_prompts: bool = False
+    ) -> Scores:
+        """The reference's log-probs of a packed batch; none if the objective needs no reference."""
+        objective = self.run.objective
+        if not objective.needs_reference:
+            return Scores(None)
+        return self.run.reference(packed, prompts, keeps_prompts, objective.by_token)
 
     def micro_batch_loss(
         self,
@@ -458,7 +462,8 @@ class Trainer:
         step = Step(answered, budget=run.budget)
         sums = []
         for micro in self.on_device(self.packed_parts(step)):
-            r_B = (self.forward(micro.packed).logps - run.reference(micro.packed))[:, 0]
+            logps = self.forward(micro.packed).logps
+            r_B = (logps - run.reference(micro.packed).logps)[:, 0]
             sums.append(r_B.double().sum() * (not micro.part.filler))
         return all_reduce(sum(sums)).item() / len(answered)
 
@@ -485,16 +490,16 @@ class Trainer:
         step.to(run.fabric.device)
         few = Part(step.parts[0].index[:CHECKED])
         micro = step.micro_batch(few).to(run.fabric.device)
-        scores = self.forward(micro.packed, None, by_token)
+        scores = self.forward(micro.packed, by_token=by_token)
         agree = ""
         if run.objective.needs_reference and not run.cfg.reference:
             logps = [scores.logps]
             # compute: never from the cache
-            ref_logps = [run.reference.compute(micro.packed, None, by_token)]
+            ref_logps = [run.reference.compute(micro.packed, by_token=by_token).logps]
             if micro.mismatched is not None:
                 mismatched = micro.mismatched.to(run.fabric.device)
-                logps.append(self.forward(mismatched, None, by_token).logps)
-                ref_logps.append(run.reference.compute(mismatched, None, by_token))
+                logps.append(self.forward(mismatched, by_token=by_token).logps)
+                ref_logps.append(run.reference.compute(mismatched, by_token=by_token).logps)
             check_start(logps, ref_logps, run.state.step)
             agree = "policy and reference agree to the bit; "
         check_mixing(self.losses_of_parts(step, few, scores), len(few.index))

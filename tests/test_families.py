@@ -29,6 +29,7 @@ from models import (
 )
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from train import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import generate
@@ -39,7 +40,6 @@ from hub import Source, export
 from packing import pack
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
-from train import Trainer
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)

@@ -61,10 +61,10 @@ def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch
 
     def run(dtype):
         gpt.to(dtype).zero_grad()
-        cache = attention.PromptCache()
-        first = gpt(batch.to(torch.device(DEVICE)), cache).logps
+        scores = gpt(batch.to(torch.device(DEVICE)), keeps_prompts=True)
+        first = scores.logps
         with torch.no_grad():
-            others = [gpt(b.to(torch.device(DEVICE)), cache).logps for b in (other, one)]
+            others = [gpt(b.to(torch.device(DEVICE)), scores.prompts).logps for b in (other, one)]
         (first * torch.arange(1, K + 1, device=DEVICE)).sum().backward()
         grads = torch.cat([p.grad.flatten().double() for p in gpt.parameters()])
         return torch.cat([first.detach(), *others]).double(), grads

@@ -289,10 +289,10 @@ def test_one_call_of_flash_attention_gives_what_the_tiles_give(
 
     def run():
         gpt.zero_grad()
-        cache = attention.PromptCache()
-        first = gpt(batch, cache).logps
+        scores = gpt(batch, keeps_prompts=True)
+        first = scores.logps
         with torch.no_grad():
-            later = torch.stack([gpt(x, cache).logps for x in (other, ones)])
+            later = torch.stack([gpt(x, scores.prompts).logps for x in (other, ones)])
         (first * torch.arange(1, K + 1)).sum().backward()
         return first.detach(), later, [p.grad for p in gpt.unique_parameters().values()]
 
@@ -342,12 +342,12 @@ def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
     for tile in (1, 30, 128):
         monkeypatch.setattr(attention, "TILE_TOKENS", tile)
         gpt.zero_grad()
-        cache = attention.PromptCache()
-        first = gpt(batch, cache).logps
+        scores = gpt(batch, keeps_prompts=True)
+        first = scores.logps
         with torch.no_grad():
             assert same(first.detach(), gpt(batch).logps, tolerance)
             for other in later:
-                assert same(gpt(other, cache).logps, gpt(other).logps, tolerance)
+                assert same(gpt(other, scores.prompts).logps, gpt(other).logps, tolerance)
         first.sum().backward()
         for name, p in gpt.unique_parameters().items():
             assert same(p.grad, gradients[name], tolerance)
@@ -439,7 +439,7 @@ def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targe
     prompts, completions = ragged(2, 97, 0)
     batch = pack(prompts, completions)
     assert gpt(batch).entropy is None
-    entropy_BK = gpt(batch._replace(entropy=True)).entropy
+    entropy_BK = gpt(batch, entropy=True).entropy
     for b, k in ((0, 0), (4, 1), (2, 1)):
         prompt, completion = prompts[b], completions[b][k]
         logits_TV = logits(gpt, [*prompt, *completion[:-1]])[len(prompt) - 1 :]
