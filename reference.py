@@ -1,5 +1,6 @@
 """The frozen model that a policy is compared with: its log-probs, or a cache of them on the disk."""
 
+import contextlib
 import hashlib
 import json
 import time
@@ -22,11 +23,13 @@ class Reference:
 
     def __init__(self, fabric, policy, frozen):
         self.fabric, self.policy, self.frozen = fabric, policy, frozen
+        # a context with the policy's own base, where Run.exported_weights has put another one there
+        self.with_own_base = contextlib.nullcontext
 
     def compute(self, packed: PackedBatch, prompt_cache=None) -> torch.Tensor:
         """-> log-probs in nats (see model.Scores)"""
         if self.frozen is None:
-            with disable_adapters(self.policy):
+            with disable_adapters(self.policy), self.with_own_base():
                 return self.policy(packed, prompt_cache).logps
         # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
         # differently from the policy.

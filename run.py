@@ -4,13 +4,14 @@ Reading order: Run (what lives during a run), setup (how it is made), then the p
 order of their calls. Nobody needs this file to change an algorithm.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,17 @@ from torch import nn
 
 from data import Budget, most_tokens
 from evaluate import Evaluator
-from hub import Source, context_of, export, find_model, read_config, read_json
+from hub import (
+    Source,
+    context_of,
+    export,
+    export_types,
+    find_model,
+    is_narrower,
+    read_config,
+    read_json,
+    widest,
+)
 from load import load_model, put_on, shard_module, shard_over_ranks
 from lora import (
     add_adapters,
@@ -52,6 +63,7 @@ from runs.checkpoint import (
     read_settings,
     read_state,
     save_checkpoint,
+    save_state,
     take_folder,
     unlock_folder,
 )
@@ -61,13 +73,15 @@ from runs.devices import (
     all_reduce,
     launch,
     leave_process_group,
+    local_part,
     on_rank_0,
+    place_like,
     resolve_devices,
     set_weights,
 )
 from runs.logger import Logger, Throughput
 from runs.optimizer import make_optimizer
-from runs.settings import RunSettings, find_path, refuse_unless
+from runs.settings import Export, RunSettings, find_path, refuse_unless
 
 # ---- what lives during a run ---------------------------------------------------------------------
 
@@ -122,6 +136,8 @@ class Run:
     reference_step: int = 0
     """The last step after which policy and reference were equal, in this process. Changed by
     new_reference."""
+    exported: dict[str, int] = field(default_factory=dict)
+    """The folders that this process has exported, final and best, and of which step. Changed by export."""
 
     # ---- what an outer loop may change
 
@@ -190,7 +206,14 @@ class Run:
     def publish_policy(self) -> Path:
         """The policy as it is now, as a Hugging Face folder. A collective."""
         folder = self.folder / "iterations" / "policy"
-        write = partial(export, self.source, self.policy.module.rows, self.merged_weights())
+        write = partial(
+            export,
+            self.source,
+            self.policy.module.rows,
+            self.merged_weights(),
+            choice=self.cfg.export,
+            seed=self.cfg.seed,
+        )
         publish_folder(self.fabric, write, folder)
         return folder
 
@@ -203,6 +226,10 @@ class Run:
         self.state.objective = saved_state(self.objective)
         save_checkpoint(self)
         self.saved_step = self.state.step
+
+    def save_state(self) -> None:
+        """Write into the last checkpoint that its step has been validated since. A collective."""
+        on_rank_0(self.fabric, lambda: save_state(self))
 
     def save_and_say_how_to_go_on(self) -> None:
         """For a run that stops before its end."""
@@ -225,10 +252,74 @@ class Run:
         load_checkpoint(self, folder)
 
     def export(self, name: str, step: int) -> None:
-        """Make the folder `name`, final or best, of the checkpoint of this step. A collective."""
+        """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has
+        done so. A collective."""
+        if self.exported.get(name) == step:
+            return
         # not the base that the checkpoint's settings name: the model's folder may be elsewhere now
         source = Source(checkpoint_folder(self.folder, step), self.source)
-        publish_folder(self.fabric, partial(export_checkpoint, source), self.folder / name)
+        write = partial(export_checkpoint, source, choice=self.cfg.export)
+        publish_folder(self.fabric, write, self.folder / name)
+        self.exported[name] = step
+
+    def export_type(self) -> torch.dtype | None:
+        """The type to which an export rounds the trained weights; None if it rounds none of them."""
+        trained = torch.promote_types(dtype_of(self.cfg.precision), torch.float32)
+        types = export_types(self.source, self.cfg.export, trained).values()
+        narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
+        return widest(narrow) if narrow else None
+
+    @property
+    def export_rounds(self) -> bool:
+        """Whether the exported weights are others than those of the policy, and the policy can take them: a
+        base in 4 bits cannot."""
+        return self.export_type() is not None and not self.cfg.lora.quantize
+
+    @contextlib.contextmanager
+    def exported_weights(self, name: str) -> Iterator[None]:
+        """Within this context the policy computes with the weights in the folder `name`, final or best: with
+        adapters these are in its base, and the adapters add nothing. A collective.
+
+        The weights that change are set aside where they are. In full fine-tuning this takes the memory
+        that the gradient had. With LoRA it is a second base, in the folder's type if the base has its
+        numbers; the reference, which is the policy's base, then changes the two at each call."""
+        dtype, aside, weights = self.export_type(), {}, None
+        if self.fabric.global_rank == 0 or self.cfg.strategy != "fsdp":
+            weights = load_model(Source(self.folder / name)).unique_parameters()
+
+        @torch.no_grad()
+        def exchange() -> None:
+            params = self.policy.unique_parameters()
+            for ours, other in aside.items():
+                aside[ours] = narrowed(params[ours], dtype)
+                params[ours].copy_(other)
+
+        @contextlib.contextmanager
+        def own_base() -> Iterator[None]:
+            exchange()
+            try:
+                yield
+            finally:
+                exchange()
+
+        for ours, p in self.policy.unique_parameters().items():
+            if "lora_A" in ours or ours.startswith("objective_module."):
+                continue
+            new = torch.zeros(p.shape)  # an adapter's B; and where rank 0's values count
+            if weights and "lora_B" not in ours:
+                new = weights.pop(plain_name(ours))
+            new = place_like(new.detach().to(p.dtype), p)
+            if not torch.equal(local_part(new), local_part(p)):
+                aside[ours] = narrowed(p, dtype)
+                p.detach().copy_(new)
+        if self.reference:
+            self.reference.with_own_base = own_base
+        try:
+            yield
+        finally:
+            exchange()
+            if self.reference:
+                self.reference.with_own_base = contextlib.nullcontext
 
     def export_adapters(self) -> None:
         """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and
@@ -474,10 +565,18 @@ def weights_hash(weights: dict[str, torch.Tensor]) -> str:
 # ---- Hugging Face folders ------------------------------------------------------------------------
 
 
-def export_checkpoint(source: Source, out: Path) -> None:
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of x, in this type if that has all its numbers."""
+    narrow = x.detach().to(dtype, copy=True)
+    if torch.equal(local_part(narrow).to(x.dtype), local_part(x)):
+        return narrow
+    return x.detach().clone()
+
+
+def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
-    of the run. Raises BadInput if adapters would be merged into other weights than those they were
-    trained on."""
+    of the run. choice: of its type. Raises BadInput if adapters would be merged into other weights than
+    those they were trained on."""
     settings, state = read_settings(source.folder), read_state(source.folder)
     dtype = dtype_of(settings["precision"])
     # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
@@ -503,4 +602,5 @@ the hash `{state.hashes["records"]}`, with these settings:
     notes = {"README.md": card}
     if source.chat_template:
         notes["chat_template.jinja"] = source.chat_template.read_text()
-    export(source, gpt.rows, gpt.unique_parameters(), out, notes)
+    seed = settings["seed"]
+    export(source, gpt.rows, gpt.unique_parameters(), out, notes, choice, seed)

@@ -449,23 +449,46 @@ class Trainer:
     def evaluate(self, plan: Plan) -> bool:
         """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
         so far by keep_best"""
-        run, step, val, row, answered = self.run, self.run.state.step, self.val, {}, []
+        run, step, val = self.run, self.run.state.step, self.val
         if not val:
             return False
         run.state.unvalidated = True
-        if val[0].completions:  # of prompts alone only a checker has something to say
-            row = self.metrics(*self.score_examples(val, "validation"))
+        # the numbers of the last step are of the weights that are exported
+        is_exported = step == plan.total and run.export_rounds
+        if is_exported:
+            run.save()  # as not validated: a resume in the middle of this begins it again
+            run.export("final", step)
+            trained = self.metrics_of(val, "validation")
+            with run.exported_weights("final"):
+                row, samples = self.validation_row(plan)
+            say_what_is_left("validation", trained, row)
+        else:
+            row, samples = self.validation_row(plan)
+        run.state.unvalidated = False
+        is_best = run.state.remember_if_best(row, run.cfg.keep_best)
+        run.logger.validation(step, row, samples)
+        if is_exported:
+            run.save_state()
+        return is_best
+
+    def metrics_of(self, examples: list[Example], title: str) -> dict:
+        """A row by the objective's metrics, of all these examples. Empty for prompts alone, of which only a
+        checker has something to say. A collective."""
+        if not examples[0].completions:
+            return {}
+        return self.metrics(*self.score_examples(examples, title))
+
+    def validation_row(self, plan: Plan) -> tuple[dict, list[dict]]:
+        """-> a row of val.csv, and samples. A collective."""
+        run, step, answered = self.run, self.run.state.step, []
+        row = self.metrics_of(self.val, "validation")
         if run.evaluator.checker:
             share = own_kl = None
             if step == 0 or is_due(step, run.cfg.eval.check_interval, plan):
                 share, answered = run.evaluator.accuracy(step)
                 own_kl = self.own_kl(answered)
             row = join_columns(row, {"checker_accuracy": share, "kl/own": own_kl})
-        samples = run.evaluator.samples(answered)
-        run.state.unvalidated = False
-        is_best = run.state.remember_if_best(row, run.cfg.keep_best)
-        run.logger.validation(step, row, samples)
-        return is_best
+        return row, run.evaluator.samples(answered)
 
     @torch.no_grad()
     def own_kl(self, answered: list[Example]) -> float | None:
@@ -570,10 +593,31 @@ class Trainer:
             say(f"\nexported to {run.folder / name}")
             if test and test[0].completions:
                 run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
-                row = scores[name] = self.metrics(*self.score_examples(test, "the test split"))
+                row = self.metrics_of(test, "the test split")
+                if run.export_rounds:
+                    trained = row
+                    with run.exported_weights(name):
+                        row = self.metrics_of(test, "the test split")
+                    say_what_is_left(f"test, {name} weights", trained, row)
+                scores[name] = row
                 say(f"test, {name} weights: {', '.join(format_cells(row))}")
         if scores and run.fabric.global_rank == 0:
             write_json(run.folder / "eval" / "test.json", scores)
+
+
+def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
+    """Say how much of the margin, or where there is none of the loss, the rounding of an export has left, if
+    it is less than nine tenths. trained, exported: rows of the same examples."""
+    name = "rewards/margins" if (trained.get("rewards/margins") or 0) > 0 else "loss"
+    before, after = trained.get(name), exported.get(name)
+    if before is None or after is None or before <= 0:
+        return
+    share = after / before if name != "loss" else before / max(after, before)
+    if share < 0.9:
+        say(
+            f"{what}: {name} is {after:.4g} for the exported weights and {before:.4g} for the trained ones, "
+            f"before they were rounded ({share:.0%}); --export.dtype float32 exports those"
+        )
 
 
 def mean(x: torch.Tensor) -> float | None:

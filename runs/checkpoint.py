@@ -282,12 +282,25 @@ def save_checkpoint(run) -> None:
 
     publish_folder(fabric, write, checkpoint_folder(out, state.step), on_every_rank=True)
     if fabric.global_rank == 0:
-        for step, path in list(checkpoints_by_step(out).items())[: -run.cfg.keep_last]:
-            if step != state.best_step:
-                # renamed first: a checkpoint that is half removed must not look like one
-                path.rename(path.with_name(f".{path.name}.tmp"))
-        for removed in (out / "checkpoints").glob(".*.tmp"):  # a killed process may have left one
-            shutil.rmtree(removed, ignore_errors=True)
+        _remove_old_checkpoints(run)
+
+
+def save_state(run) -> None:
+    """Write state.json of the last checkpoint again: its step has been validated since. On rank 0."""
+    file = checkpoint_folder(run.folder, run.state.step) / "state.json"
+    write_whole(file, json.dumps(asdict(run.state)))
+    _remove_old_checkpoints(run)
+
+
+def _remove_old_checkpoints(run) -> None:
+    for step, path in list(checkpoints_by_step(run.folder).items())[: -run.cfg.keep_last]:
+        if step != run.state.best_step:
+            # renamed first: a checkpoint that is half removed must not look like one
+            path.rename(path.with_name(f".{path.name}.tmp"))
+    for removed in (run.folder / "checkpoints").glob(
+        ".*.tmp"
+    ):  # a killed process may have left one
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _generator(fabric) -> torch.Generator:
