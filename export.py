@@ -2,7 +2,8 @@
 
     python export.py out/run/checkpoints/step-00000100 --out FOLDER
 
-The folder is whole or not there.
+The folder is whole or not there. --dtype and --rounding: as --export.dtype and --export.rounding of the
+run, which are the defaults.
 """
 
 import argparse
@@ -12,23 +13,27 @@ from pathlib import Path
 from lightning.fabric import Fabric
 
 from hub import find_model
-from run import export_checkpoint
-from runs.checkpoint import publish_folder
+from load import export_checkpoint
+from runs.checkpoint import publish_folder, read_settings
 from runs.console import run_cli
-from runs.settings import refuse_unless
+from runs.settings import Export, refuse_unless
 
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
     parser.add_argument("--out", type=Path, required=True, help="where to write")
+    parser.add_argument("--dtype", choices=["source", "float32", "bfloat16", "float16"])
+    parser.add_argument("--rounding", choices=["stochastic", "nearest"])
     args = parser.parse_args(argv)
     refuse_unless(not args.out.exists(), f"out: {args.out}: is there already")
     refuse_unless(
         (args.checkpoint / "state.json").exists(),
         f"checkpoint: {args.checkpoint}: not a checkpoint of a run",
     )
-    write = partial(export_checkpoint, find_model(str(args.checkpoint)))
+    choice = Export(**read_settings(args.checkpoint).get("export", {}))
+    choice = Export(args.dtype or choice.dtype, args.rounding or choice.rounding)
+    write = partial(export_checkpoint, find_model(str(args.checkpoint)), choice=choice)
     publish_folder(Fabric(accelerator="cpu", devices=1), write, args.out)
     print(f"exported to {args.out}")
 

@@ -3,21 +3,24 @@
 transformers reads and writes all of it. A checkpoint and a PEFT folder hold only what was trained:
 their Source has a base, and load.py puts them on it. This file knows no model class of ours."""
 
+import hashlib
 import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import huggingface_hub
 import torch
 import transformers
+from safetensors import safe_open
 
 from runs.checkpoint import read_settings
 from runs.console import BadInput, user_error
-from runs.settings import find_path, refuse_unless
+from runs.settings import Export, find_path, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
@@ -89,10 +92,14 @@ class Source(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """Those of config, sampling and tokenizer: an export copies them, a resume compares them."""
+        """Those of config, sampling and tokenizer, and the code that they name: an export copies them, a
+        resume compares them. The code is never run."""
         of_model = [f for f in sorted(self.root.iterdir()) if MODEL_FILES.match(f.name)]
         own = sorted(self.tokenizer.iterdir())
-        return of_model + [f for f in own if TOKENIZER_FILES.match(f.name) and f.is_file()]
+        files = of_model + [f for f in own if TOKENIZER_FILES.match(f.name) and f.is_file()]
+        configs = [f for f in files if f.name.endswith("config.json")]
+        with_code = {f.parent for f in configs if read_json(f).get("auto_map")}
+        return files + [f for folder in sorted(with_code) for f in sorted(folder.glob("*.py"))]
 
     @property
     def chat_template(self) -> Path | None:
@@ -115,9 +122,17 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
             f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints",
         )
     if not folder.is_dir():
-        wanted = ["*.json", "*.jinja", "*.txt", "tokenizer.model"] + ["*.safetensors"] * weights
+        wanted = ["*.json", "*.jinja", "*.txt", "*.py", "tokenizer.model"]
+        wanted += ["*.safetensors"] * weights
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
-        unwanted = ["consolidated*", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
+        unwanted = [
+            "consolidated*",
+            "*/*.json",
+            "*/*.txt",
+            "*/*.py",
+            "*/*.model",
+            "*/*.safetensors",
+        ]
         with user_error(
             f"{what}: {name}: no such folder here, and not fetched from huggingface.co; without a network, "
             "download it elsewhere and give the folder that holds config.json and model.safetensors"
@@ -202,10 +217,9 @@ def litgpt_rows(theirs: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
 # ---- read and write a whole model ----------------------------------------------------------------
 
 
-def read_whole(folder: Path, config, dtype: torch.dtype | None):
-    """transformers' model of a Hugging Face or a litgpt folder, on the CPU; None: in the dtype of
-    its files. Raises BadInput where weights are missing, unknown or of another shape: transformers
-    would only log it."""
+def read_whole(folder: Path, config, dtype: torch.dtype):
+    """transformers' model of a Hugging Face or a litgpt folder, on the CPU. Raises BadInput where
+    weights are missing, unknown or of another shape: transformers would only log it."""
     auto = transformers.AutoModelForCausalLM
     options = dict(attn_implementation="eager", dtype=dtype)
     with user_error(None, folder):
@@ -225,24 +239,138 @@ def read_whole(folder: Path, config, dtype: torch.dtype | None):
     return hf
 
 
+# ---- types of weights ----------------------------------------------------------------------------
+
+STORED_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+def stored_types(folder: Path) -> dict[str, torch.dtype]:
+    """The type of each weight in the files of a Hugging Face or a litgpt folder, by the files' names.
+    config.json may say another one."""
+    if (folder / "lit_model.pth").exists():
+        weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+        return {name: x.dtype for name, x in weights.get("model", weights).items()}
+    files = ["model.safetensors"]
+    if not (folder / files[0]).exists():
+        index = read_json(folder / "model.safetensors.index.json")
+        files = sorted(set(index["weight_map"].values()))
+    types = {}
+    for file in files:
+        with safe_open(folder / file, "pt") as weights:
+            for name in weights.keys():
+                stored = weights.get_slice(name).get_dtype()
+                if stored in STORED_TYPES:  # no integers
+                    types[name] = STORED_TYPES[stored]
+    return types
+
+
+def export_types(source: Source, choice: Export, trained: torch.dtype) -> dict[str, torch.dtype]:
+    """The type that each weight gets in an export, by the names of the source's files. trained: the
+    type of the weights that are exported."""
+    types = stored_types(source.root)
+    if choice.dtype != "source":
+        return dict.fromkeys(types, getattr(torch, choice.dtype))
+    # precision 64-true: nothing is rounded
+    return dict.fromkeys(types, torch.float64) if trained == torch.float64 else types
+
+
+def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `dtype` does not have all numbers of the other type."""
+    return torch.promote_types(dtype, other) != dtype
+
+
+def widest(types: Iterable[torch.dtype]) -> torch.dtype:
+    """A type that has all numbers of these types."""
+    wide, *others = set(types)
+    for other in others:
+        wide = torch.promote_types(wide, other)
+    return wide
+
+
+def round_at_random(x: torch.Tensor, dtype: torch.dtype, seed: int, name: str) -> torch.Tensor:
+    """x in bfloat16 or float16: each number becomes one of its two neighbours there, with the
+    probability that makes its mean x itself. A number that the type has stays as it is. The draws
+    depend on the seed and the weight's name alone."""
+    x = x.float().contiguous()
+    rounded = x.to(dtype)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    limits = torch.finfo(dtype)
+    # in parts: the temporary tensors of a whole embedding would take gigabytes
+    for part, out in zip(x.view(-1).split(2**24), rounded.view(-1).split(2**24)):
+        # the bits of the exponent alone: the largest power of 2 that is not above |part|
+        power = (part.view(torch.int32) & 0x7F800000).view(torch.float32)
+        spacing = (power * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
+        share = torch.rand(part.shape, generator=generator, dtype=torch.float32)
+        random = torch.floor(part / spacing + share) * spacing
+        out.copy_(torch.where(out == part, part, random))
+    return rounded
+
+
+def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
+    """Let config.json say the type of its weights. numbers_of: how many numbers of each type there are;
+    a type that is among them stays, else it becomes the one of most numbers."""
+    names = [str(dtype).removeprefix("torch.") for dtype, _ in numbers_of.most_common()]
+
+    def correct(config: dict) -> bool:
+        """-> whether something has changed"""
+        has_changed = False
+        for key, value in config.items():
+            if isinstance(value, dict):  # of a text or a vision model
+                has_changed |= correct(value)
+            elif key in ("dtype", "torch_dtype") and value not in (None, *names):
+                config[key], has_changed = names[0], True
+        return has_changed
+
+    config = read_json(file)
+    if correct(config):
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+# ---- export --------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def export(
-    source: Source, rows: dict[str, Rows], weights: Mapping, out: Path, notes: Mapping = {}
+    source: Source,
+    rows: dict[str, Rows],
+    weights: Mapping,
+    out: Path,
+    notes: Mapping = {},
+    choice: Export | None = None,
+    seed: int = 1,
 ) -> None:
-    """Write a model as a Hugging Face folder: the source's with these weights in place of its own,
-    in the dtype of its files. rows: see model.Packed. notes: more files, {name: text}. Raises
-    BadInput."""
-    # precision 64-true: nothing is rounded
-    wide = next(iter(weights.values())).dtype == torch.float64
-    hf = read_whole(source.root, read_config(source), torch.float64 if wide else None)
+    """Write a model as a Hugging Face folder: the source's with these weights in place of its own, in
+    the types that `choice` says. rows: see model.Packed. notes: more files, {name: text}. seed: of
+    the rounding. Raises BadInput."""
+    choice = choice or Export()
+    types = export_types(source, choice, trained=next(iter(weights.values())).dtype)
+    hf = read_whole(source.root, read_config(source), widest(types.values()))
+    for name, p in hf.named_parameters():
+        # GPT-2's old files leave the prefix out
+        short = name.removeprefix(f"{hf.base_model_prefix}.")
+        p.data = p.data.to(types.get(name) or types.get(short) or widest(types.values()))
     theirs = hf.state_dict()
     for name, r in rows.items():
-        if r.name in weights:  # a tied head is the embedding, and a vision tower stays as it is
-            theirs[name].copy_(r.of(weights[r.name]))
+        if r.name not in weights:  # a tied head is the embedding, and a vision tower stays as it is
+            continue
+        x, to = r.of(weights[r.name]), theirs[name]
+        if choice.rounding == "stochastic" and to.dtype in (torch.bfloat16, torch.float16):
+            x = round_at_random(x, to.dtype, seed, name)
+        to.copy_(x)
     hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
     hf.save_pretrained(out, max_shard_size="5GB")
     for file in source.files:
         shutil.copyfile(file, out / file.name)
+    numbers_of = Counter()
+    for p in hf.parameters():
+        numbers_of[p.dtype] += p.numel()
+    _say_type_in_config(out / "config.json", numbers_of)
     templates = source.tokenizer / "additional_chat_templates"
     if templates.exists():
         shutil.copytree(templates, out / templates.name)

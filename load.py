@@ -4,27 +4,42 @@ transformers reads a folder and computes the log-probs of a few short texts. The
 its weights, or the same instance goes on with our attention. Either must give the same log-probs,
 else it is refused. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
+import contextlib
 import copy
+import hashlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from attention import KVCache
 from head import logp_of
-from hub import Source, find_model, read_config, read_whole
-from lora import add_adapters, fold_adapters, read_peft
+from hub import (
+    Source,
+    export,
+    export_types,
+    find_model,
+    is_narrower,
+    read_config,
+    read_whole,
+    widest,
+)
+from lora import add_adapters, fold_adapters, plain_name, quantize_base, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
+from objective import Objective
 from packing import pack
-from reference import freeze
-from runs.checkpoint import read_settings, read_tensors
+from records.tokenizer import Tokenizer
+from reference import AdaptersOff, Reference
+from runs.checkpoint import read_settings, read_state, read_tensors
 from runs.console import user_error
-from runs.devices import set_weights
-from runs.settings import Lora
+from runs.devices import local_part, on_rank_0, place_like, set_weights
+from runs.settings import Export, Lora, RunSettings, refuse_unless
 
 # Largest difference of a log-prob, in nats. All are compared in float32 or float64: a model that is
 # to be held in bfloat16 is read in float32, compared, and then rounded.
@@ -197,3 +212,190 @@ def shard_module(module, mesh, bf16: bool):
     is_frozen = not any(p.requires_grad for p in module.parameters())
     fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
     return module.to_empty(device=mesh.device_type)
+
+
+# ---- the models of a run --------------------------------------------------------------------------
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Of the weights."""
+    return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+
+
+def load_policy_and_reference(
+    cfg: RunSettings,
+    fabric: Fabric,
+    source: Source,
+    tokenizer: Tokenizer,
+    objective: Objective,
+    width: int,
+) -> tuple[nn.Module, nn.Module | None, dict[str, str]]:
+    """-> the policy, the frozen reference (None: there is none, or it is the policy with its
+    adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
+    The objective's module, for hidden states of this width, becomes a part of the policy after the
+    reference was copied from it. Raises BadInput."""
+    sharded, dtype = cfg.strategy == "fsdp", dtype_of(cfg.precision)
+    policy = other = frozen = None
+    other_source = source
+    if cfg.reference:
+        other_source = find_model(cfg.reference, "reference")
+        refuse_unless(
+            # the records' ids are made once, by the policy's tokenizer
+            tokenizer.hf.get_vocab() == Tokenizer(other_source).hf.get_vocab(),
+            f"reference: {cfg.reference}: another tokenizer than {cfg.model}",
+        )
+    if fabric.global_rank == 0 or not sharded:
+        policy = load_model(source, dtype=dtype)
+        other = load_model(other_source, dtype=dtype) if cfg.reference else None
+    models = {"model weights": policy, "reference weights": other}.items()
+    hashes = on_rank_0(
+        fabric, lambda: {name: weights_hash(x.unique_parameters()) for name, x in models if x}
+    )
+    if cfg.reference:  # how it computes is no weight
+        config = (other_source.root / "config.json").read_bytes()
+        hashes["reference config"] = hashlib.sha256(config).hexdigest()
+    if policy:
+        add_adapters(policy, cfg.lora)
+    if objective.needs_reference and (cfg.reference or not cfg.lora.rank):
+        if sharded:
+            whole = other or policy
+            frozen = shard_over_ranks(fabric, whole, other_source, cfg.precision)
+        else:  # not wrapped: DDP refuses a module that never trains
+            frozen = fabric.to_device(freeze(other or copy.deepcopy(policy), cfg.precision))
+    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
+        quantize_base(policy, fabric.device)
+    objective_module = objective.make_module(width)
+    # from here on ranks may draw different random numbers (dropout)
+    torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
+    if sharded:
+        policy = shard_over_ranks(fabric, policy, source, cfg.precision, cfg.lora, objective_module)
+    else:
+        policy.objective_module = objective_module
+        policy = fabric.setup_module(policy)
+    policy.module.activation_checkpointing = cfg.activation_checkpointing
+    return policy.eval(), frozen, hashes
+
+
+def weights_hash(weights: dict[str, torch.Tensor]) -> str:
+    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
+    h = hashlib.sha256()
+    for name, x in sorted(weights.items()):
+        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        h.update(x.detach().flatten().view(torch.uint8).numpy())
+    return h.hexdigest()
+
+
+@torch.no_grad()
+def freeze(model: nn.Module, precision: str) -> nn.Module:
+    """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
+    head that is tied to the embedding. Autocast would cast them at each use: log-probs stay the same bits."""
+    model.requires_grad_(False).eval()
+    if precision == "bf16-mixed":
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
+                module.to(torch.bfloat16)
+    return model
+
+
+# ---- and back: exports ----------------------------------------------------------------------------
+
+
+def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
+    """The type to which an export rounds trained weights; None if it rounds none of them."""
+    trained = torch.promote_types(dtype_of(cfg.precision), torch.float32)
+    types = export_types(source, cfg.export, trained).values()
+    narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
+    return widest(narrow) if narrow else None
+
+
+@contextlib.contextmanager
+def exported_weights(
+    policy: nn.Module,
+    reference: Reference | None,
+    weights: dict[str, torch.Tensor] | None,
+    dtype: torch.dtype,
+) -> Iterator[None]:
+    """Within this context the policy computes with these weights, by their plain names: with adapters they are in
+    its base, and the adapters add nothing. dtype: the type of the folder that the weights come from. A
+    collective if the policy is sharded: rank 0 gives the weights, the others None.
+
+    The weights that change are set aside where they are. In full fine-tuning this takes the memory
+    that the gradient had. With LoRA it is a second base, in the folder's type if the base has its
+    numbers; the reference, which is the policy's base, then exchanges the two at each call."""
+    aside = {}
+
+    @torch.no_grad()
+    def exchange() -> None:
+        parameters = policy.unique_parameters()
+        for name, other in aside.items():
+            aside[name] = narrowed(parameters[name], dtype)
+            parameters[name].copy_(other)
+
+    @contextlib.contextmanager
+    def own_base() -> Iterator[None]:
+        exchange()
+        try:
+            yield
+        finally:
+            exchange()
+
+    for name, p in policy.unique_parameters().items():
+        if "lora_A" in name or name.startswith("objective_module."):
+            continue
+        new = torch.zeros(p.shape)  # an adapter's B; and where rank 0's values count
+        if weights and "lora_B" not in name:
+            new = weights.pop(plain_name(name))
+        new = place_like(new.detach().to(p.dtype), p)
+        if not torch.equal(local_part(new), local_part(p)):
+            aside[name] = narrowed(p, dtype)
+            p.detach().copy_(new)
+    is_own_base = isinstance(reference, AdaptersOff)
+    if is_own_base:
+        reference.own_base = own_base
+    try:
+        yield
+    finally:
+        exchange()
+        if is_own_base:
+            reference.own_base = contextlib.nullcontext
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of x, in this type if that has all its numbers."""
+    narrow = x.detach().to(dtype, copy=True)
+    if torch.equal(local_part(narrow).to(x.dtype), local_part(x)):
+        return narrow
+    return x.detach().clone()
+
+
+def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
+    of the run. choice: of its type. Raises BadInput if adapters would be merged into other weights than
+    those they were trained on."""
+    settings, state = read_settings(source.folder), read_state(source.folder)
+    dtype = dtype_of(settings["precision"])
+    # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
+    gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
+    if settings["lora"]["rank"] and not state.reference_has_moved:
+        base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}
+        refuse_unless(
+            weights_hash(base) == state.hashes["model weights"],
+            f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
+        )
+    put_on(gpt, source.folder)
+    card = f"""---
+library_name: transformers
+tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
+---
+
+Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have
+the hash `{state.hashes["records"]}`, with these settings:
+
+```yaml
+{(source.folder / "settings.yaml").read_text()}```
+"""
+    notes = {"README.md": card}
+    if source.chat_template:
+        notes["chat_template.jinja"] = source.chat_template.read_text()
+    seed = settings["seed"]
+    export(source, gpt.rows, gpt.unique_parameters(), out, notes, choice, seed)

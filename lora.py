@@ -237,7 +237,9 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
         w = gather_tensor(p) if base is None else base[name].detach()
         if rank() and isinstance(p, DTensor):  # rank 0's counts; this one takes no memory
             w, adapters = w.new_zeros(()).expand(w.shape), {}
-        weights[name] = w.clone() if adapters else w
+        if adapters:  # bfloat16 would round the merged weights
+            w = w.to(torch.promote_types(w.dtype, torch.float32), copy=True)
+        weights[name] = w
     merge_adapters(weights, adapters, model)
     return weights
 

@@ -4,6 +4,8 @@ cache of log-probs on the disk."""
 import hashlib
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -56,6 +58,8 @@ class AdaptersOff:
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
+        # a context with the policy's own base, where load.exported_weights has put another one there
+        self.own_base: Callable[[], AbstractContextManager] = nullcontext
 
     def compute(
         self,
@@ -65,7 +69,7 @@ class AdaptersOff:
         by_token: bool = False,
     ) -> Scores:
         """See model.Packed.forward."""
-        with disable_adapters(self.policy):
+        with disable_adapters(self.policy), self.own_base():
             return self.policy(packed, prompts, keeps_prompts, by_token)
 
     __call__ = compute
@@ -79,18 +83,6 @@ class AdaptersOff:
         assert share == 1, "adapters are merged into their base as a whole"
         names = self.policy.module.unique_parameters()
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
-
-
-@torch.no_grad()
-def freeze(model: nn.Module, precision: str) -> nn.Module:
-    """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
-    head that is tied to the embedding. Autocast would cast them at each use: log-probs stay the same bits."""
-    model.requires_grad_(False).eval()
-    if precision == "bf16-mixed":
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
-                module.to(torch.bfloat16)
-    return model
 
 
 class CachedReference:

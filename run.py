@@ -1,35 +1,38 @@
 """From settings to a Run, in the order in which it happens; and what may happen to a Run later.
 
-Reading order: Run (what lives during a run), setup (how it is made), then the parts of setup in the
+Reading order: Run (what lives during a run), setup (how it is made, on one screen), then the parts of setup in the
 order of their calls. Nobody needs this file to change an algorithm.
 """
 
-import copy
+import contextlib
 import hashlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 from checks import check_objective, check_optimizer, check_settings, check_tokens, saved_state
 from data import Budget, most_tokens
-from evaluate import Evaluator
+from evaluate import Checker, Evaluator
 from hub import Source, context_of, export, find_model, read_config, read_json
-from load import load_model, put_on, shard_module, shard_over_ranks
-from lora import (
-    add_adapters,
-    gather_adapters,
-    merged_weights,
-    quantize_base,
-    reset_adapters,
-    write_peft,
+from load import (
+    export_checkpoint,
+    exported_type,
+    exported_weights,
+    load_model,
+    load_policy_and_reference,
+    shard_module,
+    weights_hash,
 )
+from lora import gather_adapters, merged_weights, reset_adapters, write_peft
+from objective import Objective
 from records.examples import (
     Example,
     absolute_sources,
@@ -40,22 +43,24 @@ from records.examples import (
     with_limits,
 )
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, CachedReference, FrozenModel, Reference, freeze
+from reference import AdaptersOff, CachedReference, FrozenModel, Reference
 from runs import console
 from runs.checkpoint import (
     RunState,
     begin_run,
+    check_resumed_hashes,
+    check_resumed_settings,
     checkpoint_folder,
     find_checkpoint,
     load_checkpoint,
     publish_folder,
-    read_settings,
     read_state,
     save_checkpoint,
+    save_state,
     take_folder,
     unlock_folder,
 )
-from runs.console import say
+from runs.console import BadInput, say
 from runs.devices import (
     Stop,
     all_reduce,
@@ -66,7 +71,7 @@ from runs.devices import (
 )
 from runs.logger import Logger, Throughput
 from runs.optimizer import make_optimizer
-from runs.settings import RunSettings, find_path, refuse_unless
+from runs.settings import RunSettings, find_path
 
 # ---- what lives during a run ---------------------------------------------------------------------
 
@@ -77,7 +82,7 @@ class Run:
 
     cfg: RunSettings
     """The settings, resolved and frozen."""
-    fabric: object
+    fabric: Fabric
     """Fabric, launched: this process's rank and device. Never changed."""
     budget: Budget
     """How a step is split into micro-batches. Never changed."""
@@ -87,8 +92,8 @@ class Run:
     """Never changed."""
     examples: dict[str, Sequence[Example]]
     """train, val and test, as token ids. Never changed."""
-    objective: object
-    """The algorithm (train.Objective). Changed by use_objective."""
+    objective: Objective
+    """The algorithm. Changed by use_objective."""
     policy: nn.Module
     """The model that learns, as Fabric wraps it; in eval mode but for a step's forward and backward. Its
     weights are changed by the optimizer's step and by new_reference, which merges adapters into the
@@ -96,7 +101,7 @@ class Run:
     reference: Reference | None
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
-    optimizer: object
+    optimizer: torch.optim.Optimizer
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the best step
@@ -121,23 +126,25 @@ class Run:
     reference_step: int = 0
     """The last step after which policy and reference were equal, in this process. Changed by
     new_reference."""
+    exported: dict[str, int] = field(default_factory=dict)
+    """The folders that this process has exported, final and best, and of which step. Changed by export."""
 
     # ---- what an outer loop may change
 
-    def use_objective(self, objective) -> None:
+    def use_objective(self, objective: Objective) -> None:
         """Train with another objective from the next fit on. It takes over what the last one remembers."""
         vars(objective).update(self.objective.state_dict())
         self.objective = objective
 
-    def load_records(self, path) -> list[Example]:
+    def load_records(self, path: str | Path) -> list[Example]:
         """Another file's records as examples, as data.train's are read. A resume refuses a file that has
         changed. Raises BadInput."""
         examples, _ = load_examples(
             str(path), self.tokenizer, self.objective.records, self.cfg.data
         )
         name, new = f"records of {path}", examples_hash({"": examples})
-        is_same = self.state.hashes.setdefault(name, new) == new
-        refuse_unless(is_same, f"resume: {name}: not what this run began with")
+        if self.state.hashes.setdefault(name, new) != new:
+            raise BadInput(f"resume: {name}: not what this run began with")
         return numbered(examples)
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
@@ -179,7 +186,14 @@ class Run:
     def publish_policy(self) -> Path:
         """The policy as it is now, as a Hugging Face folder. A collective."""
         folder = self.folder / "iterations" / "policy"
-        write = partial(export, self.source, self.policy.module.rows, self.merged_weights())
+        write = partial(
+            export,
+            self.source,
+            self.policy.module.rows,
+            self.merged_weights(),
+            choice=self.cfg.export,
+            seed=self.cfg.seed,
+        )
         publish_folder(self.fabric, write, folder)
         return folder
 
@@ -192,6 +206,10 @@ class Run:
         self.state.objective = saved_state(self.objective)
         save_checkpoint(self)
         self.saved_step = self.state.step
+
+    def save_state(self) -> None:
+        """Write into the last checkpoint that its step has been validated since. A collective."""
+        on_rank_0(self.fabric, lambda: save_state(self))
 
     def save_and_say_how_to_go_on(self) -> None:
         """For a run that stops before its end."""
@@ -213,10 +231,32 @@ class Run:
         load_checkpoint(self, folder)
 
     def export(self, name: str, step: int) -> None:
-        """Make the folder `name`, final or best, of the checkpoint of this step. A collective."""
+        """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has
+        done so. A collective."""
+        if self.exported.get(name) == step:
+            return
         # not the base that the checkpoint's settings name: the model's folder may be elsewhere now
         source = Source(checkpoint_folder(self.folder, step), self.source)
-        publish_folder(self.fabric, partial(export_checkpoint, source), self.folder / name)
+        write = partial(export_checkpoint, source, choice=self.cfg.export)
+        publish_folder(self.fabric, write, self.folder / name)
+        self.exported[name] = step
+
+    @contextlib.contextmanager
+    def exported_weights(self, name: str) -> Iterator[None]:
+        """Within this context the policy computes with the weights in the folder `name`, final or best. A
+        collective."""
+        weights = None
+        if self.fabric.global_rank == 0 or self.cfg.strategy != "fsdp":
+            weights = load_model(Source(self.folder / name)).unique_parameters()
+        dtype = exported_type(self.source, self.cfg)
+        with exported_weights(self.policy, self.reference, weights, dtype):
+            yield
+
+    @property
+    def export_rounds(self) -> bool:
+        """Whether the exported weights are others than those of the policy, and the policy can take them: a
+        base in 4 bits cannot."""
+        return exported_type(self.source, self.cfg) is not None and not self.cfg.lora.quantize
 
     def export_adapters(self) -> None:
         """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and
@@ -247,90 +287,72 @@ class Run:
 # ---- how it is made ------------------------------------------------------------------------------
 
 
-def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=None) -> Run:
+def setup(
+    cfg: RunSettings,
+    objective: Objective,
+    checker: Checker | None = None,
+    optimizer: Callable | None = None,
+    rollout: Callable | None = None,
+) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
     checker: judges answers (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout:
     an engine that answers prompts (see rollout.py). Raises BadInput, Failed.
     """
     console.shows_progress = cfg.progress
-    program = Path(sys.argv[0])
-    out = Path(cfg.out_dir or f"out/{program.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}").resolve()
-    find_checkpoint(out, cfg.resume)  # refuses a folder that holds another run
     check_objective(objective)
     check_settings(objective, cfg)
+    folder = run_folder(cfg)
+    checkpoint = find_checkpoint(folder, cfg.resume)  # refuses a folder that holds another run
 
-    # the model's folder and its tokenizer
+    # what the settings name: a model, its tokenizer, and records
     source = find_model(cfg.model)
     config = read_config(source).get_text_config()
-    size = config.num_hidden_layers, config.hidden_size
+    cfg = resolve(cfg, config)
+    check_resumed_settings(checkpoint, cfg)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
-    data = with_limits(cfg.data, context_of(config))
-    data = with_absolute_paths(data, "train", "val", "test", "chat_template")
-    cfg = replace(cfg, data=data, **resolve_devices(cfg, *size))
-    cfg = with_absolute_paths(cfg, "model", "reference")
-
-    # the records
     examples = load_splits(cfg.data, tokenizer, objective.records)
     check_tokens(sum(examples.values(), []), config.vocab_size, cfg.model)
-    refuse_unless(not cfg.keep_best or examples["val"], "keep_best: data.val: no examples")
+    if cfg.keep_best and not examples["val"]:
+        raise BadInput("keep_best: data.val: no examples")
 
-    # the processes and the run's folder
+    # the processes, and the run's folder, which the first of them locks
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
-    contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
-    hashes = {
-        "program": program.name,
-        "records": examples_hash(examples),
-        "config, tokenizer or chat template": hashlib.sha256(contents).hexdigest(),
-    }
-    is_same = torch.tensor(float(hashes == fabric.broadcast(hashes)), device=fabric.device)
-    refuse_unless(
-        all_reduce(is_same, "min"),
-        "data: the processes have read different files: all nodes need the same ones",
-    )
-    out = fabric.broadcast(out)  # the first rank's
-    checkpoint = on_rank_0(fabric, lambda: take_folder(out, cfg.resume))
+    hashes = hash_inputs(fabric, source, tokenizer, examples)
+    folder = fabric.broadcast(folder)  # its default name has the clock of each rank
+    checkpoint = on_rank_0(fabric, lambda: take_folder(folder, cfg.resume))
+    on_rank_0(fabric, lambda: check_resumed_hashes(checkpoint, hashes))
     # for settings.yaml: --config RUN/settings.yaml --resume auto finds the run, in its newest step
-    cfg = replace(cfg, out_dir=str(out), resume=None)
+    cfg = replace(cfg, out_dir=str(folder), resume=None)
 
-    # the models
+    # the models, and what trains the policy
     say(f"loading {cfg.model}")
-    policy, frozen, of_weights = load_models(
+    policy, frozen, of_weights = load_policy_and_reference(
         cfg, fabric, source, tokenizer, objective, config.hidden_size
     )
     hashes |= of_weights
-    optimizer = (optimizer or make_optimizer)(policy.module, cfg)
-    check_optimizer(optimizer, policy.unique_parameters())
-    optimizer = fabric.setup_optimizers(optimizer)
-    reference = None
-    if objective.needs_reference:
-        reference = FrozenModel(fabric, frozen) if frozen else AdaptersOff(policy)
-    if cfg.reference_cache:
-        reference = CachedReference(reference, fabric, cfg, hashes)
+    trained_by = (optimizer or make_optimizer)(policy.module, cfg)
+    check_optimizer(trained_by, policy.unique_parameters())
+    reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)
 
     # a new run, or the one that it goes on from
-    state = on_rank_0(fabric, lambda: begin_run(out, checkpoint, cfg, hashes))
-    # the folder of a branch has no checkpoint yet
-    saved_step = state.step if checkpoint and checkpoint.parents[1] == out else 0
+    state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes))
+    is_branch = checkpoint is not None and checkpoint.parents[1] != folder
+    saved_step = 0 if is_branch else state.step  # the folder of a branch has no checkpoint yet
     stop = Stop(cfg.max_time)
     run = Run(
         cfg=cfg,
         fabric=fabric,
-        budget=Budget(
-            fabric.global_rank,
-            fabric.world_size,
-            room=cfg.micro_batch_size or most_tokens(cfg, *size),
-            by_tokens=not cfg.micro_batch_size,
-        ),
+        budget=budget_of(cfg, fabric, config),
         source=source,
         tokenizer=tokenizer,
         examples=examples,
         objective=objective,
         policy=policy,
         reference=reference,
-        optimizer=optimizer,
+        optimizer=fabric.setup_optimizers(trained_by),
         state=state,
-        folder=out,
+        folder=folder,
         logger=Logger(cfg, saved_step or -1, state.unvalidated),
         evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker, stop),
         throughput=Throughput(fabric, cfg, policy.module, objective),
@@ -344,108 +366,70 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     return run
 
 
+def run_folder(cfg: RunSettings) -> Path:
+    """The run's own folder: out_dir, or a new one that is named by program and time."""
+    now = datetime.now()
+    return Path(cfg.out_dir or f"out/{Path(sys.argv[0]).stem}-{now:%Y%m%d-%H%M%S-%f}").resolve()
+
+
+def resolve(cfg: RunSettings, config) -> RunSettings:
+    """The settings with all that depends on the model and the machine filled in, and with absolute paths.
+    config: transformers' text config."""
+    data = with_limits(cfg.data, context_of(config))
+    data = with_absolute_paths(data, "train", "val", "test", "chat_template")
+    devices = resolve_devices(cfg, config.num_hidden_layers, config.hidden_size)
+    cfg = replace(cfg, data=data, **devices)
+    return with_absolute_paths(cfg, "model", "reference")
+
+
 def with_absolute_paths(settings, *names: str):
     """The same settings with absolute paths of what is read: settings.yaml, which is made of them, then
     means the same from any working directory. Ids of the Hub stay as they are."""
     return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
 
 
-# ---- models --------------------------------------------------------------------------------------
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    """Of the weights."""
-    return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
-
-
-def load_models(
-    cfg: RunSettings, fabric, source: Source, tokenizer: Tokenizer, objective, width: int
-):
-    """-> the policy, the frozen reference (None: there is none, or it is the policy with its
-    adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
-    The objective's module, for hidden states of this width, becomes a part of the policy after the
-    reference was copied from it. Raises BadInput."""
-    sharded, dtype = cfg.strategy == "fsdp", dtype_of(cfg.precision)
-    policy = other = frozen = None
-    other_source = source
-    if cfg.reference:
-        other_source = find_model(cfg.reference, "reference")
-        refuse_unless(
-            # the records' ids are made once, by the policy's tokenizer
-            tokenizer.hf.get_vocab() == Tokenizer(other_source).hf.get_vocab(),
-            f"reference: {cfg.reference}: another tokenizer than {cfg.model}",
+def hash_inputs(
+    fabric: Fabric, source: Source, tokenizer: Tokenizer, examples: dict[str, list[Example]]
+) -> dict[str, str]:
+    """Hashes of what the run learns from, by name, but for weights. Refuses processes that have read
+    different files."""
+    contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
+    hashes = {
+        "program": Path(sys.argv[0]).name,
+        "records": examples_hash(examples),
+        "config, tokenizer or chat template": hashlib.sha256(contents).hexdigest(),
+    }
+    is_same = torch.tensor(float(hashes == fabric.broadcast(hashes)), device=fabric.device)
+    if all_reduce(is_same, "min") == 0:
+        raise BadInput(
+            "data: the processes have read different files: all nodes need the same ones"
         )
-    if fabric.global_rank == 0 or not sharded:
-        policy = load_model(source, dtype=dtype)
-        other = load_model(other_source, dtype=dtype) if cfg.reference else None
-    models = {"model weights": policy, "reference weights": other}.items()
-    hashes = on_rank_0(
-        fabric, lambda: {name: weights_hash(x.unique_parameters()) for name, x in models if x}
+    return hashes
+
+
+def make_reference(
+    cfg: RunSettings,
+    fabric: Fabric,
+    objective: Objective,
+    policy: nn.Module,
+    frozen: nn.Module | None,
+    hashes: dict[str, str],
+) -> Reference | None:
+    """The reference of the run; None if the objective needs none."""
+    if not objective.needs_reference:
+        return None
+    reference = AdaptersOff(policy) if frozen is None else FrozenModel(fabric, frozen)
+    if cfg.reference_cache:
+        return CachedReference(reference, fabric, cfg, hashes)
+    return reference
+
+
+def budget_of(cfg: RunSettings, fabric: Fabric, config) -> Budget:
+    """How a step is split over ranks and micro-batches. config: transformers' text config."""
+    most = most_tokens(cfg, config.num_hidden_layers, config.hidden_size)
+    return Budget(
+        fabric.global_rank,
+        fabric.world_size,
+        room=cfg.micro_batch_size or most,
+        by_tokens=not cfg.micro_batch_size,
     )
-    if cfg.reference:  # how it computes is no weight
-        config = (other_source.root / "config.json").read_bytes()
-        hashes["reference config"] = hashlib.sha256(config).hexdigest()
-    if policy:
-        add_adapters(policy, cfg.lora)
-    if objective.needs_reference and (cfg.reference or not cfg.lora.rank):
-        if sharded:
-            whole = other or policy
-            frozen = shard_over_ranks(fabric, whole, other_source, cfg.precision)
-        else:  # not wrapped: DDP refuses a module that never trains
-            frozen = fabric.to_device(freeze(other or copy.deepcopy(policy), cfg.precision))
-    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
-        quantize_base(policy, fabric.device)
-    objective_module = objective.make_module(width)
-    # from here on ranks may draw different random numbers (dropout)
-    torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
-    if sharded:
-        policy = shard_over_ranks(fabric, policy, source, cfg.precision, cfg.lora, objective_module)
-    else:
-        policy.objective_module = objective_module
-        policy = fabric.setup_module(policy)
-    policy.module.activation_checkpointing = cfg.activation_checkpointing
-    return policy.eval(), frozen, hashes
-
-
-def weights_hash(weights: dict[str, torch.Tensor]) -> str:
-    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
-    h = hashlib.sha256()
-    for name, x in sorted(weights.items()):
-        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.detach().flatten().view(torch.uint8).numpy())
-    return h.hexdigest()
-
-
-# ---- Hugging Face folders ------------------------------------------------------------------------
-
-
-def export_checkpoint(source: Source, out: Path) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
-    of the run. Raises BadInput if adapters would be merged into other weights than those they were
-    trained on."""
-    settings, state = read_settings(source.folder), read_state(source.folder)
-    dtype = dtype_of(settings["precision"])
-    # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
-    gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
-    if settings["lora"]["rank"] and not state.reference_has_moved:
-        base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}
-        refuse_unless(
-            weights_hash(base) == state.hashes["model weights"],
-            f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
-        )
-    put_on(gpt, source.folder)
-    card = f"""---
-library_name: transformers
-tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
----
-
-Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have
-the hash `{state.hashes["records"]}`, with these settings:
-
-```yaml
-{(source.folder / "settings.yaml").read_text()}```
-"""
-    notes = {"README.md": card}
-    if source.chat_template:
-        notes["chat_template.jinja"] = source.chat_template.read_text()
-    export(source, gpt.rows, gpt.unique_parameters(), out, notes)

@@ -427,16 +427,35 @@ class Trainer:
             return self.score(step)
 
     def evaluate(self, plan: Plan) -> bool:
-        """Write a row of val.csv, samples, and the checker's accuracy. -> whether the row is the best
-        so far by keep_best"""
+        """Write a row of val.csv, samples, and the checker's accuracy; after the run's last step they are those of
+        the weights that are exported. -> whether the row is the best so far by keep_best"""
         run = self.run
         done = run.state.step
         if not self.val:
             return False
         run.state.unvalidated = True
-        row = {}
-        if self.val[0].completions:  # of prompts alone only a checker has something to say
-            row = self.metrics(*self.score_examples(self.val, "validation"))
+        is_rounded = done == plan.total and run.export_rounds
+        if is_rounded:
+            run.save()  # as not validated: a resume in the middle of this begins it again
+            run.export("final", done)
+            trained = self.metrics_of(self.val, "validation")
+            with run.exported_weights("final"):
+                row, samples = self.validation_row(plan)
+            say_what_is_left("validation", trained, row)
+        else:
+            row, samples = self.validation_row(plan)
+        run.state.unvalidated = False
+        is_best = run.state.remember_if_best(row, run.cfg.keep_best)
+        run.logger.validation(done, row, samples)
+        if is_rounded:
+            run.save_state()
+        return is_best
+
+    def validation_row(self, plan: Plan) -> tuple[dict, list[dict]]:
+        """-> a row of val.csv, and samples. A collective."""
+        run = self.run
+        done = run.state.step
+        row = self.metrics_of(self.val, "validation")
         answered: list[Example] = []
         if run.evaluator.checker:
             share = kl_own = None
@@ -444,11 +463,14 @@ class Trainer:
                 share, answered = run.evaluator.accuracy(done)
                 kl_own = self.own_kl(answered)
             row = join_columns(row, {"checker_accuracy": share, "kl/own": kl_own})
-        samples = run.evaluator.samples(answered)
-        run.state.unvalidated = False
-        is_best = run.state.remember_if_best(row, run.cfg.keep_best)
-        run.logger.validation(done, row, samples)
-        return is_best
+        return row, run.evaluator.samples(answered)
+
+    def metrics_of(self, examples: list[Example], title: str) -> dict:
+        """A row by the objective's metrics, of all these examples. Empty for prompts alone, of which only a
+        checker has something to say. A collective."""
+        if not examples[0].completions:
+            return {}
+        return self.metrics(*self.score_examples(examples, title))
 
     @torch.no_grad()
     def own_kl(self, answered: list[Example]) -> float | None:
@@ -545,18 +567,51 @@ class Trainer:
     def finish(self) -> None:
         """Compare the answers of the last weights with those before the run; export the last weights, and then
         the best ones, and score the test split with each."""
-        run, test, scores, last = self.run, self.run.examples["test"], {}, self.run.state.step
-        run.evaluator.compare(last)
+        run = self.run
+        run.evaluator.compare(run.state.step)
         if run.cfg.lora.rank:
             run.export_adapters()
-        for name, step in (("final", last), ("best", run.state.best_step)):
+        exports = {"final": run.state.step, "best": run.state.best_step}
+        test = run.examples["test"]
+        scores = {}
+        for name, step in exports.items():
             if step is None:
                 continue
             run.export(name, step)
             say(f"\nexported to {run.folder / name}")
             if test and test[0].completions:
                 run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
-                row = scores[name] = self.metrics(*self.score_examples(test, "the test split"))
-                say(f"test, {name} weights: {', '.join(format_cells(row))}")
+                scores[name] = self.test_row(name)
+                say(f"test, {name} weights: {', '.join(format_cells(scores[name]))}")
         if scores and run.fabric.global_rank == 0:
             write_json(run.folder / "eval" / "test.json", scores)
+
+    def test_row(self, name: str) -> dict:
+        """The test split's row, of the weights that were exported as `name`: final or best."""
+        run = self.run
+        test = run.examples["test"]
+        row = self.metrics_of(test, "the test split")
+        if not run.export_rounds:
+            return row
+        trained = row
+        with run.exported_weights(name):
+            row = self.metrics_of(test, "the test split")
+        say_what_is_left(f"test, {name} weights", trained, row)
+        return row
+
+
+def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
+    """Say how much of the margin, or where there is none of the loss, the rounding of an export has left, if
+    it is less than nine tenths. trained, exported: rows of the same examples."""
+    has_margin = (trained.get("rewards/margins") or 0) > 0
+    name = "rewards/margins" if has_margin else "loss"
+    before = trained.get(name)
+    after = exported.get(name)
+    if before is None or after is None or before <= 0:
+        return
+    share = after / before if has_margin else before / max(after, before)
+    if share < 0.9:
+        say(
+            f"{what}: {name} is {after:.4g} for the exported weights and {before:.4g} for the trained ones, "
+            f"before they were rounded ({share:.0%}); --export.dtype float32 exports those"
+        )

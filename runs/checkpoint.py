@@ -203,29 +203,43 @@ def unlock_folder(out: Path) -> None:
         _locks.pop(out).close()
 
 
+def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings) -> None:
+    """Refuse settings that would make another run of the one that goes on from this checkpoint."""
+    if checkpoint is None:
+        return
+    saved = flatten(read_settings(checkpoint))
+    new = flatten(cfg)
+    fixed, rounding = changed_settings(saved, new, resume_rules(type(cfg)))
+    if fixed:
+        faults = [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
+        own_settings = f"{checkpoint.parents[1]}/settings.yaml"
+        faults[-1] += f"; a resume uses the run's own settings (--config {own_settings})"
+        raise BadInput("\n".join(faults))
+    if rounding:
+        say(f"resume: the same run up to rounding, since {', '.join(rounding)} changed")
+
+
+def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> None:
+    """Refuse a program, models and records that are not those of the run that goes on from this checkpoint."""
+    if checkpoint is None:
+        return
+    began_with = read_state(checkpoint).hashes
+    changed = [name for name, x in hashes.items() if x != began_with.get(name)]
+    if changed:
+        raise BadInput("\n".join(f"{name}: not what this run began with" for name in changed))
+
+
 def begin_run(
     out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str]
 ) -> RunState:
-    """Compare program, settings, models and records with those of the checkpoint that the run goes on
-    from. Only then write into the folder: put newer checkpoints aside, and write the settings. -> the
-    state that the run begins with. Raises BadInput."""
+    """Write into the folder for the first time: put checkpoints aside that are newer than the one that the
+    run goes on from, and write the settings. -> the state that the run begins with. Raises BadInput for
+    models that are not those of the checkpoint."""
+    check_resumed_hashes(checkpoint, hashes)
     state = RunState(hashes=hashes)
     if checkpoint:
         state = read_state(checkpoint)
-        saved, new = flatten(read_settings(checkpoint)), flatten(cfg)
-        fixed, rounding = changed_settings(saved, new, resume_rules(type(cfg)))
-        faults = [
-            f"{name}: not what this run began with"
-            for name, x in hashes.items()
-            if x != state.hashes.get(name)
-        ]
-        faults += [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
-        if fixed:
-            own_settings = f"{checkpoint.parents[1]}/settings.yaml"
-            faults[-1] += f"; a resume uses the run's own settings (--config {own_settings})"
-        refuse_unless(not faults, "\n".join(faults))
-        same = f"; the same run up to rounding, since {', '.join(rounding)} changed"
-        say(f"resumed from {checkpoint}{same if rounding else ''}")
+        say(f"resumed from {checkpoint}")
         own = checkpoints_by_step(out)
         # it was removed; or this is a branch, which has no checkpoint yet
         if state.best_step not in own:
@@ -290,12 +304,25 @@ def save_checkpoint(run) -> None:
 
     publish_folder(fabric, write, checkpoint_folder(out, state.step), on_every_rank=True)
     if fabric.global_rank == 0:
-        for step, path in list(checkpoints_by_step(out).items())[: -run.cfg.keep_last]:
-            if step != state.best_step:
-                # renamed first: a checkpoint that is half removed must not look like one
-                path.rename(path.with_name(f".{path.name}.tmp"))
-        for removed in (out / "checkpoints").glob(".*.tmp"):  # a killed process may have left one
-            shutil.rmtree(removed, ignore_errors=True)
+        _remove_old_checkpoints(run)
+
+
+def save_state(run) -> None:
+    """Write state.json of the last checkpoint again: its step has been validated since. On rank 0."""
+    file = checkpoint_folder(run.folder, run.state.step) / "state.json"
+    write_whole(file, json.dumps(asdict(run.state)))
+    _remove_old_checkpoints(run)
+
+
+def _remove_old_checkpoints(run) -> None:
+    """But for the newest ones and the best. On rank 0."""
+    for step, path in list(checkpoints_by_step(run.folder).items())[: -run.cfg.keep_last]:
+        if step != run.state.best_step:
+            # renamed first: a checkpoint that is half removed must not look like one
+            path.rename(path.with_name(f".{path.name}.tmp"))
+    # a killed process may have left one
+    for removed in (run.folder / "checkpoints").glob(".*.tmp"):
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _generator(fabric) -> torch.Generator:

@@ -157,6 +157,11 @@ def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def gather_tensor(x: torch.Tensor) -> torch.Tensor:
     """The full tensor on the CPU. A collective if x is sharded."""
     full = x.full_tensor() if isinstance(x, DTensor) else x

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import PARITY, checkpoint_tensors, start, train
+from conftest import PARITY, checkpoint_tensors, killed, rows_of, start, started_ranks, train
 from models import (
     GQA,
-    IDS,
     load_transformers,
-    logits,
     made,
     our_logits,
     refused,
@@ -24,7 +22,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 import load
-from hub import find_model
+from hub import find_model, round_at_random
 from runs import checkpoint
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
@@ -37,12 +35,14 @@ LORA = (
 
 
 @torch.no_grad()
-def rounded_logits(source) -> torch.Tensor:
-    """The same with the weights as an export of a model in bfloat16 has them."""
-    gpt = load.load_model(source)
-    for p in gpt.parameters():
-        p.copy_(p.bfloat16())
-    return logits(gpt, IDS)
+def check_rounded(folder: Path, trained: dict[str, torch.Tensor]) -> None:
+    """Each weight in the folder is one of the two numbers of bfloat16 around the trained one, by the bits of
+    float32: their lower half is cut off, or the upper one counted up. A number of bfloat16 is both."""
+    for name, p in load.load_model(folder).unique_parameters().items():
+        bits = trained[name].contiguous().view(torch.int32)
+        near_0 = bits & ~0xFFFF
+        far = torch.where(bits == near_0, near_0, near_0 + 0x10000)
+        assert ((p == near_0.view(torch.float32)) | (p == far.view(torch.float32))).all(), name
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,7 @@ def test_final_is_the_last_step_and_best_the_best_in_the_source_s_dtype(full, ll
         assert {x.dtype for x in found.values()} == {torch.bfloat16}
         assert load_transformers(full / name).dtype == torch.bfloat16
         trained = checkpoint_tensors(full / "checkpoints" / f"step-{step:08d}", "weights")
-        ours = load.load_model(full / name).unique_parameters()
-        rounded = {n: x.bfloat16().float() for n, x in trained.items()}
-        assert same_weights({n: p.detach() for n, p in ours.items()}, rounded)
+        check_rounded(full / name, trained)
         card = (full / name / "README.md").read_text()
         assert f"for {step} steps" in card and "beta: 0.1" in card
         assert state.hashes["records"] in card
@@ -103,9 +101,8 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, ratings, tmp
         start("export", [str(step), "--out", str(tmp_path / run.parent.name)])
         out = tmp_path / run.parent.name
         assert f"exported to {out}" in capsys.readouterr().out
-        rounded = rounded_logits(step)
-        assert same(our_logits(out), rounded, 0.0)
-        assert same(their_logits(load_transformers(out).float()), rounded, 1e-5)
+        check_rounded(out, load.load_model(step).unique_parameters())
+        assert same(their_logits(load_transformers(out).float()), our_logits(out), 1e-5)
         assert not same(our_logits(step), our_logits(run), 1e-2), "else any step would do"
         assert "for 2 steps" in (out / "README.md").read_text()
         refused("^out: .*: is there already$", start, "export", [str(step), "--out", str(out)])
@@ -131,6 +128,262 @@ def test_adapters_are_not_merged_into_other_weights(llama, ratings, tmp_path):
     match = f"^export: {base}: not the weights that {first} was trained on"
     refused(match, start, "export", [first, "--out", str(tmp_path / "other")])
     assert not (tmp_path / "other").exists()
+
+
+# ---- what is exported is what was measured --------------------------------------------------------
+
+SENTENCES = [
+    {"prompt": f"question {i}", "completion": f" answer {i} {'yes' if i % 2 else 'no'}"}
+    for i in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("rated") / "rated.jsonl"
+    rows = [record | {"label": i % 2 == 1} for i, record in enumerate(SENTENCES)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@torch.no_grad()
+def logps_of(folder: Path) -> list[float]:
+    """Of the completions of SENTENCES, by transformers in float32."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model, logps = load_transformers(folder).float(), []
+    for record in SENTENCES:
+        prompt, completion = (tokenizer.encode(x) for x in record.values())
+        completion.append(tokenizer.eos_token_id)
+        ids = torch.tensor([prompt + completion])
+        logp_TV = model(input_ids=ids).logits[0].double().log_softmax(-1)
+        at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+        logps.append(logp_TV[at, ids[0, len(prompt) :]].sum().item())
+    return logps
+
+
+def margin_of(folder: Path, base: Path) -> float:
+    """KTO's margin by hand: beta times the mean log-ratio of the good answers minus that of the bad ones."""
+    r = [0.1 * (a - b) for a, b in zip(logps_of(folder), logps_of(base))]
+    return sum(r[1::2]) / 4 - sum(r[::2]) / 4
+
+
+ONE_STEP_AT_A_TIME = ("--batch_size=4", "--max_steps=6", "--epochs=9", "--val_interval=1")
+ONE_STEP_AT_A_TIME += ("--save_interval=1", "--keep_last=9", "--eval.samples=0")
+RUNS = {
+    "full": ("--optim.lr=3e-5",),
+    "nearest": ("--optim.lr=3e-5", "--export.rounding=nearest"),
+    "lora": ("--optim.lr=1e-2", *LORA),
+    "float16": ("--optim.lr=1e-5", "--export.dtype=float16"),
+    "adapters in bf16-true": ("--optim.lr=1e-2", "--precision=bf16-true", *LORA),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_numbers_after_training_are_of_the_exported_weights(name, llama, rated, tmp_path):
+    out, argv = tmp_path / "run", (f"--data.val={rated}", f"--data.test={rated}")
+    argv += (*ONE_STEP_AT_A_TIME, "--keep_best=accuracy", *RUNS[name])
+    train(llama, rated, out, *argv)
+    state = checkpoint.read_state(out / "checkpoints" / "step-00000006")
+    assert not state.unvalidated
+    tests = json.loads((out / "eval" / "test.json").read_text())
+    validated = float(rows_of(out / "val.csv")[-1]["rewards/margins"])
+    within = dict(rel=0.02 if "bf16" in name else 1e-4, abs=1e-6)  # products in bfloat16
+    assert validated == pytest.approx(margin_of(out / "final", llama), **within)
+    for folder in ("final", "best"):
+        by_hand = margin_of(out / folder, llama)
+        assert tests[folder]["rewards/margins"] == pytest.approx(by_hand, **within)
+    if "bf16" not in name:
+        step, trained = out / "checkpoints" / "step-00000006", tmp_path / "trained"
+        start("export", [str(step), "--out", str(trained), "--dtype=float32"])
+        assert margin_of(trained, llama) != pytest.approx(validated, rel=5e-4), "else all are one"
+
+
+def test_small_steps_are_not_rounded_away_and_where_they_are_a_line_says_so(
+    llama, rated, tmp_path, capsys
+):
+    margins = {}
+    for rounding in ("stochastic", "nearest"):
+        out = tmp_path / rounding
+        argv = (f"--data.val={rated}", *ONE_STEP_AT_A_TIME, "--optim.lr=3e-6")
+        train(llama, rated, out, *argv, f"--export.rounding={rounding}")
+        text = capsys.readouterr().out
+        margins[rounding] = margin_of(out / "final", llama)
+        says = [x for x in text.splitlines() if "rewards/margins is" in x]
+        assert len(says) == (rounding == "nearest"), text
+        # rows of tokens that no text has are not trained
+        old, new = (
+            load_file(x / "model.safetensors")["model.embed_tokens.weight"]
+            for x in (llama, out / "final")
+        )
+        is_same_row = (old.view(torch.int16) == new.view(torch.int16)).all(1)
+        assert is_same_row.sum() > 400 and (rounding == "nearest" or not is_same_row.all())
+    step = tmp_path / "nearest" / "checkpoints" / "step-00000006"
+    start("export", [str(step), "--out", str(tmp_path / "trained"), "--dtype=float32"])
+    trained = margin_of(tmp_path / "trained", llama)
+    assert margins["stochastic"] == pytest.approx(trained, rel=0.25)
+    assert margins["nearest"] < 0.5 * trained
+    assert f"{margins['nearest']:.4g} for the exported weights and {trained:.4g}" in says[0]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_run_that_is_killed_in_its_last_validation_ends_as_if_it_were_not(llama, rated, tmp_path):
+    argv = (f"--data.val={rated}", *ONE_STEP_AT_A_TIME, "--optim.lr=3e-5")
+    out = tmp_path / "run"
+
+    def work():
+        train(llama, rated, out, *argv)
+
+    work()
+    rows, exported = rows_of(out / "val.csv"), bytes_of(out / "final")
+    train(llama, rated, out, *argv, "--resume=auto")  # it ends at once
+    assert rows_of(out / "val.csv") == rows and bytes_of(out / "final") == exported
+    shutil.rmtree(out)
+    killed("train.say_what_is_left", 1, work)
+    assert checkpoint.read_state(out / "checkpoints" / "step-00000006").unvalidated
+    train(llama, rated, out, *argv, "--resume=auto")
+    assert rows_of(out / "val.csv") == rows and bytes_of(out / "final") == exported
+
+
+@pytest.mark.parametrize("more", [("--optim.lr=3e-5",), ("--optim.lr=1e-2", *LORA)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_two_ranks_the_export_is_what_was_measured(strategy, more, llama, rated, tmp_path):
+    out, argv = tmp_path / "run", [f"--model={llama}", f"--data.train={rated}", *more]
+    argv += [f"--data.val={rated}", f"--data.test={rated}", f"--out_dir={tmp_path / 'run'}"]
+    argv += [*ONE_STEP_AT_A_TIME, f"--strategy={strategy}", "--devices=2", "--accelerator=cpu"]
+    for child in started_ranks(2, tmp_path / "said", "kto", argv):
+        code, _, stderr = child.ended(within=300)
+        assert code == 0, stderr
+    by_hand = pytest.approx(margin_of(out / "final", llama), rel=1e-4, abs=1e-6)
+    assert float(rows_of(out / "val.csv")[-1]["rewards/margins"]) == by_hand
+    tests = json.loads((out / "eval" / "test.json").read_text())
+    assert tests["final"]["rewards/margins"] == by_hand
+    # each weight's draws depend on the seed and its name alone
+    start("export", [str(out / "checkpoints" / "step-00000006"), "--out", str(tmp_path / "again")])
+    weights = (load_file(x / "model.safetensors") for x in (out / "final", tmp_path / "again"))
+    assert same_weights(*weights)
+
+
+def test_an_engine_gets_the_policy_as_it_would_be_exported(llama, rated, tmp_path):
+    seen = []
+
+    def engine(folder, prompts, sampling, max_new_tokens, seed):
+        seen.append(load_file(folder / "model.safetensors"))
+        return [[5, 6, 0] for _ in prompts]
+
+    argv = ("--batch_size=4", "--optim.lr=1e-3", "--online.max_iterations=2", "--eval.samples=0")
+    argv += ("--online.prompts_per_iteration=8", *LORA, "--data.max_completion=8")
+    out = tmp_path / "run"
+    given = dict(program="online", rollout=engine, checker=lambda answers: [True] * len(answers))
+    train(llama, rated, out, *argv, "--online.reference=first", **given)
+    step = out / "checkpoints" / "step-00000002"
+    start("export", [str(step), "--out", str(tmp_path / "again")])
+    assert same_weights(seen[1], load_file(tmp_path / "again" / "model.safetensors"))
+    start("export", [str(step), "--out", str(tmp_path / "cut"), "--rounding=nearest"])
+    assert not same_weights(seen[1], load_file(tmp_path / "cut" / "model.safetensors"))
+
+
+# ---- types of weights, and the files beside them --------------------------------------------------
+
+
+def in_types(llama: Path, out: Path, said: str, type_of) -> dict[str, torch.Tensor]:
+    """The same model in two files, with each weight in the type that type_of(name) gives, and a
+    config.json that says another one. -> the weights"""
+    shutil.copytree(llama, out)
+    (out / "model.safetensors").unlink()
+    weights = load_file(llama / "model.safetensors")
+    weights = {name: x.to(type_of(name)) for name, x in weights.items()}
+    index = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(weights)}
+    for file in set(index.values()):
+        part = {name: x for name, x in weights.items() if index[name] == file}
+        save_file(part, out / file, {"format": "pt"})
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    config = json.loads((out / "config.json").read_text())
+    config.pop("dtype", None)
+    (out / "config.json").write_text(json.dumps(config | {"torch_dtype": said}))
+    return weights
+
+
+TYPES = {
+    "float32 beside a config of bfloat16": ("bfloat16", lambda name: torch.float32, "float32"),
+    "norms in float32": (
+        "float16",
+        lambda name: torch.float32 if "norm" in name else torch.bfloat16,
+        "bfloat16",
+    ),
+    "float16": ("float16", lambda name: torch.float16, "float16"),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_each_weight_keeps_the_type_of_its_file_and_what_is_frozen_its_bits(
+    name, llama, rated, tmp_path
+):
+    said, type_of, right = TYPES[name]
+    weights = in_types(llama, tmp_path / "in", said, type_of)
+    argv = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-2")
+    argv += ("--lora.rank=2", "--lora.targets=q_proj")
+    train(tmp_path / "in", rated, tmp_path / "run", *argv)
+    final = tmp_path / "run" / "final"
+    found = load_file(final / "model.safetensors")
+    assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in weights.items()}
+    changed = [n for n, x in found.items() if not torch.equal(x, weights[n])]
+    assert changed and all("q_proj" in n for n in changed)
+    config = json.loads((final / "config.json").read_text())
+    assert config["torch_dtype"] == right and "dtype" not in config
+    as_it_was = json.loads((tmp_path / "in" / "config.json").read_text())
+    assert config == as_it_was | {"torch_dtype": right}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_number_is_rounded_to_a_neighbour_and_is_right_on_average(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20_000, generator=generator) * torch.logspace(-8, 1, 20_000)
+    nearest = x.to(dtype).double()
+    error = x.double() - nearest
+    limits = torch.finfo(dtype)
+    power = 2.0 ** torch.floor(torch.log2(x.abs().double()))
+    spacing = (power * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
+    draws = [round_at_random(x, dtype, seed, "w").double() for seed in range(100)]
+    for draw in draws:
+        assert ((draw - x.double()).abs() < spacing).all(), "one of the two neighbours"
+    off = (torch.stack(draws).mean(0) - x.double()) / spacing
+    assert off.abs().max() < 0.3 and off.mean().abs() < 1e-3
+    assert (error / spacing).abs().mean() > 0.1, "else nothing was rounded"
+    exact = torch.cat([nearest.float(), torch.tensor([0.0, -0.0, 1.0])])
+    same_bits = round_at_random(exact, dtype, 1, "w").view(torch.int16)
+    assert torch.equal(same_bits, exact.to(dtype).view(torch.int16))
+    assert torch.equal(draws[7], round_at_random(x, dtype, 7, "w").double())
+    assert not torch.equal(draws[7], round_at_random(x, dtype, 7, "v").double())
+
+
+def test_code_that_a_config_names_goes_along_and_is_not_run(llama, rated, tmp_path, monkeypatch):
+    source = tmp_path / "in"
+    shutil.copytree(llama, source)
+    for file, entry in (
+        ("config.json", {"AutoConfig": "configuration_own.OwnConfig"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}),
+    ):
+        config = json.loads((source / file).read_text())
+        (source / file).write_text(json.dumps(config | {"auto_map": entry}))
+    (source / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\nfrom .names import KIND\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    kind = KIND\n"
+    )
+    (source / "names.py").write_text(
+        f"KIND = 'own'\nopen({str(tmp_path / 'was_run')!r}, 'w').close()\n"
+    )
+    train(source, rated, tmp_path / "run", "--batch_size=4", "--max_steps=1")
+    final = tmp_path / "run" / "final"
+    assert not (tmp_path / "was_run").exists()
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+    config = transformers.AutoConfig.from_pretrained(final, trust_remote_code=True)
+    assert config.kind == "own"
+    train(llama, rated, tmp_path / "plain", "--batch_size=4", "--max_steps=1")
+    assert not list((tmp_path / "plain" / "final").glob("*.py"))
 
 
 # ---- adapters ------------------------------------------------------------------------------------
