@@ -2,13 +2,15 @@
 
 transformers reads a folder and computes the log-probs of a few short texts. Then our GPT takes
 its weights, or the same instance goes on with our attention. Either must give the same log-probs,
-else it is refused. The texts are random ids: this sees no fault of a tokenizer or chat template."""
+else it is refused. Before that, the adapters of a PEFT folder are merged into transformers' model, and
+compared in the same way. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
 import contextlib
 import copy
 import hashlib
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import transformers
 from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers.pytorch_utils import Conv1D
 
 from attention import KVCache
 from head import logp_of
@@ -30,7 +33,7 @@ from hub import (
     read_whole,
     widest,
 )
-from lora import add_adapters, fold_adapters, plain_name, quantize_base, read_peft
+from lora import Adapter, add_adapters, fold_adapters, plain_name, quantize_base, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from objective import Objective
 from packing import pack
@@ -62,19 +65,15 @@ def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) 
 
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
-    """A model without adapters of its own: a base, read and compared, on which the weights or adapters
-    of each folder are put."""
-    if source.base:
+    """A model without adapters of its own: transformers' model with the adapters of PEFT folders in its
+    weights, read and compared, on which the weights of a checkpoint are put."""
+    if source.base and not _is_peft(source):
         gpt = _load_plain(source.base, dtype)
         put_on(gpt, source.folder)
         return gpt
-    config = read_config(source)
-    hf = read_whole(source.root, config, dtype)
-    with user_error(f"model: {source.root}: {config.model_type}"):
-        # three prompts with two completions each
-        r, n_vocab = np.random.default_rng(0), config.get_text_config().vocab_size
-        texts = [r.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
-        prompts, completions = texts[::3], list(zip(texts[1::3], texts[2::3]))
+    hf = _read_adapted(source, dtype)
+    with user_error(f"model: {source.root}: {hf.config.model_type}"):
+        prompts, completions = _short_texts(hf)
         expected_T = _plain_logps(hf, prompts, completions)
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
@@ -84,11 +83,8 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
 
 
 def put_on(gpt: Packed, folder: Path) -> None:
-    """Put on a plain model what a checkpoint or a PEFT folder has learned on it; adapters are merged.
-    Raises BadInput."""
+    """Put on a plain model what a checkpoint has learned on it; adapters are merged. Raises BadInput."""
     with user_error(f"{folder}: does not fit its base"):
-        if (folder / "adapter_config.json").exists():
-            return fold_adapters(gpt, read_peft(folder))
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
 
@@ -100,7 +96,127 @@ def put_on(gpt: Packed, folder: Path) -> None:
         fold_adapters(gpt)
 
 
+# ---- PEFT's folders ------------------------------------------------------------------------------
+
+
+def _is_peft(source: Source) -> bool:
+    return (source.folder / "adapter_config.json").exists()
+
+
+def _read_adapted(source: Source, dtype: torch.dtype):
+    """transformers' model of a folder, or of the base of PEFT folders with what they change. Raises
+    BadInput."""
+    if source.base is None:
+        return read_whole(source.root, read_config(source), dtype)
+    refuse_unless(
+        _is_peft(source),
+        f"model: {source.folder}: a checkpoint cannot be the base of an adapter; export it first",
+    )
+    hf = _read_adapted(source.base, dtype)
+    with user_error(f"{source.folder}: does not fit its base"):
+        _put_peft(hf, source)
+    return hf
+
+
+@torch.no_grad()
+def _put_peft(hf, source: Source) -> None:
+    """Change the weights of transformers' model as a PEFT folder says. Raises BadInput where the model
+    would have other weights than its config says, and where its log-probs are not those by PEFT's rule:
+    the layers of the base as they are, and the adapters beside them."""
+    peft = read_peft(source.folder)
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    text_model = {
+        *hf.get_decoder().modules(),
+        head,
+    }  # without a vision tower, which we do not compute
+    layers = {name: module for name, module in hf.named_modules() if module in text_model}
+
+    def weight_of(name: str) -> tuple[nn.Module, str]:
+        """-> the layer, and the weight's name in it."""
+        layer, _, kind = name.rpartition(".")
+        module = layers.get(layer)
+        refuse_unless(
+            isinstance(getattr(module, kind, None), nn.Parameter),
+            f"{source.folder}: {name}: its base has no such weight to adapt",
+        )
+        return module, kind
+
+    for name, value in peft.weights.items():
+        module, kind = weight_of(name)
+        old = getattr(module, kind)
+        refuse_unless(
+            value.shape == old.shape,
+            f"{source.folder}: {name}: {tuple(value.shape)}, but {tuple(old.shape)} in its base. For an "
+            "enlarged vocabulary: resize_token_embeddings of the base, then merge_and_unload by PEFT",
+        )
+        # PEFT copies these layers; what else is whole it writes into the base, also into a tied matrix
+        if name.removesuffix(f".{kind}").endswith(tuple(peft.modules_to_save)):
+            setattr(module, kind, nn.Parameter(value.to(old.dtype)))
+        else:
+            old.copy_(value)
+    for layer, rows in peft.token_rows.items():
+        module, _ = weight_of(f"{layer}.weight")
+        weight = module.weight.clone()
+        weight[list(rows)] = torch.stack(list(rows.values())).to(weight.dtype)
+        module.weight = nn.Parameter(weight)
+        if is_tied and module is embedding and len(peft.token_rows) == 1:
+            head.weight = module.weight  # PEFT's rule, too, unless the head has rows of its own
+
+    beside, hooks = [], []
+    for layer, adapter in peft.adapters.items():
+        module, _ = weight_of(f"{layer}.weight")
+        if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+            beside.append((module, adapter))
+            hooks.append(module.register_forward_hook(partial(_add_adapter, adapter)))
+        else:  # PEFT, too, adds it to such a matrix, which is no layer's (a mixture's router)
+            _merge_adapter(adapter, module)
+    texts = _short_texts(hf)
+    expected_T = _plain_logps(hf, *texts)
+    for hook in hooks:
+        hook.remove()
+    for module, adapter in beside:
+        _merge_adapter(adapter, module)
+    if is_tied and head.weight is not embedding.weight:
+        refuse_unless(
+            torch.equal(head.weight, embedding.weight),
+            f"{source.folder}: lm_head and the embedding differ with this adapter, but are one matrix in its "
+            "base; name a copy of the base with a lm_head.weight of its own and tie_word_embeddings false",
+        )
+        head.weight = embedding.weight
+    has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())
+    _check_logps("merged", _plain_logps(hf, *texts), expected_T, "PEFT's rule", has_experts)
+
+
+def _merge_adapter(adapter: Adapter, module: nn.Module) -> None:
+    """Add an adapter to the matrix of one layer: a tied one becomes the layer's own, as in PEFT."""
+    a, b, scale = adapter
+    delta = b @ a * scale
+    if isinstance(module, Conv1D):
+        delta = delta.T
+    module.weight = nn.Parameter(module.weight + delta)
+
+
+def _add_adapter(
+    adapter: Adapter, module: nn.Module, inputs: tuple, output: torch.Tensor
+) -> torch.Tensor:
+    """A layer's output with an adapter beside its matrix: a hook of the layer's forward."""
+    a, b, scale = adapter
+    a, b = a.to(output.dtype), b.to(output.dtype)
+    if isinstance(module, nn.Embedding):
+        scale = scale * getattr(module, "embed_scale", 1)  # Gemma's factor of the embedding
+        return output + nn.functional.embedding(inputs[0], b) @ a * scale
+    return output + inputs[0] @ a.T @ b.T * scale
+
+
 # ---- the comparison ------------------------------------------------------------------------------
+
+
+def _short_texts(hf) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+    """Three prompts of random ids, with two completions each."""
+    r, n_vocab = np.random.default_rng(0), hf.config.get_text_config().vocab_size
+    texts = [r.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
+    return texts[::3], list(zip(texts[1::3], texts[2::3]))
 
 
 @torch.no_grad()
@@ -134,19 +250,25 @@ def _compare(gpt: Packed, prompts, completions, expected_T: torch.Tensor) -> Non
     kv_cache.at(first_B, torch.tensor(sizes), max(sizes))
     sampled_B, _ = logp_of(gpt(kv_cache).double(), second_B)
 
-    # a mixture may choose another of two experts that are almost equal: then most tokens must agree
-    share = 0.75 if gpt.has_experts else 1.0
     for name, logp, expected in (
         ("with shared prompts", shared, expected_BKL),
         ("with cached prompts", cached, expected_BKL),
         ("token by token", sampled_B, expected_BKL[:, 0, 1]),
     ):
-        largest = (logp - expected).abs().quantile(share).item()
-        if not largest <= TOLERANCE:  # nan, too
-            raise ValueError(
-                f"log-probs {name} are up to {largest:.2g} nats from transformers' own, "
-                f"expected at most {TOLERANCE:g}"
-            )
+        _check_logps(name, logp, expected, "transformers' own", gpt.has_experts)
+
+
+def _check_logps(
+    name: str, logp: torch.Tensor, expected: torch.Tensor, rule: str, has_experts: bool
+) -> None:
+    """Raise ValueError unless these log-probs are equal to the tolerance."""
+    # a mixture may choose another of two experts that are almost equal: then most tokens must agree
+    share = 0.75 if has_experts else 1.0
+    largest = (logp - expected).abs().quantile(share).item()
+    if not largest <= TOLERANCE:  # nan, too
+        raise ValueError(
+            f"log-probs {name} are up to {largest:.2g} nats from {rule}, expected at most {TOLERANCE:g}"
+        )
 
 
 # ---- sharding ------------------------------------------------------------------------------------

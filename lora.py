@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
@@ -25,8 +26,9 @@ from runs.console import BadInput, rank, user_error
 from runs.devices import gather_tensor, place_like
 from runs.settings import Lora, refuse_unless
 
-# {transformers' name of a layer: A, B, scale}, as PEFT has them, whole and on the CPU
-Adapters = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
+Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
+# {transformers' name of a layer: its adapter}, whole and on the CPU
+Adapters = dict[str, Adapter]
 
 # ---- the layers ----------------------------------------------------------------------------------
 
@@ -245,10 +247,9 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
 
 
 @torch.no_grad()
-def fold_adapters(model: nn.Module, adapters: Adapters | None = None) -> None:
-    """Merge adapters, by default the model's own, for good: the model is then a plain one. Raises
-    KeyError."""
-    adapters = adapters or gather_adapters(model)
+def fold_adapters(model: nn.Module) -> None:
+    """Merge a model's adapters for good: the model is then a plain one."""
+    adapters = gather_adapters(model)
     for name, layer in _adapted_layers(model).items():
         model.set_submodule(name, layer.linear)
     merge_adapters(model.state_dict(), adapters, model)
@@ -258,60 +259,153 @@ def fold_adapters(model: nn.Module, adapters: Adapters | None = None) -> None:
 # ---- PEFT's files --------------------------------------------------------------------------------
 
 
-def read_peft(folder: Path) -> Adapters:
-    """The adapters of a PEFT folder. Raises BadInput where it holds another method than plain LoRA."""
-    config = read_json(folder / "adapter_config.json")
-    # what plain LoRA says there: pissa, olora and the like change the base
-    plain = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
-    others = "use_(?!rslora)|.*_config$|layer_replication|alora_|modules_to_save|lora_bias"
-    for name, value in config.items():
-        if value and (re.match(others, name) or value not in plain.get(name, [value])):
-            raise BadInput(f"{folder}/adapter_config.json: {name}: {value} is not supported")
-    adapters, patterns = {}, (config.get("alpha_pattern") or {}).items()
-    with user_error(None, folder):
-        tensors = load_file(folder / "adapter_model.safetensors")
-        for name, a in tensors.items():
-            # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: of
-            # model.layers.0.self_attn.q_proj
-            pattern = r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight"
-            layer, kind = re.fullmatch(pattern, name).groups()
-            if kind == "lora_B":
-                continue
-            # the pattern self_attn.q_proj is for all layers whose names end so; the first that
-            # fits counts
-            own = (x for pattern, x in patterns if re.fullmatch(rf"(.*\.)?({pattern})", layer))
-            alpha = next(own, config.get("lora_alpha", 8))
-            b = tensors[name.replace("lora_A", "lora_B")]
-            scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
-            adapters[layer] = a.float(), b.float(), scale
-    return adapters
+# Fields of PEFT's LoraConfig that are read here, or that change nothing in a trained adapter. Any other
+# one with a value changes what the adapter computes, or may do so in a PEFT to come.
+PEFT_FIELDS = set(
+    """
+    alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config
+    exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform
+    loftq_config lora_alpha lora_dropout lora_ga_config megatron_core modules_to_save peft_type
+    peft_version qalora_group_size r rank_pattern revision runtime_config target_modules
+    target_parameters task_type trainable_token_indices use_rslora
+    """.split()
+)
+# The values that some of them may have. The other ways to initialise an adapter change the base.
+PEFT_VALUES = {
+    "peft_type": ["LORA"],
+    "init_lora_weights": [True, "gaussian", "eva", "orthogonal"],
+    "revision": ["main"],
+}
+
+
+class PeftFolder(NamedTuple):
+    """What a PEFT folder changes in its base. All names are transformers'."""
+
+    adapters: Adapters
+    """Of linear layers, and of the embedding: its matrix is (tokens, width), B (tokens, r), A (r, width)."""
+    weights: dict[str, torch.Tensor]
+    """Weights that the folder holds as a whole: they take the place of the base's."""
+    token_rows: dict[str, dict[int, torch.Tensor]]
+    """For a layer the rows of single tokens: they take the place of the base's."""
+    modules_to_save: list[str]
+    """Ends of names of layers that have a weight of their own in PEFT, even if the base's is tied."""
+
+
+def read_peft(folder: Path) -> PeftFolder:
+    """Raises BadInput where the folder holds another method than LoRA, or a variant of it."""
+    file = folder / "adapter_config.json"
+    config = read_json(file)
+    for name in ["peft_type", *config]:  # the type first: each type has fields of its own
+        value = config.get(name)
+        if value and (name not in PEFT_FIELDS or value not in PEFT_VALUES.get(name, [value])):
+            raise BadInput(f"{file}: {name}: {value} is not supported")
+    file = folder / "adapter_model.safetensors"
+    refuse_unless(
+        file.exists(),
+        f"{folder}: no adapter_model.safetensors (an adapter_model.bin is a pickle and is never read; PEFT "
+        "loads it, and its save_pretrained writes the other)",
+    )
+    with user_error(None, file):
+        tensors = load_file(file)
+    peft = PeftFolder({}, {}, {}, config.get("modules_to_save") or [])
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix("base_model.model.")
+        layer, _, kind = name.rpartition(".")
+        if name.endswith(".lora_A.weight"):
+            layer = name.removesuffix(".lora_A.weight")
+            a, b = tensor, tensors[full_name.replace("lora_A", "lora_B")]
+            peft.adapters[layer] = a.float(), b.float(), _peft_scale(config, layer, len(a))
+        elif kind == "lora_embedding_A":
+            a, b = tensor, tensors[full_name.replace("embedding_A", "embedding_B")]
+            peft.adapters[layer] = b.T.float(), a.T.float(), _peft_scale(config, layer, len(a))
+        elif kind == "trainable_tokens_delta":
+            layer = layer.removesuffix(".token_adapter")
+            ids = config["trainable_token_indices"]
+            if isinstance(ids, dict):
+                ids = next(ids[end] for end in ids if layer.endswith(end))
+            peft.token_rows[layer] = dict(zip(ids, tensor.float()))
+        elif ".original_module." not in name and not re.search(r"\.lora_(B|embedding_B)\b", name):
+            # original_module: what PEFT does not use while the adapter is on
+            wrappers = r"\.(token_adapter\.base_layer|base_layer|modules_to_save)(?=\.\w+$)"
+            peft.weights[re.sub(wrappers, "", name)] = tensor
+    return peft
+
+
+def _peft_scale(config: dict, layer: str, rank: int) -> float:
+    """The factor of B @ A."""
+    parameters = tuple(f".{x}" for x in config.get("target_parameters") or [])
+    if f".{layer}.weight".endswith(parameters):  # PEFT looks for the name of the matrix there
+        layer = f"{layer}.weight"
+    # the pattern self_attn.q_proj is for all layers whose names end so; the first that fits counts
+    patterns = (config.get("alpha_pattern") or {}).items()
+    own = (alpha for x, alpha in patterns if re.fullmatch(rf"(.*\.)?({x})", layer))
+    alpha = next(own, config.get("lora_alpha", 8))
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
 def write_peft(
     adapters: Adapters, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
 ) -> None:
     """Write a model's adapters in PEFT's format. base: the model that they belong to.
-    If the source is made of PEFT folders, the file holds their adapters and ours side by side."""
-    scale, sets = lora.alpha / lora.rank, [adapters]
+    If the source is made of PEFT folders, the file holds their adapters and ours side by side, and what
+    else they change."""
+    folders = []  # from the base outwards
     while source.base:
-        sets.append(read_peft(source.folder))
+        folders.insert(0, read_peft(source.folder))
         source = source.base
-    tensors, ranks = {}, {}
-    for layer in dict.fromkeys(itertools.chain(*sets)):
-        parts = [adapters[layer] for adapters in sets if layer in adapters]
+    own = PeftFolder(adapters, {}, {}, [])
+    parts: dict[str, list] = {}
+    weights: dict[str, torch.Tensor] = {}
+    token_rows: dict[str, dict[int, torch.Tensor]] = {}
+    for peft in (*folders, own):
+        for name, weight in peft.weights.items():
+            weights[name] = weight
+            layer = name.removesuffix(".weight")
+            parts.pop(layer, None)  # it is a whole weight now, whatever was added to it before
+            token_rows.pop(layer, None)
+        for layer, rows in peft.token_rows.items():
+            token_rows[layer] = token_rows.get(layer, {}) | rows
+        for layer, adapter in peft.adapters.items():
+            parts[layer] = [adapter, *parts.get(layer, [])]
+    scale, tensors, ranks, matrices = lora.alpha / lora.rank, {}, {}, []
+    for layer, adapters_of_layer in parts.items():
         # PEFT has one scale for a layer: the scales of those before go into their B
-        a, b = [a for a, _, _ in parts], [b * (own / scale) for _, b, own in parts]
-        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.cat(a)
-        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.cat(b, 1)
-        ranks[layer] = sum(map(len, a))
+        a = torch.cat([a for a, _, _ in adapters_of_layer])
+        b = torch.cat([b * (own / scale) for _, b, own in adapters_of_layer], 1)
+        module = model.get_submodule(model.rows[f"{layer}.weight"].name.removesuffix(".weight"))
+        if isinstance(module, nn.Embedding):
+            tensors[f"{layer}.lora_embedding_A"] = b.T.contiguous()
+            tensors[f"{layer}.lora_embedding_B"] = a.T.contiguous()
+        else:
+            tensors[f"{layer}.lora_A.weight"] = a
+            tensors[f"{layer}.lora_B.weight"] = b
+        if not isinstance(module, nn.Embedding | nn.Linear | LoRALinear):
+            layer = f"{layer}.weight"  # a matrix that is no layer's, such as a mixture's router
+            matrices.append(layer)
+        ranks[layer] = len(a)
+    for layer, rows in token_rows.items():
+        tensors[f"{layer}.token_adapter.trainable_tokens_delta"] = torch.stack(list(rows.values()))
+    for name, weight in weights.items():
+        layer, _, kind = name.rpartition(".")
+        # the name that the weight has beneath PEFT's own layer
+        if layer in parts:
+            name = f"{layer}.base_layer.{kind}"
+        elif layer in token_rows:
+            name = f"{layer}.token_adapter.base_layer.{kind}"
+        tensors[name] = weight
     others = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
-        "target_modules": sorted(ranks), "rank_pattern": others,
+        "target_modules": sorted(ranks.keys() - set(matrices)), "rank_pattern": others,
         "alpha_pattern": {layer: scale * rank for layer, rank in others.items()},
         "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
     }  # fmt: skip
+    if matrices:
+        config["target_parameters"] = matrices
+    if token_rows:
+        config["trainable_token_indices"] = {x: list(rows) for x, rows in token_rows.items()}
+    tensors = {f"base_model.model.{name}": x for name, x in tensors.items()}
     save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

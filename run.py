@@ -309,7 +309,7 @@ def setup(
     source = find_model(cfg.model)
     config = read_config(source).get_text_config()
     cfg = resolve(cfg, config)
-    check_resumed_settings(checkpoint, cfg)
+    check_resumed_settings(checkpoint, cfg, Path(sys.argv[0]).name)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     examples = load_splits(cfg.data, tokenizer, objective.records)
     check_tokens(sum(examples.values(), []), config.vocab_size, cfg.model)

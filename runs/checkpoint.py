@@ -203,10 +203,14 @@ def unlock_folder(out: Path) -> None:
         _locks.pop(out).close()
 
 
-def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings) -> None:
-    """Refuse settings that would make another run of the one that goes on from this checkpoint."""
+def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings, program: str) -> None:
+    """Refuse another program, and settings that would make another run of the one that goes on from this
+    checkpoint."""
     if checkpoint is None:
         return
+    began_with = read_state(checkpoint).hashes["program"]
+    if program != began_with:
+        raise BadInput(f"program: the run is one of {began_with}, and this is {program}")
     saved = flatten(read_settings(checkpoint))
     new = flatten(cfg)
     fixed, rounding = changed_settings(saved, new, resume_rules(type(cfg)))

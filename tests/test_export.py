@@ -459,8 +459,6 @@ NOT_OURS = {
     "use_dora: True is not supported": dict(use_dora=True),
     "init_lora_weights: pissa": dict(init_lora_weights="pissa"),
     "peft_type: IA3": dict(peft_type="IA3"),
-    "bias: all": dict(bias="all"),
-    "modules_to_save: ": dict(modules_to_save=["lm_head"]),
     "layer_replication: ": dict(layer_replication=[[0, 1]]),
 }
 

@@ -1,8 +1,33 @@
-"""Adapters: disabled to the bit, the only weights that train, merged into an equal full model."""
+"""Adapters: disabled to the bit, the only weights that train, merged into an equal full model; PEFT's folders."""
 
+import json
+import shutil
+from pathlib import Path
+
+import peft
 import pytest
 import torch
-from models import HF, logits, made, ragged, refused, same, shaken, trained, with_adapters
+import transformers
+from conftest import PARITY, train
+from models import (
+    GPT2,
+    GQA,
+    HF,
+    IDS,
+    load_transformers,
+    logits,
+    made,
+    our_logits,
+    ragged,
+    refused,
+    same,
+    shaken,
+    their_logits,
+    trained,
+    with_adapters,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import load
 import lora
@@ -10,6 +35,9 @@ from hub import Source, export
 from lora import disable_adapters, merge_for_sampling, merged_weights, reset_adapters
 from packing import pack
 from runs.settings import Lora
+
+# what PEFT advises about layers that it saves as a whole
+pytestmark = pytest.mark.filterwarnings("ignore:::peft")
 
 
 @pytest.fixture
@@ -175,3 +203,223 @@ def test_targets_are_named_as_peft_names_them(folders):
     ):
         lora = Lora(rank=2, targets=target)
         refused("^lora.targets: expected all-linear or .*", with_adapters, folders[name], lora)
+
+
+# ---- PEFT's folders ------------------------------------------------------------------------------
+
+
+def base_model(folder: Path, kind: str, tie: bool = False) -> Path:
+    """A small model of random weights with 512 tokens, and its tokenizer."""
+    sizes = GQA | dict(vocab_size=512, tie_word_embeddings=tie)
+    config = {
+        "llama": lambda: transformers.LlamaConfig(**sizes),
+        "qwen2": lambda: transformers.Qwen2Config(**sizes),
+        "gpt2": lambda: transformers.GPT2Config(**GPT2 | dict(vocab_size=512)),
+        # it multiplies the embedding by a factor
+        "gemma3": lambda: transformers.Gemma3TextConfig(head_dim=8, **sizes),
+        "mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, **sizes),
+    }[kind]()
+    if not folder.exists():
+        made(config, folder)
+        shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+def peft_adapter(
+    base: Path, out: Path, save: dict | None = None, vocabulary: int = 512, **options
+) -> Path:
+    """An adapter of PEFT's on this model, every trainable weight moved, as PEFT saves it."""
+    hf = load_transformers(base)
+    if vocabulary != 512:
+        hf.resize_token_embeddings(vocabulary)
+    config = dict(r=4, lora_alpha=6, target_modules=["q_proj"], task_type="CAUSAL_LM") | options
+    model = peft.get_peft_model(hf, peft.LoraConfig(**config))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn(p.shape, generator=generator))
+    model.save_pretrained(out, **save or {})
+    return out
+
+
+def peft_model(base: Path, adapter: Path) -> nn.Module:
+    return peft.PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval()
+
+
+HEADS = ["q_proj", "embed_tokens", "lm_head"]
+TOKENS = sorted(set(IDS))[:5]
+SAVED_BY_PEFT = {
+    "head": ("llama", dict(target_modules=["q_proj", "lm_head"])),
+    "head without its matrix": (
+        "llama",
+        dict(target_modules=["lm_head"], save=dict(save_embedding_layers=False)),
+    ),
+    "embedding": ("llama", dict(target_modules=["q_proj", "embed_tokens"])),
+    "both, each of its scale": (
+        "llama",
+        dict(
+            target_modules=HEADS,
+            use_rslora=True,
+            rank_pattern={"lm_head": 6},
+            alpha_pattern={"^model.embed_tokens": 3},
+        ),
+    ),
+    "both, where the embedding has a factor": ("gemma3", dict(target_modules=HEADS)),
+    "tied adapters of a tied head": (
+        "llama tied",
+        dict(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True),
+    ),
+    "whole head": ("llama", dict(modules_to_save=["lm_head"])),
+    "whole embedding": ("llama", dict(modules_to_save=["embed_tokens"])),
+    "whole layers": (
+        "llama",
+        dict(modules_to_save=["lm_head", "embed_tokens", "norm", "down_proj"]),
+    ),
+    "whole layers, saved twice": (
+        "llama",
+        dict(modules_to_save=["lm_head", "embed_tokens"], save=dict(save_embedding_layers=True)),
+    ),
+    "whole layers of a mixture": ("mixtral", dict(modules_to_save=["embed_tokens", "experts"])),
+    "a mixture's router": ("mixtral", dict(target_modules=["q_proj", "gate"])),
+    "tied whole layers": (
+        "llama tied",
+        dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    ),
+    "tokens": ("llama", dict(trainable_token_indices=TOKENS)),
+    "tokens of both": (
+        "llama",
+        dict(trainable_token_indices={"embed_tokens": TOKENS, "lm_head": [7, 3]}),
+    ),
+    "tokens of a tied head": (
+        "gpt2",
+        dict(target_modules=["c_attn"], trainable_token_indices={"wte": TOKENS[::-1]}),
+    ),
+    "biases": ("qwen2", dict(bias="lora_only")),
+    "biases of all": ("gpt2", dict(target_modules=["c_attn", "c_proj"], bias="all")),
+    "layers": ("llama", dict(layers_to_transform=[1], init_lora_weights="orthogonal")),
+}
+
+
+@pytest.mark.parametrize("name", SAVED_BY_PEFT)
+def test_what_peft_saves_beside_adapters_is_read_as_peft_computes_it(name, tmp_path):
+    kind, options = SAVED_BY_PEFT[name]
+    base = base_model(tmp_path / "base", *kind.split(" "))
+    folder = peft_adapter(base, tmp_path / "adapter", **options)
+    expected = their_logits(peft_model(base, folder))
+    assert not same(expected, their_logits(load_transformers(base)), 1e-2)
+    assert same(our_logits(folder), expected, 1e-4)
+
+
+AGAIN = {
+    "head and embedding": ("llama", dict(target_modules=HEADS), "q_proj,lm_head"),
+    "whole layers": (
+        "llama",
+        dict(modules_to_save=["lm_head", "norm"]),
+        "q_proj,lm_head",
+    ),
+    "tokens": ("llama tied", dict(trainable_token_indices=TOKENS), "q_proj"),
+    "biases": ("gpt2", dict(target_modules=["c_attn"], bias="all"), "c_attn"),
+    "a router": ("mixtral", dict(target_modules=["q_proj", "gate"]), "q_proj"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_run_from_such_a_folder_exports_a_model_and_an_adapter_that_load_equal(
+    name, ratings, tmp_path
+):
+    kind, options, targets = AGAIN[name]
+    base = base_model(tmp_path / "base", *kind.split(" "))
+    folder = peft_adapter(base, tmp_path / "adapter", **options)
+    argv = ("--max_steps=1", "--batch_size=4", "--val_interval=null", "--optim.lr=1e-2")
+    argv += ("--data.max_prompt=24", "--data.max_completion=24", "--precision=32-true")
+    argv += ("--lora.rank=2", f"--lora.targets={targets}")
+    train(folder, ratings, tmp_path / "run", *argv)
+    final = their_logits(load_transformers(tmp_path / "run" / "final"))
+    assert not same(final, our_logits(folder), 1e-2)
+    adapter = tmp_path / "run" / "final_adapter"
+    assert same(their_logits(peft_model(base, adapter)), final, 1e-4)
+    assert same(our_logits(adapter), final, 1e-4)
+
+
+APART = {
+    "head": dict(target_modules=["q_proj", "lm_head"]),
+    "embedding": dict(target_modules=["q_proj", "embed_tokens"]),
+    "whole head": dict(modules_to_save=["lm_head"]),
+    "tokens of the head": dict(trainable_token_indices={"lm_head": TOKENS}),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_an_adapter_that_unties_the_head_is_refused_and_read_on_an_untied_base(name, tmp_path):
+    base = base_model(tmp_path / "base", "llama", tie=True)
+    folder = peft_adapter(base, tmp_path / "adapter", **APART[name])
+    expected = their_logits(peft_model(base, folder))
+    refused(f"^{folder}: lm_head and the embedding differ .* copy of the base", our_logits, folder)
+
+    # what the message says
+    hf = load_transformers(base)
+    hf.config.tie_word_embeddings = False
+    hf.lm_head.weight = nn.Parameter(hf.lm_head.weight.detach().clone())
+    hf.save_pretrained(tmp_path / "untied")
+    edit_config(folder, base_model_name_or_path=str(tmp_path / "untied"))
+    assert same(our_logits(folder), expected, 1e-4)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_an_enlarged_vocabulary_is_refused_and_read_when_peft_has_merged_it(tie, tmp_path):
+    base = base_model(tmp_path / "base", "llama", tie)
+    folder = peft_adapter(base, tmp_path / "adapter", vocabulary=520)
+    refused(
+        f"^{folder}: .*: .520, 48., but .512, 48. in its base. For an enlarged", our_logits, folder
+    )
+    hf = load_transformers(base)
+    hf.resize_token_embeddings(520)
+    model = peft.PeftModel.from_pretrained(hf, folder).eval()
+    expected = their_logits(model)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert same(our_logits(tmp_path / "merged"), expected, 1e-4)
+
+
+UNREADABLE = {
+    "lora_bias: True is not supported": dict(lora_bias=True),
+    "a_new_variant: 0.5 is not supported": dict(a_new_variant=0.5),
+    "revision: v2 is not supported": dict(revision="v2"),
+    "init_lora_weights: mica is not supported": dict(init_lora_weights="mica"),
+    "peft_type: PREFIX_TUNING is not supported": dict(peft_type="PREFIX_TUNING"),
+}
+
+
+def test_what_is_not_read_is_refused_by_its_name(tmp_path):
+    base = base_model(tmp_path / "base", "llama")
+    folder = peft_adapter(base, tmp_path / "adapter")
+    for match, changes in UNREADABLE.items():
+        shutil.copytree(folder, tmp_path / "changed")
+        edit_config(tmp_path / "changed", **changes)
+        refused(f"changed/adapter_config.json: {match}", our_logits, tmp_path / "changed")
+        shutil.rmtree(tmp_path / "changed")
+
+    tensors = load_file(folder / "adapter_model.safetensors")
+    old = {name.replace("lora_A", "lora_A.default"): x for name, x in tensors.items()}
+    save_file(old, folder / "adapter_model.safetensors")
+    refused(f"^{folder}: .*q_proj.lora_A.default.weight: its base has no such", our_logits, folder)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    refused(f"^{folder}: no adapter_model.safetensors .*pickle", our_logits, folder)
+
+    experts = dict(target_parameters=["mlp.experts.gate_up_proj"])
+    mixture = base_model(tmp_path / "mixture", "mixtral")
+    folder = peft_adapter(mixture, tmp_path / "experts", **experts)
+    refused(f"^{folder}: .*mlp.experts.weight: its base has no such", our_logits, folder)
+
+
+def test_a_peft_folder_that_is_not_read_as_peft_computes_it_is_refused(tmp_path, monkeypatch):
+    base = base_model(tmp_path / "base", "llama")
+    folder = peft_adapter(base, tmp_path / "adapter")
+    our_logits(folder)
+    monkeypatch.setattr(load, "_merge_adapter", lambda adapter, module: None)
+    refused(f"^{folder}: .* merged are up to .* nats from PEFT's rule", our_logits, folder)
