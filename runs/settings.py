@@ -220,8 +220,8 @@ class RunSettings:
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] | None = None
     """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
-    in fp32). Default: what this machine multiplies: bf16-mixed on a GPU, and on a CPU with AVX512-BF16 or
-    AMX where the model is large enough to gain; else 32-true."""
+    in fp32). Default: what this machine multiplies: bf16-mixed on a GPU of capability 8.0 (Ampere) or
+    later, and on a CPU with AVX512-BF16 or AMX where the model is large enough to gain; else 32-true."""
 
     epochs: PositiveInt = 1
     """Passes over data.train; the smaller of epochs and max_steps ends the run."""
@@ -349,7 +349,7 @@ def flatten(settings, prefix: str = "") -> dict[str, object]:
 
 
 def dump_yaml(settings) -> str:
-    """YAML that parses back into equal settings. Through JSON: yaml does not know jsonargparse's types."""
+    """YAML that parses back into equal settings. Through JSON, which writes a time as a text."""
     return yaml.safe_dump(
         json.loads(json.dumps(dataclasses.asdict(settings), default=str)), sort_keys=False
     )
@@ -451,7 +451,24 @@ def parse_command(cls, doc: str, words: list[str], defaults: dict | None = None)
         is_right = parsed.get(name) is not None or type(None) in typing.get_args(kind)
         refuse_unless(is_right, f"{name}: expected {_type_name(kind)}, got null")
     del parsed["config"]
-    return cls(**parser.instantiate_classes(parsed))
+    return with_plain_numbers(cls(**parser.instantiate_classes(parsed)))
+
+
+def with_plain_numbers(value: object) -> object:
+    """The same value, a settings group or a list too, with Python's own int and float in place of
+    jsonargparse's restricted types. These are subclasses, which not every library takes: Fabric refuses a
+    number of GPUs whose type is not int itself."""
+    if dataclasses.is_dataclass(value):
+        fields = {name: with_plain_numbers(x) for name, x in vars(value).items()}
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, list | tuple):
+        return type(value)(map(with_plain_numbers, value))
+    if isinstance(value, dict):
+        return {name: with_plain_numbers(x) for name, x in value.items()}
+    for number in (bool, int, float):
+        if isinstance(value, number):
+            return number(value)
+    return value
 
 
 def _add_help(parser, cls, prefix: str = "") -> None:
