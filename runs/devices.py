@@ -171,6 +171,13 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return x
 
 
+def reduce_number(number: float, op: str, device: torch.device) -> float:
+    """A number that the host knows, reduced over all ranks. A single process does not wait for the device."""
+    if not torch.distributed.is_initialized():
+        return number
+    return all_reduce(torch.tensor(number, dtype=torch.float64, device=device), op).item()
+
+
 def on_rank_0(fabric, work):
     """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or OSError is raised
     on all ranks. A collective: no collective may be in `work`."""
@@ -265,9 +272,7 @@ class Stop:
     def check(self, device, time_limit: bool = False) -> None:
         """Raise Interrupted if a signal asks the run to end, or the time limit where that counts. A
         collective, between two units of work that may end there."""
-        code = self.code()
-        if torch.distributed.is_initialized():
-            code = all_reduce(torch.tensor(code, dtype=torch.float64, device=device), "max").item()
+        code = reduce_number(self.code(), "max", device)
         if code > 1 or (code and time_limit):
             self.set_agreed(code)
             raise Interrupted

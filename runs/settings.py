@@ -153,8 +153,8 @@ class Sampling:
     """Divides the positive logits of tokens that are there already, and multiplies negative ones; 1
     changes nothing."""
     stop: list[str] = field(default_factory=list)
-    """A completion also ends at the first of these texts, not only at EOS. Its text ends before it; its token
-    ids, from which spin.py and online.py learn, include it."""
+    """A completion also ends at the first of these texts, which may be special tokens, not only at EOS. Its text
+    ends before it; its token ids, from which spin.py and online.py learn, include it."""
     min_new_tokens: NonNegativeInt = 0
     """No EOS before this many tokens."""
     max_new_tokens: PositiveInt | None = None
