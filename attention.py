@@ -288,7 +288,7 @@ def flash_fits(layer: Layer, q) -> bool:
 def sdpa(layer: Layer, q, k, v, mask):
     """Attention of q (R, heads, queries, D) to k and v (R, key heads, keys, D) -> (R, heads, queries, D).
 
-    mask: boolean, True: attend; None: plain causal.
+    mask: boolean, True: attend; or numbers to add to the scores; None: plain causal.
     """
     n = q.shape[1] // k.shape[1]
     if n > 1:
@@ -300,7 +300,8 @@ def sdpa(layer: Layer, q, k, v, mask):
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     score = layer.cap * torch.tanh(q @ k.mT * layer.scale / layer.cap)
-    return score.masked_fill(~mask, -torch.inf).float().softmax(-1).to(v.dtype) @ v
+    score = score.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
+    return score.float().softmax(-1).to(v.dtype) @ v
 
 
 class KVCache:
@@ -316,7 +317,7 @@ class KVCache:
         # after the first forward: the slots that are in use, those of the longest sequence
         self.length = 0
         self.tensors = {}  # layer -> keys, values; each (B, key heads, slots, D)
-        self.masks = {}  # window -> mask of the current forward
+        self.masks = {}  # (window, dtype) -> mask of the current forward
         # the tokens of the next forward
         self.packed = PackedAttention(batch)  # None after the first forward
         self.token_RQ = batch.token_N[None]
@@ -372,13 +373,19 @@ class KVCache:
         k, v = (cached[:, :, : self.length] for cached in self.tensors[layer])
         # The query heads that share a key head become queries of this head: keys need not be repeated.
         grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
-        out = sdpa(layer, grouped, k, v, self.mask(layer.window))
+        out = sdpa(layer, grouped, k, v, self.mask(layer.window, q.dtype))
         return out.reshape(*q.shape[:3], v.shape[3])
 
-    def mask(self, window: int | None):
-        """(B, 1, 1, length): which slots the current tokens see."""
-        if window not in self.masks:
-            slot = torch.arange(self.length, device=self.position_RQ.device)
+    def mask(self, window: int | None, dtype: torch.dtype):
+        """(B, 1, 1, length), added to the scores: 0 for the slots that the current tokens see, else -inf.
+
+        Made once a forward: of booleans each layer would make these numbers again. Its rows begin at multiples of 16
+        numbers, else a GPU's kernels would copy it in each layer.
+        """
+        if (window, dtype) not in self.masks:
+            slot = torch.arange(-(-self.length // 16) * 16, device=self.position_RQ.device)
             distance = (self.position_RQ - slot)[:, None, None]
-            self.masks[window] = (distance >= 0) & (distance < (window or self.length))
-        return self.masks[window]
+            is_seen = (distance >= 0) & (distance < (window or self.length))
+            mask = torch.zeros(is_seen.shape, dtype=dtype, device=slot.device)
+            self.masks[window, dtype] = mask.masked_fill_(~is_seen, -torch.inf)[..., : self.length]
+        return self.masks[window, dtype]

@@ -34,8 +34,11 @@ from packing import pack, to_device
 from records.forms import Record
 from records.tokenizer import Tokenizer
 from runs.console import advance, run_cli
-from runs.devices import all_reduce, prepare_machine
+from runs.devices import multiplies_bfloat16, prepare_machine, reduce_number
 from runs.settings import Sampling, parse_command, refuse_unless
+
+# Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
+SEARCH_INTERVAL = 4
 
 # ---- one token ----------------------------------------------------------------------------------
 
@@ -127,13 +130,15 @@ def generate(
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
     room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
     cache_room = args.cache_gb * 1e9 if args.cache_gb else room
-    rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
+    with fabric.autocast():
+        rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
+    stops_S = to_device(torch.tensor(tokenizer.stops), device)
 
     def sample(own: list[int]) -> dict:
         """{number of a prompt: answer} of these prompts, sampled together.
 
         It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward
-        until then, so that collectives match. Each token waits for the device once.
+        until then, so that collectives match. A single process waits for the device once a token.
         """
         answers = {i: [] for i in own}
         # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
@@ -151,19 +156,20 @@ def generate(
                     penalise = RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
                     logits_BV = penalise(seen_BX, logits_BV)
                 if y < args.min_new_tokens:
-                    logits_BV[:, tokenizer.stops] = -torch.inf
+                    logits_BV.index_fill_(1, stops_S, -torch.inf)
                 new_B = choose_token(logits_BV, to_device(u_AY[own, y], device), args)
                 for i, token in zip(own, new_B.tolist()):
                     answers[i].append(token)
+                search = (y + 1) % SEARCH_INTERVAL == 0
                 going_on = [
                     row
                     for row, i in enumerate(own)
                     if answers[i][-1] not in tokenizer.stops
                     and y + 1 < min(max_new, slots - len(prompts[i]))
-                    and not any(text in tokenizer.decode(answers[i]) for text in args.stop)
+                    and not (search and has_stop_text(tokenizer, answers[i], args.stop))
                 ]
                 advance(fabric.world_size * (len(own) - len(going_on)))
-            if not all_reduce(torch.tensor(len(going_on), device=device)):
+            if not reduce_number(len(going_on), "sum", device):
                 break
             if going_on:
                 if len(going_on) < len(own):
@@ -172,6 +178,10 @@ def generate(
                 positions = [len(prompts[i]) + y for i in own]
                 position_B = to_device(torch.tensor(positions), device)
                 cache.at(to_device(token_B, device), position_B, max(positions))
+        for ids in answers.values():
+            # the tokens that were sampled after the stop text, before it was searched for
+            while len(ids) > 1 and has_stop_text(tokenizer, ids[:-1], args.stop):
+                ids.pop()
         return answers
 
     wave, all_answers = rows * fabric.world_size, {}
@@ -185,13 +195,28 @@ def generate(
     return [all_answers[i] for i in range(n)]
 
 
+def has_stop_text(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> bool:
+    """Whether one of the stop texts, which may be special tokens, is in the text of these ids."""
+    if not stop:
+        return False
+    text = tokenizer.decode(ids, special_tokens=True)
+    return any(stop_text in text for stop_text in stop)
+
+
 def read_answer(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> tuple[str, bool]:
-    """The text of an answer, without its EOS and up to its first stop text; and whether it was cut, that is, ended at
-    the length limit."""
+    """The text of an answer, without special tokens and up to its first stop text; and whether it was cut, that is,
+    ended at the length limit."""
     has_end = ids[-1] in tokenizer.stops
-    text = tokenizer.decode(ids[:-1] if has_end else ids)
-    stops = [text.find(x) for x in stop if x in text]
-    return text[: min(stops, default=None)], not has_end and not stops
+    ids = ids[:-1] if has_end else ids
+    text = tokenizer.decode(ids, special_tokens=True)
+    starts = [text.find(stop_text) for stop_text in stop if stop_text in text]
+    if not starts:
+        return tokenizer.decode(ids), not has_end
+    text = text[: min(starts)]
+    for token in set(ids):
+        if not tokenizer.decode([token]):  # a special token
+            text = text.replace(tokenizer.decode([token], special_tokens=True), "")
+    return text, False
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -219,7 +244,9 @@ def main(argv=None) -> None:
     source = find_model(args.model)
     prepare_machine()
     fabric = Fabric(devices=1)
-    dtype = torch.bfloat16 if fabric.device.type == "cuda" else torch.float32
+    on_gpu = fabric.device.type == "cuda"
+    in_bfloat16 = on_gpu and multiplies_bfloat16(fabric.device)
+    dtype = torch.bfloat16 if in_bfloat16 else torch.float32
     tokenizer = Tokenizer(source, date=date.today().isoformat())
     policy = fabric.to_device(load_model(source, dtype=dtype))
     context, turns = policy.max_seq_length, []

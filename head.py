@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from runs.devices import multiplies_bfloat16
+
 # Logits of a chunk on a CPU: 64 MiB in float32, however many targets there are (a GPU: GPU_ROWS).
 HEAD_LOGITS = 2**24
 # Logits of the first chunks, whose gradient the forward keeps for the backward. The other chunks compute it again.
@@ -157,7 +159,7 @@ def add_product(out, a, b) -> None:
     """out += a @ b, added up in the dtype of `out`."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
-    elif out.is_cuda:
+    elif out.is_cuda and multiplies_bfloat16(out.device):
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:  # on a CPU addmm has no out_dtype
+    else:  # neither on a CPU nor on an older GPU has addmm an out_dtype
         out += a.to(out.dtype) @ b.to(out.dtype)

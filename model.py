@@ -156,10 +156,12 @@ class Packed:
         return self
 
     def cache_bytes(self, slots: int) -> int:
-        """Bytes of a KVCache for one sequence, in the dtype of the embedding."""
-        c = self.config
+        """Bytes of a KVCache for one sequence. It holds what linear layers give: autocast's dtype where
+        autocast is on."""
+        c, weight = self.config, self.embedding.weight
         numbers = 2 * c.n_layer * c.n_query_groups * c.head_size * slots
-        return numbers * self.embedding.weight.element_size()
+        output = autocast(torch.empty(0, dtype=weight.dtype, device=weight.device))
+        return numbers * output.element_size()
 
     def unique_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by name. A tied head appears only as the embedding; those of the objective's

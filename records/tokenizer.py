@@ -128,9 +128,9 @@ class Tokenizer:
         """The ids of each text, with nothing added."""
         return self.hf(texts, add_special_tokens=False, return_attention_mask=False).input_ids
 
-    def decode(self, ids) -> str:
-        """The text of these ids, special tokens left out."""
-        options = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids, special_tokens: bool = False) -> str:
+        """The text of these ids, with special tokens or without."""
+        options = dict(skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
         return self.hf.decode(ids, **options)
 
 

@@ -17,9 +17,21 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from runs.console import BadInput, Failed, Interrupted, launched, rank, say
 from runs.settings import RunSettings, refuse_unless
+
+# Batches of ever new sizes leave gaps in a GPU's memory, unless its segments may grow: GPT-2 1.5B with 16,384
+# tokens would reserve up to 84 GB in place of 69. torch reads this when it first uses a GPU, so it is set now.
+# What the user's environment says about the allocator stays.
+if not any(name.endswith("_ALLOC_CONF") for name in os.environ):
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def multiplies_bfloat16(gpu: int | torch.device) -> bool:
+    """Whether a GPU has products of bfloat16: Ampere (capability 8.0) or later."""
+    return torch.cuda.get_device_capability(gpu)[0] >= 8
 
 
 def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, object]:
@@ -43,16 +55,36 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
         accelerator == "cpu" or devices <= gpus,
         f"accelerator: gpu, devices: {devices}, but this machine has {gpus} GPUs",
     )
-    precision = cfg.precision
-    if not precision:
-        # a CPU that has products of bfloat16 gains from them where the blocks have more than 50M
-        # weights: 1.6 to 1.7 times at 135M (benchmarks/RESULTS.md); without such products it is about
-        # six times slower
-        has_them = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        gains = has_them and 12 * n_layer * n_embd**2 > 50e6
-        precision = "bf16-mixed" if accelerator == "gpu" or gains else "32-true"
-        say(f"precision: {precision}, which is fastest for this machine and a model of this size")
+    on_gpu = accelerator == "gpu"
+    precision = resolve_precision(cfg.precision, devices if on_gpu else 0, n_layer, n_embd)
     return dict(devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision)
+
+
+def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: int) -> str:
+    """The setting precision; where it is not given, the fastest for a model of this size on so many GPUs (0:
+    on the CPU). Raises BadInput."""
+    for gpu in range(gpus):
+        if multiplies_bfloat16(gpu):
+            continue
+        name = torch.cuda.get_device_name(gpu)
+        major, minor = torch.cuda.get_device_capability(gpu)
+        reason = f"{name} (capability {major}.{minor}, below 8.0) does not multiply bfloat16"
+        refuse_unless(
+            precision not in ("bf16-mixed", "bf16-true"),
+            f"precision: {precision}: {reason}; use 32-true",
+        )
+        if not precision:
+            say(f"precision: 32-true: {reason}")
+        return precision or "32-true"
+    if precision:
+        return precision
+    # a CPU that has products of bfloat16 gains from them where the blocks have more than 50M weights: 1.6
+    # to 1.7 times at 135M (benchmarks/RESULTS.md); without such products it is about six times slower
+    has_them = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    gains = has_them and 12 * n_layer * n_embd**2 > 50e6
+    precision = "bf16-mixed" if gpus or gains else "32-true"
+    say(f"precision: {precision}, which is fastest for this machine and a model of this size")
+    return precision
 
 
 def prepare_machine() -> None:
@@ -74,6 +106,15 @@ def prepare_machine() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
+class DDP(DDPStrategy):
+    """Fabric's, but for the stream. Fabric wraps the model in a side stream; gradients would then be added up
+    in that one, which waits for the backward's stream each time, and torch warns about it."""
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        device_ids = self._determine_ddp_device_ids()
+        return DistributedDataParallel(module, device_ids, **self._ddp_kwargs)
+
+
 def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     """A Fabric with all its processes running and seeded alike. shard(module, mesh): shards a model for
     strategy fsdp."""
@@ -93,7 +134,7 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     elif strategy == "ddp" or n_devices > 1:
         # our buffers are constant; the option has a new name since torch 2.13
         is_new = torch.__version__ >= "2.13"
-        strategy = DDPStrategy(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
+        strategy = DDP(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,
@@ -128,6 +169,13 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, op.upper()))
     return x
+
+
+def reduce_number(number: float, op: str, device: torch.device) -> float:
+    """A number that the host knows, reduced over all ranks. A single process does not wait for the device."""
+    if not torch.distributed.is_initialized():
+        return number
+    return all_reduce(torch.tensor(number, dtype=torch.float64, device=device), op).item()
 
 
 def on_rank_0(fabric, work):
@@ -229,9 +277,7 @@ class Stop:
     def check(self, device, time_limit: bool = False) -> None:
         """Raise Interrupted if a signal asks the run to end, or the time limit where that counts. A
         collective, between two units of work that may end there."""
-        code = self.code()
-        if torch.distributed.is_initialized():
-            code = all_reduce(torch.tensor(code, dtype=torch.float64, device=device), "max").item()
+        code = reduce_number(self.code(), "max", device)
         if code > 1 or (code and time_limit):
             self.set_agreed(code)
             raise Interrupted

@@ -177,8 +177,8 @@ class Sampling:
     """Divides the positive logits of tokens that are there already, and multiplies negative ones; 1
     changes nothing."""
     stop: list[str] = field(default_factory=list)
-    """A completion also ends at the first of these texts, not only at EOS. Its text ends before it; its token
-    ids, from which spin.py and online.py learn, include it."""
+    """A completion also ends at the first of these texts, which may be special tokens, not only at EOS. Its text
+    ends before it; its token ids, from which spin.py and online.py learn, include it."""
     min_new_tokens: NonNegativeInt = 0
     """No EOS before this many tokens."""
     max_new_tokens: PositiveInt | None = None
@@ -256,8 +256,8 @@ class RunSettings:
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] | None = None
     """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
-    in fp32). Default: what this machine multiplies: bf16-mixed on a GPU, and on a CPU with AVX512-BF16 or
-    AMX where the model is large enough to gain; else 32-true."""
+    in fp32). Default: what this machine multiplies: bf16-mixed on a GPU of capability 8.0 (Ampere) or
+    later, and on a CPU with AVX512-BF16 or AMX where the model is large enough to gain; else 32-true."""
 
     epochs: PositiveInt = 1
     """Passes over data.train; the smaller of epochs and max_steps ends the run."""
@@ -378,7 +378,7 @@ def flatten(settings, prefix: str = "") -> dict[str, object]:
 
 
 def dump_yaml(settings) -> str:
-    """YAML that parses back into equal settings. Through JSON: yaml does not know jsonargparse's types."""
+    """YAML that parses back into equal settings. Through JSON, which writes a time as a text."""
     return yaml.safe_dump(
         json.loads(json.dumps(dataclasses.asdict(settings), default=str)), sort_keys=False
     )
@@ -477,7 +477,24 @@ def parse_command(
     except (jsonargparse.ArgumentError, ValueError) as e:
         raise BadInput(first_fault(cls, texts) or " ".join(str(e).split())) from None
     del parsed["config"]
-    return cls(**parser.instantiate_classes(parsed))
+    return with_plain_numbers(cls(**parser.instantiate_classes(parsed)))
+
+
+def with_plain_numbers(value: object) -> object:
+    """The same value, a settings group or a list too, with Python's own int and float in place of
+    jsonargparse's restricted types. These are subclasses, which not every library takes: Fabric refuses a
+    number of GPUs whose type is not int itself."""
+    if dataclasses.is_dataclass(value):
+        fields = {name: with_plain_numbers(x) for name, x in vars(value).items()}
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, list | tuple):
+        return type(value)(map(with_plain_numbers, value))
+    if isinstance(value, dict):
+        return {name: with_plain_numbers(x) for name, x in value.items()}
+    for number in (bool, int, float):
+        if isinstance(value, number):
+            return number(value)
+    return value
 
 
 def read_command(

@@ -7,17 +7,22 @@ that the suite runs.
 import os
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from conftest import assert_same, result, train
+from lightning.fabric import Fabric
 from models import LLAMA, gpt_of, ragged, shaken
 
 import attention
 import generate
 import kto
+from hub import Source
+from load import load_model
 from packing import pack
+from records.tokenizer import Tokenizer
 from runs.settings import Sampling
 from trainer import Trainer
 
@@ -166,6 +171,25 @@ def test_all_gpus_shard_to_the_numbers_of_one(tiny, ratings, tmp_path):
 
 
 # ---- sampling ------------------------------------------------------------------------------------
+
+
+def test_a_sampled_token_waits_for_the_device_once(llama):
+    fabric = Fabric(accelerator=DEVICE, devices=1, precision="bf16-mixed")
+    tokenizer, n = Tokenizer(Source(llama)), 20
+    policy = fabric.to_device(load_model(Source(llama)))
+    args = Sampling(top_p=0.9, repetition_penalty=1.2, min_new_tokens=n, stop=["none of these"])
+    waits = []
+    for max_new in (1, n):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            prompts = [np.array([66, 67]), np.array([66])]
+            generate.generate(fabric, policy, prompts, tokenizer, args, max_new, seed=1)
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(w.message) for w in caught))
+    assert waits[1] - waits[0] == (n - 1 if DEVICE == "cuda" else 0)
 
 
 def test_a_deterministic_choice_is_made_on_the_device(monkeypatch):

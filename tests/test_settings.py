@@ -4,12 +4,16 @@ import ast
 import dataclasses
 import importlib
 import re
+import typing
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT, Started
+from jsonargparse.typing import PositiveFloat, PositiveInt
+from lightning.fabric.accelerators import CUDAAccelerator
 
 import kto
 from records.examples import absolute_sources
@@ -219,6 +223,44 @@ def test_every_setting_is_read_by_something():
         nodes = [x for x in ast.walk(tree) if isinstance(x, ast.Attribute) and id(x) not in checks]
         read |= {x.attr for x in nodes if isinstance(x.ctx, ast.Load)}
     assert {name for name in KINDS if name.split(".")[-1] not in read} == set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """Restricted numbers where a fork may have them."""
+
+    many: list[PositiveInt]
+    """Some."""
+    named: dict[str, PositiveFloat]
+    """More."""
+
+
+PROGRAMS = [f"{name}.Settings" for name in ("kto", "dpo", "spin", "online")]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, "generate.Ask", "test_settings.Nested"])
+def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass(program, config):
+    """jsonargparse gives subclasses. Fabric takes a number of GPUs only if its type is int itself."""
+    module, name = program.split(".")
+    cls = getattr(importlib.import_module(module), name)
+    argv = ["--many=[1, 2]", '--named={"a": 1}']
+    if name != "Nested":
+        argv = ["--model=m"] + ["--data.train=t"] * (name == "Settings")
+        for setting, kind in settings.flatten(cls).items():
+            choices = typing.get_args(kind) or (kind,)
+            if any(x.__module__ == "jsonargparse.typing" for x in choices if isinstance(x, type)):
+                argv.append(f"--{setting}=1")
+    parsed = settings.parse_command(cls, "", argv)
+    values = list(settings.flatten(parsed).values())
+    lists = [value for value in values if isinstance(value, list)]
+    kinds = set(map(type, sum(lists, values)))
+    assert {int, float} <= kinds <= {int, float, bool, str, list, type(None)}
+
+
+def test_fabrics_parser_for_gpus_takes_the_devices_of_the_command_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for argv, gpus in (["--devices=2"], [0, 1]), (["--devices", 1], [0]), ([], [0]):
+        assert CUDAAccelerator.parse_devices(parse(*argv).devices) == gpus
 
 
 ODD = {
