@@ -31,6 +31,7 @@ from hub import find_model
 from load import load_model
 from lora import merge_for_sampling
 from packing import pack, to_device
+from records.examples import sampling_faults
 from records.forms import Record
 from records.tokenizer import Tokenizer
 from runs.console import advance, run_cli
@@ -216,6 +217,8 @@ class Ask(Sampling):
 
 def main(argv=None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
+    faults = sampling_faults(args, args.max_new_tokens)
+    refuse_unless(not faults, "\n".join(faults))
     source = find_model(args.model)
     prepare_machine()
     fabric = Fabric(devices=1)

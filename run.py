@@ -34,6 +34,7 @@ from lora import (
 from records.examples import (
     Example,
     absolute_sources,
+    check_limits,
     examples_hash,
     load_examples,
     load_splits,
@@ -310,6 +311,10 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
             f"{example.where}: token: id {largest}, but the embedding of {cfg.model} has "
             f"{config.vocab_size} rows",
         )
+    contexts = {"model": context_of(config)}
+    if cfg.reference:
+        contexts["reference"] = context_of(read_config(find_model(cfg.reference, "reference")))
+    check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
     refuse_unless(not cfg.keep_best or examples["val"], "keep_best: data.val: no examples")
 
     # the processes and the run's folder
