@@ -7,7 +7,8 @@ function
 
 that answers prompts (lists of token ids) with the Hugging Face model in `folder`, the policy as it is
 now. A completion is a list of token ids, with its EOS if it came to one. The engine is called once for each
-rollout_batch_size prompts; the model in `folder` changes once an iteration.
+rollout_batch_size prompts; the model in `folder` changes once an iteration. Token ids that the model does
+not have, and answers beyond its context, are refused before they are written.
 
 iterations/answers-N.jsonl has a line an answer and is written again after each rollout batch, so a resume finds
 whole batches. iterations/rated-N.jsonl has a line a rated example.
