@@ -10,8 +10,8 @@ import torch
 
 from objective import Objective
 from records.examples import Example
-from runs.console import BadInput, Failed
-from runs.settings import RunSettings
+from runs.console import BadInput, Failed, say
+from runs.settings import RunSettings, Sampling
 
 
 def check_objective(objective: Objective) -> None:
@@ -68,6 +68,66 @@ def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> No
                 f"{example.where}: token: id {largest}, but the embedding of {model} has "
                 f"{vocab_size} rows"
             )
+
+
+def check_limits(
+    cfg: RunSettings,
+    examples: dict[str, list[Example]],
+    contexts: dict[str, int],
+    mismatched_pairs: bool,
+) -> None:
+    """Refuse lengths that would meet only later, such as an answer's that is to be scored behind another
+    prompt, after hours of sampling; a line for each. Say it where answers will merely end early.
+
+    contexts: of model and of reference, if that is another one, in tokens. mismatched_pairs: any prompt
+    may be scored with any completion. Raises BadInput."""
+    faults = []
+    samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
+    for name, args in samplers.items():
+        new = args.max_new_tokens or cfg.data.max_completion
+        faults += sampling_faults(args, new, f"{name}.")
+        prompts = [len(e.prompt) for e in examples["val" if name == "eval" else "train"]]
+        is_scored = name != "eval" and mismatched_pairs
+        context = min(contexts.values()) if is_scored else contexts["model"]
+        longest = max(prompts, default=0)
+        if prompts and longest + new > context:
+            lengths = (
+                f"{name}.max_new_tokens: {new} after the longest prompt, {longest} tokens, exceed the "
+                f"context of {context}"
+            )
+            if is_scored:
+                faults.append(
+                    f"{lengths}, and mismatched pairs may have both; at most {context - longest}"
+                )
+            else:
+                say(f"{lengths}: answers to long prompts end there")
+    # the records are cut to the model's own context
+    if "reference" in contexts:
+        everything = sum(examples.values(), [])
+        prompts = [len(e.prompt) for e in everything]
+        completions = [max(map(len, e.completions), default=0) for e in everything]
+        longest = max(map(sum, zip(prompts, completions)))
+        if mismatched_pairs:
+            longest = max(prompts) + max(completions)
+        if longest > contexts["reference"]:
+            faults.append(
+                f"reference: its context of {contexts['reference']} is shorter than the longest prompt with "
+                f"a completion, {longest} tokens: set data.max_prompt and data.max_completion"
+            )
+    if faults:
+        raise BadInput("\n".join(faults))
+
+
+def sampling_faults(args: Sampling, longest: int, prefix: str = "") -> list[str]:
+    """What cannot work in settings of sampling, a line for each. longest: the most tokens of an answer."""
+    faults = []
+    if args.min_new_tokens > longest:
+        faults.append(
+            f"{prefix}min_new_tokens: {args.min_new_tokens}, but an answer has at most {longest} tokens"
+        )
+    if "" in args.stop:
+        faults.append(f"{prefix}stop: an empty text would end each answer after its first token")
+    return faults
 
 
 def check_optimizer(

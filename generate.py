@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from attention import KVCache
+from checks import sampling_faults
 from hub import find_model
 from load import load_model
 from lora import merge_for_sampling
@@ -241,6 +242,8 @@ class Ask(Sampling):
 
 def main(argv=None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
+    faults = sampling_faults(args, args.max_new_tokens)
+    refuse_unless(not faults, "\n".join(faults))
     source = find_model(args.model)
     prepare_machine()
     fabric = Fabric(devices=1)

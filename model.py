@@ -26,7 +26,7 @@ from attention import KVCache, Layer, PackedAttention, Prompts
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from hub import Rows, context_of, litgpt_rows
 from packing import PackedBatch
-from runs.console import Failed
+from runs.console import BadInput, Failed
 
 
 class Scores(NamedTuple):
@@ -73,6 +73,12 @@ class Packed:
         if isinstance(x, KVCache):
             h_RQC = self.hidden(x.token_RQ, x.position_RQ, x)
             return self.head(h_RQC.flatten(0, 1)[x.last_B]).float()
+        # transformers' classes would compute what no text of theirs has taught them
+        if x.max_keys > self.max_seq_length:
+            raise BadInput(
+                f"a text of {x.max_keys + 1} tokens, a prompt with a completion, exceeds the model's "
+                f"context of {self.max_seq_length}"
+            )
         attention = PackedAttention(x, prompts, keeps_prompts)
         token_Q = attention.queries(x.token_N)
         position_Q = attention.queries(x.position_N)

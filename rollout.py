@@ -7,14 +7,15 @@ function
 
 that answers prompts (lists of token ids) with the Hugging Face model in `folder`, the policy as it is
 now. A completion is a list of token ids, with its EOS if it came to one. The engine is called once for each
-rollout_batch_size prompts; the model in `folder` changes once an iteration.
+rollout_batch_size prompts; the model in `folder` changes once an iteration. Token ids that the model does
+not have, and answers beyond its context, are refused before they are written.
 
 iterations/answers-N.jsonl has a line an answer and is written again after each rollout batch, so a resume finds
 whole batches. iterations/rated-N.jsonl has a line a rated example.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ import numpy as np
 from generate import generate, read_answer
 from records.examples import Example, examples_hash
 from runs.checkpoint import write_whole
-from runs.console import advance, progress
+from runs.console import advance, progress, user_error
 from runs.devices import on_rank_0
 from runs.optimizer import Plan
 from runs.settings import RunSettings, refuse_unless
@@ -106,6 +107,7 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
         folder = run.publish_policy() if run.rollout else None
     # the time limit may also end it here: a resume keeps the answers
     check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
+    longest = max(len(e.prompt) for e in examples)
     with progress(f"answers of iteration {i}", len(examples) - len(rows)):
         for start in range(len(rows), len(examples), size):
             prompts = [e.prompt for e in examples[start : start + size]]
@@ -113,13 +115,9 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
             if run.rollout:
                 check_stop()
                 asked = folder, [prompt.tolist() for prompt in prompts], args, new, seed
-                fresh = on_rank_0(
-                    run.fabric, lambda: [list(map(int, ids)) for ids in run.rollout(*asked)]
-                )
-                refuse_unless(
-                    len(fresh) == len(prompts) and all(fresh),
-                    f"rollout: expected {len(prompts)} answers, each of one token id or more",
-                )
+                fresh = on_rank_0(run.fabric, lambda: token_ids(run.rollout(*asked), len(prompts)))
+                for j, (prompt, ids) in enumerate(zip(prompts, fresh), start):
+                    check_scorable(run, f"rollout: answer {j}", prompt, (ids,), longest)
                 advance(len(prompts))
             else:
                 fresh = generate(
@@ -132,6 +130,42 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
             if run.fabric.global_rank == 0:
                 write_whole(file, text)
     return [row["ids"] for row in rows]
+
+
+def token_ids(answers, n: int) -> list[list[int]]:
+    """What an engine gave as answers to n prompts, as Python's own lists. Raises BadInput."""
+    expected = f"expected {n} answers, each of one token id or more"
+    with user_error("rollout", expected):
+        answers = [list(map(int, ids)) for ids in answers]
+    refuse_unless(len(answers) == n and all(answers), f"rollout: {expected}")
+    return answers
+
+
+def check_scorable(
+    run, where: str, prompt: Sequence[int], completions: Sequence, longest_prompt: int
+) -> None:
+    """Refuse what no model computes, before it is learned from: token ids that it does not have, and
+    more tokens than its context. Where the objective has mismatched pairs, a completion is also scored
+    with the longest prompt. Raises BadInput."""
+    module = run.policy.module
+    n_ids, context = module.embedding.num_embeddings, module.max_seq_length
+    texts = prompt, *completions
+    refuse_unless(
+        completions and all(map(len, texts)),
+        f"{where}: expected a prompt and a completion, with tokens",
+    )
+    for ids in texts:
+        low, high = min(ids), max(ids)
+        refuse_unless(
+            0 <= low and high < n_ids,
+            f"{where}: token ids from {low} to {high}, but the model has 0 to {n_ids - 1}",
+        )
+    before = longest_prompt if run.objective.needs_mismatched_pairs else len(prompt)
+    longest = max(map(len, completions))
+    refuse_unless(
+        before + longest <= context,
+        f"{where}: {longest} tokens, after a prompt of {before}, exceed the context of {context}",
+    )
 
 
 # ---- what an iteration learns from the answers ---------------------------------------------------
@@ -163,4 +197,7 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
         prompt, completions, *others = row.values()
         completions = tuple(np.array(ids, np.int32) for ids in completions)
         examples.append(Example(np.array(prompt, np.int32), completions, *others))
+    longest = max(len(e.prompt) for e in examples)
+    for j, e in enumerate(examples):
+        check_scorable(run, f"rate: example {j}", e.prompt, e.completions, longest)
     return examples

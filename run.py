@@ -18,7 +18,14 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from checks import check_objective, check_optimizer, check_settings, check_tokens, saved_state
+from checks import (
+    check_limits,
+    check_objective,
+    check_optimizer,
+    check_settings,
+    check_tokens,
+    saved_state,
+)
 from data import Budget, most_tokens
 from evaluate import Checker, Evaluator
 from hub import Source, context_of, export, find_model, read_config, read_json
@@ -313,6 +320,7 @@ def setup(
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     examples = load_splits(cfg.data, tokenizer, objective.records)
     check_tokens(sum(examples.values(), []), config.vocab_size, cfg.model)
+    check_limits(cfg, examples, contexts_of(cfg, config), objective.needs_mismatched_pairs)
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")
 
@@ -386,6 +394,14 @@ def with_absolute_paths(settings, *names: str):
     """The same settings with absolute paths of what is read: settings.yaml, which is made of them, then
     means the same from any working directory. Ids of the Hub stay as they are."""
     return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
+
+
+def contexts_of(cfg: RunSettings, config) -> dict[str, int]:
+    """Tokens of the longest text that the model takes, and the reference, if it is another one."""
+    contexts = {"model": context_of(config)}
+    if cfg.reference:
+        contexts["reference"] = context_of(read_config(find_model(cfg.reference, "reference")))
+    return contexts
 
 
 def hash_inputs(

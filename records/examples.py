@@ -24,7 +24,12 @@ from packing import prompt_groups
 from records.forms import ALIASES, Dropped, Kind, understand_record, unique_keys
 from records.tokenizer import Tokenizer
 from runs.console import BadInput, say, user_error
-from runs.settings import Data, find_path, parse_command, refuse_unless
+from runs.settings import (
+    Data,
+    find_path,
+    parse_command,
+    refuse_unless,
+)
 
 
 class Example(NamedTuple):

@@ -35,8 +35,10 @@ def rank() -> int:
     """0 in the first process of the run, above 0 in all others; also before they have found each other.
     Where Fabric launches on several nodes, each node repeats the local numbers."""
     env = os.environ
-    # SLURM_PROCID last: in an interactive SLURM shell it is 0 in every process that Fabric launches
-    first = env.get("RANK") or env.get("LOCAL_RANK") or env.get("SLURM_PROCID") or 0
+    # mpirun's and SLURM's last: in a shell that one of them started it is 0 in every process that Fabric
+    # launches. SLURM may have started mpirun's helper alone.
+    names = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    first = next((env[name] for name in names if env.get(name)), 0)
     return int(first) or int(env.get("NODE_RANK") or 0)
 
 

@@ -9,12 +9,21 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -34,26 +43,155 @@ def multiplies_bfloat16(gpu: int | torch.device) -> bool:
     return torch.cuda.get_device_capability(gpu)[0] >= 8
 
 
+class Launcher(NamedTuple):
+    """A program that starts the processes of a run, and the environment variables in which it tells each
+    of them its place."""
+
+    name: str
+    world_size: str
+    """How many processes it has started."""
+    rank: str
+    """This one's number among them."""
+    local_rank: str
+    """Its number among those of its node."""
+    per_node: str
+    """How many are on the node; SLURM writes 8(x2) for eight on each of two nodes."""
+    job: tuple[str, ...] = ()
+    """What tells this start from others at the same time on the same machine."""
+
+
+# From the inside out: in SLURM an mpirun is itself started by srun, and jsrun is also an mpirun.
+LAUNCHERS = (
+    # also accelerate, deepspeed, Ray and Azure ML, but not all of them say how many are on the node
+    Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher(
+        "jsrun",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+        job=("LSB_JOBID",),
+    ),
+    Launcher(  # Open MPI
+        "mpirun",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    Launcher(  # MPICH and Intel MPI
+        "mpiexec",
+        "PMI_SIZE",
+        "PMI_RANK",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        job=("SLURM_JOB_ID",),
+    ),
+    Launcher(
+        "srun",
+        # not SLURM_NTASKS, which sbatch and salloc also set where they start one process
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
+
+
+def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
+    """The settings devices and num_nodes, as the program that started the processes has fixed them.
+
+    What a launcher has said in variables of its own stands in torchrun's afterwards (RANK, ...), which
+    torch, Fabric and console.rank read. If nothing has started the processes, RANK is not set, and Fabric
+    starts them. A launcher whose number of processes is not the settings' is refused: it would be several
+    runs, silently, or processes that wait for others for ever. Raises BadInput."""
+    env, devices, nodes = os.environ, cfg.devices, cfg.num_nodes
+    refuse_unless("LT_CLI_USED" not in env, "fabric run: start this program by python or torchrun")
+    for launcher in LAUNCHERS:
+        if not {launcher.world_size, launcher.rank, launcher.local_rank} <= env.keys():
+            continue
+        n, per_node = int(env[launcher.world_size]), env.get(launcher.per_node)
+        if launcher.name == "torchrun" and per_node:
+            devices, nodes = int(per_node), n // int(per_node)
+        elif n == 1:
+            continue  # such as a shell by srun --pty: this process may start others
+        started = f"{n} processes" + (f", {per_node} on a node" if per_node else "")
+        refuse_unless(
+            n == devices * nodes and per_node in (None, f"{devices}", f"{devices}(x{nodes})"),
+            f"devices: {devices} on each of {nodes} nodes, but {launcher.name} started {started}",
+        )
+        speak_torchrun(launcher, devices, nodes)
+        return devices, nodes
+
+    if "RANK" in env:  # Kubeflow and Vertex AI: one process for each node
+        node, n = int(env["RANK"]), int(env.get("WORLD_SIZE", 1))
+        refuse_unless(
+            node < n == nodes,
+            f"num_nodes: {nodes}, but RANK={node} and WORLD_SIZE={n} in the environment say another "
+            "number of nodes",
+        )
+        env["NODE_RANK"] = str(node)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # Fabric's processes would inherit them
+            env.pop(name, None)
+    if nodes == 1:  # the platform's number of this node is not a number in this run
+        env.pop("NODE_RANK", None)
+        env.pop("GROUP_RANK", None)
+    refuse_unless(
+        nodes == 1 or {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= env.keys(),
+        f"num_nodes: {nodes}, but nothing says which node this is: start the program by srun, torchrun or "
+        "mpirun, or set NODE_RANK, MASTER_ADDR and MASTER_PORT on each node",
+    )
+    if devices * nodes > 1 or cfg.strategy != "auto":
+        refuse_unless(
+            not (hasattr(sys, "ps1") or sys.flags.interactive),
+            f"devices: {devices}, strategy: {cfg.strategy}: a notebook or an interactive Python cannot be "
+            "one of several processes; start the program by a command of its own (!python in a cell)",
+        )
+    if devices > 1 and "LOCAL_RANK" not in env:
+        by_module = getattr(sys.modules["__main__"], "__spec__", None)  # python -m
+        refuse_unless(
+            by_module or os.path.isfile(sys.argv[0]),
+            f"devices: {devices}: each process runs the program's file, and this program has none (python "
+            "-c, or standard input): write it into a file",
+        )
+    return devices, nodes
+
+
+def speak_torchrun(launcher: Launcher, devices: int, nodes: int) -> None:
+    """Put this process's place, as a launcher has given it, into torchrun's variables, and where the
+    first process listens. Raises BadInput."""
+    env = os.environ
+    rank = int(env[launcher.rank])
+    env["RANK"], env["LOCAL_RANK"] = str(rank), env[launcher.local_rank]
+    env["WORLD_SIZE"], env["GROUP_RANK"] = str(devices * nodes), str(rank // devices)
+    if "MASTER_ADDR" not in env:
+        address = "127.0.0.1" if nodes == 1 else None
+        if nodes > 1 and launcher.name == "srun":
+            address = SLURMEnvironment.resolve_root_node_address(env["SLURM_STEP_NODELIST"])
+        if nodes > 1 and launcher.name == "jsrun":  # the file's first line is the launch node's
+            address = Path(env["LSB_DJOB_RANKFILE"]).read_text().split()[1]
+        refuse_unless(
+            address,
+            f"num_nodes: {nodes}: {launcher.name} does not say where the first process is: set MASTER_ADDR "
+            "to the name of its node, for all processes",
+        )
+        env["MASTER_ADDR"] = address
+    job = " ".join(env.get(name, "") for name in launcher.job)
+    env.setdefault("MASTER_PORT", str(15000 + zlib.crc32(job.encode()) % 10000))
+
+
 def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, object]:
     """The settings devices, num_nodes, accelerator and precision, filled in for a model of this size.
-    torchrun and SLURM fix the number of processes: a run that ignored it would silently be several
-    runs. Raises BadInput."""
-    devices, nodes = cfg.devices, cfg.num_nodes
-    if started := int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-        devices, nodes = started, int(os.environ["WORLD_SIZE"]) // started
-    # srun starts this program once a task. Fabric uses these processes only where their number is the
-    # one that the settings ask for; any other number would be so many runs of the same settings.
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
-    refuse_unless(
-        started or tasks in (1, devices * nodes),
-        f"devices: {devices} on each of {nodes} nodes, but srun started {tasks} processes",
-    )
+    Raises BadInput."""
+    devices, nodes = resolve_processes(cfg)
     gpus, accelerator = torch.cuda.device_count(), cfg.accelerator
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
     refuse_unless(
         accelerator == "cpu" or devices <= gpus,
-        f"accelerator: gpu, devices: {devices}, but this machine has {gpus} GPUs",
+        f"accelerator: gpu, devices: {devices}, but this process sees {gpus} GPUs",
     )
     on_gpu = accelerator == "gpu"
     precision = resolve_precision(cfg.precision, devices if on_gpu else 0, n_layer, n_embd)
@@ -140,6 +278,9 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         devices=cfg.devices,
         num_nodes=cfg.num_nodes,
         strategy=strategy,
+        # ours, see resolve_processes: what Fabric finds by itself is wrong in an sbatch script, and it
+        # never looks for mpirun or Kubeflow
+        plugins=TorchElasticEnvironment() if "RANK" in os.environ else LightningEnvironment(),
         # bf16-true: we load the base in bfloat16 ourselves, and adapters stay in float32
         precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
     )

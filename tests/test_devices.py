@@ -9,43 +9,197 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Started, assert_same, environments_of_ranks, ranks, result, train
 
 import kto
 from head import add_product
-from runs.console import BadInput
+from runs.console import BadInput, rank
 from runs.devices import Stop, resolve_devices
 from runs.settings import Data
 
 DEMO, LARGE = (3, 96), (30, 576)  # layers, width
 
 
+RENDEZVOUS = dict(MASTER_ADDR="head", MASTER_PORT="29400")
+# what sbatch sets for a script with --ntasks 2; python is started once, by the script itself
+SBATCH = dict(SLURM_JOB_ID="77", SLURM_JOB_NAME="train", SLURM_NTASKS="2", SLURM_PROCID="0")
+SBATCH |= dict(SLURM_LOCALID="0", SLURM_NODEID="0", SLURM_JOB_NODELIST="n[07-08]", SLURM_NNODES="2")
+SRUN = SBATCH | dict(SLURM_STEP_ID="3", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="n08")
+SRUN |= dict(SLURM_STEP_TASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1")
+OPEN_MPI = dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_LOCAL_RANK="1")
+OPEN_MPI |= dict(OMPI_COMM_WORLD_LOCAL_SIZE="2", PMIX_NAMESPACE="job")
+INTEL_MPI = dict(PMI_SIZE="2", PMI_RANK="1", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+LSF = dict(JSM_NAMESPACE_SIZE="2", JSM_NAMESPACE_RANK="1", JSM_NAMESPACE_LOCAL_RANK="1")
+AZURE = dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", NODE_RANK="0") | RENDEZVOUS
+KUBEFLOW = dict(WORLD_SIZE="2", RANK="1") | RENDEZVOUS  # the numbers of pods
+
+
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def environment():
+    """The environment without a launcher's variables; what a test changes in it is undone."""
+    before = dict(os.environ)
+    for name in filter(re.compile(LAUNCHERS).match, before):
+        del os.environ[name]
+    yield os.environ
+    os.environ.clear()
+    os.environ |= before
+
+
+LAUNCHERS = (
+    "SLURM_|OMPI_|PMI|MPI_|JSM_|LSB_|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|(LOCAL_)?WORLD_SIZE$"
+)
 
 
 def resolved(size=DEMO, accelerator="cpu", **given) -> dict:
     return resolve_devices(kto.Settings("m", Data("t"), accelerator=accelerator, **given), *size)
 
 
-def test_a_launchers_number_of_processes_is_taken(monkeypatch):
-    asked = dict(devices=3, num_nodes=2, accelerator="cpu", precision="32-true")
+def test_torchruns_number_of_processes_is_taken(environment):
+    asked = dict(devices=3, num_nodes=1, accelerator="cpu", precision="32-true")
     assert resolved(**asked) == asked, "no launcher"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    environment |= AZURE | dict(LOCAL_WORLD_SIZE="2", WORLD_SIZE="4")
     found = resolved(devices=3)
     assert (found["devices"], found["num_nodes"]) == (2, 2)
 
 
-def test_srun_starts_as_many_processes_as_the_settings_ask_for_or_one(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    with pytest.raises(BadInput, match="^devices: 1 on each of 1 nodes, but srun started 8 proc"):
-        resolved()
-    assert resolved(devices=4, num_nodes=2)["devices"] == 4, "srun -N 2 -n 8"
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert resolved(devices=4)["devices"] == 4, "Fabric launches them itself"
+@pytest.mark.parametrize(
+    "given, devices, nodes, place",
+    [
+        (SRUN, 2, 1, "1 1 2 127.0.0.1"),
+        (SRUN | dict(SLURM_JOB_NAME="interactive"), 2, 1, "1 1 2 127.0.0.1"),
+        (SRUN | dict(SLURM_NTASKS_PER_NODE="4"), 2, 1, "1 1 2 127.0.0.1"),
+        (SRUN | dict(SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_LOCALID="0",
+                     SLURM_STEP_NODELIST="n[08-09]"), 1, 2, "1 0 2 n08"),
+        (OPEN_MPI, 2, 1, "1 1 2 127.0.0.1"),
+        (SRUN | OPEN_MPI | dict(SLURM_STEP_NUM_TASKS="1"), 2, 1, "1 1 2 127.0.0.1"),
+        (INTEL_MPI, 2, 1, "1 1 2 127.0.0.1"),
+        (LSF, 2, 1, "1 1 2 127.0.0.1"),
+        (AZURE, 2, 1, "1 1 2 head"),
+        (SRUN | AZURE, 2, 1, "1 1 2 head"),
+        (KUBEFLOW, 1, 2, None),
+        (KUBEFLOW, 4, 2, None),
+        (KUBEFLOW | dict(WORLD_SIZE="1", RANK="0"), 2, 1, None),
+        (AZURE | dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0"), 2, 1, None),
+        (dict(NODE_RANK="1") | RENDEZVOUS, 1, 2, None),
+        (dict(NODE_RANK="1"), 2, 1, None),  # of a cluster of which the run uses one node
+        ({}, 2, 1, None),
+        (SBATCH, 2, 1, None),
+        (SBATCH, 1, 1, None),
+        (SBATCH | dict(SLURM_NTASKS_PER_NODE="2"), 2, 1, None),
+        (SRUN | dict(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"), 2, 1, None),  # a shell by srun --pty
+        (dict(OPEN_MPI, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0"), 2, 1, None),
+        (dict(LSB_JOBID="7", LSB_HOSTS="a a"), 2, 1, None),  # bsub without jsrun
+    ],
+)  # fmt: skip
+def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
+    given, devices, nodes, place, environment
+):
+    """place: rank, local rank, number of processes and first address, in torchrun's variables, which torch,
+    Fabric and our own console read; None: Fabric starts the processes."""
+    environment |= given
+    found = resolved(devices=devices, num_nodes=nodes)
+    assert (found["devices"], found["num_nodes"]) == (devices, nodes)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    if place:
+        assert " ".join(environment[n] for n in names) == place
+        assert 0 < int(environment["MASTER_PORT"]) < 32768, "no port that the system gives away"
+    else:
+        assert not {*names[:3]} & environment.keys(), (
+            "processes that Fabric starts would inherit it"
+        )
+        assert environment.get("NODE_RANK") == ("1" if nodes == 2 else None)
+        assert rank() == nodes - 1, "a second node says nothing"
+
+
+@pytest.mark.parametrize(
+    "given, devices, nodes, said",
+    [
+        (SRUN, 1, 1, "devices: 1 on each of 1 nodes, but srun started 2 processes, 2 on a node"),
+        (SRUN, 1, 2, "devices: 1 on each of 2 nodes, but srun started 2 processes, 2 on a node"),
+        (OPEN_MPI, 1, 1, "devices: 1 on each of 1 nodes, but mpirun started 2 processes, 2 on a node"),
+        (AZURE, 1, 1, "devices: 1 on each of 1 nodes, but torchrun started 2 processes"),
+        (LSF, 4, 1, "devices: 4 on each of 1 nodes, but jsrun started 2 processes"),
+        (KUBEFLOW, 2, 1, "num_nodes: 1, but RANK=1 and WORLD_SIZE=2 in the environment say"),
+        (OPEN_MPI | dict(OMPI_COMM_WORLD_LOCAL_SIZE="1"), 1, 2,
+         "num_nodes: 2: mpirun does not say where the first process is: set MASTER_ADDR"),
+        (SBATCH, 1, 2, "num_nodes: 2, but nothing says which node this is: start the program by srun"),
+        (dict(LT_CLI_USED="1"), 1, 1, "fabric run: start this program by python or torchrun"),
+    ],
+)  # fmt: skip
+def test_processes_that_would_be_other_runs_or_wait_for_ever_are_refused(
+    given, devices, nodes, said, environment
+):
+    environment |= given
+    with pytest.raises(BadInput, match=f"^{re.escape(said)}"):
+        resolved(devices=devices, num_nodes=nodes)
+
+
+def test_a_notebook_has_one_process(monkeypatch):
+    """Colab's and Kaggle's among them. A command in a cell (!python) has no prompt of its own."""
+    monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
+    assert resolved()["devices"] == 1
+    for more in (dict(devices=2), dict(strategy="ddp")):
+        with pytest.raises(
+            BadInput, match="^devices: ., strategy: .*: a notebook .* one of several proc"
+        ):
+            resolved(**more)
+    monkeypatch.delattr(sys, "ps1")
+    assert resolved(devices=2)["devices"] == 2
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(
+        BadInput, match="^devices: 2: each process runs the program's file, and this"
+    ):
+        resolved(devices=2)
+
+
+RUN = (
+    "--batch_size=4",
+    "--max_steps=2",
+    "--precision=32-true",
+    "--accelerator=cpu",
+    "--progress=false",
+)
+
+
+@pytest.mark.parametrize("given, nodes", [(SRUN, 1), (OPEN_MPI, 1), (KUBEFLOW, 2)])
+def test_two_processes_are_the_same_run_whoever_started_them(
+    given, nodes, tiny, ratings, tmp_path, environment
+):
+    argv = (f"--devices={2 // nodes}", f"--num_nodes={nodes}", *RUN)
+    ranks(2, lambda rank: train(tiny, ratings, tmp_path / "torchrun", *argv))
+    port = environments_of_ranks(1)[0]["MASTER_PORT"]
+    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *argv]
+    processes = []
+    for i in range(2):
+        env = {n: str(i) if x == "1" and "RANK" in n or n[-3:] in ("CID", "LID") else x
+               for n, x in given.items()}  # fmt: skip
+        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        processes.append(Started(tmp_path / str(i), "kto", argv, **env))
+    for process in processes:
+        code, said, faults = process.ended()
+        assert code == 0, faults
+    assert said == "", "the second one says nothing"
+    assert_same(result(tmp_path / "run"), result(tmp_path / "torchrun"))
+
+
+def test_a_batch_script_of_slurm_that_starts_python_itself_gets_its_processes(
+    tiny, ratings, tmp_path
+):
+    ranks(2, lambda rank: train(tiny, ratings, tmp_path / "torchrun", "--devices=2", *RUN))
+    argv = [
+        f"--model={tiny}",
+        f"--data.train={ratings}",
+        f"--out_dir={tmp_path / 'run'}",
+        "--devices=2",
+    ]
+    one_pod = dict(RANK="0", WORLD_SIZE="1")
+    env = SBATCH | one_pod | dict(SLURM_NTASKS_PER_NODE="2", CUDA_VISIBLE_DEVICES="")
+    process = Started(tmp_path / "said", str(ROOT / "kto.py"), [*argv, *RUN], **env)
+    code, said, faults = process.ended(240)
+    assert code == 0, faults
+    assert said.count("train: ") == 1, "one of the two speaks"
+    assert_same(result(tmp_path / "run"), result(tmp_path / "torchrun"))
 
 
 def gpus(monkeypatch, *capabilities):
@@ -58,7 +212,9 @@ def gpus(monkeypatch, *capabilities):
 def test_more_gpus_than_there_are_are_refused(monkeypatch):
     gpus(monkeypatch, (9, 0), (9, 0))
     assert resolved(accelerator="auto", devices=2)["accelerator"] == "gpu"
-    with pytest.raises(BadInput, match="^accelerator: gpu, devices: 3, but this machine has 2 GPU"):
+    with pytest.raises(
+        BadInput, match="^accelerator: gpu, devices: 3, but this process sees 2 GPU"
+    ):
         resolved(accelerator="auto", devices=3)
 
 

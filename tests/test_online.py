@@ -288,3 +288,79 @@ def test_an_engines_answers_are_checked_before_they_are_written(wrong, tiny, pro
     assert calls == [4, 4, 4, 2], "a mended engine is asked for the rest"
     go(tiny, prompts, tmp_path / "b", ONE, "--online.temperature=0.5", rollout=engine)
     assert calls[4:] == [4, 4, 2], "answers by other settings are not taken"
+
+
+# ---- lengths -------------------------------------------------------------------------------------
+
+LONG = "--online.max_new_tokens=120"  # with a prompt of 21 tokens beyond the context of 128
+
+
+def test_limits_that_would_only_meet_later_are_refused_together_before_the_first_token(
+    tiny, prompts, tmp_path
+):
+    argv = (LONG, "--online.min_new_tokens=121", '--eval.stop=["."," "]', '--online.stop=["x",""]',
+            "--eval.max_new_tokens=3", "--eval.min_new_tokens=4")  # fmt: skip
+    with pytest.raises(BadInput) as refused:
+        go(tiny, prompts, tmp_path, *argv)
+    longest = max(len(Tokenizer(Source(tiny)).hf.encode(json.loads(x)["prompt"]))
+                  for x in prompts.read_text().splitlines())  # fmt: skip
+    assert str(refused.value).split("\n") == [
+        "eval.min_new_tokens: 4, but an answer has at most 3 tokens",
+        "online.min_new_tokens: 121, but an answer has at most 120 tokens",
+        "online.stop: an empty text would end each answer after its first token",
+        f"online.max_new_tokens: 120 after the longest prompt, {longest} tokens, exceed the context of 128, "
+        f"and mismatched pairs may have both; at most {128 - longest}",
+    ]
+    assert not list(tmp_path.iterdir()), "nothing was sampled, and there is no folder"
+    go(tiny, prompts, tmp_path, ONE, f"--online.max_new_tokens={128 - longest}")
+
+
+def test_where_no_pair_is_mismatched_long_answers_end_at_the_context(
+    tiny, prompts, tmp_path, capsys
+):
+    argv = (ONE, LONG, "--kto.loss=apo_zero_unpaired", f"--data.val={prompts}", "--eval.prompts=2",
+            "--eval.max_new_tokens=127")  # fmt: skip
+    go(tiny, prompts, tmp_path, *argv)
+    said = capsys.readouterr().out
+    for name in (LONG[2:-4], "eval.max_new_tokens"):
+        assert f"{name}: 12" in said and "context of 128: answers to long prompts end there" in said
+    asked = [x["prompt"] for x in lines_of(tmp_path, "rated-1")]
+    assert all(len(p) + len(a["ids"]) <= 128 for p, a in zip(asked, answers(tmp_path, 1)))
+
+
+WRONG = {  # the answers of an engine or a rater -> what is said
+    r"token ids from 512 to 512, but the model has 0 to 511": [512],
+    r"token ids from -1 to 7, but the model has 0 to 511": [7, -1],
+    r"12\d tokens, after a prompt of \d\d, exceed the context of 128": [7] * 120,
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_an_engine_or_a_rater_gives_is_checked_when_it_returns(said, tiny, prompts, tmp_path):
+    wrong = WRONG[said]
+
+    def engine(folder, asked, *_):
+        return [[7]] * (len(asked) - 1) + [wrong]
+
+    def rate(run, asked, ids):
+        run.evaluator.judge = lambda answered: [True] * len(answered)
+        rated = online.rate_answers(run, asked, ids)
+        return [*rated[:-1], rated[-1]._replace(completions=(np.array(wrong),))]
+
+    said = said.replace("12\\d", "120")
+    with pytest.raises(BadInput, match=f"^rollout: answer 3: {said}$"):
+        go(tiny, prompts, tmp_path / "a", ONE, rollout=engine)
+    assert not (tmp_path / "a" / "iterations" / "answers-1.jsonl").exists()
+    with pytest.raises(BadInput, match=f"^rate: example 9: {said}$"):
+        go(tiny, prompts, tmp_path / "b", ONE, rate=rate)
+
+
+@pytest.mark.parametrize("answer", [["seven"], None, "texts"])
+def test_an_engine_that_gives_no_token_ids_is_one_line(answer, tiny, prompts, tmp_path):
+    def engine(folder, asked, *_):
+        return [answer] * len(asked) if answer != "texts" else answer
+
+    with pytest.raises(
+        BadInput, match="^rollout: expected 4 answers, each of one token id or more"
+    ):
+        go(tiny, prompts, tmp_path, ONE, rollout=engine)

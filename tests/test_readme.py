@@ -131,10 +131,10 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
             self.policy = transformers.AutoModelForCausalLM.from_pretrained(folder)
 
         def generate(self, prompts, params):
-            asked.append(params)
-            for p in prompts:
+            asked.extend(params)
+            for p, sampling in zip(prompts, params, strict=True):
                 logits = self.policy(torch.tensor([p["prompt_token_ids"]])).logits
-                tokens = [logits[0, -1].argmax()] * params.max_tokens
+                tokens = [logits[0, -1].argmax()] * sampling.max_tokens
                 yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
 
     vllm = ModuleType("vllm")
@@ -144,4 +144,6 @@ def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # patch.dict would forget what this imports
     monkeypatch.setattr(sys, "argv", ["online.py", *argv])
     exec(compile(code, "forks.md", "exec"), {"__name__": "__main__"})
-    assert asked and asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()
+    seeds = {params.seed for params in asked}
+    assert len(seeds) == len(asked) > 1, "else equal prompts would get equal answers"
+    assert asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()

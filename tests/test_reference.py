@@ -6,11 +6,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import assert_same, numbers, ranks, train
+from models import GQA, HF, made
 
 import load
 from hub import export, find_model
 from packing import pack
+from runs.console import BadInput
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
           "--precision=64-true", "--save_interval=null", "--micro_batch_size=3")  # fmt: skip
@@ -104,3 +107,35 @@ def test_a_key_is_of_prompt_and_completion_and_where_the_one_ends():
     texts = ([1, 2], [3, 4]), ([1, 2], [3]), ([1], [2, 3, 4]), ([1, 2, 3], [4])
     assert len(set(keys(*texts))) == 4
     assert keys(*texts[::-1]) == keys(*texts)[::-1]
+
+
+@pytest.mark.parametrize("kind", ["GPT2Config", "GemmaConfig"])
+def test_a_reference_with_a_shorter_context_is_refused_where_the_texts_are_longer(
+    kind, tiny, ratings, tmp_path
+):
+    """Gemma is transformers' own class: it would compute on, beyond what it has learned."""
+    other = shutil.copytree(tiny, tmp_path / "other")
+    sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4)
+    if kind == "GemmaConfig":
+        sizes |= dict(num_key_value_heads=2, head_dim=8, intermediate_size=32)
+    config = getattr(transformers, kind)(vocab_size=512, max_position_embeddings=40, **sizes)
+    made(config, other)
+    argv = ("--batch_size=4", "--max_steps=1", f"--reference={other}", "--precision=32-true")
+    with pytest.raises(
+        BadInput, match=r"^reference: its context of 40 is shorter than the longest pro"
+    ):
+        train(tiny, ratings, tmp_path / "a", *argv)
+    short = ("--data.max_prompt=20", "--data.max_completion=20")
+    train(tiny, ratings, tmp_path / "b", *argv, *short)
+
+
+def test_a_model_computes_no_text_beyond_its_context(tmp_path):
+    for name, config in (("llama", HF["llama"]), ("gemma", transformers.GemmaConfig(**GQA))):
+        made(config, tmp_path / name)
+        gpt = load.load_model(tmp_path / name)
+        ids = np.arange(40)
+        assert gpt(pack([ids], [(ids[:24],)])).logps.isfinite().all()
+        with pytest.raises(
+            BadInput, match="^a text of 66 tokens, .* exceeds the model's context of 64$"
+        ):
+            gpt(pack([ids], [(ids[:26],)]))
