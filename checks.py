@@ -8,6 +8,8 @@ from difflib import get_close_matches
 
 import torch
 
+from data import Part, Step
+from model import Scores
 from objective import Objective
 from records.examples import Example
 from runs.console import BadInput, Failed, say
@@ -167,12 +169,35 @@ def check_start(logps: list[torch.Tensor], ref_logps: list[torch.Tensor], step_n
         )
 
 
-def check_mixing(losses_of: Callable[[slice], torch.Tensor], B: int) -> None:
+def check_mixing(
+    step: Step,
+    part: Part,
+    scores: Scores,
+    needs_reference: bool,
+    micro_batch_loss: Callable[..., tuple[torch.Tensor, dict]],
+) -> None:
     """Refuse a loss of an example that depends on the other examples of its micro-batch: another split
-    would then give another gradient. losses_of(part): the losses of these of the B examples, as a
-    micro-batch of their own."""
+    would then give another gradient. So the losses of a few examples, whose scores are given, are
+    compared with those of each alone. micro_batch_loss: Trainer's.
+
+    The reference's log-probs are made up, 0 for all examples but the first: if all log-ratios were 0, a
+    mean over examples might not show."""
+    device = scores.logps.device
+    ref_logps = None
+    if needs_reference:
+        ref_logps = torch.zeros_like(scores.logps)
+        ref_logps[0] = scores.logps[0]
+    z_G = scores.logps.new_zeros(step.size)
+
+    def losses_of(chosen: slice) -> torch.Tensor:
+        micro = step.micro_batch(Part(part.index[chosen])).to(device)
+        outputs = None if scores.outputs is None else scores.outputs[chosen]
+        reference = None if ref_logps is None else ref_logps[chosen]
+        loss_B, _ = micro_batch_loss(micro, Scores(scores.logps[chosen], outputs), reference, z_G)
+        return loss_B
+
     together = losses_of(slice(None))
-    alone = [losses_of(slice(i, i + 1)) for i in range(B)]
+    alone = [losses_of(slice(i, i + 1)) for i in range(len(part.index))]
     # not to the bit: a fork's own micro_batch_loss may run a model, which rounds differently
     if not torch.allclose(together, torch.cat(alone), 0.02, 1e-6, equal_nan=True):
         raise BadInput(

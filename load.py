@@ -5,11 +5,9 @@ its weights, or the same instance goes on with our attention. Either must give t
 else it is refused. Before that, the adapters of a PEFT folder are merged into transformers' model, and
 compared in the same way. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
-import contextlib
 import copy
 import hashlib
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,15 +31,14 @@ from hub import (
     read_whole,
     widest,
 )
-from lora import Adapter, add_adapters, fold_adapters, plain_name, quantize_base, read_peft
+from lora import Adapter, add_adapters, fold_adapters, quantize_base, read_peft
 from model import Packed, TransformersGPT, copy_from, litgpt_model
 from objective import Objective
 from packing import pack
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, Reference
 from runs.checkpoint import read_settings, read_state, read_tensors
 from runs.console import user_error
-from runs.devices import local_part, on_rank_0, place_like, set_weights
+from runs.devices import on_rank_0, set_weights
 from runs.settings import Export, Lora, RunSettings, refuse_unless
 
 # Largest difference of a log-prob, in nats. All are compared in float32 or float64: a model that is
@@ -428,66 +425,6 @@ def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
     types = export_types(source, cfg.export, trained).values()
     narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
     return widest(narrow) if narrow else None
-
-
-@contextlib.contextmanager
-def exported_weights(
-    policy: nn.Module,
-    reference: Reference | None,
-    weights: dict[str, torch.Tensor] | None,
-    dtype: torch.dtype,
-) -> Iterator[None]:
-    """Within this context the policy computes with these weights, by their plain names: with adapters they are in
-    its base, and the adapters add nothing. dtype: the type of the folder that the weights come from. A
-    collective if the policy is sharded: rank 0 gives the weights, the others None.
-
-    The weights that change are set aside where they are. In full fine-tuning this takes the memory
-    that the gradient had. With LoRA it is a second base, in the folder's type if the base has its
-    numbers; the reference, which is the policy's base, then exchanges the two at each call."""
-    aside = {}
-
-    @torch.no_grad()
-    def exchange() -> None:
-        parameters = policy.unique_parameters()
-        for name, other in aside.items():
-            aside[name] = narrowed(parameters[name], dtype)
-            parameters[name].copy_(other)
-
-    @contextlib.contextmanager
-    def own_base() -> Iterator[None]:
-        exchange()
-        try:
-            yield
-        finally:
-            exchange()
-
-    for name, p in policy.unique_parameters().items():
-        if "lora_A" in name or name.startswith("objective_module."):
-            continue
-        new = torch.zeros(p.shape)  # an adapter's B; and where rank 0's values count
-        if weights and "lora_B" not in name:
-            new = weights.pop(plain_name(name))
-        new = place_like(new.detach().to(p.dtype), p)
-        if not torch.equal(local_part(new), local_part(p)):
-            aside[name] = narrowed(p, dtype)
-            p.detach().copy_(new)
-    is_own_base = isinstance(reference, AdaptersOff)
-    if is_own_base:
-        reference.own_base = own_base
-    try:
-        yield
-    finally:
-        exchange()
-        if is_own_base:
-            reference.own_base = contextlib.nullcontext
-
-
-def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of x, in this type if that has all its numbers."""
-    narrow = x.detach().to(dtype, copy=True)
-    if torch.equal(local_part(narrow).to(x.dtype), local_part(x)):
-        return narrow
-    return x.detach().clone()
 
 
 def export_checkpoint(source: Source, out: Path, choice: Export) -> None:

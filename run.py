@@ -32,7 +32,6 @@ from hub import Source, context_of, export, find_model, read_config, read_json
 from load import (
     export_checkpoint,
     exported_type,
-    exported_weights,
     load_model,
     load_policy_and_reference,
     shard_module,
@@ -50,7 +49,7 @@ from records.examples import (
     with_limits,
 )
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, CachedReference, FrozenModel, Reference
+from reference import AdaptersOff, CachedReference, FrozenModel, Reference, exported_weights
 from runs import console
 from runs.checkpoint import (
     RunState,

@@ -24,6 +24,7 @@ import torch
 from attention import Prompts
 from checks import check_mixing, check_start, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
+from evaluate import say_what_is_left
 from model import Scores
 from objective import Baseline, join_columns
 from packing import PackedBatch
@@ -524,29 +525,9 @@ class Trainer:
                 ref_logps.append(run.reference.compute(mismatched, by_token=by_token).logps)
             check_start(logps, ref_logps, run.state.step)
             agree = "policy and reference agree to the bit; "
-        check_mixing(self.losses_of_parts(step, few, scores), len(few.index))
+        check_mixing(step, few, scores, run.objective.needs_reference, self.micro_batch_loss)
         nats = scores.logps.double().sum() / micro.length.sum()
         say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
-
-    def losses_of_parts(self, step: Step, part: Part, scores: Scores):
-        """-> losses_of(chosen): the losses of some of a part's examples, as a micro-batch of their own. The
-        reference's log-probs are made up, 0 for all examples but the first: if all log-ratios were 0, a
-        mean over examples might not show."""
-        ref_logps = None
-        if self.run.objective.needs_reference:
-            ref_logps = torch.zeros_like(scores.logps)
-            ref_logps[0] = scores.logps[0]
-        z_G = scores.logps.new_zeros(step.size)
-
-        def losses_of(chosen: slice) -> torch.Tensor:
-            micro = step.micro_batch(Part(part.index[chosen])).to(scores.logps.device)
-            logps, outputs, reference = (
-                None if x is None else x[chosen] for x in (scores.logps, scores.outputs, ref_logps)
-            )
-            loss_B, _ = self.micro_batch_loss(micro, Scores(logps, outputs), reference, z_G)
-            return loss_B
-
-        return losses_of
 
     @torch.no_grad()
     def precompute(self, examples: list[Example], plan: Plan) -> None:
@@ -598,20 +579,3 @@ class Trainer:
             row = self.metrics_of(test, "the test split")
         say_what_is_left(f"test, {name} weights", trained, row)
         return row
-
-
-def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
-    """Say how much of the margin, or where there is none of the loss, the rounding of an export has left, if
-    it is less than nine tenths. trained, exported: rows of the same examples."""
-    has_margin = (trained.get("rewards/margins") or 0) > 0
-    name = "rewards/margins" if has_margin else "loss"
-    before = trained.get(name)
-    after = exported.get(name)
-    if before is None or after is None or before <= 0:
-        return
-    share = after / before if has_margin else before / max(after, before)
-    if share < 0.9:
-        say(
-            f"{what}: {name} is {after:.4g} for the exported weights and {before:.4g} for the trained ones, "
-            f"before they were rounded ({share:.0%}); --export.dtype float32 exports those"
-        )
