@@ -333,12 +333,12 @@ class Rotation(torch.autograd.Function):
 def rotate(x, cos_RQD, sin_RQD):
     """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
     the two dtypes, and rounded to that of x."""
-    y = torch.empty_like(x)
-    (x_1, x_2), (y_1, y_2) = x.chunk(2, -1), y.chunk(2, -1)
-    (cos_1, cos_2), (sin_1, sin_2) = cos_RQD[:, None].chunk(2, -1), sin_RQD[:, None].chunk(2, -1)
-    torch.sub(x_1 * cos_1, x_2 * sin_1, out=y_1)
-    torch.add(x_2 * cos_2, x_1 * sin_2, out=y_2)
-    return y
+    cos, sin = cos_RQD[:, None], sin_RQD[:, None]
+    y = x * cos
+    (x_1, x_2), (y_1, y_2), (sin_1, sin_2) = x.chunk(2, -1), y.chunk(2, -1), sin.chunk(2, -1)
+    y_1 -= x_2 * sin_1
+    y_2 += x_1 * sin_2
+    return y.to(x.dtype)
 
 
 class GatedMLP(litgpt.model.LLaMAMLP):
