@@ -291,8 +291,7 @@ class Attention(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, as the config says, over the last dimension. It is one kernel, outside
-    of autocast, which on a GPU would make it read and write float32."""
+    """RMSNorm or LayerNorm, as the config says, over the last dimension."""
 
     def __init__(self, config: litgpt.Config, size: int):
         super().__init__()
@@ -305,12 +304,12 @@ class Norm(nn.Module):
         """-> a tensor of x's shape and dtype."""
         size = self.weight.shape
         dtype = torch.promote_types(x.dtype, self.weight.dtype)  # the kernels want one for both
+        if self.bias is not None:
+            y = nn.functional.layer_norm(x.to(dtype), size, self.weight, self.bias, self.eps)
+            return y.to(x.dtype)
+        # one kernel: under autocast a GPU would make float32 of what it reads and writes
         with torch.autocast(x.device.type, enabled=False):
-            if self.bias is None:
-                y = nn.functional.rms_norm(x.to(dtype), size, self.weight, self.eps)
-            else:
-                y = nn.functional.layer_norm(x.to(dtype), size, self.weight, self.bias, self.eps)
-        return y.to(x.dtype)
+            return nn.functional.rms_norm(x.to(dtype), size, self.weight, self.eps).to(x.dtype)
 
 
 class Rotation(torch.autograd.Function):
