@@ -309,8 +309,7 @@ class Attention(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, as the config says, over the last dimension. It is one kernel, outside
-    of autocast, which on a GPU would make it read and write float32."""
+    """RMSNorm or LayerNorm, as the config says, over the last dimension."""
 
     def __init__(self, config: litgpt.Config, size: int):
         super().__init__()
@@ -323,12 +322,12 @@ class Norm(nn.Module):
         """-> a tensor of x's shape and dtype."""
         size = self.weight.shape
         dtype = torch.promote_types(x.dtype, self.weight.dtype)  # the kernels want one for both
+        if self.bias is not None:
+            y = nn.functional.layer_norm(x.to(dtype), size, self.weight, self.bias, self.eps)
+            return y.to(x.dtype)
+        # one kernel: under autocast a GPU would make float32 of what it reads and writes
         with torch.autocast(x.device.type, enabled=False):
-            if self.bias is None:
-                y = nn.functional.rms_norm(x.to(dtype), size, self.weight, self.eps)
-            else:
-                y = nn.functional.layer_norm(x.to(dtype), size, self.weight, self.bias, self.eps)
-        return y.to(x.dtype)
+            return nn.functional.rms_norm(x.to(dtype), size, self.weight, self.eps).to(x.dtype)
 
 
 class Rotation(torch.autograd.Function):
@@ -351,12 +350,12 @@ class Rotation(torch.autograd.Function):
 def rotate(x, cos_RQD, sin_RQD):
     """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
     the two dtypes, and rounded to that of x."""
-    y = torch.empty_like(x)
-    (x_1, x_2), (y_1, y_2) = x.chunk(2, -1), y.chunk(2, -1)
-    (cos_1, cos_2), (sin_1, sin_2) = cos_RQD[:, None].chunk(2, -1), sin_RQD[:, None].chunk(2, -1)
-    torch.sub(x_1 * cos_1, x_2 * sin_1, out=y_1)
-    torch.add(x_2 * cos_2, x_1 * sin_2, out=y_2)
-    return y
+    cos, sin = cos_RQD[:, None], sin_RQD[:, None]
+    y = x * cos
+    (x_1, x_2), (y_1, y_2), (sin_1, sin_2) = x.chunk(2, -1), y.chunk(2, -1), sin.chunk(2, -1)
+    y_1 -= x_2 * sin_1
+    y_2 += x_1 * sin_2
+    return y.to(x.dtype)
 
 
 class GatedMLP(litgpt.model.LLaMAMLP):
