@@ -245,6 +245,7 @@ def read_table(source: str, counts: Counter) -> Iterator[tuple[int, dict]]:
     """(number, record) for each row of a table. The record is what a line of JSON would hold, as far
     as the table knows it. Nulls that are taken for gaps are counted. Raises BadInput."""
     rows = open_table(source)
+    features = rows.features  # a deep copy, at each look
     number = 0
     try:
         for row in rows.with_format(None):  # a folder of save_to_disk may name a format
@@ -252,7 +253,7 @@ def read_table(source: str, counts: Counter) -> Iterator[tuple[int, dict]]:
             record = {}
             for column, value in row.items():
                 gaps: list[str] = []
-                record[column] = as_in_json(value, rows.features[column], gaps)
+                record[column] = as_in_json(value, features[column], gaps)
                 if gaps:
                     counts[f"with null in {column}, read as a key that is not there"] += 1
             yield number, record
