@@ -1,8 +1,8 @@
 """From files of records to a list of examples of token ids, and what a run does with them before it trains.
 
 Reading order: Example (what comes out); load_examples and load_file (the whole way of a record); the
-files (read_records); the parts of the data and their table (load_splits); the hash of the data; the
-page of `python data.py FILE`.
+files (read_records); tables, which are more than their rows (read_table); the parts of the data and
+their table (load_splits); the hash of the data; the page of `python data.py FILE`.
 """
 
 import csv
@@ -15,13 +15,21 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import NamedTuple
 
 import numpy as np
 
 from hub import context_of, find_model, read_config
 from packing import prompt_groups
-from records.forms import ALIASES, Dropped, Kind, understand_record, unique_keys
+from records.forms import (
+    ALIASES,
+    Dropped,
+    Kind,
+    refuse_half_characters,
+    understand_record,
+    unique_keys,
+)
 from records.tokenizer import Tokenizer
 from runs.console import BadInput, say, user_error
 from runs.settings import (
@@ -84,7 +92,7 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     extra = split_commas(data.extra)
     records, texts, examples, faults = {}, [], [], []
     # 1. understand: what a line of the file holds becomes a Record
-    for place, raw in read_records(file):
+    for place, raw in read_records(file, counts):
         where = f"{file}:{place}"
         with collect(faults, where):
             if isinstance(raw, bytes):
@@ -94,6 +102,8 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
             except Dropped:
                 counts["dropped by data.labels"] += 1
                 continue
+            for name in record.ignored:  # the table prints it
+                refuse_half_characters("record", name)
             records[where] = record
             counts.update(f"with {name}, which nothing reads" for name in record.ignored)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
@@ -105,14 +115,18 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     counts["by the chat template" if by_template else "plain"] += len(records)
     for where, record in records.items():
         with collect(faults, where):
-            texts.append(tokenizer.render(record, by_template))
+            prompt, completions = tokenizer.render(record, by_template)
+            names = ("chosen", "rejected") if len(completions) == 2 else ("completion",)
+            for name, text in zip(("prompt", *names), (prompt, *completions)):
+                refuse_half_characters(name, text)
+            texts.append((prompt, completions))
     if faults or not records:
         dropped = counts["dropped by data.labels"]
         nothing = f"{file}: no records, {dropped:,} dropped by data.labels"
         raise BadInput("\n".join(faults[:20]) or nothing)
     # 3. encode: texts become token ids, with BOS and EOS
-    encoded = zip(records.items(), tokenizer.encode_all(texts, by_template))
-    for (where, record), (prompt, completions) in encoded:
+    encoded = encode_texts(dict(zip(records, texts)), tokenizer, by_template)
+    for (where, record), (prompt, completions) in zip(records.items(), encoded):
         if not prompt or not all(completions):
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
         # 4. cut a prompt's beginning, but not its BOS, and completions' ends
@@ -123,6 +137,10 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
         counts["completions cut"] += sum(len(ids) > data.max_completion for ids in completions)
         prompt = np.array(prompt, np.int32)
         completions = tuple(np.array(ids[: data.max_completion], np.int32) for ids in completions)
+        # a preference between equal answers teaches nothing
+        if len(completions) == 2 and np.array_equal(*completions):
+            counts["equal pairs, left out"] += 1
+            continue
         label, rewards = record.label is not False, record.rewards
         example = Example(prompt, completions, label, rewards, where, record.weight, record.extra)
         if kind == "rated" and record.label is None:  # a pair: two ratings, which share its prompt
@@ -131,7 +149,26 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
                 examples.append(example._replace(**rating))
         else:
             examples.append(example)
+    if not examples:
+        raise BadInput(f"{file}: no records: all {len(records):,} pairs are equal pairs")
     return examples
+
+
+def encode_texts(
+    texts: dict[str, tuple[str, list[str]]], tokenizer: Tokenizer, by_template: bool
+) -> Iterator[tuple[list, list]]:
+    """(ids of the prompt, ids of each completion) of each record. `texts`: file:line -> its texts.
+    Raises BadInput with a line for each record that the tokenizer refuses."""
+    try:
+        yield from tokenizer.encode_all(list(texts.values()), by_template)
+    except Exception:  # of any kind; it was raised for thousands of texts together
+        faults = []
+        for where, one in texts.items():
+            with collect(faults, where), user_error("tokenizer"):
+                list(tokenizer.encode_all([one], by_template))
+        if not faults:
+            raise
+        raise BadInput("\n".join(faults[:20])) from None
 
 
 @contextmanager
@@ -175,11 +212,12 @@ def absolute_sources(sources: str | None) -> str | None:
     )
 
 
-def read_records(source: str) -> Iterator[tuple[int, object]]:
+def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int, object]]:
     """(place, raw record) for each record of a file, a folder of save_to_disk or a Hub data set.
 
     The place is a line (in a csv file that on which the row ends), or the record's number in a JSON
-    array or a table. The raw record is a line of JSON as bytes, or what it holds. Raises BadInput.
+    array or a table. The raw record is a line of JSON as bytes, or what it holds. What a table is
+    read otherwise than it stands goes into the counts. Raises BadInput.
     """
     path = find_path(source)
     with user_error(None, source):
@@ -187,36 +225,84 @@ def read_records(source: str) -> Iterator[tuple[int, object]]:
             with open(path, "rb") as lines:
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         elif path.suffix == ".json":
-            yield from enumerate(json.loads(path.read_bytes(), object_pairs_hook=unique_keys), 1)
+            records = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
+            if not isinstance(records, list):
+                raise BadInput(f"{source}: expected an array of records, got {records!r:.50}")
+            yield from enumerate(records, 1)
         elif path.suffix == ".csv":
             # Python's csv, not one that guesses types: that makes 1 of 01 and nothing of NA
             csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
-            with open(path, encoding="utf-8-sig", newline="") as file:
+            options = dict(encoding="utf-8-sig", errors="surrogateescape", newline="")
+            with open(path, **options) as file:
                 rows = csv.reader(file, strict=True)
                 try:
                     names = next(rows, [])
                     for cells in filter(None, rows):  # a blank line has no cells
                         if len(cells) != len(names):
                             raise ValueError("not as many cells as columns")
+                        # as it stands in the file: a decoder of the file knows no line
+                        "\n".join(names + cells).encode(errors="surrogateescape").decode()
                         yield rows.line_num, unique_keys(zip(names, cells))
                 except (csv.Error, ValueError) as e:
                     raise BadInput(f"{source}:{rows.line_num}: {e}") from None
         else:
-            yield from enumerate(table(source), 1)
+            yield from read_table(source, Counter() if counts is None else counts)
 
 
-def table(source: str):
-    """The rows of a parquet file, of a folder of save_to_disk (`folder` or `folder:split`) or of a Hub
-    data set (`id`, `id:split` or `id:config:split`)."""
+def read_table(source: str, counts: Counter) -> Iterator[tuple[int, dict]]:
+    """(number, record) for each row of a table. The record is what a line of JSON would hold, as far
+    as the table knows it. Nulls that are taken for gaps are counted. Raises BadInput."""
+    rows = open_table(source)
+    features = rows.features  # a deep copy, at each look
+    number = 0
+    try:
+        for row in rows.with_format(None):  # a folder of save_to_disk may name a format
+            number += 1
+            record = {}
+            for column, value in row.items():
+                gaps: list[str] = []
+                record[column] = as_in_json(value, features[column], gaps)
+                if gaps:
+                    counts[f"with null in {column}, read as a key that is not there"] += 1
+            yield number, record
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{source}:{number + 1}: {e}") from None
+
+
+def as_in_json(value: object, feature: object, gaps: list[str]) -> object:
+    """A value of a table, as a line of JSON would hold it. `feature`: what the datasets package knows
+    about its column.
+
+    A class is its name, not the number of its name. A decimal is a number. A struct has the keys of
+    all rows, and null where a row has not this key: the key goes, and is added to `gaps`.
+    """
+    names = getattr(feature, "names", None)
+    if names and value is not None:  # ClassLabel
+        return names[value] if value >= 0 else None  # -1: no class
+    if isinstance(value, Decimal):
+        return json.loads(str(value))
+    if isinstance(value, dict) and isinstance(feature, dict):
+        gaps += [key for key, x in value.items() if x is None]
+        return {key: as_in_json(x, feature[key], gaps) for key, x in value.items() if x is not None}
+    if isinstance(value, list):
+        # older releases of datasets write the feature of a list as a list
+        item = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [as_in_json(x, item, gaps) for x in value]
+    return value
+
+
+def open_table(source: str):
+    """The datasets.Dataset of a parquet file, of a folder of save_to_disk (`folder` or `folder:split`)
+    or of a Hub data set (`id`, `id:split` or `id:config:split`)."""
     import datasets  # slow to import
 
     name, *rest = source.split(":")
     *config, split = rest or ["train"]
     path = find_path(name)
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path))
     nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
     with user_error(f"{source}: {nothing}", name):
-        if path.suffix == ".parquet":
-            return datasets.Dataset.from_parquet(str(path))
         if not path.is_dir():
             return datasets.load_dataset(name, *config, split=split)
         rows = datasets.load_from_disk(path)

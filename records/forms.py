@@ -8,6 +8,7 @@ form is refused with `field: reason` (the caller adds the file and the line); a 
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import date, time
 from typing import Literal, NamedTuple
 
 from runs.console import BadInput, user_error
@@ -36,6 +37,7 @@ PROMPTS = ("prompt", "instruction", "input")
 # Only values that can mean nothing else; as texts, since a csv file has no others.
 LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
+NUMBERS = ("weight", "chosen_reward", "rejected_reward")
 # The roles that chat templates know, and ShareGPT's names for them.
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
 ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -87,10 +89,16 @@ def understand_record(
     fields = unique_keys(
         (columns.get(name, name), x) for name, x in record.items() if x is not None
     )
+    for name in NUMBERS:
+        if fields.get(name) == "":  # an empty cell of a csv file
+            del fields[name]
     extras = {}
     for name in extra:
         value = _take({**record, **fields}, name)  # by the record's own name or by ours
+        if isinstance(value, date | time):  # of a table
+            value = value.isoformat()
         extras[name] = value if isinstance(value, str) else _number(value, name)
+        refuse_half_characters(name, str(value))
     instruct = "instruction" in fields and "prompt" not in fields
     system = fields.pop("system", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
@@ -190,6 +198,18 @@ def unique_keys(items: Iterable[tuple[str, object]]) -> dict:
     return result
 
 
+def refuse_half_characters(name: str, text: str) -> None:
+    """Raise BadInput where a text has half of a surrogate pair. JSON can hold it, and tools that count
+    in UTF-16 write it where they cut a text in the middle of an emoji."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        half, before = text[e.start], text[max(0, e.start - 20) : e.start]
+        raise BadInput(
+            f"{name}: {half!r} is half of a character (of a surrogate pair); it stands after {before!r}"
+        ) from None
+
+
 def _prompt(fields: dict) -> Turns:
     """The prompt; or an instruction, and its input on the next line; or NeMo-Aligner's input; or else a
     dialogue, whose end may be an answer."""
@@ -238,7 +258,10 @@ def _parsed(fields: dict, name: str):
 
 def _label(fields: dict, labels: dict | None) -> bool:
     value = fields.pop("label", None) if labels else _take(fields, "label")
-    text = f"{value:g}" if isinstance(value, float) else str(value)  # of a table: 4.0
+    text = str(value)
+    # 4.0 of a table is 4; a probability of 0.9999999 is not 1
+    if isinstance(value, float) and (value.is_integer() or not float(f"{value:g}").is_integer()):
+        text = f"{value:g}"
     if labels:
         if text not in labels:
             raise Dropped

@@ -3,14 +3,20 @@
 import contextlib
 import dataclasses
 import io
+import json
 import random
 import re
 from itertools import chain, product
 
+import datasets
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tokenizers
 import torch
-from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, user, write
+from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, user, write
 
 import data
 import kto
@@ -127,6 +133,234 @@ def test_a_record_that_cannot_be_learned_from_is_refused_with_its_line(
     tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
     (line,) = refusal(source, tokenizer)
     assert line.startswith(f"{source}{reason}")
+
+
+HALF = "x \ud83c"  # of a pair of two: an emoji that was cut in two
+CUT = {  # a record with it, the field that is named
+    "a prompt": (rated(HALF), "prompt"),
+    "a completion": (rated("p", HALF), "completion"),
+    "a dialogue": (rated([user("p")], [bot(HALF)]), "completion"),
+    "a system text": (rated(system=HALF), "prompt"),
+    "a tool": (rated(tools=[{"name": "f", "description": HALF}]), "prompt"),
+    "a pair": ({"prompt": "p", "chosen": "c", "rejected": HALF}, "rejected"),
+    "a field of one's own": (rated(note=HALF), "note"),
+    "the name of a field": (rated(note="n", **{HALF: 1}), "record"),
+}
+
+
+@pytest.mark.parametrize("record", CUT)
+def test_half_of_a_character_is_refused_with_its_line_and_field(tmp_path, record):
+    record, field = CUT[record]
+    template = "{{ tools | tojson }}" + CHATML
+    tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
+    extra = "note" if "note" in record else None
+    source = write(tmp_path / "d.jsonl", rated(note="n"), record)
+    (line,) = refusal(source, tokenizer, extra=extra)
+    assert line.startswith(f"{source}:2: {field}: '\\ud83c' is half of a character"), line
+    whole = json.loads(json.dumps(record).replace("\\ud83c", "\\ud83c\\udf31"))
+    found = read(write(tmp_path / "d.jsonl", rated(note="n"), whole), tokenizer, extra=extra)
+    assert len(found) > 1, "the whole one is read"
+
+
+def test_what_a_tokenizer_raises_has_the_line_of_its_record(tmp_path):
+    """Such as a word of which it has no token, where it has none for unknown words either."""
+    words = {"<|endoftext|>": 0, "p": 1, "c": 2, "a": 3}
+
+    def change(t: tokenizers.Tokenizer) -> None:
+        t.model = tokenizers.models.WordLevel(words, unk_token="[UNK]")
+        t.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+
+    tokenizer = Tokenizer(Source(folder(tmp_path / "t", change=change)))
+    source = write(tmp_path / "d.jsonl", rated(), rated("p", "word"), rated(), rated("p word"))
+    lines = refusal(source, tokenizer)
+    assert [line.split(" ")[:2] for line in lines] == [
+        [f"{source}:{n}:", "tokenizer:"] for n in (2, 4)
+    ]
+
+
+# ---- pairs that teach nothing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["paired", "rated"])
+def test_pairs_with_two_equal_answers_are_counted_and_left_out(tmp_path, kind):
+    answers = [("good", "good"), ("best", "bad"), ("abcde", "abcdf"), ("c", " c")]
+    records = [{"prompt": "p", "chosen": x, "rejected": y} for x, y in answers]
+    source = write(tmp_path / "d.jsonl", *records)
+    for limit, numbers in (
+        (64, [2, 3, 4]),
+        (4, [2, 4]),
+    ):  # the third pair differs in its last token
+        parts, table = parts_of(Data(source, max_completion=limit), kind)
+        left = [f"{source}:{n}" for n in numbers for _ in range(1 + (kind == "rated"))]
+        assert [e.where for e in parts["train"]] == left
+        count = len(answers) - len(numbers)
+        assert f"{count} equal pairs, left out" in table[3]
+    source = write(tmp_path / "e.jsonl", records[0], records[0])
+    assert refusal(source, plain(), kind) == [f"{source}: no records: all 2 pairs are equal pairs"]
+    source = write(tmp_path / "f.jsonl", rated("p", "c"), rated("p", "c", False))
+    assert len(read(source, plain())) == 2, "two ratings are a contradiction, no pair"
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def features_of(label: list[str]) -> datasets.Features:
+    text = datasets.Value("string")
+    columns = {"prompt": text, "completion": text, "label": datasets.ClassLabel(names=label)}
+    return datasets.Features(columns)
+
+
+@pytest.mark.parametrize(
+    "names, labels",
+    [
+        ("undesirable desirable", None),
+        ("desirable undesirable", None),
+        ("chosen rejected", None),
+        ("up down", None),
+        ("True False", None),
+        ("1 0", None),
+        ("good bad", "up=good,down=bad"),
+        ("1 0", "up=0,down=1"),
+    ],
+)
+def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, names, labels):
+    good, bad = ("0", "1") if labels == "up=0,down=1" else sorted(names.split(), key=names.index)
+    good, bad = (bad, good) if good == "undesirable" else (good, bad)
+    features = features_of(names.split())
+    records = [
+        rated(p, "c", features["label"].str2int(x)) for p, x in zip("abc", (good, bad, good))
+    ]
+    table = datasets.Dataset.from_list(records, features=features)
+    table.to_parquet(tmp_path / "d.parquet")
+    table.save_to_disk(tmp_path / "d")
+    for source in ("d.parquet", "d"):
+        found = read(tmp_path / source, plain(), labels=labels)
+        assert [e.label for e in found] == [True, False, True]
+
+
+def test_the_name_of_a_class_that_means_neither_is_refused_and_no_class_is_no_label(tmp_path):
+    features = features_of(["down", "neutral", "up"])
+    table = [rated(label=x) for x in (2, 1, 0, -1, None)]
+    table = datasets.Dataset.from_list(table, features=features)
+    table.save_to_disk(tmp_path / "d")
+    got = refusal(tmp_path / "d", plain())
+    assert [re.sub("; there is.*", "", line) for line in got] == [
+        f"{tmp_path}/d:2: label: expected true, false, 1, 0, chosen, rejected, desirable, undesirable, "
+        "up, down; got 'neutral' (see data.labels)",
+        f"{tmp_path}/d:4: label: missing",
+        f"{tmp_path}/d:5: label: missing",
+    ]
+    roles = datasets.ClassLabel(names=["user", "assistant"])
+    turns = datasets.List({"role": roles, "content": datasets.Value("string")})
+    table = {"messages": [[{"role": 0, "content": "p"}, {"role": 1, "content": "c"}]]}
+    table = datasets.Dataset.from_dict(table, features=datasets.Features({"messages": turns}))
+    table.save_to_disk(tmp_path / "e")
+    (e,) = read(tmp_path / "e", chat(), "demonstrations")
+    same = write(tmp_path / "e.jsonl", {"messages": [user("p"), bot("c")]})
+    assert ids(e) == ids(read(same, chat(), "demonstrations")[0])
+
+
+# Writes all that a record can give to a template.
+ALL = (
+    "{{ tools | tojson }}{{ o1 | tojson if o1 is defined }}{{ s2 | tojson if s2 is defined }}"
+    "{% for m in messages %}{{ m.role + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def tree(r: random.Random, depth: int, share: float) -> dict:
+    """A random object. A key's name says the type of its value, since a column has one type; a share
+    of the keys is there."""
+    values = {
+        "b1": lambda: r.random() < 0.5,
+        "f1": lambda: r.randrange(99) / 8,
+        "l1": lambda: [r.choice(["x", "", None]) for _ in range(r.randrange(3))] + ["y"],
+        "m1": lambda: [
+            tree(r, depth - 1, share) for _ in range(r.randrange(3) if share < 1 else 1)
+        ],
+        "n1": lambda: r.randrange(9),
+        "o1": lambda: tree(r, depth - 1, share),
+        "o2": lambda: tree(r, depth - 1, share),
+        "s1": lambda: r.choice(["", "null", "é\n", "2026"]),
+        "s2": lambda: r.choice(["a", "b"]),
+    }
+    keys = [key for key in values if depth or key[0] not in "mo"]
+    return {key: values[key]() for key in keys if r.random() < share}
+
+
+def random_record(r: random.Random, share: float, messages: bool) -> dict:
+    record = rated("p", "c", r.random() < 0.5)
+    if r.random() < share:
+        record["weight"] = r.randrange(1, 9) / 4
+    if r.random() < share:
+        record["system"] = "s"
+    if r.random() < share:
+        record["chat_template_kwargs"] = tree(r, 2, share)
+    if r.random() < share:
+        record["tools"] = [{"name": "f", "parameters": tree(r, 2, share)} for _ in range(2)]
+    if messages:
+        call = {"function": {"name": "f", "arguments": tree(r, 2, share)}}
+        calls = {"tool_calls": [call]} if r.random() < share else {}
+        record |= {"prompt": [user("p"), bot("d") | calls, user("q")], "completion": [bot("c")]}
+    return record
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypatch, seed):
+    """The first record has every key: the order of a struct's keys is the table's."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    r, messages = random.Random(seed), seed % 2 == 0
+    records = [random_record(r, share, messages) for share in (1, 0.6, 0.3, 0, 0.5, 0.4, 0.8)]
+    tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=ALL)))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "lines").mkdir()
+    source = write(tmp_path / "a.jsonl", *records)
+    write(tmp_path / "lines" / "train.jsonl", *records)
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    table = datasets.Dataset.from_list(records)
+    table.to_parquet(tmp_path / "a.parquet")
+    table.to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
+    table.save_to_disk(tmp_path / "a")
+    pq.write_table(
+        pa.Table.from_pylist(records, schema=table.features.arrow_schema), tmp_path / "b.parquet"
+    )
+    pd.DataFrame(records).to_parquet(tmp_path / "c.parquet")
+    sources = ["a.json", "a.parquet", "b.parquet", "c.parquet", "a"]
+    if not messages:  # which a csv file cannot hold
+        nested = ("tools", "chat_template_kwargs")
+        cells = [{k: json.dumps(x) if k in nested else x for k, x in e.items()} for e in records]
+        pd.DataFrame(cells).to_csv(tmp_path / "a.csv", index=False)
+        sources.append("a.csv")
+    hub, load_dataset = {"someone/table": "hub", "someone/lines": "lines"}, datasets.load_dataset
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, split: load_dataset(str(tmp_path / hub[name]), split=split),
+    )
+    limits = dict(max_prompt=9999, max_completion=99)
+    right = [(ids(e), e.label, e.weight) for e in read(source, tokenizer, **limits)]
+    assert len({str(x) for x in right}) > 4, "else nothing is compared"
+    for name in [*(tmp_path / x for x in sources), *hub]:
+        found = [(ids(e), e.label, e.weight) for e in read(name, tokenizer, **limits)]
+        assert found == right, name
+
+
+def test_a_null_of_the_record_itself_is_known_to_lines_and_to_texts_of_json_only(tmp_path):
+    tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=ALL)))
+    records = [rated(tools=[{"name": "f", "x": x}]) for x in (None, "1")]
+    right, counts = load(write(tmp_path / "a.jsonl", *records), tokenizer)
+    assert '"x": null' in tokenizer.decode(right[0].prompt)
+    as_text = [e | {"tools": json.dumps(e["tools"])} for e in records]
+    tables = {"struct": records, "text": as_text}
+    for name, table in tables.items():
+        datasets.Dataset.from_list(table).save_to_disk(tmp_path / name)
+        found, more = load(tmp_path / name, tokenizer)
+        assert (list(map(ids, found)) == list(map(ids, right))) == (name == "text")
+        more = more - counts
+        assert dict(more) == (
+            {"with null in tools, read as a key that is not there": 1} if name == "struct" else {}
+        )
 
 
 # ---- tokens --------------------------------------------------------------------------------------

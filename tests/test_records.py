@@ -1,8 +1,13 @@
 """Records are understood or refused, never guessed, whatever file they come from."""
 
 import json
+from datetime import datetime
+from decimal import Decimal
 
 import datasets
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokens import bot, rated, user
 
@@ -185,7 +190,7 @@ def test_a_label_is_never_guessed(field):
             record = {"prompt": "p", "completion": "c", field: value}
             assert understand_record(record, "rated").label is good
     wrong = ["tRue", "01", "", "good", "Chosen", " chosen", "yes", 2, -1, 0.5, [], [True], {}]
-    for value in [*wrong, float("nan"), 10**30]:
+    for value in [*wrong, float("nan"), 10**30, 0.99999999, 1e-9]:
         with pytest.raises(BadInput, match="^label: expected true, false"):
             understand_record({"prompt": "p", "completion": "c", field: value}, "rated")
 
@@ -250,6 +255,9 @@ def test_a_json_array_is_a_file_of_records(tmp_path):
     path.write_bytes(b'[\n{"prompt": "p",\n "label"}]')
     with pytest.raises(BadInput, match=f"^{path}: Expecting ':' delimiter: line 3 "):
         raw_records(path)
+    path.write_text(json.dumps(rated("a")))
+    with pytest.raises(BadInput, match=f"^{path}: expected an array of records, got ."):
+        raw_records(path)
     path.write_bytes(b'[{"label": 1, "label": 0}]')
     with pytest.raises(BadInput, match=f"^{path}: label: given twice$"):
         raw_records(path)
@@ -271,6 +279,10 @@ def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):
     with pytest.raises(BadInput, match="^label: expected .*; got 'kto'"):
         understand_record(b, "rated")
     assert understand_record(c, "rated")[:3] == ('a\r\n"b"', [""], True)
+    empty = rated(label="1", weight="", tools="", system="")
+    assert understand_record(empty, "rated") == Record("p", ["c"], True), (
+        "an empty cell is no field"
+    )
     for text, records in {"": [], "prompt\n" + "x" * 200_000: [{"prompt": "x" * 200_000}]}.items():
         path.write_text(text)
         assert raw_records(path) == records
@@ -283,7 +295,11 @@ def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):
         ("prompt,completion,label,label\na,b,1,0\n", ":2: label: given twice"),
         ('prompt,completion,label\n"a,b,1\n', ":2: unexpected end of data"),
         ('"prompt,completion\n', ":1: unexpected end of data"),
-        ("prompt,completion,label\n\udcff,b,1\n", ":0: 'utf-8' codec can't decode byte 0xff"),
+        (
+            "prompt,completion,label\na,b,1\nc,\udcff,1\n",
+            ":3: 'utf-8' codec can't decode byte 0xff",
+        ),
+        ("prompt,\udcff\na,b\n", ":2: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
@@ -318,6 +334,51 @@ def test_parquet_files_and_folders_of_save_to_disk_hold_records(tmp_path, monkey
     assert place == 1
 
 
+def test_what_a_table_knows_of_its_columns_reaches_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    day = datetime(2026, 1, 31, 8)
+    columns = {
+        "label": pd.Categorical(["up", "down", "up"]),
+        "completion": pa.array(["a", "b", "c"], pa.large_string()),
+        "weight": pa.array([Decimal("0.50"), None, Decimal("2.00")]),
+        "day": pa.array([day.date()] * 3),
+        "at": pa.array([day] * 3),
+        "prompt": pa.array(["p", "q", "r"]).dictionary_encode(),
+    }
+    labels = {
+        "decimal": pa.array([Decimal("1.00"), Decimal("0.00"), Decimal("1.00")]),
+        "float32": pa.array([1, 0, 1], pa.float32()),
+        "uint8": pa.array([1, 0, 1], pa.uint8()),
+        "bool": pa.array([True, False, True]),
+        "category": columns["label"],
+        "category of integers": pd.Categorical([1, 0, 1]),
+    }
+    for name, label in labels.items():
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table(columns | {"label": pa.array(label)}), path)
+        found = [understand_record(x, "rated", ("day", "at")) for x in raw_records(path)]
+        assert [x.label for x in found] == [True, False, True], name
+        assert [x.weight for x in found] == [0.5, 1, 2] and [x.prompt for x in found] == list("pqr")
+        assert found[0].extra == {"day": "2026-01-31", "at": "2026-01-31T08:00:00"}
+    frame = pd.DataFrame(
+        {"prompt": ["p"] * 3, "completion": list("abc"), "label": [True, None, False]}
+    )
+    frame.to_parquet(tmp_path / "pandas.parquet")
+    up, none, down = raw_records(tmp_path / "pandas.parquet")
+    assert understand_record(up, "rated").label and not understand_record(down, "rated").label
+    with pytest.raises(BadInput, match="^label: missing"):
+        understand_record(none, "rated")
+
+
+def test_a_text_of_a_table_that_is_no_unicode_is_refused_with_its_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    ends = pa.array([0, 1, 2], pa.int32()).buffers()[1]
+    text = pa.StringArray.from_buffers(2, ends, pa.py_buffer(b"a\xff"))
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "d.parquet")
+    with pytest.raises(BadInput, match="d.parquet:2: 'utf-8' codec can't decode byte 0xff"):
+        raw_records(tmp_path / "d.parquet")
+
+
 @pytest.mark.parametrize(
     "name",
     ["no*.jsonl", "no.csv", "no.parquet", "folder", "folder:test", "someone/ratings:val", "no.txt"],
@@ -342,7 +403,7 @@ def test_what_is_no_source_is_one_line(tmp_path, monkeypatch, name):
 def test_a_hub_id_may_name_a_config_and_a_split(monkeypatch, source, asked):
     def load_dataset(*names, split):
         assert (*names, split) == asked
-        return [rated("a"), rated("b")]
+        return datasets.Dataset.from_list([rated("a"), rated("b")])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(read_records(source)) == [(1, rated("a")), (2, rated("b"))]
