@@ -315,6 +315,7 @@ def setup(cfg: RunSettings, objective, checker=None, optimizer=None, rollout=Non
     # the processes and the run's folder
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
     contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
+    contents += b"".join(b"%d" % i for i in tokenizer.stops_of_template)
     hashes = {
         "program": program.name,
         "records": examples_hash(examples),

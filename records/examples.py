@@ -22,6 +22,7 @@ import numpy as np
 from hub import context_of, find_model, read_config
 from packing import prompt_groups
 from records.forms import ALIASES, Dropped, Kind, understand_record, unique_keys
+from records.template import LeftOut
 from records.tokenizer import Tokenizer
 from runs.console import BadInput, say, user_error
 from runs.settings import Data, find_path, parse_command, refuse_unless
@@ -89,21 +90,28 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
             records[where] = record
             counts.update(f"with {name}, which nothing reads" for name in record.ignored)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
-    # template if any of them needs it.
+    # template if any of them needs it. It must write all that a record says.
     by_template = any(
         record.needs_template or record.instruct and tokenizer.template
         for record in records.values()
     )
     counts["by the chat template" if by_template else "plain"] += len(records)
+    rendered = {}
     for where, record in records.items():
         with collect(faults, where):
-            texts.append(tokenizer.render(record, by_template))
-    if faults or not records:
-        dropped = counts["dropped by data.labels"]
-        nothing = f"{file}: no records, {dropped:,} dropped by data.labels"
-        raise BadInput("\n".join(faults[:20]) or nothing)
+            try:
+                texts.append(tokenizer.render(record, by_template, counts))
+                rendered[where] = record
+            except LeftOut:
+                if data.left_out == "refuse":
+                    raise
+                counts["dropped by data.left_out"] += 1
+    if faults or not rendered:
+        settings = ("data.labels", "data.left_out")
+        dropped = [f"{counts[f'dropped by {name}']:,} dropped by {name}" for name in settings]
+        raise BadInput("\n".join(faults[:20]) or f"{file}: no records, {', '.join(dropped)}")
     # 3. encode: texts become token ids, with BOS and EOS
-    encoded = zip(records.items(), tokenizer.encode_all(texts, by_template))
+    encoded = zip(rendered.items(), tokenizer.encode_all(texts, by_template))
     for (where, record), (prompt, completions) in encoded:
         if not prompt or not all(completions):
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
@@ -238,6 +246,8 @@ def load_splits(data: Data, tokenizer: Tokenizer, kind: Kind) -> dict[str, list[
     parts, counts = {}, {}
     for name in ("train", "val", "test"):
         parts[name], counts[name] = load_examples(getattr(data, name), tokenizer, kind, data)
+    if any(count["by the chat template"] for count in counts.values()):
+        tokenizer.end_as_the_template_does()
     if data.split:
         refuse_unless(
             not data.val and not data.test,

@@ -77,6 +77,9 @@ class Data:
     what fits into the context beside data.max_prompt."""
     chat_template: str | None = None
     """A jinja file in place of the tokenizer's own chat template, or where it has none."""
+    left_out: Literal["refuse", "drop"] = "refuse"
+    """Records of which the chat template does not write all, such as turns of a role that it does not
+    know: refuse, with file, line and text; or drop them and count them."""
     score_prompt: bool = False
     """Add the log-probs of the prompt's tokens, from the second on, to those of each completion."""
     date: str | None = None
@@ -308,12 +311,14 @@ ROUNDING_SETTINGS = set(
     spin.batch_size spin.cache_gb online.batch_size online.cache_gb
     """.split()
 )
-# What else a resume may change. A change of any other setting would make it another run.
+# What else a resume may change (what data.left_out drops, the hash of the records shows). A change of
+# any other setting would make it another run.
 FREE_SETTINGS = ROUNDING_SETTINGS | set(
     """
     resume out_dir max_time stop_at activation_checkpointing
     log_interval val_interval save_interval keep_last logger progress
     eval.samples eval.batch_size eval.check_interval eval.cache_gb
+    data.left_out
     """.split()
 )
 # Paths and ids. A resume compares the hashes of their contents, so that the files may have moved; of the
