@@ -254,6 +254,8 @@ def main(argv=None) -> None:
     policy = fabric.to_device(load_model(source, dtype=dtype))
     context, turns = policy.max_seq_length, []
     by_template = bool(tokenizer.template) and not args.plain
+    if by_template:
+        tokenizer.end_as_the_template_does()
     lines = [args.prompt] if args.prompt else iter(lambda: input("> "), "")
     with contextlib.suppress(EOFError):  # Ctrl-D
         for i, line in enumerate(lines):

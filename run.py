@@ -409,6 +409,7 @@ def hash_inputs(
     """Hashes of what the run learns from, by name, but for weights. Refuses processes that have read
     different files."""
     contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
+    contents += b"".join(b"%d" % i for i in tokenizer.stops_of_template)
     hashes = {
         "program": Path(sys.argv[0]).name,
         "records": examples_hash(examples),

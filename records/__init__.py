@@ -3,5 +3,7 @@
 examples.py   load_examples reads a file record by record and calls the other two: read it first;
               then splits, the table before training, the hash of the data, `python data.py FILE`
 forms.py      one record of any known form becomes a Record: prompt, completions, label
-tokenizer.py  a Record becomes text, by the model's chat template, and then token ids
+tokenizer.py  a Record becomes text, and then token ids
+template.py   what tokenizer.py asks for the text of messages: the model's chat template, and the check
+              that it leaves nothing out
 """

@@ -26,10 +26,12 @@ from records.forms import (
     ALIASES,
     Dropped,
     Kind,
+    Record,
     refuse_half_characters,
     understand_record,
     unique_keys,
 )
+from records.template import LeftOut
 from records.tokenizer import Tokenizer
 from runs.console import BadInput, say, user_error
 from runs.settings import (
@@ -90,7 +92,10 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     columns = ALIASES | names_given("data.columns", data.columns)
     labels = names_given("data.labels", data.labels)
     extra = split_commas(data.extra)
-    records, texts, examples, faults = {}, [], [], []
+    records: dict[str, Record] = {}
+    texts: dict[str, tuple[str, list[str]]] = {}
+    examples: list[Example] = []
+    faults: list[str] = []
     # 1. understand: what a line of the file holds becomes a Record
     for place, raw in read_records(file, counts):
         where = f"{file}:{place}"
@@ -107,7 +112,7 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
             records[where] = record
             counts.update(f"with {name}, which nothing reads" for name in record.ignored)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
-    # template if any of them needs it.
+    # template if any of them needs it. It must write all that a record says.
     by_template = any(
         record.needs_template or record.instruct and tokenizer.template
         for record in records.values()
@@ -115,18 +120,25 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     counts["by the chat template" if by_template else "plain"] += len(records)
     for where, record in records.items():
         with collect(faults, where):
-            prompt, completions = tokenizer.render(record, by_template)
+            try:
+                prompt, completions = tokenizer.render(record, by_template, counts)
+            except LeftOut:
+                if data.left_out == "refuse":
+                    raise
+                counts["dropped by data.left_out"] += 1
+                continue
             names = ("chosen", "rejected") if len(completions) == 2 else ("completion",)
             for name, text in zip(("prompt", *names), (prompt, *completions)):
                 refuse_half_characters(name, text)
-            texts.append((prompt, completions))
-    if faults or not records:
-        dropped = counts["dropped by data.labels"]
-        nothing = f"{file}: no records, {dropped:,} dropped by data.labels"
-        raise BadInput("\n".join(faults[:20]) or nothing)
+            texts[where] = (prompt, completions)
+    if faults or not texts:
+        settings = ("data.labels", "data.left_out")
+        dropped = [f"{counts[f'dropped by {name}']:,} dropped by {name}" for name in settings]
+        raise BadInput("\n".join(faults[:20]) or f"{file}: no records, {', '.join(dropped)}")
     # 3. encode: texts become token ids, with BOS and EOS
-    encoded = encode_texts(dict(zip(records, texts)), tokenizer, by_template)
-    for (where, record), (prompt, completions) in zip(records.items(), encoded):
+    encoded = encode_texts(texts, tokenizer, by_template)
+    for where, (prompt, completions) in zip(texts, encoded):
+        record = records[where]
         if not prompt or not all(completions):
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
         # 4. cut a prompt's beginning, but not its BOS, and completions' ends
@@ -150,7 +162,7 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
         else:
             examples.append(example)
     if not examples:
-        raise BadInput(f"{file}: no records: all {len(records):,} pairs are equal pairs")
+        raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs")
     return examples
 
 
@@ -332,6 +344,8 @@ def load_splits(data: Data, tokenizer: Tokenizer, kind: Kind) -> dict[str, list[
     parts, counts = {}, {}
     for name in ("train", "val", "test"):
         parts[name], counts[name] = load_examples(getattr(data, name), tokenizer, kind, data)
+    if any(count["by the chat template"] for count in counts.values()):
+        tokenizer.end_as_the_template_does()
     if data.split:
         refuse_unless(
             not data.val and not data.test,

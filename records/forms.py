@@ -58,6 +58,8 @@ class Record(NamedTuple):
     ignored: tuple = ()  # names of fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
     instruct: bool = False
+    # the prompt ends in the assistant's turn, and the completion goes on with this turn
+    continues: bool = False
 
     @property
     def needs_template(self) -> bool:
@@ -125,12 +127,14 @@ def understand_record(
 
 def _understand_form(fields: dict, kind: Kind, labels: dict | None) -> Record:
     """Prompt, completions, label and rewards, from the form that these fields have."""
+    has_prompt = not fields.keys().isdisjoint(PROMPTS)
     if kind == "prompts":
         prompt = _prompt(fields)
-        if prompt and as_turns(prompt)[-1]["role"] == "assistant":
+        is_open = bool(prompt) and as_turns(prompt)[-1]["role"] == "assistant"
+        if is_open and not has_prompt:
             prompt = prompt[:-1]  # the end of a dialogue is its answer
         fields.clear()  # nothing else is wanted, so nothing is ignored
-        return Record(prompt, [])
+        return Record(prompt, [], continues=is_open and has_prompt)
     # 1. which fields hold the completions, and how they are rated
     is_pair, is_rated = "chosen" in fields or "rejected" in fields, "label" in fields
     if is_pair and is_rated:
@@ -149,14 +153,20 @@ def _understand_form(fields: dict, kind: Kind, labels: dict | None) -> Record:
             raise BadInput("label: undesirable: this completion is not to be imitated")
     # 2. the prompt; of `messages`, and of pairs without a prompt, all turns but the last
     answers = [_text_or_messages(fields, name) for name in names]
-    if fields.keys().isdisjoint(PROMPTS) or names == ("messages",):
+    continues = False
+    if not has_prompt or names == ("messages",):
         prompt = as_turns(answers[0])[:-1]
     else:
         prompt = _prompt(fields)
+        continues = bool(prompt) and as_turns(prompt)[-1]["role"] == "assistant"
     prompts, completions = zip(*(_join(prompt, x, name) for x, name in zip(answers, names)))
     if prompts[0] != prompts[-1]:
         raise BadInput("rejected: its turns before the last one differ from those of chosen")
-    return Record(prompts[0], list(completions), label, rewards)
+    if continues and prompts[0] != prompt:
+        raise BadInput(
+            f"{names[0]}: several turns, but the prompt ends in the assistant's: one turn can continue it"
+        )
+    return Record(prompts[0], list(completions), label, rewards, continues=continues)
 
 
 def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dict]:

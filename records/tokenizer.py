@@ -1,25 +1,25 @@
-"""Text to token ids, as the model's own tokenizer does it, and the model's chat template.
+"""Text to token ids, as the model's own tokenizer does it; template.py writes the text of messages.
 
-transformers reads the tokenizer, encodes, and runs the template in its sandbox. What it does not have
-is the border of prompt and completion: a completion must attach to any prompt, so both are encoded
-apart. Reading order: what a record goes through, render (messages to text) and encode_all (text to
-ids, with BOS and EOS).
+transformers reads the tokenizer and encodes. What it does not have is the border of prompt and
+completion: a completion must attach to any prompt, so both are encoded apart. Reading order: what a
+record goes through, render (a record to text) and encode_all (text to ids, with BOS and EOS).
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
-from datetime import date as Date
-from functools import partial
-from os.path import commonprefix
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from hub import Source, read_json
-from records.forms import Record, as_turns
-from runs.console import BadInput, user_error
+from records.forms import Record
+from records.template import MARK, ChatTemplate
+from runs.console import BadInput, say, user_error
 from runs.settings import find_path
 
-MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
+# What looks like a mark in a template's text: <|im_start|>, [INST], </s>
+MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 BATCH = 4096  # records that are encoded at once: an encoding holds much more than its ids
 
 
@@ -29,7 +29,8 @@ class Tokenizer:
     hf         transformers' tokenizer
     eos        id of the end of a completion; required
     bos        id of the beginning of a text, or None; adds_bos: the tokenizer puts it there itself
-    stops      ids that end a sampled completion: EOS, and those that the model's config names
+    stops      ids that end a sampled completion: EOS, those that the model's config names, and after
+               end_as_the_template_does the one in which the template's answers end
     template   the text of the chat template, or None
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
@@ -47,22 +48,26 @@ class Tokenizer:
             # a model may have several, by name: the one that is for dialogues without tools
             self.template = self.hf.chat_template and self.hf.get_chat_template()
         with user_error("data.date", date):
-            self.define_date = _define_date(date)
+            self.chat = ChatTemplate(self.hf, date)
         stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
         self.eos, self.stops = stops[0], tuple(dict.fromkeys(stops))
+        self.stops_of_template: tuple[int, ...] = ()  # those that the chat template adds
         self.bos = self.hf.bos_token_id
         self.adds_bos = self.hf("a").input_ids[:1] == [self.bos]
 
     # ---- a record's way: render, encode ----------------------------------------------------------
 
-    def render(self, record: Record, by_template: bool = True) -> tuple[str, list[str]]:
+    def render(
+        self, record: Record, by_template: bool = True, counts: Counter | None = None
+    ) -> tuple[str, list[str]]:
         """The texts of a record's prompt and completions. Raises BadInput.
 
         A chat template writes them: the prompt's text ends where the assistant's turn begins, and a
         completion is what the template writes from there on. A text becomes a turn. Not
-        `by_template`: the texts stay as they are.
+        `by_template`: the texts stay as they are. counts: what the template leaves out on purpose is
+        added to them.
         """
         if not by_template:
             return record.prompt, record.completions
@@ -71,27 +76,41 @@ class Tokenizer:
                 "chat template: none here, and a record of this file needs one, since it has messages, "
                 "system or tools: give data.chat_template"
             )
-        turns = as_turns(record.prompt)
-        answers = [
-            {"role": "assistant", "content": x} if isinstance(x, str) else x
-            for x in record.completions
+        return self.chat.render(record, Counter() if counts is None else counts)
+
+    def end_as_the_template_does(self) -> None:
+        """Compare the token in which the chat template ends an answer with `stops`, add it if it is not
+        there, and say so; and say which of the template's marks are no tokens of this tokenizer.
+
+        A base model's EOS is often another token than that of the template which it is tuned with.
+        """
+        exchange = self.chat.plain_exchange()
+        if exchange is None:
+            return
+        written, end = exchange
+        vocab = self.hf.get_vocab()
+        missing = [
+            mark for mark in dict.fromkeys(MARKS.findall(written + end)) if mark not in vocab
         ]
-        with user_error("chat template"):
-            write = partial(
-                self.hf.apply_chat_template,
-                tools=record.tools,
-                tokenize=False,
-                chat_template=self.define_date + self.hf.get_chat_template(tools=record.tools),
-                **record.template_kwargs,
+        if missing:
+            say(
+                f"the chat template's {', '.join(missing)}: no single token of this tokenizer, but "
+                f"{', '.join(str(len(ids)) for ids in self.encode(missing))} tokens of letters"
             )
-            prompt = write(turns, add_generation_prompt=True)
-            completions = [_completion_text(write, prompt, turns, answer) for answer in answers]
-            tools = [call for turn in turns + answers for call in turn.get("tool_calls", [])]
-            for tool in tools + (record.tools or []):
-                name = tool.get("function", tool)["name"]
-                if name not in "".join((prompt, *completions)):
-                    raise BadInput(f"tools: the chat template does not write {name!r} anywhere")
-        return prompt, completions
+        (ids,) = self.encode([end])
+        if any(i in self.stops for i in ids):
+            return
+        special = next((i for i in ids if i in self.hf.added_tokens_decoder), None)
+        if special is None:
+            say(
+                f"the chat template ends an answer in {end!r}, which is no token at which sampling ends: "
+                "give it as a stop text, or the answers run on"
+            )
+            return
+        text, eos = self.hf.convert_ids_to_tokens([special, self.eos])
+        self.stops_of_template = (special,)
+        self.stops += self.stops_of_template
+        say(f"sampling ends at {text}, too: the chat template ends an answer in it, not in {eos}")
 
     def encode_all(
         self, texts: list[tuple[str, list[str]]], by_template: bool
@@ -132,37 +151,6 @@ class Tokenizer:
         """The text of these ids, with special tokens or without."""
         options = dict(skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
         return self.hf.decode(ids, **options)
-
-
-def _define_date(date: str | None) -> str:
-    """What stands before a template, so that its strftime_now is of this day. Without a date there is
-    none: some templates have a fixed day for this case, in the others it is an error. Written in the
-    template's language, since transformers 5.23 lets no function of ours into its sandbox."""
-    if date is None:  # two days would give two runs; the error has this name
-        return "{% set strftime_now = strftime_now_without_data_date %}\n"
-    day = Date.fromisoformat(date)
-    codes = "%-d %-m %d %m %b %B %a %A %y %Y %j %H %M %S".split()
-    filled = "".join(f"|replace('{code}', '{day.strftime(code)}')" for code in codes)
-    return "{% macro strftime_now(form) %}{{ form" + filled + " }}{% endmacro %}\n"
-
-
-def _completion_text(write, prompt: str, turns: list[dict], answer: dict) -> str:
-    """What the template writes after the prompt's text for this answer. Raises BadInput."""
-    dialogue = write([*turns, answer])
-    if dialogue.startswith(prompt):
-        return dialogue.removeprefix(prompt)
-    # DeepSeek-R1's template ends the prompt with <think>, but leaves the thinking out of an answer, so
-    # that the dialogue does not begin with the prompt. There the completion is the answer's own text,
-    # which closes the thinking, and then what ends a turn: the template shows it behind a mark.
-    before, _, turn_end = write([*turns, {**answer, "content": MARK}]).partition(MARK)
-    text = answer["content"] or ""
-    if prompt.removeprefix(before).startswith("<think>") and "</think>" in text:
-        return text.lstrip().removeprefix("<think>").lstrip("\n") + turn_end
-    n = len(commonprefix((prompt, dialogue)))
-    raise BadInput(
-        "chat template: the rendered dialogue does not begin with the rendered prompt: "
-        f"{dialogue[n:]!r:.50} in place of {prompt[n:]!r:.50}"
-    )
 
 
 def model_stops(folder: Path) -> list[int | None]:

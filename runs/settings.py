@@ -104,6 +104,10 @@ class Data:
     what fits into the context beside data.max_prompt."""
     chat_template: str | None = content(default=None)
     """A jinja file in place of the tokenizer's own chat template, or where it has none."""
+    # what it drops, the hash of the records shows
+    left_out: Literal["refuse", "drop"] = free("refuse")
+    """Records of which the chat template does not write all, such as turns of a role that it does not
+    know: refuse, with file, line and text; or drop them and count them."""
     score_prompt: bool = False
     """Add the log-probs of the prompt's tokens, from the second on, to those of each completion."""
     date: str | None = None

@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import tokens
@@ -20,7 +22,7 @@ from runs.console import BadInput
 from runs.settings import Data
 
 sys.path.append(str(tokens.CHAT))
-from chat_records import LONG, RECORDS, THOUGHT, TOOLS, WEATHER, bot, user  # noqa: E402
+from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, WEATHER, bot, user  # noqa: E402
 
 TRL = json.loads((tokens.CHAT / "trl.json").read_text())
 
@@ -53,6 +55,18 @@ def ids(load):
         return e.prompt.tolist(), e.completions[0].tolist()
 
     return ids
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    """shown(*argv) -> what python data.py prints."""
+
+    def shown(*argv) -> str:
+        monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
+        page()
+        return capsys.readouterr().out
+
+    return shown
 
 
 # ---- as others do it -----------------------------------------------------------------------------
@@ -177,19 +191,177 @@ def test_a_tool_or_a_call_that_the_template_leaves_out_is_refused():
             tokens.chat().render(record)
 
 
+# ---- all that a record says is written -----------------------------------------------------------
+
+
+def as_text(call: dict, **how) -> dict:
+    """The same tool call with its arguments as a text of JSON."""
+    function = call["function"]
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], **how)}}
+
+
+def tool_record(calls: list, rated_call: bool) -> dict:
+    question, call = user("Weather in Paris?"), bot("", tool_calls=calls)
+    if rated_call:
+        return {"prompt": [question], "completion": [call], "tools": TOOLS}
+    return {"prompt": [question, call, RESULT], "completion": [bot("It is 21.")], "tools": TOOLS}
+
+
+@pytest.mark.parametrize("rated_call", [True, False])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama-3.1", "mistral-v0.3"])
+def test_arguments_as_a_text_of_json_are_written_as_those_of_an_object(real, ids, name, rated_call):
+    t = Tokenizer(Source(real(name)))
+    record = tool_record(CALLS, rated_call)
+    whole = record["prompt"] + record["completion"]
+    theirs = t.hf.apply_chat_template(whole, tools=TOOLS, tokenize=True, return_dict=False)
+    assert sum(ids(record, t), []) == theirs
+    assert sum(ids(tool_record([as_text(CALLS[0])], rated_call), t), []) == theirs
+    # a template that writes texts as they are does so as before; the others have no text to write
+    compact = as_text(CALLS[0], separators=(",", ":"))
+    written = t.decode(sum(ids(tool_record([compact], rated_call), t), []))
+    assert ('{"city":"Paris"' in written) == (name == "qwen3")
+    broken = as_text(CALLS[0])
+    broken["function"]["arguments"] = '{"city": "Par'
+    if name == "qwen3":
+        assert broken["function"]["arguments"] in t.decode(
+            sum(ids(tool_record([broken], rated_call), t), [])
+        )
+    else:
+        with pytest.raises(BadInput, match="assistant: the chat template quotes its arguments"):
+            ids(tool_record([broken], rated_call), t)
+
+
+def test_a_template_that_takes_texts_of_arguments_alone_gets_them(real, ids):
+    """R1's adds them to a text. After the last result it opens no thinking."""
+    t = Tokenizer(Source(real("r1-distill")))
+    record = tool_record(CALLS, rated_call=False) | {"tools": None}
+    record["prompt"][1]["content"] = None
+    record["prompt"][2] = RESULT | {"name": "weather"}
+    text = t.hf.decode(sum(ids(record, t), []))
+    assert '```json\n{"city": "Paris", "days": 2}\n```' in text and '{"c": 21}' in text
+
+
+LOOK = bot("Let me look.", tool_calls=CALLS)
+REASONED = bot("Yes.", reasoning_content="Hm, so.")
+# the prompt, the rated answer, what the message names, and the templates that leave it out
+LEFT_OUT = [
+    ([{"role": "developer", "content": "In Basque."}, user("p")], bot("c"),
+     "developer: .* its content: 'In Basque.'", ["phi-3", "qwen2.5", "qwen3", "zephyr"]),
+    ([user("p"), {"role": "function", "content": "21 C"}], bot("c"),
+     "function: .* its content: '21 C'", ["phi-3", "qwen2.5", "qwen3", "zephyr"]),
+    # its text stands within another one
+    ([user("p"), {"role": "tool", "content": "Yes"}, user("Yes?")], bot("c"),
+     "tool: .* its content: 'Yes'", ["phi-3", "zephyr"]),
+    ([user("p")], REASONED,
+     "assistant: .* its reasoning_content: 'Hm, so.'", ["phi-3", "qwen2.5", "llama-3.1", "gemma"]),
+    ([user("p")], bot("Yes.", thinking="Hm, so."),
+     "assistant: .* its thinking: 'Hm, so.'", ["qwen3", "llama-3"]),
+    ([user("p")], bot("Sure. <think>\nHm\n</think>\n\nYes."),
+     "assistant: .* its content: 'Sure.'", ["qwen3"]),
+    ([user("p")], LOOK, "assistant: .* its content: 'Let me look.'", ["llama-3.1", "mistral-v0.3"]),
+    ([user("p"), LOOK, RESULT], bot("c"),
+     "assistant: .* its content: 'Let me look.'", ["llama-3.1", "mistral-v0.3"]),
+    ([user("p") | {"name": "Ann"}], bot("c"), "user: .* its name: 'Ann'", ["qwen3", "gemma"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, answer, words, names", LEFT_OUT)
+def test_a_text_that_the_template_leaves_out_is_refused_or_dropped(
+    real, tmp_path, prompt, answer, words, names
+):
+    whole = {"prompt": [user("p")], "completion": [bot("c")], "label": True}
+    bad = {"prompt": prompt, "completion": [answer], "label": False}
+    source = write(tmp_path / "d.jsonl", whole, bad, whole)
+    limits = Data(source, max_prompt=4096, max_completion=4096)
+    for name in names:
+        t = Tokenizer(Source(real(name)))
+        with pytest.raises(BadInput, match=rf"^[^\n]*d.jsonl:2: {words} \(data.left_out\)$"):
+            load_examples(source, t, "rated", limits)
+        examples, counts = load_examples(source, t, "rated", replace(limits, left_out="drop"))
+        assert [e.where[-2:] for e in examples] == [":1", ":3"]
+        assert counts["dropped by data.left_out"] == 1
+
+
+def test_a_text_that_the_template_writes_twice_is_refused(tmp_path):
+    twice = tokens.CHATML + "{{ messages[0].content }}"
+    t = Tokenizer(Source(tokens.folder(tmp_path / "t", chat_template=twice)))
+    with pytest.raises(BadInput, match="user: the chat template writes more than once its content"):
+        t.render(Record([user("p")], []))
+
+
+def test_reasoning_of_earlier_turns_may_be_left_out_and_is_counted(real, tmp_path):
+    turns = [user("Is it?"), bot(THOUGHT), user("Sure?")]
+    fields = [user("Is it?"), REASONED, user("Sure?")]
+    for name, prompt, n in (("qwen3", turns, 1), ("r1-distill", turns, 1), ("zephyr", turns, 0),
+                            ("qwen3", fields, 1), ("llama-3", fields, 1)):  # fmt: skip
+        record = {"prompt": prompt, "completion": [bot(THOUGHT)], "label": True}
+        source = write(tmp_path / "d.jsonl", record)
+        limits = Data(source, max_prompt=4096, max_completion=4096)
+        _, counts = load_examples(source, Tokenizer(Source(real(name))), "rated", limits)
+        assert counts["with reasoning in earlier turns, which the chat template leaves out"] == n
+
+
+# ---- a prompt that ends in the assistant's turn --------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tokens.REAL)
+def test_a_completion_continues_the_assistants_turn_as_transformers_does(real, load, name):
+    t = Tokenizer(Source(real(name)))
+    for begun, more in (("Well, it", " could be."), ("Well,\n", "it could")):
+        prompt, answer = [user("Is it?"), bot(begun)], [bot(more)]
+        record = {"prompt": prompt, "completion": answer}
+        (e,) = load([record | {"label": True}], t)
+        theirs = t.hf.apply_chat_template(prompt, tokenize=False, continue_final_message=True)
+        if not begun.endswith("\n"):  # some templates trim it there, but not in the whole text
+            assert e.prompt.tolist() == ids_of(t, theirs)
+        whole = t.hf.apply_chat_template([prompt[0], bot(begun + more)], tokenize=False)
+        assert t.hf.decode([*e.prompt, *e.completions[0]]) == t.hf.decode(ids_of(t, whole))
+        (asked,) = load([record], t, "prompts")
+        assert asked.prompt.tolist() == e.prompt.tolist(), "online, too"
+
+
+def test_only_a_prompt_with_a_text_is_continued(real, load, ids):
+    t = Tokenizer(Source(real("qwen3")))
+    two = {"messages": [user("p"), bot("c"), bot("d")], "label": True}
+    (e,) = load([two], Tokenizer(Source(real("qwen2.5"))))
+    assert t.hf.decode(e.prompt).endswith("c<|im_end|>\n<|im_start|>assistant\n"), "two turns"
+    for end in (bot(""), bot("Look:", tool_calls=CALLS)):
+        with pytest.raises(BadInput, match="prompt: ends in the assistant's turn, and it has no"):
+            ids({"prompt": [user("p"), end], "completion": [bot("c")]}, t)
+    with pytest.raises(BadInput, match="does not begin with the rendered prompt"):
+        ids({"prompt": [user("p"), bot("<think>\nHm")], "completion": [bot(".</think>Yes")]}, t)
+
+
+# ---- where an answer ends ------------------------------------------------------------------------
+
+
+def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
+    """A base model, whose EOS is another one; a template whose marks the tokenizer does not have."""
+    base = shutil.copytree(tiny, tmp_path / "base")
+    tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
+    source = write(tmp_path / "d.jsonl", rated([user("p")], [bot("c")]))
+    plain = write(tmp_path / "p.jsonl", rated())
+    line = (
+        "sampling ends at <|im_end|>, too: the chat template ends an answer in it, not in <|endoft"
+    )
+    assert shown(source, "--model", base).startswith(line)
+    assert shown(plain, "--model", base).startswith("train: ")
+    t = Tokenizer(Source(base))
+    both = [tokens.EOS, t.hf.convert_tokens_to_ids("<|im_end|>")]
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": both}))
+    assert shown(source, "--model", base).startswith("train: ")
+    t.end_as_the_template_does()
+    assert t.stops == tuple(both) and shown(source, "--model", base).startswith(line)
+    letters = shutil.copytree(tiny, tmp_path / "letters")
+    tokens.folder(letters, chat_template=tokens.CHATML)
+    marks, end, *_ = shown(source, "--model", letters).splitlines()
+    assert re.match(
+        r"the chat template's <\|im_start\|>, <\|im_end\|>: no single token .* \d+, \d+ ", marks
+    )
+    assert end.startswith(r"the chat template ends an answer in '<|im_end|>\n', which is no token")
+
+
 # ---- from outside --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shown(monkeypatch, capsys):
-    """shown(*argv) -> what python data.py prints."""
-
-    def shown(*argv) -> str:
-        monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
-        page()
-        return capsys.readouterr().out
-
-    return shown
 
 
 def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown):
@@ -197,7 +369,8 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown)
     shutil.copy(tiny / "config.json", zephyr)  # the context is read from it
     texts = ["Could", "would " * 30, "x", "x"]
     source = write(tmp_path / "d.jsonl", *[rated([user("Hi")], [bot(x)], x != "x") for x in texts])
-    lines = shown(source, "--model", zephyr, "--max_completion", 9).splitlines()
+    marks, *lines = shown(source, "--model", zephyr, "--max_completion", 9).splitlines()
+    assert marks.startswith("the chat template's <|user|>, <|assistant|>: no single token")
     assert lines[0] == "train: 4 examples of 1 prompts, 2 desirable, 2 undesirable"
     counts = (
         "1 duplicates, 0 contradictions, 4 by the chat template, 0 prompts cut, 1 completions cut"

@@ -122,7 +122,11 @@ def test_each_bad_record_has_one_line_that_says_where_and_why(tmp_path):
     [
         ("", None, ": no records"),
         (rated("", "c"), None, ":1: prompt: it has no tokens"),
-        (rated([user("p")], "c"), "always the same", ":1: completion: it has no tokens"),
+        (
+            rated([user("p")], "c"),
+            "always the same",
+            ":1: user: the chat template does not write its content",
+        ),
         (rated([user("p")], "c"), "{{ raise_exception('a') }}", ":1: chat template: a"),
     ],
 )

@@ -110,14 +110,17 @@ def test_the_nearest_template_wins(tmp_path):
     def said(path, given=None):
         return Tokenizer(Source(path), given).render(DIALOGUE)[0]
 
-    named = [{"name": "tool_use", "template": "0"}, {"name": "default", "template": "1"}]
+    texts = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    named = [{"name": "tool_use", "template": "0" + texts}]
+    named += [{"name": "default", "template": "1" + texts}]
     path = folder(tmp_path / "t", chat_template=named)
-    assert Tokenizer(Source(path)).render(DIALOGUE._replace(tools=[{"name": "0"}]))[0] == "0"
-    assert said(path) == Tokenizer(Source(path)).template == "1", "a run's hashes are of a text"
-    (path / "chat_template.jinja").write_text("2")
-    assert said(path) == "2"
-    (tmp_path / "mine.jinja").write_text("é", encoding="utf-8")
-    assert said(path, str(tmp_path / "mine.jinja")) == "é"
+    assert Tokenizer(Source(path)).render(DIALOGUE._replace(tools=[{"name": "0"}]))[0] == "0p"
+    assert said(path) == "1p"
+    assert Tokenizer(Source(path)).template == "1" + texts, "a run's hashes are of a text"
+    (path / "chat_template.jinja").write_text("2" + texts)
+    assert said(path) == "2p"
+    (tmp_path / "mine.jinja").write_text("é" + texts, encoding="utf-8")
+    assert said(path, str(tmp_path / "mine.jinja")) == "ép"
     with pytest.raises(BadInput, match="^data.chat_template: none.jinja: No such file"):
         said(path, "none.jinja")
 

@@ -1,0 +1,395 @@
+"""Messages to text, by a model's chat template; and a check that the text has all that the record says.
+
+transformers runs the template in its sandbox. A template leaves out what it does not know, without a
+word: turns of a role, a field of a message, text beside a tool call; and some quote a text of JSON once
+more. So each rendered record is checked. Reading order: ChatTemplate.render, then the check: first what
+the record's texts are (Text, tag_texts), then whether they stand in what was rendered.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import date as Date
+from functools import partial
+from os.path import commonprefix
+from typing import NamedTuple
+
+from records.forms import Record, as_turns, unique_keys
+from runs.console import BadInput, user_error
+
+MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
+# Fields of a message that hold its author's thinking. Many templates leave it out of all turns but the
+# last one, on purpose: a model is asked so, too.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# What the check reads of a message; the ids of tool calls say nothing of their own.
+CHECKED = ("role", "content", *REASONING, "name", "tool_calls", "function_call", "tool_call_id")
+RESULTS = ("tool", "function", "ipython")  # roles of a tool's result
+EARLIER_REASONING = "with reasoning in earlier turns, which the chat template leaves out"
+CONTINUED = "with a prompt that ends in the assistant's turn, which the completion continues"
+Write = Callable[..., str]  # messages to text
+
+
+class LeftOut(BadInput):
+    """The chat template leaves out, doubles or quotes a text of the record."""
+
+
+class Unlike(BadInput):
+    """The chat template writes a prompt differently when an answer follows."""
+
+
+class ChatTemplate:
+    """A model's chat template, run by transformers' tokenizer `hf`."""
+
+    def __init__(self, hf, date: str | None):
+        self.hf = hf
+        self.define_date = define_date(date)
+        self.source = str(hf.chat_template)
+        # For each kind of dialogue what the template does to its texts. Records differ in their texts,
+        # but few in their kind, so that most records cost no second rendering.
+        self.faults_of_kind: dict[str, list[tuple[int, str]]] = {}
+
+    def writer(self, record: Record) -> Write:
+        """The function that writes messages as this record asks for, with its tools."""
+        template = self.define_date + self.hf.get_chat_template(tools=record.tools)
+        return partial(
+            self.hf.apply_chat_template,
+            tools=record.tools,
+            tokenize=False,
+            chat_template=template,
+            **record.template_kwargs,
+        )
+
+    def plain_exchange(self) -> tuple[str, str] | None:
+        """What the template writes of its own around a question and its answer: up to the answer's end,
+        and what ends it. None if it refuses such a dialogue."""
+        write = self.writer(Record([], []))
+        turns = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+        try:
+            *before, end = write(turns).split(MARK)
+        except Exception:  # it asks for more, such as a system message
+            return None
+        return "".join(before), end
+
+    def render(self, record: Record, counts: Counter) -> tuple[str, list[str]]:
+        """The texts of a record's prompt and completions; adds to the counts. Raises BadInput."""
+        turns = as_turns(record.prompt)
+        answers = [
+            {"role": "assistant", "content": x} if isinstance(x, str) else x
+            for x in record.completions
+        ]
+        errors = []
+        # Some templates want the arguments of tool calls as objects, others as texts of JSON.
+        for form in argument_forms([*turns, *answers]):
+            try:
+                return self.render_form(record, form[: len(turns)], form[len(turns) :], counts)
+            except BadInput as e:
+                errors.append(e)
+        # what the template itself raises may be about this form alone
+        raise min(errors, key=lambda e: not isinstance(e, LeftOut | Unlike))
+
+    def render_form(
+        self, record: Record, turns: list[dict], answers: list[dict], counts: Counter
+    ) -> tuple[str, list[str]]:
+        with user_error("chat template"):
+            write = self.writer(record)
+            if record.continues:
+                dialogues = [[*turns[:-1], join_turns(turns[-1], x)] for x in answers] or [turns]
+                prompt = open_turn(write, turns)
+                completions = [text_behind(prompt, write(x)) for x in dialogues if answers]
+            else:
+                dialogues = [[*turns, answer] for answer in answers] or [turns]
+                prompt = write(turns, add_generation_prompt=True)
+                completions = [completion_text(write, prompt, turns, x) for x in answers]
+            check_tools(record, [*turns, *answers], "".join((prompt, *completions)))
+            earlier_reasoning = check_turns(turns, prompt, is_answer=False)
+            for answer, completion in zip(answers, completions):
+                check_turns([answer], completion, is_answer=True)
+            for dialogue in dialogues:
+                earlier_reasoning |= self.check_kind(write, record, dialogue, bool(answers))
+        if earlier_reasoning:
+            counts[EARLIER_REASONING] += 1
+        if record.continues:
+            counts[CONTINUED] += 1
+        fields = set().union(*turns, *answers).difference(CHECKED)
+        for field in sorted(filter(self.ignores, fields)):
+            counts[f"with a message's {field}, which the chat template does not read"] += 1
+        return prompt, completions
+
+    def ignores(self, field: str) -> bool:
+        """Whether the template's text never names a field of a message."""
+        return not re.search(rf"\b{re.escape(field)}\b", self.source)
+
+    def check_kind(
+        self, write: Write, record: Record, dialogue: list[dict], has_answer: bool
+    ) -> bool:
+        """Render the dialogue with a tag in place of each of its texts and count the tags: a lost text
+        may by chance stand within another one, a tag cannot. -> whether earlier reasoning is left out.
+        Raises LeftOut."""
+        tagged, texts = tag_texts(dialogue)
+        key = repr((tagged, bool(record.tools), record.template_kwargs, has_answer))
+        if key not in self.faults_of_kind:
+            if len(self.faults_of_kind) > 1000:  # tool calls with ids of their own: each is a kind
+                self.faults_of_kind.clear()
+            try:
+                rendered = write(tagged, add_generation_prompt=not has_answer)
+                self.faults_of_kind[key] = tag_faults(rendered, texts)
+            except Exception:  # the template looks into a text, as for a number: no tags there
+                self.faults_of_kind[key] = []
+        earlier_reasoning = False
+        for i, fault in self.faults_of_kind[key]:
+            text = texts[i]
+            is_last = has_answer and text.turn == len(dialogue) - 1
+            if fault == "does not write" and text.field in REASONING and not is_last:
+                earlier_reasoning = True
+            else:
+                raise left_out(text.role, text.field, text.text, fault)
+        return earlier_reasoning
+
+
+def define_date(date: str | None) -> str:
+    """What stands before a template, so that its strftime_now is of this day. Without a date there is
+    none: some templates have a fixed day for this case, in the others it is an error. Written in the
+    template's language, since transformers 5.23 lets no function of ours into its sandbox."""
+    if date is None:  # two days would give two runs; the error has this name
+        return "{% set strftime_now = strftime_now_without_data_date %}\n"
+    day = Date.fromisoformat(date)
+    codes = "%-d %-m %d %m %b %B %a %A %y %Y %j %H %M %S".split()
+    filled = "".join(f"|replace('{code}', '{day.strftime(code)}')" for code in codes)
+    return "{% macro strftime_now(form) %}{{ form" + filled + " }}{% endmacro %}\n"
+
+
+# ---- prompt and completion -----------------------------------------------------------------------
+
+
+def completion_text(write: Write, prompt: str, turns: list[dict], answer: dict) -> str:
+    """What the template writes after the prompt's text for this answer. Raises BadInput."""
+    dialogue = write([*turns, answer])
+    if dialogue.startswith(prompt):
+        return dialogue.removeprefix(prompt)
+    # DeepSeek-R1's template ends the prompt with <think>, but leaves the thinking out of an answer, so
+    # that the dialogue does not begin with the prompt. There the completion is the answer's own text,
+    # which closes the thinking, and then what ends a turn: the template shows it behind a mark.
+    before, _, turn_end = write([*turns, {**answer, "content": MARK}]).partition(MARK)
+    text = answer["content"] or ""
+    if prompt.removeprefix(before).startswith("<think>") and "</think>" in text:
+        return text.lstrip().removeprefix("<think>").lstrip("\n") + turn_end
+    return text_behind(prompt, dialogue)
+
+
+def text_behind(prompt: str, dialogue: str) -> str:
+    """What a rendered dialogue has after the rendered prompt. Raises BadInput."""
+    if dialogue.startswith(prompt):
+        return dialogue.removeprefix(prompt)
+    n = len(commonprefix((prompt, dialogue)))
+    raise Unlike(
+        "chat template: the rendered dialogue does not begin with the rendered prompt: "
+        f"{dialogue[n:]!r:.50} in place of {prompt[n:]!r:.50}"
+    )
+
+
+def open_turn(write: Write, turns: list[dict]) -> str:
+    """The text of a prompt up to the end of its last turn's content, which a completion continues:
+    transformers' continue_final_message, by a mark, since a short content may stand in a turn's end,
+    too. Raises BadInput."""
+    *before, last = turns
+    if last.get("tool_calls") or not last["content"]:
+        raise BadInput("prompt: ends in the assistant's turn, and it has no text to continue")
+    prompt, mark, _ = write([*before, join_turns(last, {"content": MARK})]).partition(MARK)
+    if not mark:
+        raise LeftOut("prompt: ends in the assistant's turn, and the chat template leaves it out")
+    return prompt
+
+
+def join_turns(turn: dict, continuation: dict) -> dict:
+    """One turn of two: the second one's content goes on with that of the first."""
+    content = turn["content"] + (continuation["content"] or "")
+    return {**turn, **continuation, "content": content}
+
+
+# ---- arguments of tool calls ---------------------------------------------------------------------
+
+
+def argument_forms(turns: list[dict]) -> Iterator[list[dict]]:
+    """The turns as they are; then with the calls' arguments as objects, then as texts of JSON, if that
+    is something else."""
+    yield turns
+    if not any(turn.get("tool_calls") for turn in turns):
+        return
+    for convert in (as_object, as_json_text):
+        with user_error("tool_calls"):
+            changed = [with_arguments(turn, convert) for turn in turns]
+        if changed != turns:
+            yield changed
+
+
+def with_arguments(turn: dict, convert: Callable) -> dict:
+    """The same turn with converted arguments in its tool calls."""
+    if not turn.get("tool_calls"):
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        function = call.get("function", call)
+        if "arguments" in function:
+            function = {**function, "arguments": convert(function["arguments"])}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**turn, "tool_calls": calls}
+
+
+def as_object(arguments: object) -> object:
+    """Arguments that are a text of a JSON object as that object; all others as they are."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments, object_pairs_hook=unique_keys)
+        except ValueError:
+            return arguments
+        if isinstance(parsed, dict):
+            return parsed
+    return arguments
+
+
+def as_json_text(arguments: object) -> object:
+    """Arguments that are an object as a text of JSON, as tojson writes it in templates."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+# ---- is all there? -------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """A text of a dialogue, and where it stands there."""
+
+    turn: int
+    role: str
+    field: str
+    text: str
+
+
+def left_out(role: str, field: str, text: str, fault: str = "does not write") -> LeftOut:
+    return LeftOut(f"{role}: the chat template {fault} its {field}: {text!r:.50} (data.left_out)")
+
+
+def tag_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
+    """The dialogue with a tag in place of each text, and the texts in the order of their tags. Tags have
+    a quotation mark, so that one sees whether a template quotes them."""
+    texts = []
+
+    def tag(value: object, turn: int, field: str) -> object:
+        if isinstance(value, dict):
+            return {key: tag(x, turn, field) for key, x in value.items()}
+        if isinstance(value, list):
+            return [tag(x, turn, field) for x in value]
+        if not isinstance(value, str) or not value.strip():
+            return value  # a template asks whether there is a text
+        texts.append(Text(turn, dialogue[turn]["role"], field, value))
+        return tag_of(len(texts) - 1)
+
+    def tag_arguments(arguments: object, turn: int) -> object:
+        return tag(arguments, turn, "arguments" if isinstance(arguments, str) else "argument")
+
+    tagged = []
+    for i, turn in enumerate(dialogue):
+        new = {**turn}
+        for field in ("content", *REASONING, "name"):
+            is_result = field == "name" and turn["role"] in RESULTS
+            if isinstance(turn.get(field), str) and not is_result:
+                new[field] = tag(turn[field], i, field)
+        tagged.append(with_arguments(new, partial(tag_arguments, turn=i)))
+    return tagged, texts
+
+
+def tag_of(i: int) -> str:
+    return f'qz{i}"zq'
+
+
+def tag_faults(rendered: str, texts: list[Text]) -> list[tuple[int, str]]:
+    """(number of a text, what the template does to it) for each that does not stand there once. Those of
+    arguments come last: another form of them may have none."""
+    faults = []
+    for i, text in enumerate(texts):
+        plain, quoted = (rendered.count(x) for x in (tag_of(i), tag_of(i).replace('"', '\\"')))
+        if not plain + quoted:
+            faults.append((i, "does not write"))
+        elif plain + quoted > 1 and text.field in ("content", *REASONING):
+            faults.append((i, "writes more than once"))
+        elif text.field == "arguments" and quoted:
+            faults.append((i, "quotes"))
+    return sorted(faults, key=lambda fault: texts[fault[0]].field == "arguments")
+
+
+def stands_in(text: str, rendered: str) -> bool:
+    """Whether a text was written, but for blanks around it: as it is, or as JSON has it."""
+    text = text.strip()
+    return text in rendered or json.dumps(text, ensure_ascii=False)[1:-1] in rendered
+
+
+def split_thoughts(text: str) -> list[tuple[str, bool]]:
+    """The pieces of an assistant's text, and whether each is thinking: that ends with </think>, and
+    <think> may stand in the prompt."""
+    *thoughts, end = text.split("</think>")
+    pieces = []
+    for x in thoughts:
+        *said, thought = x.split("<think>")
+        pieces += [(piece, False) for piece in said] + [(thought, True)]
+    return [*pieces, (end, False)]
+
+
+def check_turns(turns: list[dict], rendered: str, is_answer: bool) -> bool:
+    """Whether each text stands in what was rendered: a template may cut a text by what is in it, such as
+    thinking. -> whether earlier reasoning is left out. Raises LeftOut."""
+    earlier_reasoning = False
+    for turn in turns:
+        role = turn["role"]
+        for field in ("content", *REASONING):
+            text = turn.get(field)
+            if not isinstance(text, str) or text.strip() in rendered:
+                continue
+            pieces = split_thoughts(text) if role == "assistant" else [(text, False)]
+            for piece, is_thought in pieces:
+                if stands_in(piece, rendered):
+                    continue
+                if is_answer or not (is_thought or field in REASONING):
+                    raise left_out(role, field, piece.strip())
+                earlier_reasoning = True
+    return earlier_reasoning
+
+
+def check_tools(record: Record, turns: list[dict], rendered: str) -> None:
+    """Whether all of the tools, and of what is called, stands in what was rendered. Raises LeftOut."""
+    calls = [call for turn in turns for call in turn.get("tool_calls") or []]
+    calls += [turn["function_call"] for turn in turns if turn.get("function_call")]
+    for tool in calls + (record.tools or []):
+        function = tool.get("function", tool)
+        arguments = as_object(function.get("arguments"))
+        for text in (function["name"], *keys_and_texts(arguments), *described(function)):
+            if not stands_in(text, rendered):
+                raise LeftOut(f"tools: the chat template does not write {text!r:.50} anywhere")
+    for turn in turns:
+        name = turn.get("name")
+        if turn["role"] in RESULTS and isinstance(name, str) and not stands_in(name, rendered):
+            raise left_out(turn["role"], "name", name)
+
+
+def described(function: dict) -> Iterator[str]:
+    """What a tool says of itself and of its parameters; the rest of a schema has many forms."""
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    properties = properties if isinstance(properties, dict) else {}
+    yield from properties
+    for schema in (function, *properties.values()):
+        text = schema.get("description") if isinstance(schema, dict) else None
+        if isinstance(text, str):
+            yield text
+
+
+def keys_and_texts(value: object) -> Iterator[str]:
+    """All keys and all texts within a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, x in value.items():
+            yield key
+            yield from keys_and_texts(x)
+    elif isinstance(value, list):
+        for x in value:
+            yield from keys_and_texts(x)
