@@ -98,9 +98,9 @@ def run_steps(name: str) -> dict:
     """kto.py in this process, which ends with step LAST. Prints what was measured as JSON."""
     sys.path.append(str(HERE.parent))
     import torch
-    from train import Trainer
 
     import kto
+    from trainer import Trainer
 
     on_gpu = torch.cuda.is_available()
     folder, out = model_folder(name), OUT / f"run-{name}"

@@ -7,7 +7,6 @@ import gc
 import io
 import json
 import os
-import pkgutil
 import runpy
 import shutil
 import signal
@@ -275,11 +274,15 @@ def environments_of_ranks(n: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in env.items()} for env in envs]
 
 
-def at_call(path: str, n: int, act) -> None:
-    """From now on act() is called before the nth call of a function, such as trainer.clip_gradient."""
-    owner, name = path.rsplit(".", 1)
-    owner, calls = pkgutil.resolve_name(owner), []
-    real = getattr(owner, name)
+Point = tuple[
+    object, str
+]  # a moment of a run: the call of a function, by its class or module and its name
+
+
+def at_call(point: Point, n: int, act) -> None:
+    """From now on act() is called before the nth call of a function."""
+    owner, name = point
+    real, calls = getattr(owner, name), []
 
     def spied(*args, **options):
         calls.append(1)
@@ -294,32 +297,32 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(path: str, call: int, work) -> None:
+def killed(point: Point, call: int, work) -> None:
     """Call work() in a forked process, which is killed at a call of a function."""
     pid = os.fork()
     if pid == 0:
         try:
-            at_call(path, call, die)
+            at_call(point, call, die)
             work()
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def kill_at(path: str, call: int, n: int, folder: Path, program: str, argv) -> None:
+def kill_at(point: Point, call: int, n: int, folder: Path, program: str, argv) -> None:
     """Start a program on n processes. Rank 0 is killed (SIGKILL) at a call of a function, then the others, each by its
     id."""
 
     def first(rank):
         if rank == 0:
-            at_call(path, call, die)
+            at_call(point, call, die)
 
     child, *others = started_ranks(n, folder, program, argv, first)
     code, _, stderr = child.ended()
     for other in others:
         other.signal(signal.SIGKILL)
         other.ended()
-    assert code == -signal.SIGKILL, f"{path} was not called {call} times: {code} {stderr}"
+    assert code == -signal.SIGKILL, f"{point[1]} was not called {call} times: {code} {stderr}"
 
 
 def until(condition, within: float = 60) -> None:

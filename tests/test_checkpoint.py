@@ -23,6 +23,7 @@ from conftest import (
 from models import gpt2_from_hf
 from safetensors.torch import load_file
 
+import trainer
 from runs import checkpoint
 from runs.checkpoint import checkpoints_by_step, read_state
 from runs.console import BadInput, Failed
@@ -203,7 +204,7 @@ def test_a_branch_killed_in_its_first_step_goes_on_with_rows_and_a_best_checkpoi
     argv = (*RUN, VAL, "--val_interval=1", "--keep_best=kl/pairs")
     whole = train(tiny, ratings, tmp_path / "a", *argv)
     resume, branch = f"--resume={step(tmp_path / 'a', 4)}", (tiny, ratings, tmp_path / "b", *argv)
-    killed("trainer.clip_gradient", 1, lambda: train(*branch, resume))
+    killed((trainer, "clip_gradient"), 1, lambda: train(*branch, resume))
     branch = train(*branch, "--resume=auto")
     assert numbers(branch) == numbers(whole)[4:]
     assert all(torch.equal(x, whole["weights"][n]) for n, x in branch["weights"].items())

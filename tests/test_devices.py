@@ -35,8 +35,10 @@ KUBEFLOW = dict(WORLD_SIZE="2", RANK="1") | RENDEZVOUS  # the numbers of pods
 
 
 @pytest.fixture(autouse=True)
-def environment():
-    """The environment without a launcher's variables; what a test changes in it is undone."""
+def environment(monkeypatch):
+    """The environment of a program that a person starts, without a launcher's variables; what a test changes in it is
+    undone."""
+    monkeypatch.setattr(sys, "argv", [kto.__file__])
     before = dict(os.environ)
     for name in filter(re.compile(LAUNCHERS).match, before):
         del os.environ[name]

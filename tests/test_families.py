@@ -29,7 +29,6 @@ from models import (
 )
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from train import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import generate
@@ -40,6 +39,7 @@ from hub import Source, export
 from packing import pack
 from records.tokenizer import Tokenizer
 from runs.console import BadInput
+from trainer import Trainer
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -263,13 +263,13 @@ def test_a_gradient_waits_for_no_device_and_experts_multiply_as_autocast_does(
     name, ratings, tmp_path, monkeypatch
 ):
     folder_of(name, tmp_path / "source")
-    watch, real = Watch(), Trainer.forward_backward
+    watch, real = Watch(), Trainer.gradient
 
     def watched(self, *args):
         with watch:
             return real(self, *args)
 
-    monkeypatch.setattr(Trainer, "forward_backward", watched)
+    monkeypatch.setattr(Trainer, "gradient", watched)
     train(tmp_path / "source", ratings, tmp_path / "run", *STEPS, "--precision=bf16-mixed")
     assert not watch.waits, watch.waits[0]
     assert {*watch.of_experts} <= {(torch.bfloat16, torch.bfloat16)}

@@ -45,6 +45,7 @@ from checks import check_objective
 from packing import pack
 from runs.checkpoint import checkpoint_folder
 from runs.console import BadInput, Failed
+from runs.logger import Logger
 from trainer import Trainer
 
 EXAMPLES = ROOT / "examples"
@@ -109,7 +110,7 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(name, tiny, ratings
     else:
         assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
     out = tmp_path / "run"
-    step_4 = "runs.logger.Logger.step", 4
+    step_4 = (Logger, "step"), 4
     killed(*step_4, lambda: train_example(name, tiny, data, out, *argv))
     assert_same(train_example(name, tiny, data, out, *argv, "--resume=auto"), whole)
     two = (name, tiny, data, tmp_path / "fsdp", "--strategy=fsdp", *argv)
@@ -221,7 +222,7 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
 
 
 def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr("run.freeze", lambda *a: pytest.fail("a copy for a reference"))
+    monkeypatch.setattr("load.freeze", lambda *a: pytest.fail("a copy for a reference"))
     for kind in ("FrozenModel", "AdaptersOff"):
         monkeypatch.setattr(f"run.{kind}", lambda *a: pytest.fail("a reference"))
     train_example("simpo", tiny, pairs, tmp_path, *COMMON, "--max_steps=2")
@@ -543,9 +544,9 @@ def test_an_override_of_forward_is_reached_on_every_path(cut, tiny, ratings, tmp
     in_steps, elsewhere = [], []  # where the policy is in eval mode: no dropout
 
     class Counts(Trainer):
-        def forward(self, packed, *rest):
+        def forward(self, packed, *rest, **options):
             (in_steps if self.run.policy.training else elsewhere).append(packed.length_BK.numel())
-            return super().forward(packed, *rest)
+            return super().forward(packed, *rest, **options)
 
     argv = (*COMMON, f"--micro_batch_size={cut}", "--max_steps=2", f"--data.val={ratings}")
     train(tiny, ratings, tmp_path, *argv, "--val_interval=null", trainer=Counts)

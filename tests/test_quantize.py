@@ -17,6 +17,7 @@ import load
 from lora import disable_adapters, merged_weights, quantize_base
 from packing import pack
 from runs.checkpoint import checkpoints_by_step
+from runs.logger import Logger
 from runs.settings import Lora
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
@@ -36,7 +37,7 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     said = capsys.readouterr()
     assert "step 0: policy and reference agree to the bit" in said.out and not said.err
     out = tmp_path / "run"
-    killed("runs.logger.Logger.step", 4, lambda: train(llama, ratings, out, *argv))
+    killed((Logger, "step"), 4, lambda: train(llama, ratings, out, *argv))
     assert_same(train(llama, ratings, out, "--resume=auto", *argv), whole)
     state = adapters_of(out)
     assert state and all("lora_" in n and x.dtype == torch.float32 for n, x in state.items())
@@ -109,7 +110,7 @@ def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
     whole, out = train(tiny, ratings, tmp_path / "whole", *argv), tmp_path / "run"
     losses = [row["loss"] for row in whole["rows"]]
     assert losses[-1] != losses[0]
-    killed("runs.logger.Logger.step", 4, lambda: train(tiny, ratings, out, *argv))
+    killed((Logger, "step"), 4, lambda: train(tiny, ratings, out, *argv))
     assert_same(train(tiny, ratings, out, "--resume=auto", *argv), whole)
     last = list(checkpoints_by_step(out).values())[-1]
     state = checkpoint_tensors(last, "state1")["transformer.wte.weight"]

@@ -85,13 +85,13 @@ def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, 
 def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     tiny, demos, tmp_path, monkeypatch, capsys
 ):
-    seen, real = [], Trainer.make_step
+    seen, real = [], Trainer.pack_step
 
-    def make_step(self, examples):
-        seen.append((self.run.objective.args.beta, examples))
-        return real(self, examples)
+    def pack_step(self, step):
+        seen.append((self.run.objective.args.beta, step.examples))
+        return real(self, step)
 
-    monkeypatch.setattr(Trainer, "make_step", make_step)
+    monkeypatch.setattr(Trainer, "pack_step", pack_step)
     argv = ("--spin.max_iterations=2", "--spin.beta=[0.2,0.7]", "--spin.mix=0.5", "--epochs=1")
     go(tiny, demos, tmp_path, *argv)
     own = [ids_of(tmp_path, i) for i in (1, 2)]

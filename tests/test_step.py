@@ -145,7 +145,12 @@ def test_a_reference_that_is_not_the_start_ends_the_run(
     factor, difference, tiny, ratings, tmp_path, monkeypatch
 ):
     real = FrozenModel.compute
-    monkeypatch.setattr(FrozenModel, "compute", lambda self, *given: real(self, *given) * factor)
+
+    def another(self, *given, **options):
+        scores = real(self, *given, **options)
+        return scores._replace(logps=scores.logps * factor)
+
+    monkeypatch.setattr(FrozenModel, "compute", another)
     match = f"^step 0: policy and reference differ by {difference} nats: the reference is not"
     with pytest.raises(Failed, match=match):
         train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=1")
@@ -206,7 +211,9 @@ def test_a_run_goes_on_at_another_number_of_processes(
         if strategy == "fsdp":  # every rank its own of the weights and of both moments
             assert len(list(last.glob("*.safetensors"))) > 3 * n
     changed = "strategy" if save[0] == goes_on[0] else "devices, strategy"
-    assert f"; the same run up to rounding, since {changed} changed\n" in capfd.readouterr().out
+    assert (
+        f"resume: the same run up to rounding, since {changed} changed\n" in capfd.readouterr().out
+    )
     assert_equal(run, whole("32-true"), start(tiny), False)
 
 

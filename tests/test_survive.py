@@ -19,9 +19,19 @@ from conftest import (
     started_ranks,
     until,
 )
+from lightning.fabric import Fabric
 
+import evaluate
+import generate
+import load
+import rollout
+import run
+import trainer
+from evaluate import Evaluator
 from runs import devices
 from runs.console import Failed
+from runs.logger import Logger
+from trainer import Trainer
 
 EVERY = ("--optim.lr=1e-3", "--save_interval=2", "--precision=32-true", "--progress=false",
          "--eval.samples=1", "--eval.max_new_tokens=4", "--epochs=9")  # fmt: skip
@@ -71,25 +81,25 @@ def assert_same_run(one: Path, other: Path) -> None:
 # At which call of which function a run is killed, and the resumed run again at the next.
 MOMENTS = {
     "kto": [
-        ("runs.logger.Logger.step", 2),  # before the first checkpoint
-        ("run.save_checkpoint", 1),  # between a row of metrics.csv and its checkpoint
-        ("os.fsync", 1),  # in the middle of a checkpoint
-        ("pathlib.Path.rename", 1),  # at its end
-        ("evaluate.generate", 2),  # in a validation, one checkpoint later
-        ("run.export", 1),
+        ((Logger, "step"), 2),  # before the first checkpoint
+        ((run, "save_checkpoint"), 1),  # between a row of metrics.csv and its checkpoint
+        ((os, "fsync"), 1),  # in the middle of a checkpoint
+        ((Path, "rename"), 1),  # at its end
+        ((evaluate, "generate"), 2),  # in a validation, one checkpoint later
+        ((load, "export"), 1),
     ],
     "spin": [
-        ("rollout.generate", 2),  # one batch of the first answers is on the disk
-        ("rollout.generate", 4),  # one batch of the second iteration's
-        ("trainer.clip_gradient", 4),  # in the middle of the second iteration
-        ("os.fsync", 1),
+        ((rollout, "generate"), 2),  # one batch of the first answers is on the disk
+        ((rollout, "generate"), 4),  # one batch of the second iteration's
+        ((trainer, "clip_gradient"), 4),  # in the middle of the second iteration
+        ((os, "fsync"), 1),
     ],
     "online": [
-        ("rollout.generate", 2),
-        ("evaluate.Evaluator.judge", 2),  # the first answers are there, and no ratings
-        ("trainer.clip_gradient", 3),
-        ("evaluate.Evaluator.judge", 2),  # in the check at an iteration's end
-        ("os.fsync", 1),
+        ((rollout, "generate"), 2),
+        ((Evaluator, "judge"), 2),  # the first answers are there, and no ratings
+        ((trainer, "clip_gradient"), 3),
+        ((Evaluator, "judge"), 2),  # in the check at an iteration's end
+        ((os, "fsync"), 1),
     ],
 }
 KILLED = [("kto", 1, "auto", LORA), ("kto", 2, "fsdp", LORA), ("spin", 1, "auto", LORA),
@@ -104,8 +114,8 @@ def test_a_run_killed_at_any_moment_and_resumed_is_the_same_run(
     run_to_the_end(n, tmp_path, program, argv_of(program, tmp_path / "whole", *more))
     argv = argv_of(program, tmp_path / "run", *more)
     monkeypatch.setattr("demo.check.check", even)
-    for path, call in MOMENTS[program]:
-        kill_at(path, call, n, tmp_path, program, argv)
+    for point, call in MOMENTS[program]:
+        kill_at(point, call, n, tmp_path, program, argv)
     run_to_the_end(n, tmp_path, program, argv)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     for file in (tmp_path / "whole").glob("iterations/*.jsonl"):
@@ -137,24 +147,30 @@ def stopped(n: int, folder: Path, program: str, argv, at=None, signal_of=signal.
 STOPS = {
     "kto": [
         (("--stop_at=1",), None, 0, 0, "stop_at at step 1"),
-        ((), ("lightning.fabric.Fabric.backward", 1), signal.SIGTERM, 143, "SIGTERM at step 2"),
+        ((), ((Fabric, "backward"), 1), signal.SIGTERM, 143, "SIGTERM at step 2"),
         (
             (),
-            ("trainer.Trainer.score_examples", 1),
+            ((Trainer, "score_examples"), 1),
             signal.SIGINT,
             130,
             "SIGINT at step 3",
         ),  # a validation
-        ((), ("evaluate.generate", 1), signal.SIGINT, 130, "SIGINT at step 3"),  # the check in it
+        (
+            (),
+            ((evaluate, "generate"), 1),
+            signal.SIGINT,
+            130,
+            "SIGINT at step 3",
+        ),  # the check in it
     ],
     "spin": [
-        ((), ("generate.choose_token", 8), signal.SIGINT, 130, "SIGINT at step 0"),
-        ((), ("rollout.generate", 4), signal.SIGTERM, 143, "SIGTERM at step 4"),
+        ((), ((generate, "choose_token"), 8), signal.SIGINT, 130, "SIGINT at step 0"),
+        ((), ((rollout, "generate"), 4), signal.SIGTERM, 143, "SIGTERM at step 4"),
         (("--stop_at=5",), None, 0, 0, "stop_at at step 5"),
     ],
     "online": [
-        ((), ("evaluate.Evaluator.judge", 1), signal.SIGINT, 130, "SIGINT at step 0"),
-        ((), ("evaluate.Evaluator.judge", 5), signal.SIGINT, 130, "SIGINT at step 8"),
+        ((), ((Evaluator, "judge"), 1), signal.SIGINT, 130, "SIGINT at step 0"),
+        ((), ((Evaluator, "judge"), 5), signal.SIGINT, 130, "SIGINT at step 8"),
     ],
 }
 
@@ -199,7 +215,10 @@ def test_the_time_limit_stops_a_run_like_a_signal(program, step, argv_of, tmp_pa
 
 def test_the_second_ctrl_c_is_pythons_own(argv_of, tmp_path):
     reached = tmp_path / "reached"
-    first = lambda: at_call("trainer.clip_gradient", 1, lambda: reached.touch() or time.sleep(60))  # noqa: E731
+
+    def first():
+        at_call((trainer, "clip_gradient"), 1, lambda: reached.touch() or time.sleep(60))
+
     child = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first)
     until(reached.exists)
     for _ in range(2):
@@ -237,7 +256,7 @@ def test_a_second_process_is_refused_beside_a_living_run_and_goes_on_after_its_k
     for child in living:
         child.signal(signal.SIGKILL)
         child.ended()
-    assert stopped(n, tmp_path, "kto", argv, ("trainer.clip_gradient", 1))[0] == 130
+    assert stopped(n, tmp_path, "kto", argv, ((trainer, "clip_gradient"), 1))[0] == 130
 
 
 KTO = str(ROOT / "kto.py")  # as a user starts it: so does Fabric start the others
@@ -249,7 +268,7 @@ def fail():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
-    first = lambda rank: rank == failing and at_call("trainer.clip_gradient", 3, fail)  # noqa: E731
+    first = lambda rank: rank == failing and at_call((trainer, "clip_gradient"), 3, fail)  # noqa: E731
     children = started_ranks(2, tmp_path, "kto", argv_of("kto", tmp_path / "run", *LONG), first)
     ended = [child.ended(30) for child in children]
     why = ["another process of this run has ended"] * 2
@@ -260,7 +279,7 @@ def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
 
 def test_processes_that_fabric_has_launched_end_with_the_first_one(argv_of, tmp_path):
     argv = argv_of("kto", tmp_path / "run", *LONG, "--devices=2")
-    child = Started(tmp_path, KTO, argv, lambda: at_call("trainer.clip_gradient", 3, fail))
+    child = Started(tmp_path, KTO, argv, lambda: at_call((trainer, "clip_gradient"), 3, fail))
     of_child = Path(f"/proc/{child.pid}/task/{child.pid}/children")
     until(of_child.read_text)
     (other,) = of_child.read_text().split()
