@@ -9,11 +9,11 @@ from difflib import get_close_matches
 import torch
 
 from data import Part, Step
+from infra.console import BadInput, Failed, say
+from infra.settings import RunSettings, Sampling
 from model import Scores
 from objective import Objective
 from records.examples import Example
-from runs.console import BadInput, Failed, say
-from runs.settings import RunSettings, Sampling
 
 
 def check_objective(objective: Objective) -> None:

@@ -31,11 +31,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from infra.console import BadInput
+from infra.optimizer import Plan
+from infra.settings import RunSettings
 from packing import PackedBatch, pack, prompt_groups, to_device
 from records.examples import Example
-from runs.console import BadInput
-from runs.optimizer import Plan
-from runs.settings import RunSettings
 
 # ---- which examples a step has ------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ def fill(items: Sequence[int], sizes: list[int], room: int, first_fit: bool) -> 
 
 
 if __name__ == "__main__":  # python data.py FILE [--model M] shows a file as a run would see it
+    from infra.console import run_cli
     from records.examples import page
-    from runs.console import run_cli
 
     run_cli(page)

@@ -21,11 +21,12 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from evaluate import Checker
+from infra.console import run_cli
+from infra.parse import parse
+from infra.settings import RunSettings
 from objective import Objective, PreferenceSettings, join_columns, mean
 from packing import to_device
 from run import setup
-from runs.console import run_cli
-from runs.settings import RunSettings, parse
 from trainer import Trainer
 
 # Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats; d = the true reward

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from generate import generate, read_answer
-from hub import read_json
+from infra.console import progress, say
+from infra.devices import Stop, on_rank_0
+from infra.logger import write_json
+from infra.settings import RunSettings, refuse_unless
+from models.hub import read_json
 from packing import prompt_groups
 from records.examples import Example
 from records.tokenizer import Tokenizer
-from runs.console import progress, say
-from runs.devices import Stop, on_rank_0
-from runs.logger import write_json
-from runs.settings import RunSettings, refuse_unless
 
 
 class Answer(NamedTuple):

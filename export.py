@@ -12,11 +12,11 @@ from pathlib import Path
 
 from lightning.fabric import Fabric
 
-from hub import find_model
-from load import export_checkpoint
-from runs.checkpoint import publish_folder, read_settings
-from runs.console import run_cli
-from runs.settings import Export, refuse_unless
+from infra.checkpoint import publish_folder, read_settings
+from infra.console import run_cli
+from infra.settings import Export, refuse_unless
+from models.hub import find_model
+from models.load import export_checkpoint
 
 
 def main(argv=None) -> None:

@@ -28,15 +28,16 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from attention import KVCache
 from checks import sampling_faults
-from hub import find_model
-from load import load_model
-from lora import merge_for_sampling
+from infra.console import advance, run_cli
+from infra.devices import multiplies_bfloat16, prepare_machine, reduce_number
+from infra.parse import parse_command
+from infra.settings import Sampling, refuse_unless
+from models.hub import find_model
+from models.load import load_model
+from models.lora import merge_for_sampling
 from packing import pack, to_device
 from records.forms import Record
 from records.tokenizer import Tokenizer
-from runs.console import advance, run_cli
-from runs.devices import multiplies_bfloat16, prepare_machine, reduce_number
-from runs.settings import Sampling, parse_command, refuse_unless
 
 # Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
 SEARCH_INTERVAL = 4

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from runs.devices import multiplies_bfloat16
+from infra.devices import multiplies_bfloat16
 
 # Logits of a chunk on a CPU: 64 MiB in float32, however many targets there are (a GPU: GPU_ROWS).
 HEAD_LOGITS = 2**24

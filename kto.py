@@ -27,10 +27,11 @@ import torch
 from jsonargparse.typing import NonNegativeFloat
 
 from evaluate import Checker
+from infra.console import run_cli
+from infra.parse import parse
+from infra.settings import RunSettings
 from objective import Objective, PreferenceSettings, join_columns, mean
 from run import setup
-from runs.console import run_cli
-from runs.settings import RunSettings, parse
 from trainer import Trainer
 
 
@@ -145,7 +146,7 @@ def main(
 ) -> None:
     """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
     group kto; trainer, a subclass of Trainer; checker, which judges a list of held-out answers
-    (evaluate.Checker); optimizer(policy, cfg), as runs.optimizer.make_optimizer."""
+    (evaluate.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer)
     with trainer(run) as loop:

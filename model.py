@@ -2,7 +2,7 @@
 
 Two codes compute it. GPT: the one to read and edit, for GPT-2 and the Llama shape, with litgpt's
 config, names and MLPs. TransformersGPT: transformers' own class, for every other type. Both have our
-attention (attention.py), head (head.py) and LoRA layers (lora.py). Where weights come from: load.py.
+attention (attention.py), head (head.py) and LoRA layers (models/lora.py). Where weights come from: models/load.py.
 
 Shape letters, besides those of attention.py:
 
@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import KVCache, Layer, PackedAttention, Prompts
 from head import Chunks, Head, autocast, entropy_of, logp_of
-from hub import Rows, context_of, litgpt_rows
+from infra.console import BadInput, Failed
+from models.hub import Rows, context_of, litgpt_rows
 from packing import PackedBatch
-from runs.console import BadInput, Failed
 
 
 class Scores(NamedTuple):
@@ -526,7 +526,7 @@ def _window_as_mask(local_size: int | None = None, use_vmap: bool = False, **_un
 
 def _attend(module, query, key, value, attention_mask=None, scaling=None, softcap=None, **_unused):
     """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
-    D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of load.py sees it."""
+    D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of models/load.py sees it."""
     layer = Layer(module, attention_mask, scaling, softcap)  # the mask: see _window_as_mask
     FORWARD.called.add(module)
     # Under autocast transformers rotates queries and keys in float32. Attention would cast them

@@ -16,8 +16,8 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from data import MicroBatch, Step, next_mismatched_completions
+from infra.console import BadInput
 from records.examples import Example
-from runs.console import BadInput
 
 
 class Baseline(NamedTuple):

@@ -18,14 +18,15 @@ from jsonargparse.typing import PositiveInt
 
 from data import next_items
 from evaluate import Checker, as_answers, format_table, with_answers
+from infra.console import run_cli, say
+from infra.optimizer import iteration_plans
+from infra.parse import parse
+from infra.settings import RunSettings, Sampling, refuse_unless
 from kto import KTO, KTOSettings
 from objective import Objective
 from records.examples import Example
 from rollout import iterations, policy_answers, rated_examples, validate_iterations
 from run import Run, setup
-from runs.console import run_cli, say
-from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, parse, refuse_unless
 from trainer import Trainer
 
 

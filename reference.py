@@ -13,13 +13,13 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from attention import Prompts
-from lora import disable_adapters, plain_name
+from infra.checkpoint import write_whole
+from infra.console import BadInput, rank, say, user_error
+from infra.devices import all_reduce, local_part, place_like, set_weights
+from infra.settings import RunSettings
 from model import Scores
+from models.lora import disable_adapters, plain_name
 from packing import PackedBatch, to_device
-from runs.checkpoint import write_whole
-from runs.console import BadInput, rank, say, user_error
-from runs.devices import all_reduce, local_part, place_like, set_weights
-from runs.settings import RunSettings
 
 
 class FrozenModel:

@@ -15,8 +15,8 @@ import yaml
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from runs.console import run_cli, user_error
-from runs.settings import RunSettings, Sampling, flatten, resume_rules
+from infra.console import run_cli, user_error
+from infra.settings import RunSettings, Sampling, flatten, resume_rules
 
 # The columns of metrics.csv and val.csv that are read. Each has a plot.
 PLOTS = """loss rewards/margins accuracy checker_accuracy

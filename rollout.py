@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 
 from generate import generate, read_answer
+from infra.checkpoint import write_whole
+from infra.console import advance, progress, user_error
+from infra.devices import on_rank_0
+from infra.optimizer import Plan
+from infra.settings import RunSettings, refuse_unless
 from records.examples import Example, examples_hash
-from runs.checkpoint import write_whole
-from runs.console import advance, progress, user_error
-from runs.devices import on_rank_0
-from runs.optimizer import Plan
-from runs.settings import RunSettings, refuse_unless
 
 LOST = (
     "missing, or not what this iteration learns from: go on in the run's own folder, or copy this file "

@@ -28,30 +28,8 @@ from checks import (
 )
 from data import Budget, most_tokens
 from evaluate import Checker, Evaluator
-from hub import Source, context_of, export, find_model, read_config, read_json
-from load import (
-    export_checkpoint,
-    exported_type,
-    load_model,
-    load_policy_and_reference,
-    shard_module,
-    weights_hash,
-)
-from lora import gather_adapters, merged_weights, reset_adapters, write_peft
-from objective import Objective
-from records.examples import (
-    Example,
-    absolute_sources,
-    examples_hash,
-    load_examples,
-    load_splits,
-    numbered,
-    with_limits,
-)
-from records.tokenizer import Tokenizer
-from reference import AdaptersOff, CachedReference, FrozenModel, Reference, exported_weights
-from runs import console
-from runs.checkpoint import (
+from infra import console
+from infra.checkpoint import (
     RunState,
     begin_run,
     check_resumed_hashes,
@@ -66,8 +44,8 @@ from runs.checkpoint import (
     take_folder,
     unlock_folder,
 )
-from runs.console import BadInput, say
-from runs.devices import (
+from infra.console import BadInput, say
+from infra.devices import (
     Stop,
     all_reduce,
     launch,
@@ -75,9 +53,31 @@ from runs.devices import (
     on_rank_0,
     resolve_devices,
 )
-from runs.logger import Logger, Throughput
-from runs.optimizer import make_optimizer
-from runs.settings import RunSettings, find_path
+from infra.logger import Logger, Throughput
+from infra.optimizer import make_optimizer
+from infra.settings import RunSettings, find_path
+from models.hub import Source, context_of, export, find_model, read_config, read_json
+from models.load import (
+    export_checkpoint,
+    exported_type,
+    load_model,
+    load_policy_and_reference,
+    shard_module,
+    weights_hash,
+)
+from models.lora import gather_adapters, merged_weights, reset_adapters, write_peft
+from objective import Objective
+from records.examples import (
+    Example,
+    absolute_sources,
+    examples_hash,
+    load_examples,
+    load_splits,
+    numbered,
+    with_limits,
+)
+from records.tokenizer import Tokenizer
+from reference import AdaptersOff, CachedReference, FrozenModel, Reference, exported_weights
 
 # ---- what lives during a run ---------------------------------------------------------------------
 

@@ -19,6 +19,10 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveIn
 from data import epoch_order
 from dpo import DPO, DPOSettings
 from evaluate import Checker, format_table
+from infra.console import run_cli, say
+from infra.optimizer import iteration_plans
+from infra.parse import parse
+from infra.settings import RunSettings, Sampling, refuse_unless
 from objective import Objective
 from records.examples import Example
 from rollout import (
@@ -30,9 +34,6 @@ from rollout import (
     validate_iterations,
 )
 from run import Run, setup
-from runs.console import run_cli, say
-from runs.optimizer import iteration_plans
-from runs.settings import RunSettings, Sampling, parse, refuse_unless
 from trainer import Trainer
 
 

@@ -18,8 +18,8 @@ from signal import SIGINT, SIGTERM, signal
 from subprocess import Popen
 
 import report
-from runs.console import Failed, run_cli
-from runs.settings import split_options
+from infra.console import Failed, run_cli
+from infra.parse import split_options
 
 
 def run_one(command: list[str], folder: Path) -> str:

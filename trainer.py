@@ -25,16 +25,16 @@ from attention import Prompts
 from checks import check_mixing, check_start, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from evaluate import say_what_is_left
+from infra.checkpoint import checkpoint_folder
+from infra.console import BadInput, Failed, Interrupted, advance, progress, say
+from infra.devices import all_reduce
+from infra.logger import format_cells, write_json
+from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
 from model import Scores
 from objective import Baseline, join_columns
 from packing import PackedBatch
 from records.examples import Example
 from run import Run
-from runs.checkpoint import checkpoint_folder
-from runs.console import BadInput, Failed, Interrupted, advance, progress, say
-from runs.devices import all_reduce
-from runs.logger import format_cells, write_json
-from runs.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
 OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them

@@ -55,8 +55,8 @@ FIELDS = "kind,group,n,words"  # of a record, for the checker
 
 COMMON = {
     "precision": "bf16-mixed",
-    "lora.rank": 16,
-    "lora.alpha": 32,
+    "models.lora.rank": 16,
+    "models.lora.alpha": 32,
     "optim.lr": 4e-4,
     "batch_size": BATCH,
     "optim.warmup": 4,
@@ -202,8 +202,8 @@ class Sampler:
     def __init__(self, folder):
         from lightning.fabric import Fabric
 
-        from hub import find_model
-        from load import load_model
+        from models.hub import find_model
+        from models.load import load_model
         from records.tokenizer import Tokenizer
 
         self.fabric = Fabric(accelerator="cpu", devices=1, precision=COMMON["precision"])
@@ -219,8 +219,8 @@ class Sampler:
         from evaluate import as_answers, with_answers
         from examples import instructions
         from generate import generate
+        from infra.settings import Data, Sampling
         from records.examples import load_examples
-        from runs.settings import Data, Sampling
 
         source = ",".join(map(str, files))
         limits = {"max_prompt": COMMON["data.max_prompt"], "max_completion": TOKENS}

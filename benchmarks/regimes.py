@@ -15,9 +15,9 @@ from z_variants import OtherZ, ZSettings
 import kto
 from demo.check import quoted
 from demo.make import slip
+from infra.console import run_cli
+from infra.settings import refuse_unless
 from online import balanced
-from runs.console import run_cli
-from runs.settings import refuse_unless
 from trainer import Trainer
 
 

@@ -25,9 +25,9 @@ from instructions import OPENINGS, TRAIN_TOPICS, VAL_TOPICS, topics_of
 from safetensors.torch import load_file, save_file
 
 import kto
-from hub import Source, export
-from load import load_model
-from runs.settings import Export
+from infra.settings import Export
+from models.hub import Source, export
+from models.load import load_model
 
 MODEL, OUT = Path("out/smollm2-135m"), Path("out/rounding")
 STEPS, BETA = 24, 0.1

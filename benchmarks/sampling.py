@@ -16,10 +16,10 @@ import torch
 from lightning.fabric import Fabric
 
 import generate
-import load
-from hub import find_model
+from infra.settings import Sampling
+from models import load
+from models.hub import find_model
 from records.tokenizer import Tokenizer
-from runs.settings import Sampling
 
 ROWS, NEW = 32, 40
 

@@ -5,7 +5,7 @@ of random weights, each measurement a process of its own.
     python benchmarks/step.py records        # one: tokens, records or rate
 
 Peak memory is the maximum resident set of the process, libraries included. Useful FLOPs are the least
-that the algorithm needs (runs/logger.py counts them). The rate of the machine is that of a product of
+that the algorithm needs (infra/logger.py counts them). The rate of the machine is that of a product of
 two 2048 x 2048 matrices.
 """
 

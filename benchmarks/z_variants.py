@@ -18,7 +18,7 @@ import torch
 
 import kto
 from examples.ema_z import EMA
-from runs.console import run_cli
+from infra.console import run_cli
 
 
 class Variant(NamedTuple):

@@ -28,13 +28,13 @@ from lightning.fabric import Fabric
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import generate
-import load
 import model
 from demo.check import is_sorted, plain, quoted
-from hub import Source, litgpt_rows
+from infra.settings import Sampling
+from models import load
+from models.hub import Source, litgpt_rows
 from packing import PackedBatch, pack
 from records import tokenizer as tokens
-from runs.settings import Sampling
 
 HERE = Path(__file__).parent
 WORDS = """

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch.nn.functional import logsigmoid
 
+from infra.console import run_cli
+from infra.settings import RunSettings
 from kto import main
 from objective import Objective
-from runs.console import run_cli
-from runs.settings import RunSettings
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """KTO with z as an exponential average over steps. Run it: python examples/ema_z.py"""
 
+from infra.console import run_cli
 from kto import KTO, main
-from runs.console import run_cli
 
 
 class EMA(KTO):

@@ -7,8 +7,8 @@ from jsonargparse.typing import PositiveFloat
 
 import online
 from evaluate import as_answers, with_answers
+from infra.console import run_cli
 from objective import Objective
-from runs.console import run_cli
 
 
 @dataclass(frozen=True)

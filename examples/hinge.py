@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from dpo import main
+from infra.console import run_cli
+from infra.settings import RunSettings
 from objective import Objective
-from runs.console import run_cli
-from runs.settings import RunSettings
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from infra.checkpoint import write_whole
+from infra.console import run_cli, say
+from infra.settings import ROOT
 from online import main
-from runs.checkpoint import write_whole
-from runs.console import run_cli, say
-from runs.settings import ROOT
 
 CONFIG = ROOT / "config" / "smollm2_online.yaml"
 FOLDER = "out/instructions"

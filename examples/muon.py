@@ -2,9 +2,9 @@
 
 import torch
 
+from infra.console import run_cli
+from infra.optimizer import make_optimizer
 from kto import main
-from runs.console import run_cli
-from runs.optimizer import make_optimizer
 
 
 class Both(torch.optim.Optimizer):

@@ -1,7 +1,7 @@
 """A checker of one's own: short answers are right. Run it: python examples/my_checker.py"""
 
+from infra.console import run_cli
 from kto import main
-from runs.console import run_cli
 
 
 def check(answers) -> list[bool]:

@@ -7,9 +7,9 @@ from jsonargparse.typing import NonNegativeFloat
 from torch.nn.functional import logsigmoid
 
 from dpo import main
+from infra.console import run_cli
+from infra.settings import RunSettings
 from objective import Objective
-from runs.console import run_cli
-from runs.settings import RunSettings
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import kto
-from runs.console import run_cli
+from infra.console import run_cli
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch.nn.functional import logsigmoid
 
 from dpo import main
+from infra.console import run_cli
+from infra.settings import RunSettings
 from objective import Objective
-from runs.console import run_cli
-from runs.settings import RunSettings
 
 
 @dataclass(frozen=True)

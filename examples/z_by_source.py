@@ -2,8 +2,8 @@
 
 import torch
 
+from infra.console import run_cli
 from kto import KTO, main
-from runs.console import run_cli
 
 
 class ZBySource(KTO):

@@ -20,7 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hub import context_of, find_model, read_config
+from infra.console import BadInput, say, user_error
+from infra.parse import parse_command
+from infra.settings import Data, find_path, refuse_unless
+from models.hub import context_of, find_model, read_config
 from packing import prompt_groups
 from records.forms import (
     ALIASES,
@@ -33,13 +36,6 @@ from records.forms import (
 )
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
-from runs.console import BadInput, say, user_error
-from runs.settings import (
-    Data,
-    find_path,
-    parse_command,
-    refuse_unless,
-)
 
 
 class Example(NamedTuple):

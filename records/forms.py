@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import date, time
 from typing import Literal, NamedTuple
 
-from runs.console import BadInput, user_error
+from infra.console import BadInput, user_error
 
 # What a caller wants to learn from a record:
 #   rated           one completion with a label, or a pair (which examples.py makes two ratings of)

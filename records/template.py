@@ -15,8 +15,8 @@ from functools import partial
 from os.path import commonprefix
 from typing import NamedTuple
 
+from infra.console import BadInput, user_error
 from records.forms import Record, as_turns, unique_keys
-from runs.console import BadInput, user_error
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 # Fields of a message that hold its author's thinking. Many templates leave it out of all turns but the

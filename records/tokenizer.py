@@ -12,11 +12,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from hub import Source, read_json
+from infra.console import BadInput, say, user_error
+from infra.settings import find_path
+from models.hub import Source, read_json
 from records.forms import Record
 from records.template import MARK, ChatTemplate
-from runs.console import BadInput, say, user_error
-from runs.settings import find_path
 
 # What looks like a mark in a template's text: <|im_start|>, [INST], </s>
 MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")

@@ -71,7 +71,7 @@ def parity_ref(tmp_path_factory) -> Path:
 def llama(tmp_path_factory) -> Path:
     """A Hugging Face folder: Llama, 2 layers x 64, grouped heads, widths that nf4 takes, the tokenizer of tiny."""
     import transformers
-    from models import made
+    from tiny_models import made
 
     folder = tmp_path_factory.mktemp("llama")
     shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
@@ -86,7 +86,7 @@ def clone(tmp_path_factory) -> Path:
     """A copy of the repository as a user has it, made of links; the files of the demo's data have the first few records
     only."""
     folder = tmp_path_factory.mktemp("clone")
-    names = ("runs", "records", "config", "examples")
+    names = ("infra", "models", "records", "config", "examples")
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in names)]:
         (folder / path.name).symlink_to(path)
     (folder / "demo").mkdir()
@@ -233,7 +233,7 @@ class Started:
         else:
             module = import_module(program)
             sys.argv = [module.__file__, *argv]
-            import_module("runs.console").run_cli(module.main)
+            import_module("infra.console").run_cli(module.main)
 
     def ended(self, within: float = 90) -> tuple[int, str, str]:
         """Wait for the end, at most `within` seconds. -> exit code (minus the number of the signal that ended it),

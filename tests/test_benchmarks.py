@@ -19,13 +19,13 @@ import regimes  # noqa: E402
 import step  # noqa: E402
 import vs_trl  # noqa: E402
 
-from hub import Source
+from infra.console import BadInput  # noqa: E402
+from infra.settings import Data  # noqa: E402
+from models.hub import Source
 from records.examples import load_examples  # noqa: E402
 from records.tokenizer import Tokenizer  # noqa: E402
-from runs.console import BadInput  # noqa: E402
-from runs.settings import Data  # noqa: E402
 
-SMALL = {"batch_size": 4, "data.max_prompt": 100, "data.max_completion": 20, "lora.rank": 2}
+SMALL = {"batch_size": 4, "data.max_prompt": 100, "data.max_completion": 20, "models.lora.rank": 2}
 
 
 def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, capsys):  # noqa: F811

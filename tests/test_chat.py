@@ -13,13 +13,13 @@ from conftest import assert_same, train
 from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
 
-from hub import Source
+from infra.console import BadInput
+from infra.settings import Data
+from models.hub import Source
 from records import tokenizer
 from records.examples import Example, load_examples, page
 from records.forms import Record
 from records.tokenizer import Tokenizer
-from runs.console import BadInput
-from runs.settings import Data
 
 sys.path.append(str(tokens.CHAT))
 from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, WEATHER, bot, user  # noqa: E402

@@ -20,13 +20,13 @@ from conftest import (
     start,
     train,
 )
-from models import gpt2_from_hf
 from safetensors.torch import load_file
+from tiny_models import gpt2_from_hf
 
 import trainer
-from runs import checkpoint
-from runs.checkpoint import checkpoints_by_step, read_state
-from runs.console import BadInput, Failed
+from infra import checkpoint
+from infra.checkpoint import checkpoints_by_step, read_state
+from infra.console import BadInput, Failed
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip

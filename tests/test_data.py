@@ -21,7 +21,10 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 import data
 import kto
 from data import Budget, Part, Step
-from hub import Source
+from infra.console import BadInput
+from infra.optimizer import Plan
+from infra.settings import Data
+from models.hub import Source
 from records.examples import (
     Example,
     absolute_sources,
@@ -31,9 +34,6 @@ from records.examples import (
     with_limits,
 )
 from records.tokenizer import Tokenizer
-from runs.console import BadInput
-from runs.optimizer import Plan
-from runs.settings import Data
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):

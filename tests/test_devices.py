@@ -13,9 +13,9 @@ from conftest import ROOT, Started, assert_same, environments_of_ranks, ranks, r
 
 import kto
 from head import add_product
-from runs.console import BadInput, rank
-from runs.devices import Stop, resolve_devices
-from runs.settings import Data
+from infra.console import BadInput, rank
+from infra.devices import Stop, resolve_devices
+from infra.settings import Data
 
 DEMO, LARGE = (3, 96), (30, 576)  # layers, width
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, checkpoint_tensors, killed, rows_of, start, started_ranks, train
-from models import (
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_models import (
     GQA,
     load_transformers,
     made,
@@ -19,12 +21,10 @@ from models import (
     same_weights,
     their_logits,
 )
-from peft import PeftModel
-from safetensors.torch import load_file, save_file
 
-import load
-from hub import find_model, round_at_random
-from runs import checkpoint
+from infra import checkpoint
+from models import load
+from models.hub import find_model, round_at_random
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
 STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")

@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, numbers, ranks, train
-from models import (
+from safetensors.torch import load_file
+from tiny_models import (
     IDS,
     check_docs_table,
     load_transformers,
@@ -27,18 +28,17 @@ from models import (
     same,
     their_logits,
 )
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import generate
-import load
 import model
 from attention import KVCache
-from hub import Source, export
+from infra.console import BadInput
+from models import load
+from models.hub import Source, export
 from packing import pack
 from records.tokenizer import Tokenizer
-from runs.console import BadInput
 from trainer import Trainer
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
@@ -135,7 +135,7 @@ def folder_of(name: str, folder: Path):
 
 def outcome(name: str, folder: Path) -> str | None:
     """Whose code computes this type, or why it is refused; None if it cannot be made tiny. What is
-    computed is compared once more, with a text longer than those of load.py."""
+    computed is compared once more, with a text longer than those of models/load.py."""
 
     def too_slow(*_):
         raise TimeoutError
@@ -281,7 +281,7 @@ def test_a_gradient_waits_for_no_device_and_experts_multiply_as_autocast_does(
 def test_samples_are_those_of_transformers(name, tmp_path):
     from lightning.fabric import Fabric
 
-    from runs.settings import Sampling
+    from infra.settings import Sampling
 
     hf, r = folder_of(name, tmp_path), np.random.default_rng(0)
     gpt, tokenizer = load.load_model(tmp_path), Tokenizer(Source(tmp_path))
@@ -357,5 +357,5 @@ def test_a_wrong_attention_is_seen_before_the_first_step(name, tmp_path, monkeyp
 def test_a_wrong_cache_is_seen_before_the_first_step(name, tmp_path, monkeypatch):
     folder_of(name, tmp_path)
     load.load_model(tmp_path)
-    monkeypatch.setattr(KVCache, "mask", lambda self, window: torch.ones(3, 1, 1, self.length) > 0)
+    monkeypatch.setattr(KVCache, "mask", lambda self, *_: torch.zeros(3, 1, 1, self.length))
     refused(f"{name}: .*log-probs token by token are up to", load.load_model, tmp_path)

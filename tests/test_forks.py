@@ -34,18 +34,18 @@ from conftest import (
     train,
     until,
 )  # fmt: skip
-from models import ragged
 from safetensors.torch import load_file
+from tiny_models import ragged
 
 import dpo
 import kto
-import load
 import online
 from checks import check_objective
+from infra.checkpoint import checkpoint_folder
+from infra.console import BadInput, Failed
+from infra.logger import Logger
+from models import load
 from packing import pack
-from runs.checkpoint import checkpoint_folder
-from runs.console import BadInput, Failed
-from runs.logger import Logger
 from trainer import Trainer
 
 EXAMPLES = ROOT / "examples"
@@ -222,7 +222,7 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
 
 
 def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr("load.freeze", lambda *a: pytest.fail("a copy for a reference"))
+    monkeypatch.setattr("models.load.freeze", lambda *a: pytest.fail("a copy for a reference"))
     for kind in ("FrozenModel", "AdaptersOff"):
         monkeypatch.setattr(f"run.{kind}", lambda *a: pytest.fail("a reference"))
     train_example("simpo", tiny, pairs, tmp_path, *COMMON, "--max_steps=2")

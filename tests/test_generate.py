@@ -10,18 +10,18 @@ import pytest
 import torch
 from conftest import ranks
 from lightning.fabric import Fabric
-from models import LLAMA, gpt_of, logits
 from safetensors.torch import load_file, save_file
+from tiny_models import LLAMA, gpt_of, logits
 from torch import nn
 
 import attention
 import generate
-import load
 from generate import read_answer
-from hub import Source
+from infra.console import BadInput
+from infra.settings import Sampling
+from models import load
+from models.hub import Source
 from records.tokenizer import Tokenizer
-from runs.console import BadInput
-from runs.settings import Sampling
 
 FABRIC = Fabric(accelerator="cpu", devices=1)
 EOS = 0

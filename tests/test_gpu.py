@@ -14,16 +14,16 @@ import pytest
 import torch
 from conftest import assert_same, result, train
 from lightning.fabric import Fabric
-from models import LLAMA, gpt_of, ragged, shaken
+from tiny_models import LLAMA, gpt_of, ragged, shaken
 
 import attention
 import generate
 import kto
-from hub import Source
-from load import load_model
+from infra.settings import Sampling
+from models.hub import Source
+from models.load import load_model
 from packing import pack
 from records.tokenizer import Tokenizer
-from runs.settings import Sampling
 from trainer import Trainer
 
 DEVICE = os.environ.get("KTO_GPU_TESTS", "cuda")

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import PARITY, train
-from models import gpt2_from_hf
 from safetensors.torch import load_file
+from tiny_models import gpt2_from_hf
 
 import evaluate
 import kto
-import load
 from data import Part, Step
 from kto import auc
+from models import load
 from objective import Baseline
 from packing import pack
 from records.examples import Example

@@ -14,17 +14,17 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, Started, rows_of, train
-from models import with_adapters
+from tiny_models import with_adapters
 
 import kto
 from evaluate import format_before_after, wilson_interval
+from infra import console
+from infra.checkpoint import RunState
+from infra.console import BadInput
+from infra.logger import Logger, Throughput, add_row, cut_rows
+from infra.optimizer import Plan
+from infra.settings import Data, Lora
 from model import TransformersGPT
-from runs import console
-from runs.checkpoint import RunState
-from runs.console import BadInput
-from runs.logger import Logger, Throughput, add_row, cut_rows
-from runs.optimizer import Plan
-from runs.settings import Data, Lora
 from trainer import Trainer
 
 
@@ -94,7 +94,7 @@ def step_lines(tmp_path, capsys, monkeypatch):
         row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5} | row
         for step in range(start + 1, total + 1):
             # of a clock that the steps alone move
-            for clock in ("tqdm.std.time", "runs.logger.time.time"):
+            for clock in ("tqdm.std.time", "infra.logger.time.time"):
                 monkeypatch.setattr(clock, lambda step=step: 1e9 + step * seconds)
             if own.bar:
                 own.bar._time = time.time

@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, train
-from models import (
+from safetensors.torch import load_file, save_file
+from tiny_models import (
     GPT2,
     GQA,
     HF,
@@ -26,15 +27,13 @@ from models import (
     trained,
     with_adapters,
 )
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-import load
-import lora
-from hub import Source, export
-from lora import disable_adapters, merge_for_sampling, merged_weights, reset_adapters
+from infra.settings import Lora
+from models import load, lora
+from models.hub import Source, export
+from models.lora import disable_adapters, merge_for_sampling, merged_weights, reset_adapters
 from packing import pack
-from runs.settings import Lora
 
 # what PEFT advises about layers that it saves as a whole
 pytestmark = pytest.mark.filterwarnings("ignore:::peft")

@@ -8,7 +8,7 @@ import litgpt
 import pytest
 import torch
 import transformers
-from models import (
+from tiny_models import (
     HF,
     LLAMA,
     gpt2_from_hf,
@@ -23,10 +23,10 @@ from models import (
 
 import attention
 import head
-import load
 import model
+from infra.settings import Lora
+from models import load
 from packing import pack
-from runs.settings import Lora
 
 # ---- packed, against a plain forward of each (prompt, completion) --------------------------------
 

@@ -12,10 +12,10 @@ from conftest import PARITY, assert_same, even, numbers, ranks, result, start
 
 import evaluate
 import online
-from hub import Source
+from infra.checkpoint import checkpoint_folder, checkpoints_by_step
+from infra.console import BadInput
+from models.hub import Source
 from records.tokenizer import Tokenizer
-from runs.checkpoint import checkpoint_folder, checkpoints_by_step
-from runs.console import BadInput
 
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=3", "--online.prompts_per_iteration=5",
        "--online.num_generations=2", "--online.max_new_tokens=5", "--online.rollout_batch_size=4", "--save_interval=1",

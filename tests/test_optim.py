@@ -5,12 +5,11 @@ import re
 import pytest
 import torch
 from lightning.fabric import Fabric
-from models import with_adapters
+from tiny_models import with_adapters
 from torch import nn
 
 import kto
-import load
-from runs.optimizer import (
+from infra.optimizer import (
     Plan,
     clip_gradient,
     is_due,
@@ -19,7 +18,8 @@ from runs.optimizer import (
     make_optimizer,
     steps_of,
 )
-from runs.settings import Data, Lora, Optim
+from infra.settings import Data, Lora, Optim
+from models import load
 
 
 def run_settings(**kw) -> kto.Settings:

@@ -11,14 +11,14 @@ from conftest import (
     ranks,
     train,
 )
-from models import ragged, refused, same_weights, with_adapters
+from tiny_models import ragged, refused, same_weights, with_adapters
 
-import load
-from lora import disable_adapters, merged_weights, quantize_base
+from infra.checkpoint import checkpoints_by_step
+from infra.logger import Logger
+from infra.settings import Lora
+from models import load
+from models.lora import disable_adapters, merged_weights, quantize_base
 from packing import pack
-from runs.checkpoint import checkpoints_by_step
-from runs.logger import Logger
-from runs.settings import Lora
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip

@@ -17,7 +17,7 @@ import yaml
 from conftest import ROOT, ranks
 
 import kto
-from runs.settings import parse
+from infra.parse import parse
 
 README = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
 FORKS = (ROOT / "docs" / "forks.md").read_text()

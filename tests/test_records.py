@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokens import bot, rated, user
 
+from infra.console import BadInput
 from records.examples import read_records
 from records.forms import Dropped, Record, understand_record
-from runs.console import BadInput
 
 
 def raw_records(source) -> list:

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 from conftest import assert_same, numbers, ranks, train
-from models import GQA, HF, made
+from tiny_models import GQA, HF, made
 
-import load
-from hub import export, find_model
+from infra.console import BadInput
+from models import load
+from models.hub import export, find_model
 from packing import pack
-from runs.console import BadInput
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
           "--precision=64-true", "--save_interval=null", "--micro_batch_size=3")  # fmt: skip

@@ -6,7 +6,7 @@ import yaml
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 import report  # noqa: E402
-from runs.console import BadInput  # noqa: E402
+from infra.console import BadInput  # noqa: E402
 
 METRICS = "step,loss,kl,kl/clamped\n1,0.5,0.0,0.0\n2,0.4,0.0,1.0\n3,0.3,2.0,0.0\n4,0.2,3.0,0.0\n"
 VAL = "step,loss,kl,checker_accuracy,kl/own\n0,0.9,0.0,0.5,0.0\n"

@@ -16,9 +16,10 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.fabric.accelerators import CUDAAccelerator
 
 import kto
+from infra import parse as parse_module
+from infra import settings
+from infra.console import BadInput, rank
 from records.examples import absolute_sources
-from runs import settings
-from runs.console import BadInput, rank
 
 DEMO = ROOT / "config" / "demo.yaml"
 KINDS = settings.flatten(kto.Settings)  # dotted name -> type
@@ -26,7 +27,7 @@ OWN = ["--model", "m", "--data.train", "t"]  # the least that a run of one's own
 
 
 def parse(*argv, cls=kto.Settings):
-    return settings.parse(cls, [str(a) for a in argv], kto.KTO, "demo.yaml")
+    return parse_module.parse(cls, [str(a) for a in argv], kto.KTO, "demo.yaml")
 
 
 def refused(*argv) -> str:
@@ -122,7 +123,7 @@ def test_of_two_configs_the_later_wins_and_the_rest_is_kept(config):
         ("optim.weightdecay", "optim.weight_decay"),
         ("top_p", "eval.top_p"),
         # as users of TRL, transformers and PEFT write them; loss is the algorithm's own
-        *(x for x in settings.NAMES_ELSEWHERE.items() if x[1] != "loss"),
+        *(x for x in parse_module.NAMES_ELSEWHERE.items() if x[1] != "loss"),
         ("loss_type", "kto.loss"),
         ("eval-steps", "val_interval"),
         ("temper", None),  # no guess where little is alike
@@ -214,7 +215,7 @@ def test_help_has_a_sentence_for_every_setting_inherited_ones_too(program, monke
 
 def test_every_setting_is_read_by_something():
     read = set()
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("r*s/*.py")]:
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
         tree = ast.parse(file.read_text())
         defs = [
             f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and "validate" in f.name
@@ -250,11 +251,16 @@ def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass(progr
             choices = typing.get_args(kind) or (kind,)
             if any(x.__module__ == "jsonargparse.typing" for x in choices if isinstance(x, type)):
                 argv.append(f"--{setting}=1")
-    parsed = settings.parse_command(cls, "", argv)
+    parsed = parse_module.parse_command(cls, "", argv)
     values = list(settings.flatten(parsed).values())
     lists = [value for value in values if isinstance(value, list)]
     kinds = set(map(type, sum(lists, values)))
     assert {int, float} <= kinds <= {int, float, bool, str, list, type(None)}
+
+
+def test_an_interval_in_steps_is_a_number_whichever_way_it_is_written():
+    assert parse("--val_interval=100 steps") == parse("--val_interval=100")
+    assert parse("--optim.warmup", "0.5 epochs").optim.warmup == "0.5 epochs"
 
 
 def test_fabrics_parser_for_gpus_takes_the_devices_of_the_command_line(monkeypatch):

@@ -15,12 +15,12 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from models import logits, shaken
+from tiny_models import logits, shaken
 from tokenizers import Tokenizer as Oracle
 from tokens import FILES, user
 
-import load
-from hub import Source
+from models import load
+from models.hub import Source
 from records.forms import Record
 from records.tokenizer import Tokenizer
 

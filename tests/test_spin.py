@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import checkpoint_tensors, train
-from models import same_weights, with_adapters
+from tiny_models import same_weights, with_adapters
 
-import load
 import spin
-from hub import Source
-from lora import merged_weights
+from infra.checkpoint import checkpoint_folder
+from infra.console import BadInput
+from infra.devices import set_weights
+from infra.parse import parse
+from infra.settings import Data, Lora
+from models import load
+from models.hub import Source
+from models.lora import merged_weights
 from packing import pack
 from records.examples import load_examples
 from records.tokenizer import Tokenizer
-from runs.checkpoint import checkpoint_folder
-from runs.console import BadInput
-from runs.devices import set_weights
-from runs.settings import Data, Lora, parse
 from trainer import Trainer
 
 RUN = ("--batch_size=4", "--epochs=2", "--optim.lr=1e-3", "--spin.max_iterations=3",

@@ -11,11 +11,11 @@ from conftest import PARITY, even, ranks, rows_of, train
 from safetensors.torch import load_file, save_file
 
 import data
-import load
 import model
+from infra.checkpoint import checkpoints_by_step
+from infra.console import BadInput, Failed
+from models import load
 from reference import FrozenModel
-from runs.checkpoint import checkpoints_by_step
-from runs.console import BadInput, Failed
 
 # 10 steps of 7 from 24 examples (3 an epoch): not 7 by 2 or 3, not 24 by 7, not 10 by 3 divides
 COMMON = ("--batch_size=7", "--max_steps=10", "--epochs=9", "--optim.lr=1e-3", "--optim.clip=2.5",

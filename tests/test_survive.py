@@ -23,14 +23,14 @@ from lightning.fabric import Fabric
 
 import evaluate
 import generate
-import load
 import rollout
 import run
 import trainer
 from evaluate import Evaluator
-from runs import devices
-from runs.console import Failed
-from runs.logger import Logger
+from infra import devices
+from infra.console import Failed
+from infra.logger import Logger
+from models import load
 from trainer import Trainer
 
 EVERY = ("--optim.lr=1e-3", "--save_interval=2", "--precision=32-true", "--progress=false",

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 import sweep  # noqa: E402
-from runs.console import Failed  # noqa: E402
+from infra.console import Failed  # noqa: E402
 
 HERE = Path(sweep.__file__).parent
 # Finishes at once, but for --kto.beta=0.3: while a file `how` is there, it does what that says.

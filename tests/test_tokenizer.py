@@ -9,10 +9,10 @@ import sentencepiece
 import tokens
 from tokens import CHATML, EOS, bot, folder, ids_of, user
 
-from hub import Source
+from infra.console import BadInput
+from models.hub import Source
 from records.forms import Record
 from records.tokenizer import Tokenizer
-from runs.console import BadInput
 
 DIALOGUE = Record([user("p")], [bot("c")], True)
 

@@ -10,11 +10,11 @@ import litgpt
 import pytest
 import torch
 from conftest import train
-from models import HF, IDS, logits, made, refused, same, same_weights
 from safetensors.torch import load_file, save_file
+from tiny_models import HF, IDS, logits, made, refused, same, same_weights
 
-import load
-from hub import Source, export, find_model
+from models import load
+from models.hub import Source, export, find_model
 from records.examples import page
 from run import weights_hash
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
-from hub import Source
+from models.hub import Source
 from records.tokenizer import Tokenizer
 
 FILES = Path(__file__).parent / "parity" / "tokenizer"

@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from head import autocast
-from hub import Source, read_json
-from runs.console import BadInput, rank, user_error
-from runs.devices import gather_tensor, place_like
-from runs.settings import Lora, refuse_unless
+from infra.console import BadInput, rank, user_error
+from infra.devices import gather_tensor, place_like
+from infra.settings import Lora, refuse_unless
+from models.hub import Source, read_json
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
 # {transformers' name of a layer: its adapter}, whole and on the CPU

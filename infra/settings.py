@@ -1,14 +1,12 @@
-"""Settings that every program shares, and how they are read: files, the command line, the demo's defaults.
+"""Settings that every program shares.
 
 A field's type says what it may be, the sentence under it is its --help, null means off; its default says, where it
-is not a plain value, what a resume may do with it (`free`, `rounding`, `content`). jsonargparse reads and checks the
-values; ours is the order of files and options, the nearest name, and one line for an error.
+is not a plain value, what a resume may do with it (`free`, `rounding`, `content`). How they are read from files and
+the command line: parse.py.
 """
 
 import dataclasses
-import difflib
 import json
-import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-import docstring_parser
-import jsonargparse
 import yaml
 from jsonargparse.typing import (
     ClosedUnitInterval,
@@ -29,7 +25,7 @@ from jsonargparse.typing import (
     restricted_string_type,
 )
 
-from runs.console import BadInput, say, user_error
+from infra.console import BadInput
 
 ROOT = Path(__file__).parent.parent  # of the project
 
@@ -386,225 +382,3 @@ def dump_yaml(settings) -> str:
     return yaml.safe_dump(
         json.loads(json.dumps(dataclasses.asdict(settings), default=str)), sort_keys=False
     )
-
-
-# ---- from the command line to settings -----------------------------------------------------------
-
-# The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
-# count otherwise: see its --help.
-NAMES_ELSEWHERE = dict(
-    line.split()
-    for line in """
-    dataset_name                 data.train
-    eval_steps                   val_interval
-    gradient_accumulation_steps  batch_size
-    gradient_checkpointing       activation_checkpointing
-    learning_rate                optim.lr
-    load_in_4bit                 lora.quantize
-    logging_steps                log_interval
-    lora_r                       lora.rank
-    lora_target_modules          lora.targets
-    loss_type                    loss
-    max_completion_length        data.max_completion
-    max_grad_norm                optim.clip
-    max_length                   data.max_prompt
-    model_name_or_path           model
-    num_train_epochs             epochs
-    output_dir                   out_dir
-    per_device_train_batch_size  micro_batch_size
-    ref_model                    reference
-    report_to                    logger
-    save_steps                   save_interval
-    save_total_limit             keep_last
-    torch_dtype                  precision
-    use_peft                     lora.rank
-    warmup_ratio                 optim.warmup
-    """.strip().splitlines()
-)
-
-
-def parse(cls, argv: list[str] | None, objective, demo: str):
-    """Settings of type `cls` from the command line (or from argv). Command-line options override
-    --config files, wherever they stand; a later file overrides an earlier one.
-
-    Without --model and --config the run starts from `demo`, a file of config/. With one of them it
-    is the user's own run, which must name data.train. With data.train alone the demo's model stays,
-    but neither its validation data nor its checker. --help begins with the docstring of the file that
-    the objective stands in: a fork's own. Raises BadInput.
-    """
-    words = sys.argv[1:] if argv is None else argv
-    names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
-    defaults = {}
-    if not {"model", "config"} & names:
-        defaults = flatten(yaml.safe_load((ROOT / "config" / demo).read_text()))
-        if "data.train" in names:
-            say("your data.train: the demo's validation data and checker are left out")
-            defaults |= {"data.val": None, "eval.check": None}
-    elif "config" not in names:
-        say(f"your model: defaults, not config/{demo} (--print_config shows them)")
-    doc = sys.modules[objective.__module__].__doc__ or ""
-    settings = parse_command(cls, doc, words, defaults)
-    settings.validate()
-    return settings
-
-
-def split_options(words: list[str]) -> list[list[str]]:
-    """[["--seed", "1"], ["--debug"], ...]; words before the first option are one more list."""
-    options: list[list[str]] = [[]]
-    for word in words:
-        if word.startswith("--"):
-            options.append([])
-        options[-1].append(word)
-    return options
-
-
-def parse_command(
-    cls: type, doc: str, words: list[str], defaults: Mapping[str, object] | None = None
-) -> typing.Any:
-    """The settings of a command. defaults: values by dotted names, of which a fork's `cls` may lack some.
-    Raises BadInput."""
-    known = flatten(cls)
-    defaults = {name: value for name, value in (defaults or {}).items() if name in known}
-    values, switches = read_command(words, known)
-    texts = {name: as_text(value) for name, value in (defaults | values).items()}
-    parser = jsonargparse.ArgumentParser(
-        usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
-        description=doc.split("\n\n")[0],
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="config", help="A YAML file of these settings.")
-    parser.add_class_arguments(cls, None, as_group=False)
-    _add_help(parser, cls)
-    try:
-        parsed = parser.parse_args([*(f"--{name}={x}" for name, x in texts.items()), *switches])
-    except (jsonargparse.ArgumentError, ValueError) as e:
-        raise BadInput(first_fault(cls, texts) or " ".join(str(e).split())) from None
-    del parsed["config"]
-    return with_plain_numbers(cls(**parser.instantiate_classes(parsed)))
-
-
-def with_plain_numbers(value: object) -> object:
-    """The same value, a settings group or a list too, with Python's own int and float in place of
-    jsonargparse's restricted types. These are subclasses, which not every library takes: Fabric refuses a
-    number of GPUs whose type is not int itself."""
-    if dataclasses.is_dataclass(value):
-        fields = {name: with_plain_numbers(x) for name, x in vars(value).items()}
-        return dataclasses.replace(value, **fields)
-    if isinstance(value, list | tuple):
-        return type(value)(map(with_plain_numbers, value))
-    if isinstance(value, dict):
-        return {name: with_plain_numbers(x) for name, x in value.items()}
-    for number in (bool, int, float):
-        if isinstance(value, number):
-            return number(value)
-    return value
-
-
-def read_command(
-    words: list[str], known: Mapping[str, object]
-) -> tuple[dict[str, object], list[str]]:
-    """-> what --config files and options say, by dotted names; and options that take no value: --help,
-    --print_config. An option overrides the files, a later file an earlier one. Raises BadInput for a
-    name that is not known."""
-    of_files: dict[str, object] = {}
-    of_options: dict[str, object] = {}
-    switches = []
-    stray, *options = split_options(words)
-    if stray:
-        raise BadInput(unknown_name(stray[0], known))
-    for head, *values in options:
-        name, has_value, value = head.removeprefix("--").partition("=")
-        if name.split("=")[0] in ("help", "print_config"):
-            switches.append(head)
-            continue
-        if has_value:
-            values = [value, *values]
-        if name != "config" and name not in known:
-            raise BadInput(unknown_name(name, known))
-        if len(values) != 1:
-            raise BadInput(f"{name}: expected one value, got {' '.join(values) or 'none'}")
-        if name == "config":
-            of_files |= read_config_file(values[0], known)
-        else:
-            of_options[name] = values[0]
-    return of_files | of_options, switches
-
-
-def read_config_file(file: str, known: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a YAML file by dotted names. Raises BadInput."""
-    with user_error("config", file):
-        groups = yaml.safe_load(find_path(file).read_text(encoding="utf-8"))
-    if not isinstance(groups, dict):
-        raise BadInput(f"config: {file}: expected settings, `name: value`")
-    values = {}
-    for name, value in flatten(groups).items():
-        group = [x for x in known if x.startswith(f"{name}.")]
-        if group:
-            raise BadInput(f"{file}: {name}: expected a group of settings, such as {group[0]}")
-        if name not in known:
-            raise BadInput(f"{file}: {unknown_name(name, known)}")
-        values[name] = value
-    return values
-
-
-def as_text(value: object) -> str:
-    """A value as one writes it on the command line."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, default=str)
-
-
-def first_fault(cls: type, texts: Mapping[str, str]) -> str:
-    """What is wrong with the settings, by the first of them: a required one that is missing, or a value of
-    another type. Empty if each is right alone."""
-    kinds = flatten(cls)
-    for name, kind in kinds.items():
-        if name not in texts:
-            if is_required(cls, name):
-                return f"{name}: missing: --{name} {_type_name(kind)}"
-            continue
-        parser = jsonargparse.ArgumentParser(exit_on_error=False)
-        parser.add_argument("--value", type=kind)
-        try:
-            parser.parse_args([f"--value={texts[name]}"])
-        except (jsonargparse.ArgumentError, ValueError):
-            return f"{name}: expected {_type_name(kind)}, got {texts[name]}"
-    return ""
-
-
-def is_required(cls: type, name: str) -> bool:
-    """Whether a setting, by its dotted name, has no default."""
-    group, _, inner = name.partition(".")
-    (one,) = (x for x in dataclasses.fields(cls) if x.name == group)
-    if inner:
-        return is_required(typing.get_type_hints(cls)[group], inner)
-    return one.default is one.default_factory is dataclasses.MISSING
-
-
-def unknown_name(name: str, known: Mapping[str, object]) -> str:
-    """The sentence for a setting that there is not, with the nearest one."""
-    wanted = name.replace("-", "_")
-    wanted = NAMES_ELSEWHERE.get(wanted, wanted)
-    similar = [x for x in known if wanted in (x, *x.split("."))]
-    similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
-    return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")
-
-
-def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:
-    """The sentences under the fields: jsonargparse does not read inherited ones."""
-    for base in cls.__mro__[:-1]:
-        for one in docstring_parser.parse_from_object(base).params:
-            option = parser._option_string_actions[f"--{prefix}{one.arg_name}"]
-            option.help = one.description
-    for name, kind in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            _add_help(parser, kind, f"{name}.")
-
-
-def _type_name(kind: typing.Any) -> str:
-    """What a setting may be, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
-    if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
-        return " or ".join(map(_type_name, typing.get_args(kind)))
-    words = {type(None): "null", timedelta: "HH:MM:SS", Steps: "100 steps", Epochs: "0.5 epochs"}
-    return words.get(kind) or getattr(kind, "__name__", str(kind))

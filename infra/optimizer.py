@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from runs.settings import Optim, RunSettings, refuse_unless
+from infra.settings import Optim, RunSettings, refuse_unless
 
 
 class Plan(NamedTuple):

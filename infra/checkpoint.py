@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
-from runs.console import BadInput, Failed, say, user_error
-from runs.devices import on_rank_0
-from runs.settings import (
+from infra.console import BadInput, Failed, say, user_error
+from infra.devices import on_rank_0
+from infra.settings import (
     ROOT,
     RunSettings,
     changed_settings,

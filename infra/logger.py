@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from runs.checkpoint import write_whole
-from runs.console import make_bar, rank, say, user_error
-from runs.optimizer import Plan
-from runs.settings import RunSettings
+from infra.checkpoint import write_whole
+from infra.console import make_bar, rank, say, user_error
+from infra.optimizer import Plan
+from infra.settings import RunSettings
 
 # Column of a row -> how the console shows its value; other columns are only in the files.
 CELLS = {

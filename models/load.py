@@ -21,7 +21,12 @@ from transformers.pytorch_utils import Conv1D
 
 from attention import KVCache
 from head import logp_of
-from hub import (
+from infra.checkpoint import read_settings, read_state, read_tensors
+from infra.console import user_error
+from infra.devices import on_rank_0, set_weights
+from infra.settings import Export, Lora, RunSettings, refuse_unless
+from model import Packed, TransformersGPT, copy_from, litgpt_model
+from models.hub import (
     Source,
     export,
     export_types,
@@ -31,15 +36,10 @@ from hub import (
     read_whole,
     widest,
 )
-from lora import Adapter, add_adapters, fold_adapters, quantize_base, read_peft
-from model import Packed, TransformersGPT, copy_from, litgpt_model
+from models.lora import Adapter, add_adapters, fold_adapters, quantize_base, read_peft
 from objective import Objective
 from packing import pack
 from records.tokenizer import Tokenizer
-from runs.checkpoint import read_settings, read_state, read_tensors
-from runs.console import user_error
-from runs.devices import on_rank_0, set_weights
-from runs.settings import Export, Lora, RunSettings, refuse_unless
 
 # Largest difference of a log-prob, in nats. All are compared in float32 or float64: a model that is
 # to be held in bfloat16 is read in float32, compared, and then rounded.

@@ -1,7 +1,7 @@
 """A model on disk: where it lies, its config, the names of its weights, its export.
 
 transformers reads and writes all of it. A checkpoint and a PEFT folder hold only what was trained:
-their Source has a base, and load.py puts them on it. This file knows no model class of ours."""
+their Source has a base, and models/load.py puts them on it. This file knows no model class of ours."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from runs.checkpoint import read_settings
-from runs.console import BadInput, user_error
-from runs.settings import Export, find_path, refuse_unless
+from infra.checkpoint import read_settings
+from infra.console import BadInput, user_error
+from infra.settings import Export, find_path, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
 
-# What a config must not say: quantised weights, and what the comparison of load.py cannot show, for
+# What a config must not say: quantised weights, and what the comparison of models/load.py cannot show, for
 # its texts are short: attention or rotary positions that change with the length of the text.
 # longrope's change only beyond the original context, and context_of allows no longer text.
 REFUSED = re.compile(  # a field of these with any value but null and false

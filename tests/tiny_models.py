@@ -12,12 +12,12 @@ from conftest import ROOT
 from torch import nn
 
 import attention
-import load
 import model
-from lora import add_adapters
+from infra.console import BadInput
+from infra.settings import Lora
+from models import load
+from models.lora import add_adapters
 from packing import pack
-from runs.console import BadInput
-from runs.settings import Lora
 
 SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 GQA = dict(SMALL, max_position_embeddings=64, intermediate_size=80, num_key_value_heads=2)

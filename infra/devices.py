@@ -28,8 +28,8 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from runs.console import BadInput, Failed, Interrupted, launched, rank, say
-from runs.settings import RunSettings, refuse_unless
+from infra.console import BadInput, Failed, Interrupted, launched, rank, say
+from infra.settings import RunSettings, refuse_unless
 
 # Batches of ever new sizes leave gaps in a GPU's memory, unless its segments may grow: GPT-2 1.5B with 16,384
 # tokens would reserve up to 84 GB in place of 69. torch reads this when it first uses a GPU, so it is set now.
