@@ -35,7 +35,7 @@ LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3}
 LORA = {"precision": "bf16-true", "activation_checkpointing": "true"}
-LORA |= {"models.lora.rank": 16, "models.lora.alpha": 32}
+LORA |= {"lora.rank": 16, "lora.alpha": 32}
 TINY = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 99}
 MODELS = {  # name: type, fields of its config, settings
     "tiny": ("gpt2", TINY, {"batch_size": 4}),

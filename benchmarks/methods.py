@@ -55,8 +55,8 @@ FIELDS = "kind,group,n,words"  # of a record, for the checker
 
 COMMON = {
     "precision": "bf16-mixed",
-    "models.lora.rank": 16,
-    "models.lora.alpha": 32,
+    "lora.rank": 16,
+    "lora.alpha": 32,
     "optim.lr": 4e-4,
     "batch_size": BATCH,
     "optim.warmup": 4,

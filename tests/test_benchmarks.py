@@ -25,7 +25,7 @@ from models.hub import Source
 from records.examples import load_examples  # noqa: E402
 from records.tokenizer import Tokenizer  # noqa: E402
 
-SMALL = {"batch_size": 4, "data.max_prompt": 100, "data.max_completion": 20, "models.lora.rank": 2}
+SMALL = {"batch_size": 4, "data.max_prompt": 100, "data.max_completion": 20, "lora.rank": 2}
 
 
 def test_methods_are_run_once_and_make_a_table(chatty, tmp_path, monkeypatch, capsys):  # noqa: F811
