@@ -201,6 +201,9 @@ class GPT(Packed, nn.Module):
 
     Raises ValueError for a config that asks for what GPT does not compute."""
 
+    block_class: type[nn.Module]
+    """What a layer is: Block, or a fork's own (docs/forks.md, "Another architecture")."""
+
     def __init__(self, config: litgpt.Config):
         super().__init__()
         for name, value in FIXED.items():
@@ -217,7 +220,9 @@ class GPT(Packed, nn.Module):
         windows = [config.sliding_window_size if x else None for x in windowed[: config.n_layer]]
         self.transformer = nn.ModuleDict()
         self.transformer["wte"] = nn.Embedding(V, C)
-        self.transformer["h"] = nn.ModuleList(Block(config, window) for window in windows)
+        self.transformer["h"] = nn.ModuleList(
+            self.block_class(config, window) for window in windows
+        )
         self.transformer["ln_f"] = Norm(config, C)
         if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
             self.transformer["wpe"] = nn.Embedding(config.block_size, C)
@@ -272,6 +277,9 @@ class Block(nn.Module):
         y_RQC = self.attn(autocast(self.norm_1(x_RQC)), cos_RQD, sin_RQD, attention)
         x_RQC = x_RQC + y_RQC
         return x_RQC + self.mlp(autocast(self.norm_2(x_RQC)))
+
+
+GPT.block_class = Block
 
 
 class Attention(nn.Module):

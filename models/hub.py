@@ -159,7 +159,13 @@ def read_config(source: Source):
     BadInput, also for what is REFUSED."""
     file = source.root / "config.json"
     with user_error(None, file):
-        config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
+        model_type, _, blocks = read_json(file).get("model_type", "").partition(BLOCKS_MARK)
+        if blocks:
+            config = transformers.AutoConfig.for_model(
+                **read_json(file) | {"model_type": model_type}
+            )
+        else:
+            config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
         if found := REFUSED.search(config.to_json_string(use_diff=False)):
             raise BadInput(f"{file}: {found[0]} is not supported")
         int(context_of(config))  # refuses a type that has none
@@ -168,6 +174,24 @@ def read_config(source: Source):
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(text, name, 0.0)
     return config
+
+
+# In config.json: "gpt2+ParallelBlock" is a GPT-2 with blocks of a fork's own. No other program loads it as a GPT-2.
+BLOCKS_MARK = "+"
+
+
+def blocks_of(source: Source) -> str:
+    """The name of the fork's own blocks with which a model was made; empty for any other model."""
+    config = read_json(source.root / "config.json")
+    return config.get("model_type", "").partition(BLOCKS_MARK)[2]
+
+
+def mark_blocks(folder: Path, blocks: str) -> None:
+    """Let the config.json of an exported model say that it was made with blocks of a fork's own."""
+    config = read_json(folder / "config.json")
+    model_type = config["model_type"].partition(BLOCKS_MARK)[0]
+    config["model_type"] = f"{model_type}{BLOCKS_MARK}{blocks}"
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def context_of(config) -> int:

@@ -22,16 +22,18 @@ from transformers.pytorch_utils import Conv1D
 from attention import KVCache
 from head import logp_of
 from infra.checkpoint import read_settings, read_state, read_tensors
-from infra.console import user_error
+from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
 from infra.settings import Export, Lora, RunSettings, refuse_unless
-from model import Packed, TransformersGPT, copy_from, litgpt_model
+from model import GPT, Block, Packed, TransformersGPT, copy_from, litgpt_model
 from models.hub import (
     Source,
+    blocks_of,
     export,
     export_types,
     find_model,
     is_narrower,
+    mark_blocks,
     read_config,
     read_whole,
     widest,
@@ -75,8 +77,25 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         if gpt := litgpt_model(hf):
             copy_from(gpt, hf)
         gpt = gpt or TransformersGPT(hf)
-        _compare(gpt, prompts, completions, expected_T)
+        if not _has_own_blocks(gpt, source):
+            _compare(gpt, prompts, completions, expected_T)
     return gpt
+
+
+def _has_own_blocks(gpt: Packed, source: Source) -> bool:
+    """Whether the model computes with blocks of a fork's own (GPT.block_class), which nothing can be compared
+    with. Raises BadInput where it would compute another model than the folder's."""
+    own = "" if GPT.block_class is Block else GPT.block_class.__name__
+    blocks = blocks_of(source)
+    if blocks not in ("", own):
+        raise BadInput(
+            f"its blocks are {blocks}: it can be loaded where GPT.block_class is that class"
+        )
+    if own and not isinstance(gpt, GPT):
+        raise BadInput(f"transformers' own class computes this type: {own} would have no effect")
+    if own:
+        say(f"the blocks are {own}: log-probs are not compared with those of transformers")
+    return bool(own)
 
 
 def put_on(gpt: Packed, folder: Path) -> None:
@@ -458,3 +477,5 @@ the hash `{state.hashes["records"]}`, with these settings:
         notes["chat_template.jinja"] = source.chat_template.read_text()
     seed = settings["seed"]
     export(source, gpt.rows, gpt.unique_parameters(), out, notes, choice, seed)
+    if GPT.block_class is not Block:
+        mark_blocks(out, GPT.block_class.__name__)

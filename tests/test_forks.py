@@ -148,6 +148,56 @@ def test_an_example_runs_where_it_lies_by_its_command_and_resumes_by_the_printed
     assert code == 0 and "held-out accuracy by the checker" in said, stderr
 
 
+def test_blocks_of_ones_own_train_resume_and_export_a_model_that_their_file_alone_loads(
+    clone, tmp_path
+):
+    """Log-probs of the export by hand: by transformers' GPT-2 with the other order of residuals."""
+    command = "python examples/parallel_residual.py --batch_size 8 --max_steps 4 --eval.prompts 4"
+    command += " --save_interval 2 --optim.lr 1e-2 --precision 32-true"
+    code, said, stderr = run(clone, tmp_path / "a", f"{command} --out_dir out/whole")
+    assert code == 0, stderr
+    assert "the blocks are ParallelBlock: log-probs are not compared" in said
+    code, said, stderr = run(clone, tmp_path / "b", f"{command} --out_dir out/run --stop_at 2")
+    (resume,) = re.findall(r"^  (python .*)$", said, re.M)
+    code, said, stderr = run(clone, tmp_path / "c", resume)
+    assert code == 0, stderr
+    out = clone / "out" / "run"
+    assert_same(result(out), result(clone / "out" / "whole"))
+    # its export: refused by kto.py and by transformers, read by its own file
+    ask = f"--model {out / 'final'} --data.train demo/train.jsonl --max_steps 1 --eval.samples 0"
+    code, _, stderr = run(clone, tmp_path / "d", f"python kto.py {ask}")
+    assert (code, stderr.count("\n")) == (2, 1) and "its blocks are ParallelBlock" in stderr
+    with pytest.raises(ValueError, match="ParallelBlock"):
+        transformers.AutoModelForCausalLM.from_pretrained(out / "final")
+    ask += " --optim.lr 0 --batch_size 8 --data.shuffle false"
+    again = f"python examples/parallel_residual.py {ask} --kto.sft_loss_weight 1"
+    code, _, stderr = run(clone, tmp_path / "e", f"{again} --out_dir out/again")
+    assert code == 0, stderr
+    (row,) = rows_of(clone / "out" / "again" / "metrics.csv")
+    config = json.loads((out / "final" / "config.json").read_text()) | {"model_type": "gpt2"}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config)).eval()
+    gpt2.load_state_dict(load_file(out / "final" / "model.safetensors"), strict=False)
+
+    def parallel(block, x, *args, **options):
+        from_attention = block.attn(block.ln_1(x), *args, **options)[0]
+        return x + from_attention + block.mlp(block.ln_2(x))
+
+    for block in gpt2.transformer.h:
+        block.forward = partial(parallel, block)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "final")
+    nll = []
+    for line in (clone / "demo" / "train.jsonl").read_text().splitlines()[:8]:
+        record = json.loads(line)
+        prompt = tokenizer(record["prompt"], add_special_tokens=False).input_ids
+        completion = tokenizer(record["completion"], add_special_tokens=False).input_ids
+        ids = torch.tensor([*prompt, *completion, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logp = gpt2(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])
+        if record["label"]:
+            nll.append(-logp[len(prompt) - 1 :].sum().item())
+    assert float(row["sft_loss"]) == pytest.approx(np.mean(nll), rel=1e-4)
+
+
 def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone, tmp_path):
     command = "python examples/my_checker.py --max_steps 4 --eval.prompts 30 --out_dir out/c"
     command += " --eval.check_interval 2 --val_interval 3"
