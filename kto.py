@@ -7,9 +7,9 @@
 To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py). Or hand
 over to main what changes, in a short file of its own: examples/.
 
-Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in train.py;
-Trainer.no_gradient_pass computes z. Objective, in the same file, has the other methods that an
-algorithm may override: baseline (z), after_step (what it remembers from step to step).
+Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py;
+z comes from Trainer.step_baseline there. objective.py has the other methods that an algorithm may override:
+baseline (z), after_step (what it remembers from step to step).
 
 Where we differ from the paper and its ports: z is one number for the whole optimizer step, over all
 micro-batches and devices; a mismatched completion never comes from an equal prompt; the reference is
@@ -64,7 +64,7 @@ def kto_loss(
 
 class KTO(Objective):
     """The loss of one rated completion. z's mismatched pairs, a prompt with another example's completion,
-    are scored by Trainer.no_gradient_pass; the loss does not see them."""
+    are scored by Trainer.mismatched_logratio; the loss does not see them."""
 
     def __init__(self, args: KTOSettings):
         self.args = args
