@@ -122,8 +122,8 @@ class Trainer:
         runs, unless the objective chooses mismatched pairs by what the last step has changed."""
         run = self.run
         made = (
-            self.pack_step(self.make_step(part))
-            for part in step_examples(examples, run.cfg, plan, run.state.step)
+            self.pack_step(self.make_step(examples_of_step))
+            for examples_of_step in step_examples(examples, run.cfg, plan, run.state.step)
         )
         if run.objective.overrides("mismatched_completions"):
             return made
@@ -151,13 +151,12 @@ class Trainer:
         self, step: Step, micro_batches: list[MicroBatch], entropy: bool
     ) -> tuple[Columns, Baseline]:
         """The pass without gradient over all micro-batches, then forward and backward of each."""
+        by_token = self.run.objective.by_token
         ref_logps, baseline = self.no_gradient_pass(step, self.on_device(micro_batches))
         scored = []
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.synchronised(i == len(micro_batches) - 1):
-                scores = self.forward(
-                    micro.packed, None, False, self.run.objective.by_token, entropy
-                )
+                scores = self.forward(micro.packed, by_token=by_token, entropy=entropy)
                 loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[i], baseline.z_G)
                 self.backward(loss_B, micro)
             scored.append((micro.part, micro.index_B, columns))
@@ -167,12 +166,16 @@ class Trainer:
         self, step: Step, micro: MicroBatch, entropy: bool
     ) -> tuple[Columns, Baseline]:
         """One micro-batch: the forward with gradient, z from its prompts, then the backward."""
+        by_token = self.run.objective.by_token
         micro = micro.to(self.run.fabric.device)
         with self.synchronised(True):
-            scores = self.forward(micro.packed, None, True, self.run.objective.by_token, entropy)
-            rest = self.no_gradient_pass(step, self.on_device([micro]), scores.prompts)
-            (ref_logps,), baseline = rest
-            loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, baseline.z_G)
+            scores = self.forward(
+                micro.packed, keeps_prompts=True, by_token=by_token, entropy=entropy
+            )
+            ref_logps, baseline = self.no_gradient_pass(
+                step, self.on_device([micro]), scores.prompts
+            )
+            loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[0], baseline.z_G)
             self.backward(loss_B, micro)
         advance(len(micro.part.index))
         return self.gather_columns(step, [(micro.part, micro.index_B, columns)]), baseline
