@@ -159,6 +159,8 @@ class PackedAttention:
         this differently. Short prompts share a tile, and may differ by rounding.
         """
         bins = []
+        token_N = torch.arange(len(self.batch.token_N), device=self.batch.token_N.device)
+        token_Q = self.queries(token_N)
         first_token = 0
         first_query = 0
         for segments in join_short_prompts(self.segments_of_prompts()):
@@ -172,20 +174,19 @@ class PackedAttention:
                 # only a prompt alone is plain causal: a completion must not see the other completions
                 is_plain_causal = window is None and segment.is_prompt
                 if not is_plain_causal:
-                    queries = slice(first_query, first_query + segment.n_queries)
-                    mask = self.mask(queries, slice(first_token, first_token + n_keys), window)
+                    queries = token_Q[first_query : first_query + segment.n_queries]
+                    mask = self.mask(queries, token_N[first_token : first_token + n_keys], window)
                 tiles.append(Tile(segment.n_queries, n_keys, mask))
                 first_query += segment.n_queries
             bins.append(Bin(n_keys, tiles))
             first_token += n_keys
         return bins
 
-    def mask(self, queries: slice, keys: slice, window: int | None) -> torch.Tensor:
-        """(queries, keys), True: attend. queries: places among the Q; keys: among the N."""
+    def mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+        """(queries, keys), True: attend. Both are given as numbers of tokens in the row."""
         batch = self.batch
-        token_N = torch.arange(len(batch.token_N), device=batch.token_N.device)
-        i = self.queries(token_N)[queries, None]
-        j = token_N[None, keys]
+        i = queries[:, None]
+        j = keys[None]
         # the same prompt, and not after i; of the prompt itself, or of i's own completion
         mask = (batch.prompt_N[i] == batch.prompt_N[j]) & (j <= i)
         mask &= (batch.branch_N[j] == 0) | (batch.branch_N[j] == batch.branch_N[i])
