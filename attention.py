@@ -1,6 +1,6 @@
 """Who attends to whom: over a packed batch, whose completions share their prompts, or over a cache of keys and values.
 
-Shape letters; B, K, U, N, P, M, T, L, I and S are those of data.py:
+Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
 
     B  examples of a micro-batch; in sampling, answers
     K  completions of an example

@@ -5,21 +5,8 @@ MicroBatch, which is what a loss sees; how a step is split (split_into_parts). H
 of tokens: packing.py. How the records of a file become examples, and `python data.py FILE`:
 records/examples.py.
 
-Shape letters; packing.py, attention.py and model.py use the same ones:
-
-    G  examples of a step, on all ranks together
-    B  examples of a micro-batch
-    K  completions of an example
-    U  prompts of a micro-batch: examples with one prompt share it, so U <= B
-    N  packed input tokens of a micro-batch
-    P  those of the N that belong to prompts
-    M  those of the N that belong to completions; at least 1 (see PackedBatch.completion_M)
-    T  targets: tokens that are predicted and scored
-    L  tokens of the longest completion
-    I  gathered keys of attention
-    J  the B * K sequences, each a prompt with one completion, in the order of packing
-    S  = B * K + 1, where attention's B * K sequences begin, and where the last one ends
-    n  mismatched pairs of a step
+Shape letters: G examples of a step, on all ranks together; B of a micro-batch; K completions of an example;
+L tokens of the longest completion; n mismatched pairs of a step. packing.py has those of the row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -173,6 +160,8 @@ class Step:
                      prompt's answers only
     mismatched_index (n,) which of the G have a mismatched pair. Numbers, not a mask: a mask would make the
                      host wait for a GPU
+    score_prompt     whether the prompts' tokens are targets, too
+    mismatched_completions (G) token ids, or None: the step has no mismatched pairs
     longest          L of every micro-batch: tokens of the longest completion, own or mismatched
     parts            this rank's micro-batches. All ranks have equally many
 
@@ -326,11 +315,11 @@ def split_step(step: Step, budget: Budget) -> list[Part]:
     groups = []
     sizes = []
     for group in prompt_groups([e.prompt for e in examples]):
-        prompt = len(examples[group[0]].prompt) if budget.by_tokens else 0
+        prompt_tokens = len(examples[group[0]].prompt) if budget.by_tokens else 0
         # a group that is larger than a micro-batch is divided: each piece computes the prompt
-        for piece in fill(group, added, budget.room - prompt, budget.by_tokens):
+        for piece in fill(group, added, budget.room - prompt_tokens, first_fit=budget.by_tokens):
             groups.append(piece)
-            sizes.append(prompt + sum(added[i] for i in piece))
+            sizes.append(prompt_tokens + sum(added[i] for i in piece))
     return split_into_parts(groups, sizes, budget)[budget.rank]
 
 
@@ -347,7 +336,7 @@ def split_into_parts(groups: list[list[int]], sizes: list[int], budget: Budget) 
         shares = share_by_size(sizes, budget.ranks)
     parts_of_rank = []
     for share in shares:
-        bins = fill(share, sizes, budget.room, budget.by_tokens)
+        bins = fill(share, sizes, budget.room, first_fit=budget.by_tokens)
         indices = [chain(*(groups[g] for g in numbers)) for numbers in bins]
         parts_of_rank.append([Part(sorted(index)) for index in indices])
     most = max(map(len, parts_of_rank))

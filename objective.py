@@ -132,13 +132,13 @@ def mean(x: torch.Tensor) -> float | None:
     return x.mean().item() if len(x) else None
 
 
-def join_columns(of_objective: dict, of_program: dict) -> dict:
-    """The columns of an objective and those of the program, refused if both have a name: one would silently
-    replace the other."""
-    shared = ", ".join(sorted(of_objective.keys() & of_program.keys()))
+def join_columns(first: dict, second: dict) -> dict:
+    """The columns of both, refused if both have a name: one would silently replace the other. One of the two
+    is the program's own."""
+    shared = ", ".join(sorted(first.keys() & second.keys()))
     if shared:
         raise BadInput(f"loss: {shared}: the program has a column of this name: rename yours")
-    return of_objective | of_program
+    return first | second
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,18 @@
 """Prompts and their completions as one row of tokens without padding.
 
-Shape letters: see data.py.
+Shape letters; attention.py and model.py use the same ones:
+
+    B  examples of a micro-batch
+    K  completions of an example
+    U  prompts of a micro-batch: examples with one prompt share it, so U <= B
+    N  packed input tokens of a micro-batch
+    P  those of the N that belong to prompts
+    M  those of the N that belong to completions; at least 1 (see PackedBatch.completion_M)
+    T  targets: tokens that are predicted and scored
+    L  tokens of the longest completion
+    I  gathered keys of attention
+    J  the B * K sequences, each a prompt with one completion, in the order of packing
+    S  = B * K + 1, where attention's B * K sequences begin, and where the last one ends
 """
 
 import hashlib

@@ -5,7 +5,7 @@ Reading order: Trainer.fit; gradient, with its two orders of the passes; the par
 `step_baseline` makes z; evaluate.
 
 How a step is split into micro-batches, devices and shards never changes the loss, the baseline z or
-the gradient. So z is one number for the whole step, and the loss is a sum over the step's G examples,
+the gradient. So z is made once for the whole step, and the loss is a sum over the step's G examples,
 divided by G once.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
@@ -138,16 +138,17 @@ class Trainer:
         -> the columns of all G examples, and z; both of all ranks.
 
         Every loss needs z, and z needs the mismatched pairs of the whole step. With several micro-batches
-        z comes first. With one, the policy's forward comes first: it leaves the keys and values of its
-        prompts, the mismatched pairs read them, and no prompt is computed twice. Both orders give the
+        the pass without gradient comes first: to keep the graphs of all forwards until z is known would
+        take too much memory. With one, the policy's forward comes first: it leaves the keys and values of
+        its prompts, the mismatched pairs read them, and no prompt is computed twice. Both orders give the
         same numbers, up to rounding.
         """
         step.to(self.run.fabric.device)
         if step.mismatched_completions is not None and len(micro_batches) == 1:
             return self.forward_first(step, micro_batches[0], entropy)
-        return self.z_first(step, micro_batches, entropy)
+        return self.no_gradient_first(step, micro_batches, entropy)
 
-    def z_first(
+    def no_gradient_first(
         self, step: Step, micro_batches: list[MicroBatch], entropy: bool
     ) -> tuple[Columns, Baseline]:
         """The pass without gradient over all micro-batches, then forward and backward of each."""
@@ -208,7 +209,8 @@ class Trainer:
         differ by rounding. In a training step the policy is in train mode here, too: lora.dropout
         acts on z."""
         ref_logps = []
-        logratio_G = torch.zeros_like(step.weight, dtype=torch.float64)
+        # 0 where an example has no pair, or is another rank's: then the sum over ranks is a gather
+        mismatched_logratio_G = torch.zeros_like(step.weight, dtype=torch.float64)
         for micro in micro_batches:
             has_pairs = micro.mismatched is not None
             reference = self.reference(micro.packed, keeps_prompts=has_pairs)
@@ -217,8 +219,9 @@ class Trainer:
                 mismatched = micro.mismatched.to(self.run.fabric.device)
                 logratio_B = self.mismatched_logratio(mismatched, prompts, reference.prompts)
                 if not micro.part.filler:
-                    logratio_G[micro.index_B] = logratio_B.double()
-        return ref_logps, self.step_baseline(step, all_reduce(logratio_G))
+                    mismatched_logratio_G[micro.index_B] = logratio_B.double()
+        all_reduce(mismatched_logratio_G)
+        return ref_logps, self.step_baseline(step, mismatched_logratio_G)
 
     def mismatched_logratio(
         self, packed: PackedBatch, prompts: Prompts | None, ref_prompts: Prompts | None
@@ -231,9 +234,11 @@ class Trainer:
         logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         return objective.logratio(logps, ref_logps, packed.length_BK)[:, 0]
 
-    def step_baseline(self, step: Step, logratio_G: torch.Tensor) -> Baseline:
+    def step_baseline(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Baseline:
         """z from the log-ratios of the mismatched pairs of all ranks."""
-        logratio_n = logratio_G[step.mismatched_index]  # without the examples that have no pair
+        logratio_n = mismatched_logratio_G[
+            step.mismatched_index
+        ]  # without the examples that have no pair
         z = self.run.objective.baseline(logratio_n, step)
         z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
         if z.shape not in ((), (step.size,)):
