@@ -12,8 +12,8 @@ z comes from Trainer.step_baseline there. objective.py has the other methods tha
 baseline (z), after_step (what it remembers from step to step).
 
 Where we differ from the paper and its ports: z is made once for the whole optimizer step, from all
-micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal prompt; the reference is
-checked before the first step.
+micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal
+prompt; the reference is checked before the first step.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
 """
