@@ -26,7 +26,15 @@ from checks import check_mixing, check_start, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from evaluate import say_what_is_left
 from infra.checkpoint import checkpoint_folder
-from infra.console import BadInput, Failed, Interrupted, advance, progress, say
+from infra.console import (
+    BadInput,
+    Failed,
+    Interrupted,
+    advance,
+    also_called,
+    progress,
+    say,
+)
 from infra.devices import all_reduce
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
@@ -38,6 +46,8 @@ from run import Run
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
 OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
+
+also_called("train", __name__)
 
 Columns = dict[str, torch.Tensor]  # name: one number for each example
 

@@ -1,10 +1,12 @@
 """What a program says: lines on rank 0, progress, and errors that are one line with an exit code."""
 
 import contextlib
+import importlib.util
 import os
 import sys
 import time
 import traceback
+import types
 
 from tqdm import tqdm
 
@@ -109,6 +111,19 @@ def user_error(setting: str | None, path=None):
         text = " ".join(str(e).split())[:300]
         reason = getattr(e, "strerror", None) or text or type(e).__name__
         raise BadInput(": ".join(str(x) for x in (setting, where, reason) if x)) from None
+
+
+def also_called(old_name: str, module: str) -> None:
+    """Let forks that were written for an earlier version import a module by its old name, unless a file of
+    theirs has that name."""
+    top = old_name.partition(".")[0]
+    spec = importlib.util.find_spec(top) if top not in sys.modules else None
+    if spec is None or spec.origin is None:  # a folder without Python files is no module
+        sys.modules.setdefault(top, types.ModuleType(top))
+        sys.modules[old_name] = sys.modules[module]
+
+
+also_called("runs.console", __name__)
 
 
 def run_cli(main) -> None:

@@ -198,6 +198,15 @@ def test_blocks_of_ones_own_train_resume_and_export_a_model_that_their_file_alon
     assert float(row["sft_loss"]) == pytest.approx(np.mean(nll), rel=1e-4)
 
 
+def test_a_fork_of_an_earlier_version_finds_the_modules_that_have_other_names_now(clone, tmp_path):
+    lines = "from kto import main", "from runs.console import run_cli", "from train import Trainer"
+    run_it = "if __name__ == '__main__':\n    run_cli(lambda: main(trainer=Trainer))"
+    (clone / "old.py").write_text("\n".join([*lines, run_it, ""]))
+    (clone / "runs").mkdir()  # as trackers make it
+    code, said, stderr = run(clone, tmp_path, "python old.py --max_steps 1 --eval.prompts 2")
+    assert code == 0 and "exported to" in said, stderr
+
+
 def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone, tmp_path):
     command = "python examples/my_checker.py --max_steps 4 --eval.prompts 30 --out_dir out/c"
     command += " --eval.check_interval 2 --val_interval 3"
