@@ -149,6 +149,12 @@ class Ratings:
             write_whole(self.file, "".join(rows))
         return count_labels(ratings)
 
+    def label(self, prompt: Turns, completion: str) -> bool | None:
+        """The thumb that this answer has."""
+        record = page_record(prompt, completion, True)  # any label, for the key alone
+        rating = self.read().get(answer_key(understand_record(record, "rated")))
+        return rating.label if rating else None
+
     @contextmanager
     def locked(self):
         """Keep out other servers of files in this folder, while this one changes its file."""
@@ -317,7 +323,7 @@ class OtherServer:
 
 
 class Desk:
-    """The state of the page, and its two requests: an answer, a thumb."""
+    """The state of the page, and its requests: an answer, the thumb that an answer has, a new thumb."""
 
     def __init__(self, model: OwnModel | OtherServer, ratings: Ratings, prompts: list[Turns]):
         self.model, self.ratings, self.prompts = model, ratings, prompts
@@ -342,10 +348,11 @@ class Desk:
     def answer(self, prompt: Turns) -> dict:
         """One more answer, with its thumb if this very answer has one already."""
         reply = self.model.answer(prompt)
-        # label: any one, for the key alone
-        key = answer_key(understand_record(page_record(prompt, reply.text, True), "rated"))
-        rating = self.ratings.read().get(key)
-        return reply._asdict() | {"label": rating.label if rating else None}
+        return reply._asdict() | self.label(prompt, reply.text)
+
+    def label(self, prompt: Turns, completion: str) -> dict:
+        """The thumb that this answer has; null: none."""
+        return {"label": self.ratings.label(prompt, completion)}
 
     def rate(self, prompt: Turns, completion: str, label: bool | None) -> dict:
         return self.counts(*self.ratings.set(prompt, completion, label))
@@ -385,7 +392,7 @@ class RateServer(ThreadingHTTPServer):
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """GET / is the page; GET /state, POST /answer and POST /rate are JSON, an error too: {"error": text}."""
+    """GET / is the page; GET /state and POST /answer, /label and /rate are JSON, an error too: {"error": text}."""
 
     server: RateServer
 
@@ -393,13 +400,17 @@ class PageHandler(BaseHTTPRequestHandler):
         self.respond({"/": self.page, "/state": lambda: self.server.desk.state()})
 
     def do_POST(self) -> None:
-        self.respond({"/answer": self.answer, "/rate": self.rate})
+        self.respond({"/answer": self.answer, "/label": self.label, "/rate": self.rate})
 
     def page(self) -> bytes:
         return (Path(__file__).parent / "rate.html").read_bytes()
 
     def answer(self) -> dict:
         return self.server.desk.answer(self.body("prompt")["prompt"])
+
+    def label(self) -> dict:
+        body = self.body("prompt", "completion")
+        return self.server.desk.label(body["prompt"], body["completion"])
 
     def rate(self) -> dict:
         body = self.body("prompt", "completion", "label")

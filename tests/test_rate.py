@@ -226,6 +226,8 @@ def test_a_server_is_asked_with_the_whole_conversation_and_an_answer_brings_its_
     expected = {"model": "big-model", "messages": turns, "max_tokens": 7, "temperature": 0.5}
     assert asked == expected | {"top_p": 0.9}
     page.rate(False, turns, "Same")
+    assert page("/label", {"prompt": turns, "completion": "Same"}) == (200, {"label": False})
+    assert page("/label", {"prompt": turns, "completion": "same"}) == (200, {"label": None})
     other.choice = {"message": {"content": "Same"}, "finish_reason": "length"}
     assert page("/answer", {"prompt": turns})[1] == {"text": "Same", "cut": True, "label": False}
 
