@@ -109,6 +109,12 @@ def page_record(prompt: Turns, completion: str, label: bool) -> dict:
     return {"prompt": prompt, "completion": answer, "label": label}
 
 
+def shown_key(prompt: Turns, completion: str) -> tuple[str, str]:
+    """The answer_key of an answer that the page shows. Raises BadInput."""
+    record = page_record(prompt, completion, True)  # any label: the key does not depend on it
+    return answer_key(understand_record(record, "rated"))
+
+
 @dataclass(frozen=True)
 class Ratings:
     """A jsonl file of ratings, at most one for each prompt and answer."""
@@ -137,22 +143,20 @@ class Ratings:
 
     def set(self, prompt: Turns, completion: str, label: bool | None) -> tuple[int, int]:
         """Write a thumb, or with None withdraw it. -> numbers of thumbs up and down. Raises BadInput."""
-        record = page_record(prompt, completion, bool(label))
-        key = answer_key(understand_record(record, "rated"))
+        key = shown_key(prompt, completion)
         with self.locked():
             ratings = self.read()
             if label is None:
                 ratings.pop(key, None)
             elif key not in ratings or ratings[key].label != label:
-                ratings[key] = Rating(record, label)
+                ratings[key] = Rating(page_record(prompt, completion, label), label)
             rows = [json.dumps(x.record, ensure_ascii=False) + "\n" for x in ratings.values()]
             write_whole(self.file, "".join(rows))
         return count_labels(ratings)
 
     def label(self, prompt: Turns, completion: str) -> bool | None:
         """The thumb that this answer has."""
-        record = page_record(prompt, completion, True)  # any label, for the key alone
-        rating = self.read().get(answer_key(understand_record(record, "rated")))
+        rating = self.read().get(shown_key(prompt, completion))
         return rating.label if rating else None
 
     @contextmanager

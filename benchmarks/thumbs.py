@@ -140,7 +140,7 @@ def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
     command += ["--progress", "false", "--val_interval", "null"]
     command += ["--optim.lr", str(lr)] if lr else []
     with (OUT / f"{out.name}.log").open("a") as log:
-        code = subprocess.run(command, cwd=HERE.parent, stdout=log, stderr=log).returncode
+        code = subprocess.run(command, stdout=log, stderr=log).returncode
     if code:
         raise SystemExit(f"exit code {code}: see {log.name}")
     row |= {"up": up, "down": down} | held_out(out / "final", seed)

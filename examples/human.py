@@ -17,9 +17,8 @@ from jsonargparse.typing import NonNegativeInt
 
 import online
 from evaluate import as_answers, with_answers
-from rate import RateServer, Ratings, answer_key, count_labels, page_record
+from rate import RateServer, Ratings, count_labels, shown_key
 from records.examples import Example
-from records.forms import understand_record
 from runs.console import run_cli, say
 from runs.settings import free, refuse_unless
 
@@ -53,8 +52,7 @@ class IterationDesk:
         ratings = self.ratings.read()
         labels = []
         for prompt, completion in self.answers:
-            record = page_record(prompt, completion, True)  # any label, for the key alone
-            rating = ratings.get(answer_key(understand_record(record, "rated")))
+            rating = ratings.get(shown_key(prompt, completion))
             labels.append(rating.label if rating else None)
         return labels
 
