@@ -1,0 +1,524 @@
+"""Talk to a model in the browser and give its answers thumbs up or down.
+
+    python rate.py --model out/<run>                           # a chat
+    python rate.py --model out/<run> --prompts prompts.jsonl   # one prompt of a file after the other, by keys
+    python rate.py --server http://127.0.0.1:8000              # a model behind an OpenAI-compatible server
+
+The thumbs are in ratings.jsonl, in a form that kto.py reads. This file is the whole state: it is read and written
+anew for each thumb, so a killed server loses none, and a page that is still open goes on with the next server.
+The page, rate.html, shows the command that trains on the thumbs.
+
+Reading order: Ratings (the file), training_advice (the command), the two who answer, Desk (what the page may
+ask), PageHandler (HTTP). examples/human.py shows another desk.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shlex
+import sys
+import threading
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+from lightning.fabric import Fabric
+
+from checks import sampling_faults
+from generate import generate, read_answer
+from hub import find_model
+from load import load_model
+from records.examples import collect, read_records
+from records.forms import Record, Turns, understand_record, unique_keys
+from records.tokenizer import Tokenizer
+from runs.checkpoint import write_whole
+from runs.console import BadInput, Failed, run_cli, say, user_error
+from runs.devices import multiplies_bfloat16, prepare_machine
+from runs.settings import ROOT, Sampling, parse_command, refuse_unless
+
+FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
+LONGEST_REQUEST = 4_000_000  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSettings(Sampling):
+    """python rate.py --model out/<run> opens a page on which a person rates the model's answers."""
+
+    model: str | None = None
+    """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes. With --server: the model's
+    name there; default: the first one that the server lists."""
+    server: str | None = None
+    """The address of an OpenAI-compatible server that answers in place of a model here, such as
+    http://127.0.0.1:8000. A key is read from OPENAI_API_KEY."""
+    ratings: str = "ratings.jsonl"
+    """The file with the thumbs. Its records are read first; it is made if it is not there."""
+    prompts: str | None = None
+    """Records whose prompts are shown one after the other, in any form that online.py reads. Prompts that have
+    a rating are left out. Default: a chat."""
+    port: NonNegativeInt = 8765
+    """The page is on 127.0.0.1 at this port; 0: any free one."""
+    temperature: NonNegativeFloat = 0.7
+    """Sampling temperature; at 0 another answer is always the same one."""
+    max_new_tokens: PositiveInt = 512
+    """Longest answer in tokens; less where the context ends."""
+    plain: bool = False
+    """true: leave the chat template aside, as for a run on plain records. Each prompt is then alone."""
+
+
+# ---- the file of ratings ---------------------------------------------------------------------------
+
+
+class Rating(NamedTuple):
+    record: dict
+    """As it stands in the file."""
+    label: bool
+
+
+def load_line(line: bytes) -> object:
+    return json.loads(line, object_pairs_hook=unique_keys)
+
+
+def prompt_key(prompt: Turns) -> str:
+    return json.dumps(prompt, sort_keys=True)
+
+
+def answer_key(record: Record) -> tuple[str, str]:
+    """What two ratings of one answer have in common, in whichever form the records are."""
+    (answer,) = record.completions
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    return prompt_key(record.prompt), json.dumps(answer, sort_keys=True)
+
+
+def page_record(prompt: Turns, completion: str, label: bool) -> dict:
+    """The record that is written for a thumb: of messages, or of texts."""
+    is_dialogue = isinstance(prompt, list)
+    answer = [{"role": "assistant", "content": completion}] if is_dialogue else completion
+    return {"prompt": prompt, "completion": answer, "label": label}
+
+
+def shown_key(prompt: Turns, completion: str) -> tuple[str, str]:
+    """The answer_key of an answer that the page shows. Raises BadInput."""
+    record = page_record(prompt, completion, True)  # any label: the key does not depend on it
+    return answer_key(understand_record(record, "rated"))
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """A jsonl file of ratings, at most one for each prompt and answer."""
+
+    file: Path
+
+    def read(self) -> dict[tuple[str, str], Rating]:
+        """The ratings by answer_key, in the order of the file. Raises BadInput, with the line."""
+        ratings, lines, faults = {}, {}, []
+        if not self.file.exists():
+            return ratings
+        for n, line in read_records(str(self.file)):
+            with collect(faults, f"{self.file}:{n}"):
+                raw = load_line(line)
+                record = understand_record(raw, "rated")
+                refuse_unless(record.label is not None, "record: a pair has no thumb of its own")
+                key = answer_key(record)
+                first = ratings.setdefault(key, Rating(raw, record.label))
+                lines.setdefault(key, n)
+                refuse_unless(
+                    first.label == record.label,
+                    f"label: the same answer has the other label in line {lines[key]}",
+                )
+        refuse_unless(not faults, "\n".join(faults[:20]))
+        return ratings
+
+    def set(self, prompt: Turns, completion: str, label: bool | None) -> tuple[int, int]:
+        """Write a thumb, or with None withdraw it. -> numbers of thumbs up and down. Raises BadInput."""
+        key = shown_key(prompt, completion)
+        with self.locked():
+            ratings = self.read()
+            if label is None:
+                ratings.pop(key, None)
+            elif key not in ratings or ratings[key].label != label:
+                ratings[key] = Rating(page_record(prompt, completion, label), label)
+            rows = [json.dumps(x.record, ensure_ascii=False) + "\n" for x in ratings.values()]
+            write_whole(self.file, "".join(rows))
+        return count_labels(ratings)
+
+    def label(self, prompt: Turns, completion: str) -> bool | None:
+        """The thumb that this answer has."""
+        rating = self.read().get(shown_key(prompt, completion))
+        return rating.label if rating else None
+
+    @contextmanager
+    def locked(self):
+        """Keep out other servers of files in this folder, while this one changes its file."""
+        folder = os.open(self.file.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
+
+def count_labels(ratings: dict) -> tuple[int, int]:
+    up = sum(rating.label for rating in ratings.values())
+    return up, len(ratings) - up
+
+
+# ---- the command that trains -----------------------------------------------------------------------
+
+
+def training_command(model: str, file: Path, up: int, down: int, out_dir: str) -> list[str]:
+    """The words of the command that trains on a file with so many thumbs. Where one kind is rare, its class weight
+    makes both count alike, as the KTO paper advises."""
+    program, config = (os.path.relpath(ROOT / x) for x in ("kto.py", "config/thumbs.yaml"))
+    words = ["python", program, "--config", config, "--model", model]
+    words += ["--data.train", str(file), "--out_dir", out_dir]
+    if up < down * 3 / 4:
+        words += ["--kto.desirable_weight", f"{down / up:.3g}"]
+    if down < up * 3 / 4:
+        words += ["--kto.undesirable_weight", f"{up / down:.3g}"]
+    return words
+
+
+def training_advice(model: str, file: Path, up: int, down: int) -> dict[str, str]:
+    """What the page says of training: a note, and the command once there are thumbs to learn from."""
+    if up + down == 0:
+        return {"note": "", "command": ""}
+    if up + down < FEWEST or not up or not down:
+        note = f"It takes {FEWEST} thumbs, some up and some down; 40 or more are better."
+        return {"note": note, "command": ""}
+    n = 1
+    while Path(f"out/thumbs-{n}").exists():
+        n += 1
+    out_dir = f"out/thumbs-{n}"
+    talk = f"python {os.path.relpath(ROOT / 'rate.py')} --model {out_dir}"
+    note = f"Stop rate.py with Ctrl-C, run this, and talk to the result with {talk}"
+    command = training_command(model, file, up, down, out_dir)
+    return {"note": note, "command": shlex.join(command)}
+
+
+# ---- who answers -----------------------------------------------------------------------------------
+
+
+class Reply(NamedTuple):
+    text: str
+    cut: bool
+    """Whether it ended at the length limit."""
+
+
+class OwnModel:
+    """A model in this process."""
+
+    def __init__(self, args: RateSettings):
+        source = find_model(args.model)
+        prepare_machine()
+        self.args, self.name = args, args.model
+        self.fabric = Fabric(devices=1)
+        device = self.fabric.device
+        in_bfloat16 = device.type == "cuda" and multiplies_bfloat16(device)
+        dtype = torch.bfloat16 if in_bfloat16 else torch.float32
+        self.tokenizer = Tokenizer(source, date=date.today().isoformat())
+        self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
+        self.chat = bool(self.tokenizer.template) and not args.plain
+        self.answering, self.closed = threading.Lock(), threading.Event()
+
+    def answer(self, prompt: Turns) -> Reply:
+        """Raises BadInput for a prompt that does not fit, and Failed when the program ends."""
+        record = Record(prompt, [])
+        texts = self.tokenizer.render(record, self.chat)
+        ((ids, _),) = self.tokenizer.encode_all([texts], self.chat)
+        context = self.policy.max_seq_length
+        refuse_unless(
+            0 < len(ids) < context,
+            f"This conversation has {len(ids)} tokens, and the model reads 1 to {context - 1}: "
+            "begin a new chat.",
+        )
+        args, seed = self.args, secrets.randbelow(2**31)
+        prompts = [np.array(ids)]
+        with self.answering:  # one answer at a time
+            (new,) = generate(
+                self.fabric,
+                self.policy,
+                prompts,
+                self.tokenizer,
+                args,
+                args.max_new_tokens,
+                seed,
+                self.check_open,
+            )
+        return Reply(*read_answer(self.tokenizer, new, args.stop))
+
+    def check_open(self) -> None:
+        if self.closed.is_set():
+            raise Failed("rate.py was stopped.")
+
+    def close(self) -> None:
+        """End the answer under way."""
+        self.closed.set()
+        with self.answering:
+            pass
+
+
+class OtherServer:
+    """A model behind an OpenAI-compatible server."""
+
+    chat = True
+
+    def __init__(self, args: RateSettings):
+        self.args = args
+        self.url = args.server.rstrip("/").removesuffix("/v1") + "/v1"
+        refuse_unless(
+            urlsplit(self.url).scheme in ("http", "https"),
+            f"server: {args.server}: expected an address that begins with http:// or https://",
+        )
+        self.name = args.model
+        if not self.name:
+            models = self.call("/models")
+            with user_error("server", f"{self.url}/models: expected a list of models"):
+                self.name = models["data"][0]["id"]
+
+    def answer(self, prompt: Turns) -> Reply:
+        """Raises BadInput with what the server says."""
+        args = self.args
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        body = {"model": self.name, "messages": turns, "temperature": args.temperature}
+        body |= {"max_tokens": args.max_new_tokens, "top_p": args.top_p}
+        body |= {"seed": secrets.randbelow(2**31)}
+        if args.stop:
+            body["stop"] = args.stop
+        answer = self.call("/chat/completions", body)
+        with user_error("server", "an answer without choices[0].message.content"):
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""
+            return Reply(text, choice.get("finish_reason") == "length")
+
+    def call(self, path: str, body: dict | None = None) -> dict:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as e:
+            said = " ".join(e.read(2000).decode(errors="replace").split())[:300]
+            raise BadInput(f"server: {self.url}{path}: {e.code} {e.reason}: {said}") from None
+        except (OSError, ValueError) as e:
+            reason = getattr(e, "reason", e)
+            raise BadInput(f"server: {self.url}{path}: no answer: {reason}") from None
+
+    def close(self) -> None:
+        pass
+
+
+# ---- what the page may ask -------------------------------------------------------------------------
+
+
+class Desk:
+    """The state of the page, and its requests: an answer, the thumb that an answer has, a new thumb."""
+
+    def __init__(self, model: OwnModel | OtherServer, ratings: Ratings, prompts: list[Turns]):
+        self.model, self.ratings, self.prompts = model, ratings, prompts
+
+    def state(self) -> dict:
+        """What the page shows: the mode (chat or cards), whether the model has a chat template (chat) and can be
+        asked (asks), the prompts without a rating as cards, and the counts."""
+        ratings = self.ratings.read()
+        rated = {prompt for prompt, _ in ratings}
+        cards = []
+        for i, prompt in enumerate(self.prompts):
+            if prompt_key(prompt) not in rated:
+                cards.append({"id": i, "prompt": prompt})
+        state = {"mode": "cards" if self.prompts else "chat", "model": self.model.name}
+        state |= {"chat": self.model.chat, "asks": True, "cards": cards, "waiting": False}
+        return state | self.counts(*count_labels(ratings))
+
+    def counts(self, up: int, down: int) -> dict:
+        advice = training_advice(self.model.name, self.ratings.file, up, down)
+        return {"up": up, "down": down} | advice
+
+    def answer(self, prompt: Turns) -> dict:
+        """One more answer, with its thumb if this very answer has one already."""
+        reply = self.model.answer(prompt)
+        return reply._asdict() | self.label(prompt, reply.text)
+
+    def label(self, prompt: Turns, completion: str) -> dict:
+        """The thumb that this answer has; null: none."""
+        return {"label": self.ratings.label(prompt, completion)}
+
+    def rate(self, prompt: Turns, completion: str, label: bool | None) -> dict:
+        return self.counts(*self.ratings.set(prompt, completion, label))
+
+
+def read_prompts(source: str, chat: bool) -> list[Turns]:
+    """The distinct prompts of records, in their order: texts, or turns if the model has a chat. Raises BadInput."""
+    prompts, faults = {}, []
+    for n, raw in read_records(source):
+        with collect(faults, f"{source}:{n}"):
+            record = load_line(raw) if isinstance(raw, bytes) else raw
+            prompt = understand_record(record, "prompts").prompt
+            if chat and isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            refuse_unless(chat or isinstance(prompt, str), "prompt: the model has no chat template")
+            prompts[prompt_key(prompt)] = prompt
+    refuse_unless(not faults, "\n".join(faults[:20]))
+    refuse_unless(prompts, f"prompts: {source}: no records")
+    return list(prompts.values())
+
+
+# ---- HTTP --------------------------------------------------------------------------------------------
+
+
+class RateServer(ThreadingHTTPServer):
+    """The page of a desk on 127.0.0.1; no other machine reaches it."""
+
+    request_queue_size = (
+        64  # requests that wait to be taken; with the default, 5, some of a burst are lost
+    )
+
+    def __init__(self, desk, port: int):
+        self.desk = desk
+        with user_error("port", f"{port}"):
+            super().__init__(("127.0.0.1", port), PageHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """GET / is the page; GET /state and POST /answer, /label and /rate are JSON, an error too: {"error": text}."""
+
+    server: RateServer
+
+    def do_GET(self) -> None:
+        self.respond({"/": self.page, "/state": lambda: self.server.desk.state()})
+
+    def do_POST(self) -> None:
+        self.respond({"/answer": self.answer, "/label": self.label, "/rate": self.rate})
+
+    def page(self) -> bytes:
+        return (Path(__file__).parent / "rate.html").read_bytes()
+
+    def answer(self) -> dict:
+        return self.server.desk.answer(self.body("prompt")["prompt"])
+
+    def label(self) -> dict:
+        body = self.body("prompt", "completion")
+        return self.server.desk.label(body["prompt"], body["completion"])
+
+    def rate(self) -> dict:
+        body = self.body("prompt", "completion", "label")
+        prompt, completion, label = body["prompt"], body["completion"], body["label"]
+        refuse_unless(isinstance(completion, str), "completion: expected a text")
+        refuse_unless(label in (True, False, None), "label: expected true, false or null")
+        return self.server.desk.rate(prompt, completion, label)
+
+    def body(self, *names: str) -> dict:
+        """The request's JSON object, which has these fields. Raises BadInput."""
+        # no other site can send this type without asking first
+        is_json = self.headers.get_content_type() == "application/json"
+        refuse_unless(is_json, "Content-Type: expected application/json")
+        size = int(self.headers.get("Content-Length") or 0)
+        refuse_unless(size <= LONGEST_REQUEST, f"{size:,} bytes are too many")
+        with user_error("request"):
+            body = json.loads(self.rfile.read(size))
+            refuse_unless(isinstance(body, dict), "expected an object")
+        for name in names:
+            refuse_unless(name in body, f"{name}: missing")
+        return body
+
+    def respond(self, actions: dict[str, Callable]) -> None:
+        """Send what the action for this path returns, or what is wrong, in words."""
+        action = actions.get(self.path)
+        if not self.is_from_here():
+            code, result = 403, {"error": "This page answers to 127.0.0.1 and localhost alone."}
+        elif action is None:
+            code, result = 404, {"error": f"{self.path}: there is no such page"}
+        else:
+            try:
+                code, result = 200, action()
+            except BadInput as e:
+                code, result = 400, {"error": str(e)}
+            except Failed as e:
+                code, result = 503, {"error": str(e)}
+            except Exception as e:
+                traceback.print_exc()
+                code, result = 500, {"error": f"rate.py failed: {type(e).__name__}: {e}"}
+        is_page = isinstance(result, bytes)
+        content = result if is_page else json.dumps(result).encode()
+        self.send_response(code)
+        kind = "text/html" if is_page else "application/json"
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header(
+            "Content-Security-Policy",
+            "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
+            "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        )
+        self.end_headers()
+        try:
+            self.wfile.write(content)
+        except ConnectionError:
+            pass  # the page was closed while the model was thinking
+
+    def is_from_here(self) -> bool:
+        """Whether the page itself asks. Another site in the same browser reaches 127.0.0.1 too, but not under
+        this Origin; and a name that an attacker points at 127.0.0.1 stands in Host."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        is_local = urlsplit(f"//{host}").hostname in ("127.0.0.1", "localhost")
+        return is_local and origin in (None, f"http://{host}")
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+# ---- the command -------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_command(RateSettings, __doc__, sys.argv[1:] if argv is None else argv)
+    faults = sampling_faults(args, args.max_new_tokens)
+    refuse_unless(not faults, "\n".join(faults))
+    refuse_unless(
+        args.model or args.server, "model: missing: --model, or --server for one elsewhere"
+    )
+    ratings = Ratings(Path(args.ratings))
+    refuse_unless(
+        ratings.file.suffix == ".jsonl", f"ratings: {args.ratings}: expected a .jsonl file"
+    )
+    refuse_unless(
+        ratings.file.absolute().parent.is_dir(), f"ratings: {args.ratings}: its folder is not there"
+    )
+    ratings.read()  # a bad line is refused before a model is loaded
+    model = OtherServer(args) if args.server else OwnModel(args)
+    prompts = read_prompts(args.prompts, model.chat) if args.prompts else []
+    desk = Desk(model, ratings, prompts)
+    server = RateServer(desk, args.port)
+    say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {ratings.file}")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        model.close()
+        server.server_close()
+    state = desk.counts(*count_labels(ratings.read()))
+    say(f"{state['up']} up, {state['down']} down in {ratings.file}")
+    if state["command"]:
+        say(f"train on them: {state['command']}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

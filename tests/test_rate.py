@@ -1,0 +1,388 @@
+"""rate.py: what a browser gets from it, and what is in the file afterwards. The other side of
+--server is a stand-in."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import threading
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, Started, start, until
+
+import rate  # once, before all forks
+
+QUESTION = [{"role": "user", "content": "What is <b>rust</b>?"}]
+ANSWER = "Iron & <i>air</i>."
+
+
+class Client:
+    """A server in a process of its own, and what a page sends to it."""
+
+    def __init__(self, folder: Path, *argv, program: str = "rate"):
+        self.process = Started(folder, program, [*argv])
+        until(self.says_url, within=60)
+
+    def says_url(self) -> bool:
+        said = [path.read_text() if path.exists() else "" for path in self.process.files]
+        if os.waitpid(self.process.pid, os.WNOHANG)[0]:
+            raise AssertionError(said)
+        found = re.search(r"open (http://127\.0\.0\.1:\d+)", said[0])
+        self.url = found and found[1]
+        return bool(found)
+
+    def __call__(self, path: str, body: dict | None = None, **headers) -> tuple[int, dict]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | headers
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as e:
+            return e.code, json.load(e)
+
+    def rate(self, label: bool | None, prompt=QUESTION, completion: str = ANSWER) -> dict:
+        body = {"prompt": prompt, "completion": completion, "label": label}
+        code, reply = self("/rate", body)
+        assert code == 200, reply
+        return reply
+
+    def kill(self) -> None:
+        self.process.signal(signal.SIGKILL)
+        self.process.ended()
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """opened(*argv) -> a Client of a new server, in a folder of the test."""
+    clients = []
+    monkeypatch.chdir(tmp_path)
+
+    def opened(*argv, program: str = "rate", port: str = "--port=0") -> Client:
+        client = Client(tmp_path / f"server-{len(clients)}", *argv, port, program=program)
+        clients.append(client)
+        return client
+
+    yield opened
+    for client in clients:
+        try:
+            client.kill()
+        except ProcessLookupError:
+            pass  # the test has ended it
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """An OpenAI-compatible server: its address, its requests, and what it replies next."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply({"data": [{"id": "big-model"}]})
+
+        def do_POST(self):
+            size = int(self.headers["Content-Length"])
+            server.asked.append(json.loads(self.rfile.read(size)))
+            choice = {
+                "message": {"content": f"Answer {len(server.asked)}"},
+                "finish_reason": "stop",
+            }
+            self.reply({"choices": [choice | server.choice]})
+
+        def reply(self, body: dict) -> None:
+            self.send_response(server.code)
+            self.end_headers()
+            self.wfile.write(json.dumps(body if server.code == 200 else server.failure).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.choice, server.code, server.failure = [], {}, 200, {}
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def lines(file: str = "ratings.jsonl") -> list[dict]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def record(label: bool, answer: str = ANSWER) -> dict:
+    """A rating as it shall stand in the file."""
+    return {
+        "prompt": QUESTION,
+        "completion": [{"role": "assistant", "content": answer}],
+        "label": label,
+    }
+
+
+# ---- thumbs --------------------------------------------------------------------------------------
+
+
+def test_a_thumb_is_in_the_file_at_once_and_can_be_changed_and_withdrawn(opened, other):
+    page = opened(f"--server={other.url}")
+    for label, expected, counted in (
+        (True, [record(True)], (1, 0)),
+        (True, [record(True)], (1, 0)),
+        (False, [record(False)], (0, 1)),
+        (None, [], (0, 0)),
+        (None, [], (0, 0)),
+    ):
+        reply = page.rate(label)
+        assert (lines(), (reply["up"], reply["down"])) == (expected, counted)
+    page.rate(True)
+    page.rate(False, completion="Another answer")
+    assert lines() == [record(True), record(False, "Another answer")]
+
+
+def test_a_killed_server_loses_no_thumb_and_an_open_page_goes_on_with_the_next_one(opened, other):
+    page = opened(f"--server={other.url}")
+    for i in range(5):
+        page.rate(i % 2 == 0, completion=f"answer {i}")
+    page.kill()
+    following = opened(f"--server={other.url}")
+    assert following("/state")[1]["up"] == 3
+    following.rate(False, completion="answer 4")  # shown before the kill, changed after it
+    following.rate(True, completion="answer 0")
+    expected = [record(i in (0, 2), f"answer {i}") for i in range(5)]
+    assert lines() == expected, "no repeats, no contradictions"
+
+
+def test_many_thumbs_at_once_are_all_in_the_file(opened, other):
+    page = opened(f"--server={other.url}")
+    work = [
+        threading.Thread(target=page.rate, args=(i % 3 > 0, QUESTION, f"answer {i}"))
+        for i in range(30)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    texts = {row["completion"][0]["content"]: row["label"] for row in lines()}
+    assert texts == {f"answer {i}": i % 3 > 0 for i in range(30)}
+
+
+def test_an_old_file_is_read_first_and_its_other_forms_and_fields_stay(opened, other, tmp_path):
+    old = {"messages": [*QUESTION, {"role": "assistant", "content": ANSWER}], "kto_tag": True}
+    plain = {"prompt": "1 + 1 =", "completion": " 2", "label": "up", "weight": 2}
+    text = "".join(json.dumps(row) + "\n" for row in (old, plain))
+    (tmp_path / "ratings.jsonl").write_text(text)
+    page = opened(f"--server={other.url}")
+    assert page("/state")[1]["up"] == 2
+    page.rate(True)
+    assert lines() == [old, plain], "the same thumb once more changes nothing"
+    page.rate(False)
+    assert lines() == [record(False), plain]
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ('{"prompt": "a"', "ratings.jsonl:2: Expecting ',' delimiter"),
+        ('{"prompt": "a", "completion": "b", "label": 3}', "ratings.jsonl:2: label: expected true"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "ratings.jsonl:2: record: a pair has"),
+        (
+            '{"prompt": "q", "completion": "a", "label": false}',
+            "the other label in line 1",
+        ),
+    ],
+)
+def test_a_bad_line_of_an_old_file_is_refused_and_nothing_is_written(text, fault, tmp_path):
+    file = tmp_path / "ratings.jsonl"
+    before = f'{{"prompt": "q", "completion": "a", "label": true}}\n{text}\n'
+    file.write_text(before)
+    argv = ["--server=http://127.0.0.1:9", "--model=m", f"--ratings={file}"]
+    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
+    assert code == 2 and fault in said and said.count("\n") == 1
+    assert file.read_text() == before
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+def test_a_server_is_asked_with_the_whole_conversation_and_an_answer_brings_its_thumb(
+    opened, other
+):
+    argv = "--max_new_tokens=7", "--temperature=0.5", "--top_p=0.9"
+    page = opened(f"--server={other.url}/v1/", *argv)
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "Why?"},
+    ]
+    code, reply = page("/answer", {"prompt": turns})
+    assert (code, reply) == (200, {"text": "Answer 1", "cut": False, "label": None})
+    asked = other.asked[0]
+    assert asked.pop("seed") is not None
+    expected = {"model": "big-model", "messages": turns, "max_tokens": 7, "temperature": 0.5}
+    assert asked == expected | {"top_p": 0.9}
+    page.rate(False, turns, "Same")
+    assert page("/label", {"prompt": turns, "completion": "Same"}) == (200, {"label": False})
+    assert page("/label", {"prompt": turns, "completion": "same"}) == (200, {"label": None})
+    other.choice = {"message": {"content": "Same"}, "finish_reason": "length"}
+    assert page("/answer", {"prompt": turns})[1] == {"text": "Same", "cut": True, "label": False}
+
+
+def test_the_own_model_answers_as_transformers_does(opened, tiny):
+    page = opened(f"--model={tiny}", "--temperature=0", "--max_new_tokens=9")
+    assert page("/state")[1]["chat"] is False, "this model has no chat template"
+    prompt = "The cat sat on"
+    code, reply = page("/answer", {"prompt": prompt})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    ids = torch.tensor([tokenizer(prompt).input_ids])
+    theirs = model.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
+    assert code == 200 and reply["text"] == tokenizer.decode(theirs, skip_special_tokens=True)
+    assert reply["cut"] is (theirs[-1].item() != 0)
+    page.rate(True, prompt, reply["text"])
+    assert lines() == [{"prompt": prompt, "completion": reply["text"], "label": True}]
+    code, reply = page("/answer", {"prompt": "word " * 200})
+    assert code == 400 and "begin a new chat" in reply["error"]
+
+
+def test_what_goes_wrong_is_said_in_words_and_the_page_goes_on(opened, other):
+    page = opened(f"--server={other.url}")
+    other.code, other.failure = 503, {"error": "the model is loading"}
+    code, reply = page("/answer", {"prompt": QUESTION})
+    assert code == 400 and "503" in reply["error"] and "the model is loading" in reply["error"]
+    other.code, other.choice = 200, {"message": None}
+    assert "choices[0].message.content" in page("/answer", {"prompt": QUESTION})[1]["error"]
+    other.choice = {}
+    assert page("/answer", {"prompt": QUESTION})[0] == 200
+    assert page("/rate", {"prompt": 3, "completion": "a", "label": True})[0] == 400
+    assert page("/rate", {"prompt": QUESTION, "completion": "a"})[1]["error"] == "label: missing"
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+
+def test_the_prompts_of_a_file_are_shown_but_those_with_a_thumb(opened, other, tmp_path):
+    rows = [{"prompt": "one"}, {"messages": [*QUESTION]}, {"instruction": "two"}, {"prompt": "one"}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "prompts.jsonl").write_text(text)
+    page = opened(f"--server={other.url}", "--prompts=prompts.jsonl")
+    one, two = ([{"role": "user", "content": text}] for text in ("one", "two"))
+    state = page("/state")[1]
+    assert state["mode"] == "cards"
+    assert [card["prompt"] for card in state["cards"]] == [one, QUESTION, two]
+    page.rate(True)
+    assert [card["prompt"] for card in page("/state")[1]["cards"]] == [one, two]
+
+
+# ---- who may ask ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers, code",
+    [
+        ({}, 200),
+        ({"Host": "localhost:1234", "Origin": "http://localhost:1234"}, 200),
+        ({"Host": "evil.example"}, 403),  # a name that somebody points at 127.0.0.1
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),  # another program's page
+        ({"Content-Type": "text/plain"}, 400),  # what a form of another site may send
+    ],
+)
+def test_only_the_page_itself_is_answered(headers, code, page_of_module):
+    page, folder = page_of_module
+    body = {"prompt": QUESTION, "completion": f"{headers}", "label": True}
+    before = (folder / "ratings.jsonl").read_text()
+    assert page("/rate", body, **headers)[0] == code
+    assert ((folder / "ratings.jsonl").read_text() != before) == (code == 200)
+    if "Content-Type" not in headers:
+        assert page("/state", None, **headers)[0] == code
+
+
+@pytest.fixture(scope="module")
+def page_of_module(tmp_path_factory):
+    """One server for the tests that ask it little, with one thumb; its folder."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "ratings.jsonl").write_text("")
+    argv = ["--server=http://127.0.0.1:9", "--model=m", f"--ratings={folder / 'ratings.jsonl'}"]
+    page = Client(folder / "out", *argv, "--port=0")
+    yield page, folder
+    page.kill()
+
+
+def test_the_page_sets_texts_as_text_and_loads_nothing_from_elsewhere(page_of_module):
+    page, _ = page_of_module
+    with urllib.request.urlopen(page.url) as reply:
+        text = reply.read().decode()
+        policy = reply.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write", text)
+    assert not re.search(r"https?://|src=", text)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def test_the_command_on_the_page_trains_on_the_thumbs(opened, tiny, monkeypatch):
+    page = opened(f"--model={tiny}", "--ratings=my ratings.jsonl")
+    for i in range(10):
+        reply = page.rate(i < 2, f"question {i}", f" answer {i}")
+        assert bool(reply["command"]) == (i >= 7), "a batch, and both kinds"
+    page.process.signal(signal.SIGINT)
+    code, said, _ = page.process.ended()
+    assert code == 0 and f"train on them: {reply['command']}" in said
+    python, program, *argv = shlex.split(reply["command"])
+    assert (python, Path(program).resolve()) == ("python", ROOT / "kto.py")
+    assert argv[-2:] == ["--kto.desirable_weight", "4"], "2 up, 8 down"
+    start("kto", [*argv, "--precision=32-true", "--progress=false"])
+    assert Path("out/thumbs-1/final").is_dir()
+    again = opened(f"--model={tiny}", "--ratings=my ratings.jsonl")
+    assert "--out_dir out/thumbs-2" in again("/state")[1]["command"]
+
+
+@pytest.mark.parametrize(
+    "up, down, weights", [(20, 20, []), (15, 20, []), (30, 10, ["un", "3"]), (5, 40, ["", "8"])]
+)
+def test_a_rare_kind_of_thumb_gets_its_class_weight(up, down, weights):
+    """By hand: the rarer kind, with its weight, counts as much as the other one."""
+    words = rate.training_command("m", Path("r.jsonl"), up, down, "out/t")
+    expected = [f"--kto.{weights[0]}desirable_weight", weights[1]] if weights else []
+    assert words[10:] == expected
+
+
+# ---- examples/human.py ---------------------------------------------------------------------------
+
+
+def test_a_run_waits_for_a_persons_thumbs_and_a_kill_loses_none(opened, tiny, tmp_path):
+    questions = [{"prompt": f"question {i} :"} for i in range(3)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    argv = [f"--model={tiny}", "--data.train=prompts.jsonl", "--out_dir=run", "--resume=auto",
+            "--online.max_iterations=2", "--batch_size=3", "--data.max_completion=6", "--precision=32-true",
+            "--progress=false", "--save_interval=1"]  # fmt: skip
+    human = dict(program=str(ROOT / "examples" / "human.py"), port="--page.port=0")
+    page = opened(*argv, **human)
+    cards = page("/state")[1]["cards"]
+    assert len(cards) == 3
+    given = {cards[0]["text"]: True}
+    page.rate(True, cards[0]["prompt"], cards[0]["text"])
+    page.kill()
+    page = opened(*argv, **human)
+    assert page("/state")[1]["cards"] == cards[1:], "the first one has its thumb"
+    for iteration in (1, 2):
+        until(lambda: f"iteration {iteration}" in page("/state")[1]["model"])
+        cards = page("/state")[1]["cards"]
+        for card in cards:
+            given[card["text"]] = len(given) % 2 == 0
+            page.rate(given[card["text"]], card["prompt"], card["text"])
+    assert page.process.ended()[0] == 0
+    for iteration in (1, 2):
+        sampled = lines(f"run/iterations/answers-{iteration}.jsonl")
+        learned = lines(f"run/iterations/rated-{iteration}.jsonl")
+        assert [row["label"] for row in learned] == [given[row["completion"]] for row in sampled]
+    assert Path("run/final").is_dir()
