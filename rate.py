@@ -38,15 +38,15 @@ from lightning.fabric import Fabric
 
 from checks import sampling_faults
 from generate import generate, read_answer
-from hub import find_model
-from load import load_model
+from infra.checkpoint import write_whole
+from infra.console import BadInput, Failed, run_cli, say, user_error
+from infra.devices import multiplies_bfloat16, prepare_machine
+from infra.settings import ROOT, Sampling, parse_command, refuse_unless
+from models.hub import find_model
+from models.load import load_model
 from records.examples import collect, read_records
 from records.forms import Record, Turns, understand_record, unique_keys
 from records.tokenizer import Tokenizer
-from runs.checkpoint import write_whole
-from runs.console import BadInput, Failed, run_cli, say, user_error
-from runs.devices import multiplies_bfloat16, prepare_machine
-from runs.settings import ROOT, Sampling, parse_command, refuse_unless
 
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
 LONGEST_REQUEST = 4_000_000  # bytes

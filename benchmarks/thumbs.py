@@ -64,11 +64,11 @@ def answers(folder: Path, prompts: list[str], seed: int) -> list[dict]:
     from lightning.fabric import Fabric
 
     from generate import generate, read_answer
-    from hub import find_model
-    from load import load_model
+    from infra.settings import Sampling
+    from models.hub import find_model
+    from models.load import load_model
     from records.forms import Record
     from records.tokenizer import Tokenizer
-    from runs.settings import Sampling
 
     fabric = Fabric(accelerator="cpu", devices=1)
     source = find_model(str(folder))

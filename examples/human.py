@@ -17,10 +17,10 @@ from jsonargparse.typing import NonNegativeInt
 
 import online
 from evaluate import as_answers, with_answers
+from infra.console import run_cli, say
+from infra.settings import free, refuse_unless
 from rate import RateServer, Ratings, count_labels, shown_key
 from records.examples import Example
-from runs.console import run_cli, say
-from runs.settings import free, refuse_unless
 
 LOOKS = 0.2  # seconds between two looks at a signal and at the thumbs
 
