@@ -41,7 +41,8 @@ from generate import generate, read_answer
 from infra.checkpoint import write_whole
 from infra.console import BadInput, Failed, run_cli, say, user_error
 from infra.devices import multiplies_bfloat16, prepare_machine
-from infra.settings import ROOT, Sampling, parse_command, refuse_unless
+from infra.parse import parse_command
+from infra.settings import ROOT, Sampling, refuse_unless
 from models.hub import find_model
 from models.load import load_model
 from records.examples import collect, read_records
