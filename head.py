@@ -47,9 +47,8 @@ class Chunks(NamedTuple):
     """How the head cuts its work."""
 
     size: int  # targets of a chunk
-    saved_gradients: (
-        int | None
-    )  # first chunks whose gradient the forward saves; None: gradients are off
+    # for how many chunks, the first ones, the forward saves the gradient; None: gradients are off
+    saved_gradients: int | None
     softmax: int  # targets of one softmax
     gpu: bool  # adds the matrix's gradient up in float32, which would make a CPU slower
     entropy: bool = False  # whether to compute the entropy, too
