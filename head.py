@@ -6,6 +6,7 @@ Shape letters: T targets (of a call, of a chunk, or of a block within it), C wid
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from infra.devices import multiplies_bfloat16
 
@@ -22,19 +23,22 @@ GPU_ROWS = 1024
 GPU_SAVED = 2**29
 
 
-def autocast(x):
-    """x in the type in which autocast computes products, if it is on: for products that it does not cast itself,
-    such as those of Head."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    """x in the type in which autocast computes products, if autocast is on: for products that it does not cast
+    itself, such as those of Head."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
-def logp_of(logits_TV, target_T):
+def logp_of(logits_TV: torch.Tensor, target_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs (T,) of the targets, and (T, V) of all tokens. At least float32."""
     if logits_TV.dtype != torch.float64:
         # in bfloat16 the small differences between policy and reference would be lost
         logits_TV = logits_TV.float()
-    # even if only the targets' log-probs are needed: logsumexp rounds differently, and r would not begin at exactly 0
+    # Also where only the targets' log-probs are needed: logsumexp rounds differently, and the log-ratio r of policy
+    # and reference would not begin at exactly 0.
     logp_TV = logits_TV.log_softmax(-1)
     return logp_TV.gather(1, target_T[:, None])[:, 0], logp_TV
 
@@ -43,24 +47,35 @@ class Chunks(NamedTuple):
     """How the head cuts its work."""
 
     size: int  # targets of a chunk
-    saved: int | None  # number of chunks whose gradient is kept; None when gradients are off
+    # for how many chunks, the first ones, the forward saves the gradient; None: gradients are off
+    saved_gradients: int | None
     softmax: int  # targets of one softmax
-    gpu: bool  # add the matrix's gradient up in float32, which would make a CPU slower
+    gpu: bool  # adds the matrix's gradient up in float32, which would make a CPU slower
     entropy: bool = False  # whether to compute the entropy, too
 
     @classmethod
     def of(cls, device: str, V: int, entropy: bool = False) -> "Chunks":
         """For a type of device ("cuda", "cpu") and a vocabulary; torch knows whether gradients are on."""
-        gpu, saved = device == "cuda", None
-        size = max(GPU_ROWS if gpu else 1, HEAD_LOGITS // V)
+        gpu = device == "cuda"
+        if gpu:
+            size = max(GPU_ROWS, HEAD_LOGITS // V)
+            softmax = size
+            saved_logits = GPU_SAVED
+        else:
+            size = max(1, HEAD_LOGITS // V)
+            softmax = max(1, HEAD_SOFTMAX // V)
+            saved_logits = HEAD_SAVED
+        saved_gradients = None
         if torch.is_grad_enabled():
-            saved = (GPU_SAVED if gpu else HEAD_SAVED) // max(HEAD_LOGITS, size * V)
-        return cls(size, saved, size if gpu else max(1, HEAD_SOFTMAX // V), gpu, entropy)
+            saved_gradients = saved_logits // max(HEAD_LOGITS, size * V)
+        return cls(size, saved_gradients, softmax, gpu, entropy)
 
 
-def entropy_of(logits_TV, p_TV, target_T, logp_T):
-    """Entropy (T,) in nats of next-token distributions p, which are the softmax of these logits. The log-probs of the
-    targets give the logsumexp of the logits."""
+def entropy_of(
+    logits_TV: torch.Tensor, p_TV: torch.Tensor, target_T: torch.Tensor, logp_T: torch.Tensor
+) -> torch.Tensor:
+    """Entropy (T,) in nats of the distributions p_TV, the softmax of these logits. The logsumexp of the logits is a
+    target's logit minus its log-prob logp_T."""
     logits_TV = logits_TV.to(p_TV.dtype)
     logsumexp_T = logits_TV.gather(1, target_T[:, None])[:, 0] - logp_T
     return logsumexp_T - torch.linalg.vecdot(p_TV, logits_TV)
@@ -70,15 +85,22 @@ class Head(torch.autograd.Function):
     """Log-probs (T,) of the targets from hidden states (T, C) and the head's matrix (V, C), chunk by chunk; and the
     entropy (T,) of the distributions, without a gradient, or None.
 
-    The forward computes and keeps the gradient by the logits of the first chunks; the backward computes that of the
-    others again. The matrix's gradient is added up in one place.
+    The forward saves the gradient by the logits for the first chunks; for the other chunks the backward computes
+    logits and gradient again. All chunks add their part of the matrix's gradient to one tensor.
 
-    If the matrix is frozen, every chunk's gradient by the logits is multiplied with the matrix at once: this leaves C
-    numbers a target, which the backward only multiplies with the gradient of the target's log-prob.
+    If the matrix is frozen, the forward multiplies every chunk's gradient by the logits with the matrix at once. This
+    leaves C numbers a target, which the backward only multiplies with the gradient of the target's log-prob.
     """
 
     @staticmethod
-    def forward(ctx, h_TC, w_VC, target_T, cap, chunks: Chunks):
+    def forward(
+        ctx: FunctionCtx,
+        h_TC: torch.Tensor,
+        w_VC: torch.Tensor,
+        target_T: torch.Tensor,
+        cap: float | None,
+        chunks: Chunks,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """cap: softcap of the logits, or None."""
         frozen = not ctx.needs_input_grad[1]
         ctx.sum_dtype = h_TC.dtype
@@ -86,11 +108,17 @@ class Head(torch.autograd.Function):
             ctx.sum_dtype = torch.promote_types(w_VC.dtype, torch.float32)
         w_VC = w_VC.to(h_TC.dtype)
         ctx.save_for_backward(h_TC, w_VC, target_T)
-        ctx.cap, ctx.chunks = cap, chunks
-        ctx.grads = []  # of the logits; of the hidden states if the matrix is frozen
-        logps, entropies = [], []
-        for i, (h, target) in enumerate(zip(h_TC.split(chunks.size), target_T.split(chunks.size))):
-            save = chunks.saved is not None and (frozen or i < chunks.saved)
+        ctx.cap = cap
+        ctx.chunks = chunks
+        ctx.grads = []  # by the logits; by the hidden states if the matrix is frozen
+        parts = list(zip(h_TC.split(chunks.size), target_T.split(chunks.size)))
+        n_saved = 0
+        if chunks.saved_gradients is not None:
+            n_saved = len(parts) if frozen else chunks.saved_gradients
+        logps = []
+        entropies = []
+        for i, (h, target) in enumerate(parts):
+            save = i < n_saved
             logp, entropy, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
             logps.append(logp)
             entropies.append(entropy)
@@ -104,15 +132,15 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, g_T, _):
-        """g_T: gradient of the loss by the log-probs."""
+    def backward(ctx: FunctionCtx, g_T: torch.Tensor, _: None) -> tuple:
+        """g_T: gradient of the loss by the log-probs. The entropy has none."""
         h_TC, w_VC, target_T = ctx.saved_tensors
         minus_g_T1 = -g_T[:, None]  # Head.chunk returns minus the gradient of a log-prob
         if not ctx.needs_input_grad[1]:
             dh_TC = (minus_g_T1 * torch.cat(ctx.grads)).to(h_TC.dtype)
             return dh_TC, None, None, None, None
-        saved = iter(ctx.grads)
-        ctx.grads = None  # the graph may outlive this call; the kept gradients should not
+        saved_grads = iter(ctx.grads)
+        ctx.grads = None  # the graph may outlive this call; the saved gradients should not
         dh_TC = torch.empty_like(h_TC)
         dw_VC = torch.zeros_like(w_VC, dtype=ctx.sum_dtype)
         # g multiplies the (T, C) side of each product, which is smaller than (T, V)
@@ -120,7 +148,7 @@ class Head(torch.autograd.Function):
         size = ctx.chunks.size
         parts = zip(h_TC.split(size), gh_TC.split(size), target_T.split(size), dh_TC.split(size))
         for h, gh, target, dh in parts:
-            grad_TV = next(saved, None)
+            grad_TV = next(saved_grads, None)
             if grad_TV is None:
                 chunks = ctx.chunks._replace(entropy=False)
                 *_, grad_TV = Head.chunk(h, w_VC, target, ctx.cap, chunks, True)
@@ -129,37 +157,46 @@ class Head(torch.autograd.Function):
         return (minus_g_T1 * dh_TC).to(h_TC.dtype), dw_VC, None, None, None
 
     @staticmethod
-    def chunk(h_TC, w_VC, target_T, cap, chunks: Chunks, need_grad: bool):
+    def chunk(
+        h_TC: torch.Tensor,
+        w_VC: torch.Tensor,
+        target_T: torch.Tensor,
+        cap: float | None,
+        chunks: Chunks,
+        need_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Log-probs (T,) of the targets, the entropy (T,) or None, and minus the log-probs' gradient by the logits
         (T, V): softmax - one-hot, times the softcap's derivative. The gradient is None unless need_grad."""
         logits_TV = h_TC @ w_VC.T
-        logps, entropies = [], []
+        logps = []
+        entropies = []
         for logits, target in zip(logits_TV.split(chunks.softmax), target_T.split(chunks.softmax)):
             capped = logits
             if cap is not None:
                 tanh = (logits / cap).tanh_()
                 capped = cap * tanh
-            logp, p = logp_of(capped, target)
+            logp, logp_TV = logp_of(capped, target)
             logps.append(logp)
             if need_grad or chunks.entropy:
-                p = p.exp_()  # log-probs become probabilities
+                p_TV = logp_TV.exp_()  # in place: log-probs become probabilities
             if chunks.entropy:
-                entropies.append(entropy_of(capped, p, target, logp))
+                entropies.append(entropy_of(capped, p_TV, target, logp))
             if need_grad:
                 row = torch.arange(len(target), device=target.device)
-                p[row, target] -= 1  # and now minus the gradient
+                p_TV[row, target] -= 1  # probabilities become minus the gradient
                 if cap is not None:
-                    p *= 1 - tanh.square()
-                logits.copy_(p)  # in place: the logits are not needed any more
+                    p_TV *= 1 - tanh.square()
+                logits.copy_(p_TV)  # in place: the logits are not needed any more
         entropy = torch.cat(entropies) if chunks.entropy else None
-        return torch.cat(logps), entropy, logits_TV if need_grad else None
+        grad_TV = logits_TV if need_grad else None
+        return torch.cat(logps), entropy, grad_TV
 
 
-def add_product(out, a, b) -> None:
+def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out += a @ b, added up in the dtype of `out`."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif out.is_cuda and multiplies_bfloat16(out.device):
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:  # neither on a CPU nor on an older GPU has addmm an out_dtype
+    else:  # on a CPU, and on an older GPU, addmm has no out_dtype
         out += a.to(out.dtype) @ b.to(out.dtype)

@@ -1,8 +1,8 @@
 """What a GPT computes on a packed batch: log-probs of completions, or logits of the next token.
 
-Two codes compute it. GPT: the one to read and edit, for GPT-2 and the Llama shape, with litgpt's
-config, names and MLPs. TransformersGPT: transformers' own class, for every other type. Both have our
-attention (attention.py), head (head.py) and LoRA layers (models/lora.py). Where weights come from: models/load.py.
+There are two codes. GPT is the one to read and edit: for GPT-2 and the Llama shape, with litgpt's
+config, names and MLPs. TransformersGPT is transformers' own class, for every other type. Both have our
+attention (attention.py), head (head.py) and LoRA layers (models/lora.py). models/load.py loads the weights.
 
 Shape letters, besides those of attention.py:
 
@@ -12,6 +12,7 @@ Shape letters, besides those of attention.py:
 
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ import litgpt.model
 import torch
 import transformers
 from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from attention import KVCache, Layer, PackedAttention, Prompts
@@ -38,23 +41,22 @@ class Scores(NamedTuple):
     outputs: torch.Tensor | None = None
     """(B, K, L, ...): what the objective's module gives at each token; None without a module."""
     entropy: torch.Tensor | None = None
-    """(B, K), if it is asked for: for each completion the sum over its tokens of the entropy, in
+    """(B, K), if the caller asked for it: for each completion the sum over its tokens of the entropy, in
     nats, of the distribution from which the token is drawn. Without gradient."""
     prompts: Prompts | None = None
-    """What the forward left of its prompts, if it was asked to keep them."""
+    """Keys, values and hidden states of the prompts, if the caller asked for them."""
 
 
 class Packed:
-    """What both codes do with a PackedBatch or a KVCache. A model has, besides: config, blocks,
-    embedding, lm_head, max_seq_length, hidden."""
+    """What both codes do with a PackedBatch or a KVCache. Each adds: config, blocks, embedding, lm_head,
+    max_seq_length, hidden."""
 
     # {transformers' name of a weight: our weight, and which rows of it}
     rows: dict[str, Rows]
     # True: the backward runs blocks again instead of saving their activations
     activation_checkpointing = False
 
-    # of the objective's own (train.Objective.make_module): trained and saved with the model, never
-    # exported
+    # made by objective.Objective.make_module: trained and saved with the model, never exported
     objective_module: nn.Module | None
 
     def forward(
@@ -64,16 +66,16 @@ class Packed:
         keeps_prompts: bool = False,
         by_token: bool = False,
         entropy: bool = False,
-    ):
+    ) -> Scores | torch.Tensor:
         """PackedBatch -> Scores. prompts: of an earlier forward; then completions alone are computed.
-        keeps_prompts: leave this forward's prompts in the scores. by_token: log-probs of each token
-        (B, K, L), not of completions (B, K). entropy: that of the distributions, too.
+        keeps_prompts: return this forward's prompts in the scores. by_token: log-probs of each token
+        (B, K, L), not of completions (B, K). entropy: return the distributions' entropy, too.
 
         KVCache -> (B, V) logits of the next tokens, in float32."""
         if isinstance(x, KVCache):
             h_RQC = self.hidden(x.token_RQ, x.position_RQ, x)
             return self.head(h_RQC.flatten(0, 1)[x.last_B]).float()
-        # transformers' classes would compute what no text of theirs has taught them
+        # transformers' classes would go on at positions that the model has never seen in its training
         if x.max_keys > self.max_seq_length:
             raise BadInput(
                 f"a text of {x.max_keys + 1} tokens, a prompt with a completion, exceeds the model's "
@@ -93,30 +95,35 @@ class Packed:
         entropy_BK = x.sums(entropy_T) if entropy else None
         return Scores(logps, outputs, entropy_BK, attention.kept)
 
-    def _module_outputs(self, h_TC):
-        """What the objective's module makes of the hidden states: (T, ...), at least in float32.
-        Raises Failed."""
+    def _module_outputs(self, h_TC: torch.Tensor) -> torch.Tensor:
+        """The objective's module applied to the hidden states: (T, ...), at least in float32. Raises
+        Failed where the module does not return one output a token."""
         with torch.autocast(h_TC.device.type, enabled=False):
             out_T = self.objective_module(h_TC.to(torch.promote_types(h_TC.dtype, torch.float32)))
         if out_T.shape[:1] != h_TC.shape[:1]:
-            T, shape = len(h_TC), tuple(out_T.shape)
-            raise Failed(f"make_module: one output a token, shape ({T}, ...), not {shape}")
+            expected = f"one output a token, shape ({len(h_TC)}, ...)"
+            raise Failed(f"make_module: {expected}, not {tuple(out_T.shape)}")
         return out_T
 
-    def run_block(self, block, *inputs):
+    def run_block(self, block: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
+        """block(*inputs), or the same under activation checkpointing."""
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
 
-    def logp(self, h_TC, target_T, entropy: bool = False):
+    def logp(
+        self, h_TC: torch.Tensor, target_T: torch.Tensor, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together. And
         the entropy (T,), or None."""
-        device, cap = h_TC.device.type, self.config.final_logit_softcapping
-        chunks = Chunks.of(device, self.config.padded_vocab_size, entropy)
+        chunks = Chunks.of(h_TC.device.type, self.config.padded_vocab_size, entropy)
         if self.plain_head:
+            cap = self.config.final_logit_softcapping
             return Head.apply(autocast(h_TC), self.lm_head.weight, target_T, cap, chunks)
 
-        def chunk_logp(h_TC, target_T):
+        def chunk_logp(
+            h_TC: torch.Tensor, target_T: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
             logits_TV = self.head(h_TC)
             logp_T, logp_TV = logp_of(logits_TV, target_T)
             if not entropy:
@@ -124,23 +131,29 @@ class Packed:
             with torch.no_grad():
                 return logp_T, entropy_of(logits_TV, logp_TV.exp(), target_T, logp_T)
 
-        # a head with a bias or adapters: autograd, with the logits of each chunk computed again in the
-        # backward
-        parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
-        logps, entropies = zip(
-            *[checkpoint(chunk_logp, h, t, use_reentrant=False) for h, t in parts]
-        )
-        return torch.cat(logps), torch.cat(entropies) if entropy else None
+        # A head with a bias or adapters goes through autograd. The backward computes the logits of each
+        # chunk again.
+        logps = []
+        entropies = []
+        for h, target in zip(h_TC.split(chunks.size), target_T.split(chunks.size)):
+            logp_T, entropy_T = checkpoint(chunk_logp, h, target, use_reentrant=False)
+            logps.append(logp_T)
+            entropies.append(entropy_T)
+        if not entropy:
+            return torch.cat(logps), None
+        return torch.cat(logps), torch.cat(entropies)
 
-    def head(self, h):
-        """Hidden states (..., C) -> logits (..., V), softcapped where the model does that."""
+    def head(self, h: torch.Tensor) -> torch.Tensor:
+        """Hidden states (..., C) -> logits (..., V), softcapped if the model's config says so."""
         logits = self.lm_head(h)
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is None:
+            return logits
+        return cap * torch.tanh(logits / cap)
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a mixture of experts, which transformers holds joined."""
+        """Whether the model is a mixture of experts: transformers joins their matrices in one tensor."""
         return any(p.dim() > 2 for p in self.blocks.parameters())
 
     @property
@@ -153,8 +166,8 @@ class Packed:
         """Whether the head's matrix is the embedding."""
         return getattr(self.lm_head, "weight", None) is self.embedding.weight
 
-    def to_empty(self, **options):
-        """As torch's, but a tied head stays tied."""
+    def to_empty(self, **options: object) -> "Packed":
+        """nn.Module.to_empty, after which a tied head is tied again."""
         tied = self.tied
         super().to_empty(**options)
         if tied:
@@ -162,19 +175,20 @@ class Packed:
         return self
 
     def cache_bytes(self, slots: int) -> int:
-        """Bytes of a KVCache for one sequence. It holds what linear layers give: autocast's dtype where
-        autocast is on."""
-        c, weight = self.config, self.embedding.weight
+        """Bytes of a KVCache for one sequence. Keys and values have the dtype of linear layers' outputs:
+        autocast's dtype where autocast is on."""
+        c = self.config
         numbers = 2 * c.n_layer * c.n_query_groups * c.head_size * slots
+        weight = self.embedding.weight
         output = autocast(torch.empty(0, dtype=weight.dtype, device=weight.device))
         return numbers * output.element_size()
 
     def unique_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by name. A tied head appears only as the embedding; those of the objective's
-        module are objective_module.*"""
+        """Parameters by name. A tied head appears only as the embedding; the parameters of the
+        objective's module are objective_module.*"""
         # after a forward without backward FSDP2 leaves gathered copies in place of the root's
         # parameters
-        if hasattr(self, "reshard"):
+        if isinstance(self, FSDPModule):
             self.reshard()
         parameters = dict(self.named_parameters(remove_duplicate=False))
         if self.tied:
@@ -185,7 +199,7 @@ class Packed:
 # ---- the GPT to read and edit --------------------------------------------------------------------
 
 
-# What litgpt's Config can ask for and GPT does not compute: each field with the only value that fits.
+# Fields of litgpt's Config for which GPT computes one value alone.
 FIXED = dict(
     parallel_residual=False, shared_attention_norm=False, norm_1=True, norm_2=True,
     post_attention_norm=False, post_mlp_norm=False, norm_qk_type="default",
@@ -196,8 +210,8 @@ FIXED = dict(
 
 
 class GPT(Packed, nn.Module):
-    """GPT-2, or a model of Llama's shape. Its modules have litgpt's names and order, in which
-    named_parameters gives them and first weights are drawn.
+    """GPT-2, or a model of Llama's shape. Its modules have litgpt's names and litgpt's order: the order of
+    named_parameters, and in which a new model's weights are drawn.
 
     Raises ValueError for a config that asks for what GPT does not compute."""
 
@@ -206,23 +220,25 @@ class GPT(Packed, nn.Module):
 
     def __init__(self, config: litgpt.Config):
         super().__init__()
-        for name, value in FIXED.items():
-            if getattr(config, name) != value:
-                raise ValueError(f"{name}={getattr(config, name)}: GPT computes {value} alone")
+        for name, fixed in FIXED.items():
+            value = getattr(config, name)
+            if value != fixed:
+                raise ValueError(f"{name}={value}: GPT computes {fixed} alone")
         if config.rope_n_elem not in (0, config.head_size):
             raise ValueError(f"rotary_percentage={config.rotary_percentage}: GPT computes 0 or 1")
         self.config = config
         self.max_seq_length = config.block_size
         self.objective_module = None
-        V, C = config.padded_vocab_size, config.n_embd
+        V = config.padded_vocab_size
+        C = config.n_embd
         self.lm_head = nn.Linear(C, V, bias=config.lm_head_bias)
-        windowed = config.sliding_window_indices or [False] * config.n_layer
-        windows = [config.sliding_window_size if x else None for x in windowed[: config.n_layer]]
         self.transformer = nn.ModuleDict()
         self.transformer["wte"] = nn.Embedding(V, C)
-        self.transformer["h"] = nn.ModuleList(
-            self.block_class(config, window) for window in windows
-        )
+        self.transformer["h"] = nn.ModuleList()
+        is_windowed = config.sliding_window_indices or [False] * config.n_layer
+        for i in range(config.n_layer):
+            window = config.sliding_window_size if is_windowed[i] else None
+            self.transformer["h"].append(self.block_class(config, window))
         self.transformer["ln_f"] = Norm(config, C)
         if config.rope_n_elem == 0:  # GPT-2: learned positions instead of rotary ones
             self.transformer["wpe"] = nn.Embedding(config.block_size, C)
@@ -243,18 +259,24 @@ class GPT(Packed, nn.Module):
     def embedding(self) -> nn.Embedding:
         return self.transformer.wte
 
-    def hidden(self, token_RQ, position_RQ, attention: PackedAttention | KVCache):
+    def hidden(
+        self,
+        token_RQ: torch.Tensor,
+        position_RQ: torch.Tensor,
+        attention: PackedAttention | KVCache,
+    ) -> torch.Tensor:
         """-> last hidden states (R, Q, C)."""
         x_RQC = self.transformer.wte(token_RQ)
         if "wpe" in self.transformer:
             x_RQC = x_RQC + self.transformer.wpe(position_RQ)
-        cos, sin = self.cos[position_RQ], self.sin[position_RQ]
+        cos_RQD = self.cos[position_RQ]
+        sin_RQD = self.sin[position_RQ]
         for block in self.blocks:
-            x_RQC = self.run_block(block, x_RQC, cos, sin, attention)
+            x_RQC = self.run_block(block, x_RQC, cos_RQD, sin_RQD, attention)
         return self.transformer.ln_f(x_RQC)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """First weights of a model that is made here: gpt.apply(gpt._init_weights)"""
+        """Draw the weights of a new model: gpt.apply(gpt._init_weights)"""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -262,18 +284,26 @@ class GPT(Packed, nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP; each reads a norm of what there is, and adds to it."""
+    """Attention, then an MLP. Each reads a norm of the hidden states and adds its output to them."""
 
     def __init__(self, config: litgpt.Config, window: int | None):
         super().__init__()
         self.norm_1 = Norm(config, config.n_embd)
         self.attn = Attention(config, window)
         self.norm_2 = Norm(config, config.n_embd)
-        gated = config.mlp_class_name == "LLaMAMLP"
-        self.mlp = GatedMLP(config) if gated else config.mlp_class(config)
+        if config.mlp_class_name == "LLaMAMLP":
+            self.mlp = GatedMLP(config)
+        else:
+            self.mlp = config.mlp_class(config)
 
-    def forward(self, x_RQC, cos_RQD, sin_RQD, attention: PackedAttention | KVCache):
-        # autocast: once here, else each linear layer that reads the norm would cast it again
+    def forward(
+        self,
+        x_RQC: torch.Tensor,
+        cos_RQD: torch.Tensor,
+        sin_RQD: torch.Tensor,
+        attention: PackedAttention | KVCache,
+    ) -> torch.Tensor:
+        # autocast: once here, else each linear layer that reads the norm would cast the norm again
         y_RQC = self.attn(autocast(self.norm_1(x_RQC)), cos_RQD, sin_RQD, attention)
         x_RQC = x_RQC + y_RQC
         return x_RQC + self.mlp(autocast(self.norm_2(x_RQC)))
@@ -283,37 +313,48 @@ GPT.block_class = Block
 
 
 class Attention(nn.Module):
-    """Queries, keys and values of a layer, and what is made of them. Query heads may share a key
-    head. Who attends to whom is not known here.
+    """Queries, keys and values of a layer, and the layer's output. Query heads may share a key head.
+    Which token attends to which is left to attention.py.
 
     window: a token sees itself and the window - 1 tokens before it; None: all of them."""
 
     def __init__(self, config: litgpt.Config, window: int | None):
         super().__init__()
         self.window = window
-        self.n_head, self.n_keys = config.n_head, config.n_query_groups
+        self.n_head = config.n_head
+        self.n_keys = config.n_query_groups
         self.head_size = config.head_size
         n_heads = self.n_head + 2 * self.n_keys
         self.qkv = nn.Linear(
             config.n_embd, n_heads * self.head_size, bias=config.bias or config.attn_bias
         )
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
-        self.norm_q = self.norm_k = None
+        self.norm_q = None
+        self.norm_k = None
         if config.norm_qk:
             self.norm_q = Norm(config, self.head_size)
             self.norm_k = Norm(config, self.head_size)
         self.rotates = config.rope_n_elem > 0
 
-    def forward(self, x_RQC, cos_RQD, sin_RQD, attention: PackedAttention | KVCache):
+    def forward(
+        self,
+        x_RQC: torch.Tensor,
+        cos_RQD: torch.Tensor,
+        sin_RQD: torch.Tensor,
+        attention: PackedAttention | KVCache,
+    ) -> torch.Tensor:
         """-> (R, Q, C). The cosines and sines are those of the tokens' positions."""
         heads = self.qkv(x_RQC).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         q, k, v = heads.split([self.n_head, self.n_keys, self.n_keys], dim=1)  # (R, heads, Q, D)
         if self.norm_q is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
+            q = self.norm_q(q)
+            k = self.norm_k(k)
         if self.rotates:
-            q, k = Rotation.apply(q, cos_RQD, sin_RQD), Rotation.apply(k, cos_RQD, sin_RQD)
+            q = Rotation.apply(q, cos_RQD, sin_RQD)
+            k = Rotation.apply(k, cos_RQD, sin_RQD)
         layer = Layer(self, self.window, 1 / math.sqrt(self.head_size), cap=None)
-        return self.proj(attention.attend(layer, q, k, v).transpose(1, 2).flatten(2))
+        out = attention.attend(layer, q, k, v)  # (R, heads, Q, D)
+        return self.proj(out.transpose(1, 2).flatten(2))
 
 
 class Norm(nn.Module):
@@ -323,44 +364,81 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(size))
-        with_bias = config.norm_class_name == "LayerNorm"
-        self.bias = nn.Parameter(torch.zeros(size)) if with_bias else None
+        self.bias = None
+        if config.norm_class_name == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(size))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """-> a tensor of x's shape and dtype."""
         size = self.weight.shape
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)  # the kernels want one for both
+        # the kernels want x and weight in one dtype
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
         if self.bias is not None:
             y = nn.functional.layer_norm(x.to(dtype), size, self.weight, self.bias, self.eps)
             return y.to(x.dtype)
-        # one kernel: under autocast a GPU would make float32 of what it reads and writes
+        # without autocast, which on a GPU would add kernels that cast to float32 and back
         with torch.autocast(x.device.type, enabled=False):
-            return nn.functional.rms_norm(x.to(dtype), size, self.weight, self.eps).to(x.dtype)
+            return RMSNorm.apply(x.to(dtype), self.weight, self.eps).to(x.dtype)
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / sqrt(mean of x^2 + eps) * weight over the last dimension (arXiv 1910.07467). On a GPU each way is one
+    kernel; on a CPU torch has none for the backward, which is the formula then."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y, inverse_rms = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        x, weight, inverse_rms = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        try:
+            grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+                grad, x, weight.shape, inverse_rms, weight, needed
+            )
+            return grad_x, grad_weight, None
+        except NotImplementedError:
+            pass
+        normal = x * inverse_rms
+        scaled = grad * weight
+        mean = (scaled * normal).mean(-1, keepdim=True)
+        grad_x = inverse_rms * (scaled - normal * mean)
+        grad_weight = None
+        if needed[1]:
+            grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class Rotation(torch.autograd.Function):
     """Rotary positions: of a head's D numbers, i and i + D / 2 are turned as one point of a plane.
-    Autograd by itself would negate, join and copy halves of heads, too."""
+    A function of its own because autograd's backward would also negate, join and copy halves of heads."""
 
     @staticmethod
-    def forward(ctx, x, cos_RQD, sin_RQD):
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor
+    ) -> torch.Tensor:
         """x: (R, heads, Q, D)"""
         ctx.save_for_backward(cos_RQD, sin_RQD)
         return rotate(x, cos_RQD, sin_RQD)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos_RQD, sin_RQD = ctx.saved_tensors
         return rotate(grad, cos_RQD, -sin_RQD), None, None
 
 
-def rotate(x, cos_RQD, sin_RQD):
+def rotate(x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor) -> torch.Tensor:
     """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
-    the two dtypes, and rounded to that of x."""
-    cos, sin = cos_RQD[:, None], sin_RQD[:, None]
-    y = x * cos
-    (x_1, x_2), (y_1, y_2), (sin_1, sin_2) = x.chunk(2, -1), y.chunk(2, -1), sin.chunk(2, -1)
+    the two dtypes, then rounded to the dtype of x."""
+    y = x * cos_RQD[:, None]
+    x_1, x_2 = x.chunk(2, -1)
+    y_1, y_2 = y.chunk(2, -1)
+    sin_1, sin_2 = sin_RQD[:, None].chunk(2, -1)
     y_1 -= x_2 * sin_1
     y_2 += x_1 * sin_2
     return y.to(x.dtype)
@@ -369,29 +447,29 @@ def rotate(x, cos_RQD, sin_RQD):
 class GatedMLP(litgpt.model.LLaMAMLP):
     """The Llama shape's MLP."""
 
-    def forward(self, x_RQC):
+    def forward(self, x_RQC: torch.Tensor) -> torch.Tensor:
         return self.proj(SwiGLU.apply(self.fc_1(x_RQC), self.fc_2(x_RQC)))
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. The backward computes silu(gate) again: it is as wide as the MLP, and autograd
-    would save it for each layer beside gate, up and the product."""
+    """silu(gate) * up. The backward computes silu(gate) again. Autograd would save silu(gate), which is as
+    wide as the MLP, for each layer beside gate, up and the product."""
 
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx: FunctionCtx, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         return nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, nn.functional.silu(gate).mul_(grad)
 
 
-def _sizes(c) -> dict:
-    """What litgpt's Config says of every model, of a text config of transformers."""
+def _sizes(c: transformers.PretrainedConfig) -> dict:
+    """The fields of litgpt's Config that every model needs, from a text config of transformers."""
     return dict(
         block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
         n_head=c.num_attention_heads, n_query_groups=getattr(c, "num_key_value_heads", None),
@@ -400,17 +478,17 @@ def _sizes(c) -> dict:
     )  # fmt: skip
 
 
-def litgpt_config(c) -> litgpt.Config | None:
+def litgpt_config(c: transformers.PretrainedConfig) -> litgpt.Config | None:
     """litgpt's Config for a config of transformers; None where GPT would compute something
     else."""
     kind = c.model_type
     if kind == "gpt2" and c.activation_function == "gelu_new":
-        own = dict(
+        shape = dict(
             rotary_percentage=0.0, bias=True, norm_class_name="LayerNorm", norm_eps=c.layer_norm_epsilon,
             mlp_class_name="GptNeoxMLP", gelu_approximate="tanh", intermediate_size=c.n_inner,
         )  # fmt: skip
     elif kind in ("llama", "mistral", "qwen2", "qwen3") and c.hidden_act == "silu":
-        own = dict(
+        shape = dict(
             rotary_percentage=1.0, bias=getattr(c, "mlp_bias", False), norm_class_name="RMSNorm",
             norm_eps=c.rms_norm_eps, mlp_class_name="LLaMAMLP", intermediate_size=c.intermediate_size,
             attn_bias=kind == "qwen2" or getattr(c, "attention_bias", False), norm_qk=kind == "qwen3",
@@ -418,19 +496,18 @@ def litgpt_config(c) -> litgpt.Config | None:
     else:
         return None
     layers = getattr(c, "layer_types", None) or [kind] * c.num_hidden_layers
-    # mistral: all layers, and no layer_types
-    windowed = [layer in ("sliding_attention", "mistral") for layer in layers]
+    # mistral has no layer_types, and a window in all layers
+    is_windowed = [layer in ("sliding_attention", "mistral") for layer in layers]
+    window = c.sliding_window if any(is_windowed) else None
     return litgpt.Config(
-        **_sizes(c), **own, parallel_residual=False,
-        sliding_window_size=c.sliding_window if any(windowed) else None,
-        sliding_window_indices=windowed,
+        **_sizes(c), **shape, parallel_residual=False,
+        sliding_window_size=window, sliding_window_indices=is_windowed,
     )  # fmt: skip
 
 
-def litgpt_model(hf) -> GPT | None:
+def litgpt_model(hf: transformers.PreTrainedModel) -> GPT | None:
     """A GPT of the shape of transformers' model, on the meta device; None where it does not fit."""
-    c = hf.config
-    config = litgpt_config(c)
+    config = litgpt_config(hf.config)
     if config is None:
         return None
     with torch.device("meta"):
@@ -438,42 +515,45 @@ def litgpt_model(hf) -> GPT | None:
     if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight:
         gpt.lm_head.weight = gpt.embedding.weight
     gpt.rows = litgpt_rows(hf.state_dict())
-    ends = {r.name: r.span.stop for r in gpt.rows.values()}
-    if ends != {name: len(x) for name, x in gpt.state_dict().items()}:
-        return None  # such as biases of the attention's output alone
+    # of each of our weights all rows must come from transformers' weights
+    ends = {rows.name: rows.span.stop for rows in gpt.rows.values()}
+    if ends != {name: len(weight) for name, weight in gpt.state_dict().items()}:
+        return None  # for example if only the attention's output has a bias
     if config.rope_n_elem and 2 * len(hf.model.rotary_emb.inv_freq) != config.head_size:
         return None  # only a part of each head is rotated
     return gpt
 
 
 @torch.no_grad()
-def copy_from(gpt: GPT, hf) -> None:
-    """Give a model of litgpt_model the weights of transformers' model, and its tables of rotary
-    positions."""
-    weights = hf.state_dict()
+def copy_from(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
+    """Copy the weights of transformers' model, and its tables of rotary positions, into a model that
+    litgpt_model made."""
+    hf_weights = hf.state_dict()
     gpt.to_empty(device="cpu")
-    ours = gpt.state_dict()
-    for name, r in gpt.rows.items():
-        r.of(ours[r.name]).copy_(weights[name])
+    gpt_weights = gpt.state_dict()
+    for name, rows in gpt.rows.items():
+        rows.of(gpt_weights[rows.name]).copy_(hf_weights[name])
     if gpt.config.rope_n_elem:
         position_1N = torch.arange(gpt.config.block_size)[None]
-        # in the dtype of its first argument
-        gpt.cos, gpt.sin = (x[0] for x in hf.model.rotary_emb(hf.lm_head.weight, position_1N))
+        # rotary_emb returns the dtype of its first argument
+        cos_1ND, sin_1ND = hf.model.rotary_emb(hf.lm_head.weight, position_1N)
+        gpt.cos = cos_1ND[0]
+        gpt.sin = sin_1ND[0]
 
 
 # ---- transformers' own class ---------------------------------------------------------------------
 
 ATTENTION = "packed"  # the name under which transformers finds our attention
-# The current forward's attention, and the layers that have asked for it: not every class of
-# transformers hands arguments on to its layers.
+# The current forward's attention, and the layers that have called it. A global, because not every class
+# of transformers hands arguments on to its layers.
 FORWARD = SimpleNamespace(attention=None, called=set())
 
 
 class TransformersGPT(Packed, nn.Module):
-    """transformers' decoder and head with our attention. What else its model has (a vision tower)
-    stays out."""
+    """transformers' decoder and head with our attention. Other parts of transformers' model, such as a
+    vision tower, stay out."""
 
-    def __init__(self, hf):
+    def __init__(self, hf: transformers.PreTrainedModel):
         super().__init__()
         self.objective_module = None
         transformers.AttentionInterface.register(ATTENTION, _attend)
@@ -482,21 +562,21 @@ class TransformersGPT(Packed, nn.Module):
         c = hf.config.get_text_config()
         self.config = litgpt.Config(**_sizes(c), n_expert_per_token=_experts_per_token(c))
         self.max_seq_length = self.config.block_size
-        self.decoder, self.lm_head = hf.get_decoder(), hf.get_output_embeddings()
-        of_module = {module: name for name, module in hf.named_modules()}
+        self.decoder = hf.get_decoder()
+        self.lm_head = hf.get_output_embeddings()
+        hf_names = {module: name for name, module in hf.named_modules()}
         self.rows = {}
-        for ours in self.state_dict():
-            part, _, rest = ours.partition(".")
-            self.rows[f"{of_module[getattr(self, part)]}.{rest}"] = Rows(ours)
+        for name in self.state_dict():
+            part, _, rest = name.partition(".")  # part: decoder or lm_head
+            self.rows[f"{hf_names[self.get_submodule(part)]}.{rest}"] = Rows(name)
         # factors of the logits: the head is linear, so they may multiply the hidden states
         self.hidden_scale = getattr(c, "logit_scale", 1) / getattr(c, "logits_scaling", 1)
-        self.embedding.padding_idx = None  # that token's row would have no gradient
+        self.embedding.padding_idx = None  # the padding token's row would have no gradient
         for block in self.blocks:
             block.forward = functools.partial(_block_forward, self, block)
         for module in self.blocks.modules():
-            if hasattr(
-                module, "is_transposed"
-            ):  # transformers multiplies by all its experts at once
+            # transformers gives this field to layers that multiply by all experts at once
+            if hasattr(module, "is_transposed"):
                 module.forward = functools.partial(_experts_forward, module)
 
     @property
@@ -509,74 +589,100 @@ class TransformersGPT(Packed, nn.Module):
         modules = self.decoder.modules()
         return next(m for m in modules if isinstance(m, nn.ModuleList) and len(m) == n)
 
-    def hidden(self, token_RQ, position_RQ, attention):
-        """-> last hidden states (R, Q, C)."""
-        FORWARD.attention, FORWARD.called = attention, set()
-        # Nothing is padded. Without these ones transformers would look whether the row is packed, and
-        # wait for the device to know it.
+    def hidden(
+        self,
+        token_RQ: torch.Tensor,
+        position_RQ: torch.Tensor,
+        attention: PackedAttention | KVCache,
+    ) -> torch.Tensor:
+        """-> last hidden states (R, Q, C). Raises ValueError where layers do not call our attention."""
+        FORWARD.attention = attention
+        FORWARD.called = set()
+        # Nothing is padded. Without a mask of ones transformers would read the positions to see whether the
+        # row is packed, and so wait for the device.
         ones_RQ = torch.ones_like(token_RQ, dtype=torch.bool)
         y = self.decoder(
             input_ids=token_RQ, attention_mask=ones_RQ, position_ids=position_RQ, use_cache=False
         )
         FORWARD.attention = None
-        called, n = len(FORWARD.called), self.config.n_layer
-        if called != n:
-            raise ValueError(f"{called} of {n} layers have an attention that can be replaced")
+        n_called = len(FORWARD.called)
+        n_layers = self.config.n_layer
+        if n_called != n_layers:
+            raise ValueError(
+                f"{n_called} of {n_layers} layers have an attention that can be replaced"
+            )
         return y.last_hidden_state * self.hidden_scale
 
 
-def _window_as_mask(local_size: int | None = None, use_vmap: bool = False, **_unused) -> int | None:
-    """In place of a mask: the window of the layers that it is for."""
+def _window_as_mask(
+    local_size: int | None = None, use_vmap: bool = False, **_unused: object
+) -> int | None:
+    """What transformers hands to layers in place of a mask: their window (see attention.Layer)."""
     if use_vmap:
         raise ValueError("attention: a mask of its own is not supported")
     return local_size
 
 
-def _attend(module, query, key, value, attention_mask=None, scaling=None, softcap=None, **_unused):
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_unused: object,
+) -> tuple[torch.Tensor, None]:
     """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
     D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of models/load.py sees it."""
-    layer = Layer(module, attention_mask, scaling, softcap)  # the mask: see _window_as_mask
+    window = attention_mask  # see _window_as_mask
+    layer = Layer(module, window, scaling, softcap)
     FORWARD.called.add(module)
-    # Under autocast transformers rotates queries and keys in float32. Attention would cast them
-    # anyway, but flash attention is chosen by what it gets, and a cache holds it.
-    query, key, value = map(autocast, (query, key, value))
-    out = FORWARD.attention.attend(layer, query, key, value)
+    # Under autocast transformers rotates queries and keys in float32. Attention would cast them anyway, but
+    # flash attention is chosen by their dtype, and a cache stores that dtype.
+    out = FORWARD.attention.attend(layer, autocast(query), autocast(key), autocast(value))
     return out.transpose(1, 2).contiguous(), None
 
 
 class _InAutocast:
-    """A module whose own weights are read in the type in which autocast computes products."""
+    """A module whose weights are read in the dtype in which autocast computes products."""
 
     def __init__(self, module: nn.Module):
         self._module = module
 
     def __getattr__(self, name: str):
         value = getattr(self._module, name)
-        return autocast(value) if isinstance(value, nn.Parameter) else value
+        if isinstance(value, nn.Parameter):
+            return autocast(value)
+        return value
 
 
-def _experts_forward(experts: nn.Module, *inputs, **options):
-    """The forward of a layer of experts. Autocast does not know the product of all experts,
-    grouped_mm, and transformers casts its input to the weights' float32: a fifteenth of a GPU's speed
-    in bfloat16, and the device is waited for."""
+def _experts_forward(experts: nn.Module, *inputs: object, **options: object) -> torch.Tensor:
+    """The forward of a layer of experts. Autocast does not cast grouped_mm, the product of all experts,
+    and transformers would cast its input to the weights' float32. A GPU then has a fifteenth of its speed
+    in bfloat16, and the program waits for the device."""
     return type(experts).forward(_InAutocast(experts), *inputs, **options)
 
 
-def _experts_per_token(c) -> int:
-    """How many experts a token uses, of a text config of transformers; 0 without experts."""
+def _experts_per_token(c: transformers.PretrainedConfig) -> int:
+    """How many experts a token uses, by a text config of transformers; 0 without experts."""
     for name in ("num_experts_per_tok", "moe_topk", "moe_k"):
         n = getattr(c, name, None)
+        if isinstance(n, list):
+            return n[-1]  # HunYuan has a number for each layer
         if n is not None:
-            return n[-1] if isinstance(n, list) else n  # HunYuan: a list, of all layers
+            return n
     return 0
 
 
-def _block_forward(model: TransformersGPT, block: nn.Module, *inputs, **options):
-    """A block's forward. Under activation checkpointing the backward calls it again, after the
-    forward has ended: so it puts the attention back."""
+def _block_forward(
+    model: TransformersGPT, block: nn.Module, *inputs: object, **options: object
+) -> torch.Tensor:
+    """A block's forward. Under activation checkpointing the backward calls `run` again, after the
+    forward of the model has ended: so `run` sets the attention again."""
     attention = FORWARD.attention
 
-    def run(*inputs):
+    def run(*inputs: object) -> torch.Tensor:
         FORWARD.attention = attention
         return type(block).forward(block, *inputs, **options)
 

@@ -398,7 +398,7 @@ def test_log_probs_are_the_same_to_the_bit_with_and_without_a_gradient(dtype, gp
     )
     chunks = head.Chunks(70, None, 30, gpu)
     without, _ = head.Head.apply(h_TC, w_VC, target_T, None, chunks)
-    chunks = chunks._replace(saved=2, entropy=True)
+    chunks = chunks._replace(saved_gradients=2, entropy=True)
     h_TC.requires_grad_()
     w_VC.requires_grad_()
     assert torch.equal(head.Head.apply(h_TC, w_VC, target_T, None, chunks)[0], without)
