@@ -78,17 +78,18 @@ def check_limits(
     contexts: dict[str, int],
     mismatched_pairs: bool,
 ) -> None:
-    """Refuse lengths that would meet only later, such as an answer's that is to be scored behind another
-    prompt, after hours of sampling; a line for each. Say it where answers will merely end early.
+    """Refuse lengths that would exceed a context only after hours of sampling, such as an answer that is to be
+    scored with another prompt; a line for each. Where answers will merely end early, print a line.
 
-    contexts: of model and of reference, if that is another one, in tokens. mismatched_pairs: any prompt
-    may be scored with any completion. Raises BadInput."""
+    contexts: of the model, and of the reference if that is another model, in tokens. mismatched_pairs: any
+    prompt may be scored with any completion. Raises BadInput."""
     faults = []
     samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
     for name, args in samplers.items():
         new = args.max_new_tokens or cfg.data.max_completion
         faults += sampling_faults(args, new, f"{name}.")
-        prompts = [len(e.prompt) for e in examples["val" if name == "eval" else "train"]]
+        split = "val" if name == "eval" else "train"
+        prompts = [len(e.prompt) for e in examples[split]]
         is_scored = name != "eval" and mismatched_pairs
         context = min(contexts.values()) if is_scored else contexts["model"]
         longest = max(prompts, default=0)
@@ -105,10 +106,10 @@ def check_limits(
                 say(f"{lengths}: answers to long prompts end there")
     # the records are cut to the model's own context
     if "reference" in contexts:
-        everything = sum(examples.values(), [])
-        prompts = [len(e.prompt) for e in everything]
-        completions = [max(map(len, e.completions), default=0) for e in everything]
-        longest = max(map(sum, zip(prompts, completions)))
+        all_examples = sum(examples.values(), [])
+        prompts = [len(e.prompt) for e in all_examples]
+        completions = [max(map(len, e.completions), default=0) for e in all_examples]
+        longest = max(prompt + completion for prompt, completion in zip(prompts, completions))
         if mismatched_pairs:
             longest = max(prompts) + max(completions)
         if longest > contexts["reference"]:
@@ -121,7 +122,7 @@ def check_limits(
 
 
 def sampling_faults(args: Sampling, longest: int, prefix: str = "") -> list[str]:
-    """What cannot work in settings of sampling, a line for each. longest: the most tokens of an answer."""
+    """What cannot work in settings of sampling, a line for each fault. longest: the most tokens of an answer."""
     faults = []
     if args.min_new_tokens > longest:
         faults.append(
@@ -136,7 +137,9 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter]
 ) -> None:
     """Refuse an optimizer that leaves out a trained weight: it would never change."""
-    in_groups = {p for group in optimizer.param_groups for p in group["params"]}
+    in_groups = set()
+    for group in optimizer.param_groups:
+        in_groups.update(group["params"])
     forgotten = [name for name, p in weights.items() if p.requires_grad and p not in in_groups]
     if forgotten:
         raise BadInput(

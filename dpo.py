@@ -20,12 +20,14 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
+from data import MicroBatch
 from evaluate import Checker
 from infra.console import run_cli
 from infra.parse import parse
 from infra.settings import RunSettings
-from objective import Objective, PreferenceSettings, join_columns, mean
+from objective import Baseline, Objective, PreferenceSettings, join_columns, mean
 from packing import to_device
+from records.examples import Example
 from run import setup
 from trainer import Trainer
 
@@ -33,27 +35,27 @@ from trainer import Trainer
 # of the chosen completion minus that of the rejected one, which only RPO knows.
 
 
-def dpo_loss(h_B, d_B, args):
+def dpo_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
     return -logsigmoid(args.beta * h_B)
 
 
-def ipo_loss(h_B, d_B, args):
+def ipo_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
     return (h_B - 1 / (2 * args.beta)) ** 2  # Azar et al. 2023, eq. 17
 
 
-def rpo_sq_loss(h_B, d_B, args):
+def rpo_sq_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
     return (args.beta * h_B - args.gt_reward_scale * d_B) ** 2
 
 
-def rpo_bwd_kl_loss(h_B, d_B, args):
+def rpo_bwd_kl_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
     return bernoulli_kl(args.gt_reward_scale * d_B, args.beta * h_B)
 
 
-def rpo_fwd_kl_loss(h_B, d_B, args):
+def rpo_fwd_kl_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
     return bernoulli_kl(args.beta * h_B, args.gt_reward_scale * d_B)
 
 
-def bernoulli_kl(p_logit, q_logit):
+def bernoulli_kl(p_logit: torch.Tensor, q_logit: torch.Tensor) -> torch.Tensor:
     """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))). Every log is a logsigmoid, which stays
     finite where a sigmoid rounds to 1."""
     p = torch.sigmoid(p_logit)
@@ -99,7 +101,7 @@ class DPO(Objective):
         self.args = args
         self.average_logps = args.average_logps
 
-    def true_margin(self, examples):
+    def true_margin(self, examples: list[Example]) -> torch.Tensor:
         """d (B,): from a record's own rewards, or the settings' defaults."""
         margins = []
         for example in examples:
@@ -109,7 +111,13 @@ class DPO(Objective):
             margins.append(chosen - rejected)
         return torch.tensor(margins)
 
-    def loss(self, logps, ref_logps, batch, z_B):
+    def loss(
+        self,
+        logps: torch.Tensor,
+        ref_logps: torch.Tensor | None,
+        batch: MicroBatch,
+        z_B: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         args = self.args
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
@@ -127,7 +135,7 @@ class DPO(Objective):
             "logps/rejected": logps[:, 1],
         }
 
-    def metrics(self, columns, baseline):
+    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
         h_G = columns["h"]
         means = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])

@@ -27,17 +27,17 @@ class Answer(NamedTuple):
     """A dialogue as the chat template renders it, without special tokens."""
     completion: str
     fields: dict[str, str | float]
-    """The record's own fields, those that data.extra names."""
+    """The record's fields that data.extra names."""
     cut: bool
-    """Whether it ended at the length limit, not by EOS or a stop text."""
+    """Whether the answer ended at the length limit, not by EOS or a stop text."""
 
 
-# One verdict for each answer: whether it is right, or for an objective that wants it a number from 0 to 1
+# One verdict for each answer: whether it is right, or a number from 0 to 1 for an objective that wants numbers
 Checker = Callable[[list[Answer]], list[bool | float]]
 
 
 def with_answers(examples: list[Example], answers: list[list[int]]) -> list[Example]:
-    """The examples with token ids as their completions, in place of those of the data."""
+    """The examples with the answers (token ids) as their completions, in place of the data's completions."""
     return [e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, answers)]
 
 
@@ -72,9 +72,9 @@ class Evaluator:
     policy: object
     tokenizer: Tokenizer
     examples: list[Example]
-    """Those of data.val; after __post_init__ the first one of each prompt, in order."""
+    """The examples of data.val; after __post_init__ the first example of each prompt, in order."""
     checker: Checker | None
-    """The user's own, given in code; without one, the checker that eval.check names."""
+    """The checker that the user gives in code; without it, the checker that eval.check names."""
     stop: Stop
 
     def __post_init__(self):
@@ -87,7 +87,8 @@ class Evaluator:
 
     def answer(self, n: int, title: str) -> list[Example]:
         """The first n held-out prompts with answers sampled from the policy as completions. title: what for."""
-        args, examples = self.cfg.eval, self.examples[:n]
+        args = self.cfg.eval
+        examples = self.examples[:n]
         with progress(title, len(examples)):
             answers = generate(
                 self.fabric,
@@ -102,13 +103,15 @@ class Evaluator:
         return with_answers(examples, answers)
 
     def judge(self, answers: list[Answer]) -> list[bool | float]:
-        """The checker's verdicts, as Python's own bools and numbers; on rank 0 alone: no collective. Raises
-        BadInput, with the number of the first answer whose verdict is neither."""
+        """The checker's verdicts as bools and numbers of Python. Called on rank 0 alone. Raises BadInput, with
+        the number of the first answer whose verdict is neither."""
         refuse_unless(
             self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
         )
-        given = self.checker(list(answers))  # it may sort or empty its own list
-        verdicts = [x.item() if hasattr(x, "item") else x for x in given]  # numpy's, torch's
+        verdicts = []
+        for verdict in self.checker(list(answers)):  # a copy, which the checker may sort or empty
+            is_array = hasattr(verdict, "item")  # of numpy or torch
+            verdicts.append(verdict.item() if is_array else verdict)
         refuse_unless(
             len(verdicts) == len(answers),
             f"checker: {len(answers)} answers need as many verdicts, got {len(verdicts)}",
@@ -121,8 +124,8 @@ class Evaluator:
         return verdicts
 
     def accuracy(self, step: int) -> tuple[float, list[Example]]:
-        """Sample answers to the held-out prompts and have them checked, after this step. -> the share of those that
-        are right; and the prompts with these answers. Writes eval/before.json (at step 0) or answers-N.json. A
+        """Sample answers to the held-out prompts and have them checked, after this step. -> the share of the answers
+        that are right; and the prompts with these answers. Writes eval/before.json (at step 0) or answers-N.json. A
         collective."""
         answered = self.answer(self.cfg.eval.prompts, f"check at step {step}")
         answers = as_answers(self.tokenizer, answered, self.cfg.eval.stop)
@@ -143,17 +146,18 @@ class Evaluator:
         return Path(self.cfg.out_dir, "eval", f"answers-{step}.json" if step else "before.json")
 
     def samples(self, answered: list[Example]) -> list[dict]:
-        """A few answers to look at, as {"prompt", "completion"}: the first ones of this step's check (answered), or
-        fresh ones if there was none."""
+        """A few answers to look at, as {"prompt", "completion"}: the first answers of this step's check (answered),
+        or fresh answers if there was no check."""
         n = self.cfg.eval.samples
         examples = answered[:n] if answered else self.answer(n, "samples")
         answers = as_answers(self.tokenizer, examples, self.cfg.eval.stop)
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
     def compare(self, step: int) -> None:
-        """Write the check of the last step as eval/after.json, too, and print the accuracy and some answers beside
+        """Copy the check of the last step to eval/after.json, and print its accuracy and some of its answers beside
         those from before the run. On rank 0."""
-        before, last = self.file(0), self.file(step)
+        before = self.file(0)
+        last = self.file(step)
         if self.fabric.global_rank == 0 and last.exists():
             shutil.copy(last, last.with_name("after.json"))
             if before.exists():  # not in a branch of another run
@@ -171,8 +175,8 @@ def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """
     width = min(34, shutil.get_terminal_size((110, 0)).columns // len(head) - 2)
     lines = []
-    for prompt, *others in (head, *rows):
-        cells = [f"  {cell:<{width}.{width}}" for cell in (prompt[-width:], *others)]
+    for prompt, *columns in (head, *rows):
+        cells = [f"  {cell:<{width}.{width}}" for cell in (prompt[-width:], *columns)]
         lines.append("".join(cells).replace("\n", " ").rstrip())
     return "\n".join(lines)
 
@@ -191,12 +195,13 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
 def format_before_after(before: dict, after: dict) -> str:
     """The checker's accuracy before and after training, with 95% intervals, and five answers.
 
-    `before` and `after` are what Evaluator.accuracy writes, of the same prompts in the same order. Answers that
-    changed come first.
+    `before` and `after` are two checks as Evaluator.accuracy writes them, with the same prompts in the same order.
+    Answers that changed come first.
     """
     lines = ["", "held-out accuracy by the checker (95% interval)"]
     for name, check in (("before", before), ("after", after)):
-        right, of = check["right"], check["of"]
+        right = check["right"]
+        of = check["of"]
         low, high = wilson_interval(right, of)
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         # a sum of numbers from 0 to 1 has many digits
@@ -210,13 +215,13 @@ def format_before_after(before: dict, after: dict) -> str:
             lines.append(f"  {old / of:6.1%}  {right / of:6.1%}  {of:5}  {value}")
     pairs = zip(before["answers"], after["answers"])
     rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
-    rows.sort(key=lambda row: row[1] == row[2])  # those that changed first
+    rows.sort(key=lambda row: row[1] == row[2])  # answers that changed come first
     return "\n".join([*lines, "", format_table(("prompt", "before", "after"), rows[:5])])
 
 
 def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
-    """Say how much of the margin, or where there is none of the loss, the rounding of an export has left, if
-    it is less than nine tenths. trained, exported: rows of the same examples."""
+    """Say how much of the margin the rounding of an export has left, if less than nine tenths; without a margin
+    above 0, how much of the loss. trained, exported: rows of the same examples."""
     has_margin = (trained.get("rewards/margins") or 0) > 0
     name = "rewards/margins" if has_margin else "loss"
     before = trained.get(name)

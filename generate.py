@@ -6,7 +6,7 @@
 Shape letters:
 
     A  answers of a call, one for each prompt
-    B  those of the A that are sampled at once
+    B  answers of the A that are sampled at once
     Y  new tokens of an answer, at most
     V  vocabulary
     K  the likeliest tokens, among which top_k and top_p choose
@@ -15,7 +15,7 @@ Shape letters:
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -28,7 +28,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from attention import KVCache
 from checks import sampling_faults
-from infra.console import advance, run_cli
+from infra.console import BadInput, advance, run_cli
 from infra.devices import multiplies_bfloat16, prepare_machine, reduce_number
 from infra.parse import parse_command
 from infra.settings import Sampling, refuse_unless
@@ -45,7 +45,7 @@ SEARCH_INTERVAL = 4
 # ---- one token ----------------------------------------------------------------------------------
 
 
-def choose_token(logits_BV, u_B, args: Sampling):
+def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> torch.Tensor:
     """The next token (B,) of each row: the likeliest at temperature 0, else the first whose cumulative probability is
     above the row's uniform number u. u is below 1, so there is one."""
     if args.temperature == 0:
@@ -53,7 +53,7 @@ def choose_token(logits_BV, u_B, args: Sampling):
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k or args.top_p < 1:
         V = p_BV.shape[1]
-        # k by index, not by a threshold: bfloat16 logits may tie with the k-th
+        # the k tokens are taken by index, not by a threshold: in bfloat16 other logits may equal the k-th
         sorted_BK, token_BK = p_BV.topk(min(args.top_k or V, V))
         outside_BK = cumsum(sorted_BK) - sorted_BK >= args.top_p * sorted_BK.sum(-1, keepdim=True)
         p_BV = torch.zeros_like(p_BV).scatter(1, token_BK, sorted_BK.masked_fill(outside_BK, 0))
@@ -61,11 +61,11 @@ def choose_token(logits_BV, u_B, args: Sampling):
     return (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
 
 
-def cumsum(p_BV):
+def cumsum(p_BV: torch.Tensor) -> torch.Tensor:
     """Cumulative sums of probabilities along the vocabulary.
 
-    On a GPU those of floats differ from call to call in their last bits. With --deterministic they are added as whole
-    numbers, in units of 2^-53.
+    On a GPU sums of floats differ from call to call in their last bits. With --deterministic the probabilities are
+    added as whole numbers, in units of 2^-53.
     """
     if torch.are_deterministic_algorithms_enabled():
         return (p_BV * 2**53).long().cumsum(-1).double() / 2**53
@@ -76,14 +76,14 @@ def cumsum(p_BV):
 
 
 @contextlib.contextmanager
-def ready_to_sample(fabric, policy, room: float):
-    """Within this context the policy has adapters merged and autocast on. The blocks of a sharded policy
-    stay gathered from one forward to the next, if the whole takes at most `room` bytes: else sampling would gather it
-    for each token."""
+def ready_to_sample(fabric: Fabric, policy: torch.nn.Module, room: float) -> Iterator[None]:
+    """Within this context the policy has adapters merged and autocast on. The blocks of a sharded policy stay gathered
+    from one forward to the next if the whole policy takes at most `room` bytes. Otherwise each token gathers them
+    again."""
     module = getattr(policy, "module", policy)
-    one = torch.ones(1, 1, device=fabric.device)
+    matrix = torch.ones(1, 1, device=fabric.device)
     with fabric.autocast():
-        dtype = (one @ one).dtype  # in which linear layers compute
+        dtype = (matrix @ matrix).dtype  # in which linear layers compute
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
     with merge_for_sampling(module, dtype), fabric.autocast():
         blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
@@ -104,9 +104,9 @@ def ready_to_sample(fabric, policy, room: float):
 
 @torch.no_grad()
 def generate(
-    fabric,
-    policy,
-    prompts: list,
+    fabric: Fabric,
+    policy: torch.nn.Module,
+    prompts: Sequence[np.ndarray],
     tokenizer: Tokenizer,
     args: Sampling,
     max_new: int,
@@ -125,79 +125,114 @@ def generate(
     """
     if not prompts:
         return []
-    n, device = len(prompts), fabric.device
+    n = len(prompts)
+    device = fabric.device
     slots = min(policy.max_seq_length, max(map(len, prompts)) + max_new)
     generators = [torch.Generator().manual_seed((seed * 1000003 + i) % 2**63) for i in range(n)]
-    u_AY = torch.stack([torch.rand(max_new, generator=x) for x in generators])
+    u_AY = torch.stack([torch.rand(max_new, generator=generator) for generator in generators])
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
     room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
     cache_room = args.cache_gb * 1e9 if args.cache_gb else room
     with fabric.autocast():
         rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
-    stops_S = to_device(torch.tensor(tokenizer.stops), device)
 
-    def sample(own: list[int]) -> dict:
-        """{number of a prompt: answer} of these prompts, sampled together.
-
-        It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward
-        until then, so that collectives match. A single process waits for the device once a token.
-        """
-        answers = {i: [] for i in own}
-        # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
-        packed = pack([prompts[i] for i in own], [(np.zeros(1, int),)] * len(own)).to(device)
-        cache = KVCache(packed, slots)
-        going_on = own  # the answers that have not ended
-        for y in range(max_new):
-            before_token()
-            logits_BV = policy(cache)
-            if going_on:
-                if args.repetition_penalty != 1:
-                    # all equally long, by repetition: which tokens a row has stays the same
-                    seen = [np.resize([*prompts[i], *answers[i]], slots) for i in own]
-                    seen_BX = to_device(torch.tensor(np.stack(seen)).long(), device)
-                    penalise = RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
-                    logits_BV = penalise(seen_BX, logits_BV)
-                if y < args.min_new_tokens:
-                    logits_BV.index_fill_(1, stops_S, -torch.inf)
-                new_B = choose_token(logits_BV, to_device(u_AY[own, y], device), args)
-                for i, token in zip(own, new_B.tolist()):
-                    answers[i].append(token)
-                search = (y + 1) % SEARCH_INTERVAL == 0
-                going_on = [
-                    row
-                    for row, i in enumerate(own)
-                    if answers[i][-1] not in tokenizer.stops
-                    and y + 1 < min(max_new, slots - len(prompts[i]))
-                    and not (search and has_stop_text(tokenizer, answers[i], args.stop))
-                ]
-                advance(fabric.world_size * (len(own) - len(going_on)))
-            if not reduce_number(len(going_on), "sum", device):
-                break
-            if going_on:
-                if len(going_on) < len(own):
-                    own = [own[row] for row in cache.keep(going_on)]
-                token_B = torch.tensor([answers[i][-1] for i in own])
-                positions = [len(prompts[i]) + y for i in own]
-                position_B = to_device(torch.tensor(positions), device)
-                cache.at(to_device(token_B, device), position_B, max(positions))
-        for ids in answers.values():
-            # the tokens that were sampled after the stop text, before it was searched for
-            while len(ids) > 1 and has_stop_text(tokenizer, ids[:-1], args.stop):
-                ids.pop()
-        return answers
-
-    wave, all_answers = rows * fabric.world_size, {}
+    wave = rows * fabric.world_size  # the prompts that all ranks sample at once
+    all_answers = {}
     with ready_to_sample(fabric, policy, room):
         for start in range(0, n, wave):
-            own = list(range(n))[start + fabric.global_rank : start + wave : fabric.world_size]
+            end = min(start + wave, n)
+            numbers = list(range(start + fabric.global_rank, end, fabric.world_size))
             # a rank without a prompt answers the first one once more, so that collectives match; rank 0's answer counts
-            all_answers |= sample(own or [0])
+            numbers = numbers or [0]
+            batch = [prompts[i] for i in numbers]
+            answers = sample_batch(
+                fabric, policy, batch, u_AY[numbers], tokenizer, args, slots, before_token
+            )
+            all_answers |= dict(zip(numbers, answers))
     for rank in range(fabric.world_size):
         all_answers |= fabric.broadcast(all_answers, rank)
     return [all_answers[i] for i in range(n)]
 
 
-def has_stop_text(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> bool:
+def sample_batch(
+    fabric: Fabric,
+    policy: torch.nn.Module,
+    prompts: Sequence[np.ndarray],
+    u_BY: torch.Tensor,
+    tokenizer: Tokenizer,
+    args: Sampling,
+    slots: int,
+    before_token: Callable[[], None],
+) -> list[list[int]]:
+    """The answers to B prompts, sampled together. u_BY: a uniform random number for each token, on the CPU. slots: the
+    most tokens of a prompt with its answer.
+
+    It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward
+    until then, so that collectives match. A single process waits for the device once a token.
+    """
+    device = fabric.device
+    max_new = u_BY.shape[1]
+    stops_S = to_device(torch.tensor(tokenizer.stops), device)
+    answers = [[] for _ in prompts]
+    limits = [min(max_new, slots - len(prompt)) for prompt in prompts]  # tokens of each answer
+    # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
+    packed = pack(prompts, [(np.zeros(1, int),)] * len(prompts)).to(device)
+    cache = KVCache(packed, slots)
+    number_of_row = list(range(len(prompts)))  # which answer each row of the cache has
+    going_on = number_of_row  # the rows whose answers have not ended
+    for y in range(max_new):
+        before_token()
+        logits_BV = policy(cache)
+        if going_on:
+            if args.repetition_penalty != 1:
+                texts = [[*prompts[i], *answers[i]] for i in number_of_row]
+                logits_BV = penalise_repetition(logits_BV, texts, slots, args.repetition_penalty)
+            if y < args.min_new_tokens:
+                logits_BV.index_fill_(1, stops_S, -torch.inf)
+            new_B = choose_token(logits_BV, to_device(u_BY[number_of_row, y], device), args)
+            for i, token in zip(number_of_row, new_B.tolist()):
+                answers[i].append(token)
+            going_on = [
+                row
+                for row, i in enumerate(number_of_row)
+                if not has_ended(answers[i], limits[i], tokenizer, args.stop)
+            ]
+            advance(fabric.world_size * (len(number_of_row) - len(going_on)))
+        if not reduce_number(len(going_on), "sum", device):
+            break
+        if going_on:
+            if len(going_on) < len(number_of_row):
+                number_of_row = [number_of_row[row] for row in cache.keep(going_on)]
+            token_B = torch.tensor([answers[i][-1] for i in number_of_row])
+            positions = [len(prompts[i]) + y for i in number_of_row]
+            position_B = to_device(torch.tensor(positions), device)
+            cache.at(to_device(token_B, device), position_B, max(positions))
+    for ids in answers:
+        # the tokens that were sampled after the stop text, before it was searched for
+        while len(ids) > 1 and has_stop_text(tokenizer, ids[:-1], args.stop):
+            ids.pop()
+    return answers
+
+
+def penalise_repetition(
+    logits_BV: torch.Tensor, texts: list[list[int]], slots: int, penalty: float
+) -> torch.Tensor:
+    """The logits with those of the tokens in each row's text (its prompt and its answer so far) made smaller."""
+    # each text is repeated up to one length, which changes nothing about which tokens it has
+    rows = [np.resize(ids, slots) for ids in texts]
+    text_BX = to_device(torch.tensor(np.stack(rows)).long(), logits_BV.device)
+    return RepetitionPenaltyLogitsProcessor(penalty)(text_BX, logits_BV)
+
+
+def has_ended(ids: list[int], limit: int, tokenizer: Tokenizer, stop: Sequence[str]) -> bool:
+    """Whether an answer has ended after its last token: by EOS, at its limit of tokens, or by a stop text."""
+    if ids[-1] in tokenizer.stops or len(ids) >= limit:
+        return True
+    is_searched = len(ids) % SEARCH_INTERVAL == 0
+    return is_searched and has_stop_text(tokenizer, ids, stop)
+
+
+def has_stop_text(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
     """Whether one of the stop texts, which may be special tokens, is in the text of these ids."""
     if not stop:
         return False
@@ -205,9 +240,9 @@ def has_stop_text(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> bool
     return any(stop_text in text for stop_text in stop)
 
 
-def read_answer(tokenizer: Tokenizer, ids: list[int], stop: list[str] = ()) -> tuple[str, bool]:
-    """The text of an answer, without special tokens and up to its first stop text; and whether it was cut, that is,
-    ended at the length limit."""
+def read_answer(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str] = ()) -> tuple[str, bool]:
+    """The text of an answer, without special tokens and up to its first stop text; and whether the answer was cut,
+    that is, ended at the length limit."""
     has_end = ids[-1] in tokenizer.stops
     ids = ids[:-1] if has_end else ids
     text = tokenizer.decode(ids, special_tokens=True)
@@ -241,10 +276,11 @@ class Ask(Sampling):
     """An answer draws from it; turn number i of a conversation from seed + i."""
 
 
-def main(argv=None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
     faults = sampling_faults(args, args.max_new_tokens)
-    refuse_unless(not faults, "\n".join(faults))
+    if faults:
+        raise BadInput("\n".join(faults))
     source = find_model(args.model)
     prepare_machine()
     fabric = Fabric(devices=1)
@@ -253,7 +289,8 @@ def main(argv=None) -> None:
     dtype = torch.bfloat16 if in_bfloat16 else torch.float32
     tokenizer = Tokenizer(source, date=date.today().isoformat())
     policy = fabric.to_device(load_model(source, dtype=dtype))
-    context, turns = policy.max_seq_length, []
+    context = policy.max_seq_length
+    turns = []
     by_template = bool(tokenizer.template) and not args.plain
     if by_template:
         tokenizer.end_as_the_template_does()
@@ -261,7 +298,7 @@ def main(argv=None) -> None:
     with contextlib.suppress(EOFError):  # Ctrl-D
         for i, line in enumerate(lines):
             turns.append({"role": "user", "content": line})
-            # without a template the last turn alone
+            # without a template the model reads only the last turn
             record = Record(turns if by_template else line, [])
             texts = tokenizer.render(record, by_template)
             ((ids, _),) = tokenizer.encode_all([texts], by_template)
@@ -269,8 +306,9 @@ def main(argv=None) -> None:
                 0 < len(ids) < context,
                 f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
             )
-            new, seed = args.max_new_tokens, args.seed + i
-            (ids,) = generate(fabric, policy, [np.array(ids)], tokenizer, args, new, seed)
+            prompts = [np.array(ids)]
+            seed = args.seed + i
+            (ids,) = generate(fabric, policy, prompts, tokenizer, args, args.max_new_tokens, seed)
             text, _ = read_answer(tokenizer, ids, args.stop)
             turns.append({"role": "assistant", "content": text})
             print(text)

@@ -26,11 +26,12 @@ from typing import Literal
 import torch
 from jsonargparse.typing import NonNegativeFloat
 
+from data import MicroBatch
 from evaluate import Checker
 from infra.console import run_cli
 from infra.parse import parse
 from infra.settings import RunSettings
-from objective import Objective, PreferenceSettings, join_columns, mean
+from objective import Baseline, Objective, PreferenceSettings, join_columns, mean
 from run import setup
 from trainer import Trainer
 
@@ -72,8 +73,15 @@ class KTO(Objective):
         # apo_zero_unpaired is the same loss at z = 0
         self.needs_mismatched_pairs = args.loss == "kto"
 
-    def loss(self, logps, ref_logps, batch, z_B):
-        args, logp_B = self.args, logps[:, 0]
+    def loss(
+        self,
+        logps: torch.Tensor,
+        ref_logps: torch.Tensor | None,
+        batch: MicroBatch,
+        z_B: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        args = self.args
+        logp_B = logps[:, 0]
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
         preference_B = kto_loss(logratio_B, z_B, batch.label, args)
         # a mean over the step's desirable examples, written as a mean over all G of them
@@ -89,12 +97,14 @@ class KTO(Objective):
             "desirable": batch.label,
         }
 
-    def metrics(self, columns, baseline):
+    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
         desirable_G = columns["desirable"] > 0
-        r_G, logp_G = columns["logratio"], columns["logp"]
+        r_G = columns["logratio"]
+        logp_G = columns["logp"]
         sign_G = torch.where(desirable_G, 1.0, -1.0)
         reward_G = self.args.beta * r_G
-        chosen, rejected = mean(reward_G[desirable_G]), mean(reward_G[~desirable_G])
+        chosen = mean(reward_G[desirable_G])
+        rejected = mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
         z_G, logratio_n = baseline
         n = len(logratio_n)

@@ -74,8 +74,10 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
     anything else of them, such as an `extra` field with a number that its loss reads; of online.cut it
     does what it likes. It is called once an iteration, on rank 0 alone: nothing that all ranks compute
     together may be in it, such as a sharded policy. Raises BadInput."""
-    args, answered = run.cfg.online, with_answers(prompts, answers)
-    to_judge, examples = as_answers(run.tokenizer, answered, args.stop), []
+    args = run.cfg.online
+    answered = with_answers(prompts, answers)
+    to_judge = as_answers(run.tokenizer, answered, args.stop)
+    examples = []
     for i, verdict in enumerate(run.evaluator.judge(to_judge)):
         refuse_unless(
             isinstance(verdict, bool),
@@ -83,8 +85,10 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
             "examples of numbers",
         )
         rule = args.cut if to_judge[i].cut else "judge"
-        e = answered[i]._replace(label=verdict and rule != "wrong")
-        examples.append(e._replace(weight=0.0) if rule == "drop" else e)
+        example = answered[i]._replace(label=verdict and rule != "wrong")
+        if rule == "drop":
+            example = example._replace(weight=0.0)
+        examples.append(example)
     return examples
 
 
@@ -96,19 +100,26 @@ def balanced(examples: list[Example]) -> list[Example]:
     if not (up and down):
         return examples
     half = (up + down) / 2
-    return [e._replace(weight=e.weight * half / (up if e.label else down)) for e in examples]
+    weighed = []
+    for e in examples:
+        weight_of_kind = up if e.label else down
+        weighed.append(e._replace(weight=e.weight * half / weight_of_kind))
+    return weighed
 
 
 def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     """Print the iteration's counts and a few of its answers."""
     answers = as_answers(run.tokenizer, examples, run.cfg.online.stop)
-    right, cut = sum(e.label for e in examples), sum(a.cut for a in answers)
+    right = sum(e.label for e in examples)
+    cut = sum(a.cut for a in answers)
     tokens = sum(len(e.completions[0]) for e in examples)
     n = len(examples)
     share = f"{right:,} right ({right / n:.1%})"
     say(f"iteration {i}: {n:,} answers, {share}, {cut:,} cut, {tokens:,} tokens")
-    rated = zip(answers[:4], examples)
-    rows = [(a.prompt, a.completion, "up" if e.label else "down") for a, e in rated]
+    rows = []
+    for answer, example in zip(answers[:4], examples):
+        rating = "up" if example.label else "down"
+        rows.append((answer.prompt, answer.completion, rating))
     say(format_table(("prompt", "answer", "rated"), rows))
 
 
@@ -139,7 +150,9 @@ def main(
         plans = iteration_plans(cfg, [n_answers] * args.max_iterations)
         for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
             picked = next_items(prompts, i, n_prompts, cfg.seed)
-            repeated = [e for e in picked for _ in range(args.num_generations)]
+            repeated = []
+            for example in picked:
+                repeated += [example] * args.num_generations
             answers = policy_answers(run, i, plan, repeated, args)
             examples = rated_examples(run, i, plan, rate, repeated, answers)
             show_ratings(run, i, examples)

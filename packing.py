@@ -76,11 +76,11 @@ class PackedBatch(NamedTuple):
     # Which of the N tokens are the keys, one sequence after the other: all N, as they lie, if no
     # prompt is shared.
     key_I: torch.Tensor
-    # The places in key_I, ordered by the token that lies there; and where each token's begin in this
-    # order, and where the last one's end. For the gradient: a token's is the sum of its keys'.
+    # The places in key_I, ordered by the token that lies there; and where each token's places begin in
+    # this order, and where the last token's end. A token's gradient is the sum of the gradients of its keys.
     key_order_I: torch.Tensor
     key_order_start_N: torch.Tensor
-    # Where each sequence's queries begin, and where the last one's end: torch's cu_seq_q.
+    # Where each sequence's queries begin, and where those of the last sequence end: torch's cu_seq_q.
     query_start_S: torch.Tensor
     completion_query_start_S: torch.Tensor  # the same if only the M completion tokens are queries
     key_start_S: torch.Tensor  # the same for the keys: cu_seq_k
@@ -134,12 +134,10 @@ class PackedBatch(NamedTuple):
 
     def digests(self) -> list[str]:
         """Hashes of the token ids of each prompt with each of its completions: B * K, as in length_BK."""
-
-        return [
-            digest(prompt, completion)
-            for prompt, completions in self.ids
-            for completion in completions
-        ]
+        digests = []
+        for prompt, completions in self.ids:
+            digests += [digest(prompt, completion) for completion in completions]
+        return digests
 
 
 def digest(prompt: np.ndarray, completion: np.ndarray) -> str:
@@ -154,7 +152,7 @@ def pack(
     score_prompt: bool = False,
     longest: int | None = None,
 ) -> PackedBatch:
-    """Pack B prompts and their completions; examples with equal prompts share one. The result is on
+    """Pack B prompts and their completions; a prompt that several examples have is packed once. The result is on
     the CPU.
 
     prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty.
@@ -189,8 +187,8 @@ def pack(
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
         segment_sizes=segment_sizes(sequences),
         ids=list(zip(prompts, completions)),
-        max_keys=max(len(one.prompt_place) + len(one.place) for one in sequences),
-        longest=longest or max(len(one.completion) for one in sequences),
+        max_keys=max(len(sequence.prompt_place) + len(sequence.place) for sequence in sequences),
+        longest=longest or max(len(sequence.completion) for sequence in sequences),
     )
 
 
@@ -198,18 +196,18 @@ class Sequence(NamedTuple):
     """A prompt with one of its completions, and where their inputs lie in the row."""
 
     u: int  # the number of the prompt
-    b: int  # of the example
-    k: int  # of its completion
+    b: int  # the number of the example
+    k: int  # the number of its completion
     completion: np.ndarray
     prompt_place: np.ndarray
-    place: np.ndarray  # of the completion's tokens but the last, which is no input
-    is_first: bool  # of its prompt's sequences
+    place: np.ndarray  # of the completion's tokens without the last, which is no input
+    is_first: bool  # whether it is the first sequence of its prompt
 
 
 def lay_out(prompts: Rows[np.ndarray], completions: Rows[tuple[np.ndarray, ...]]) -> list[Sequence]:
     """Each distinct prompt, followed by the completions of all examples that have it."""
     sequences = []
-    end = 0  # of the row so far
+    end = 0  # the length of the row so far
     for u, group in enumerate(prompt_groups(prompts)):
         prompt_place = np.arange(end, end + len(prompts[group[0]]))
         end += len(prompt_place)
@@ -226,30 +224,30 @@ def lay_out(prompts: Rows[np.ndarray], completions: Rows[tuple[np.ndarray, ...]]
 def segment_sizes(sequences: list[Sequence]) -> tuple[tuple[int, ...], ...]:
     """(U,) for each prompt its input tokens, and those of each of its completions."""
     sizes: list[list[int]] = []
-    for one in sequences:
-        if one.is_first:
-            sizes.append([len(one.prompt_place)])
-        sizes[-1].append(len(one.place))
+    for sequence in sequences:
+        if sequence.is_first:
+            sizes.append([len(sequence.prompt_place)])
+        sizes[-1].append(len(sequence.place))
     return tuple(map(tuple, sizes))
 
 
 def row_of(sequences: list[Sequence], prompts: Rows[np.ndarray]) -> dict[str, np.ndarray]:
-    """The N input tokens: which they are, their positions, and whose they are."""
+    """The N input tokens: their ids, their positions, and the prompt or completion that each belongs to."""
     tokens = []
     positions = []
     owners = []  # (number of the prompt, branch, tokens) of each segment of the row
     branch = 0
-    for one in sequences:
-        n_prompt = len(one.prompt_place)
-        if one.is_first:
+    for sequence in sequences:
+        n_prompt = len(sequence.prompt_place)
+        if sequence.is_first:
             branch = 0
-            tokens.append(prompts[one.b])
+            tokens.append(prompts[sequence.b])
             positions.append(np.arange(n_prompt))
-            owners.append((one.u, branch, n_prompt))
+            owners.append((sequence.u, branch, n_prompt))
         branch += 1
-        tokens.append(one.completion[:-1])
-        positions.append(np.arange(n_prompt, n_prompt + len(one.place)))
-        owners.append((one.u, branch, len(one.place)))
+        tokens.append(sequence.completion[:-1])
+        positions.append(np.arange(n_prompt, n_prompt + len(sequence.place)))
+        owners.append((sequence.u, branch, len(sequence.place)))
     prompt_numbers, branches, sizes = np.array(owners, np.int64).T
     branch_N = np.repeat(branches, sizes)
     completion_M = np.flatnonzero(branch_N)
@@ -268,26 +266,26 @@ def row_of(sequences: list[Sequence], prompts: Rows[np.ndarray]) -> dict[str, np
 def targets_of(
     sequences: list[Sequence], prompts: Rows[np.ndarray], K: int, score_prompt: bool
 ) -> dict[str, np.ndarray]:
-    """The T tokens to predict, from which hidden states, and to whose sums they belong."""
+    """The T tokens to predict, the input token that predicts each, and the sequence whose sum it belongs to."""
     B = len(prompts)
     prompt_B = np.empty(B, np.int64)
     sequence_BK = np.empty((B, K), np.int64)
     targets = []
     sources = []
-    for j, one in enumerate(sequences):
-        prompt_B[one.b] = one.u
-        sequence_BK[one.b, one.k] = j
-        targets.append(one.completion)
+    for j, sequence in enumerate(sequences):
+        prompt_B[sequence.b] = sequence.u
+        sequence_BK[sequence.b, sequence.k] = j
+        targets.append(sequence.completion)
         # the first token is predicted by the prompt's last one, the others by the token before them
-        sources += [one.prompt_place[-1:], one.place]
-    completion_J = np.array([len(one.completion) for one in sequences], np.int64)
-    # the prompts' tokens from the second one on, if these are scored: after all completions
+        sources += [sequence.prompt_place[-1:], sequence.place]
+    completion_J = np.array([len(sequence.completion) for sequence in sequences], np.int64)
+    # after all completions the prompts' tokens from the second one on, if prompts are scored
     n_scored_U = np.zeros(sequences[-1].u + 1, np.int64)
-    for one in sequences:
-        if score_prompt and one.is_first:
-            targets.append(prompts[one.b][1:])
-            sources.append(one.prompt_place[:-1])
-            n_scored_U[one.u] = len(one.prompt_place) - 1
+    for sequence in sequences:
+        if score_prompt and sequence.is_first:
+            targets.append(prompts[sequence.b][1:])
+            sources.append(sequence.prompt_place[:-1])
+            n_scored_U[sequence.u] = len(sequence.prompt_place) - 1
     lengths = [len(target) for target in targets]
     first_target_J = np.cumsum(completion_J) - completion_J
     return dict(
@@ -307,11 +305,11 @@ def attention_of(sequences: list[Sequence]) -> dict[str, np.ndarray]:
     n_queries = []
     n_completion_queries = []
     n_keys = []
-    for one in sequences:
-        keys += [one.prompt_place, one.place]
-        n_keys.append(len(one.prompt_place) + len(one.place))
-        n_queries.append(n_keys[-1] if one.is_first else len(one.place))
-        n_completion_queries.append(len(one.place))
+    for sequence in sequences:
+        keys += [sequence.prompt_place, sequence.place]
+        n_keys.append(len(sequence.prompt_place) + len(sequence.place))
+        n_queries.append(n_keys[-1] if sequence.is_first else len(sequence.place))
+        n_completion_queries.append(len(sequence.place))
     if not any(n_completion_queries):
         n_completion_queries[0] = 1  # token 0 stands in
     key_I = np.concatenate(keys)

@@ -10,6 +10,8 @@ now. A completion is a list of token ids, with its EOS if it came to one. The en
 rollout_batch_size prompts; the model in `folder` changes once an iteration. Token ids that the model does
 not have, and answers beyond its context, are refused before they are written.
 
+A parameter `run` is a run.Run.
+
 iterations/answers-N.jsonl has a line an answer and is written again after each rollout batch, so a resume finds
 whole batches. iterations/rated-N.jsonl has a line a rated example.
 """
@@ -19,15 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from generate import generate, read_answer
 from infra.checkpoint import write_whole
-from infra.console import advance, progress, user_error
+from infra.console import BadInput, advance, progress, user_error
 from infra.devices import on_rank_0
 from infra.optimizer import Plan
-from infra.settings import RunSettings, refuse_unless
+from infra.settings import RunSettings, Sampling, refuse_unless
 from records.examples import Example, examples_hash
 
 LOST = (
@@ -39,28 +42,28 @@ LOST = (
 def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
     """Raise BadInput for settings that do not go with iterations, or with a reference that is the policy as an
     iteration begins."""
-    refuse_unless(
-        not cfg.reference_cache, "reference_cache: the answers are not known before the run"
-    )
-    if moving_reference:
-        merged = "adapters are merged into the base between iterations"
-        refuse_unless(not cfg.reference, "reference: it is the policy as an iteration begins")
-        refuse_unless(
-            not cfg.lora.quantize, f"lora.quantize: {merged}, which a quantised base cannot take"
-        )
-        refuse_unless(
-            cfg.precision != "bf16-true",
-            f"precision: bf16-true: {merged}, and a bfloat16 base would lose them to rounding; use bf16-mixed",
+    if cfg.reference_cache:
+        raise BadInput("reference_cache: the answers are not known before the run")
+    if not moving_reference:
+        return
+    merged = "adapters are merged into the base between iterations"
+    if cfg.reference:
+        raise BadInput("reference: it is the policy as an iteration begins")
+    if cfg.lora.quantize:
+        raise BadInput(f"lora.quantize: {merged}, which a quantised base cannot take")
+    if cfg.precision == "bf16-true":
+        raise BadInput(
+            f"precision: bf16-true: {merged}, and a bfloat16 base would lose them to rounding; use bf16-mixed"
         )
 
 
-def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
+def iterations(run: Any, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
     """(i, plan) of each iteration that is not done yet, i from 1. With a moving reference the policy
     becomes its own reference when an iteration begins."""
     state = run.state
     run.last_step = plans[-1].total
     for i, plan in enumerate(plans, 1):
-        # one whose last validation is owed is not done
+        # an iteration whose last validation has not ended is not done
         if plan.end > state.step - state.unvalidated:
             if i > state.iteration:
                 run.begin_iteration(i, moving_reference and run.reference is not None)
@@ -70,7 +73,7 @@ def iterations(run, plans: list[Plan], moving_reference: bool) -> Iterator[tuple
 # ---- answers -------------------------------------------------------------------------------------
 
 
-def iteration_file(run, name: str, i: int) -> Path:
+def iteration_file(run: Any, name: str, i: int) -> Path:
     return run.folder / "iterations" / f"{name}-{i}.jsonl"
 
 
@@ -86,26 +89,29 @@ def as_lines(rows: list[dict]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> list[list[int]]:
+def policy_answers(
+    run: Any, i: int, plan: Plan, examples: list[Example], args: Sampling
+) -> list[list[int]]:
     """The policy's answers to the prompts of `examples` in iteration i, as token ids.
 
     They are written after each rollout batch. A resume takes the batches that a killed process has
     written, if policy, prompts and sampling are the same. args: a Sampling with a
     rollout_batch_size. Raises BadInput; and Interrupted where a signal or the time limit comes first.
     """
-    file, size = iteration_file(run, "answers", i), args.rollout_batch_size
+    file = iteration_file(run, "answers", i)
+    size = args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
     # all that the answers depend on, but for rounding
     sampling = replace(args, batch_size=1, cache_gb=None)
-    depends = run.state.started_from, run.cfg.seed, run.rollout is None, new, sampling
-    key = examples_hash({repr(depends): examples})[:16]
-    rows = on_rank_0(run.fabric, lambda: read_lines(file))
-    rows = [row for row in rows if row["key"] == key]
+    causes = (run.state.started_from, run.cfg.seed, run.rollout is None, new, sampling)
+    key = examples_hash({repr(causes): examples})[:16]
+    lines = on_rank_0(run.fabric, lambda: read_lines(file))
+    rows = [row for row in lines if row["key"] == key]
     text = as_lines(rows)
     if len(rows) < len(examples):
         refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
         folder = run.publish_policy() if run.rollout else None
-    # the time limit may also end it here: a resume keeps the answers
+    # the time limit, too, may end the run here: a resume keeps the answers
     check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
     longest = max(len(e.prompt) for e in examples)
     with progress(f"answers of iteration {i}", len(examples) - len(rows)):
@@ -114,8 +120,10 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
             seed = (run.cfg.seed * 1009 + i) * 1000003 + start
             if run.rollout:
                 check_stop()
-                asked = folder, [prompt.tolist() for prompt in prompts], args, new, seed
-                fresh = on_rank_0(run.fabric, lambda: token_ids(run.rollout(*asked), len(prompts)))
+                questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
+                fresh = on_rank_0(
+                    run.fabric, lambda: token_ids(run.rollout(*questions), len(prompts))
+                )
                 for j, (prompt, ids) in enumerate(zip(prompts, fresh), start):
                     check_scorable(run, f"rollout: answer {j}", prompt, (ids,), longest)
                 advance(len(prompts))
@@ -132,7 +140,7 @@ def policy_answers(run, i: int, plan: Plan, examples: list[Example], args) -> li
     return [row["ids"] for row in rows]
 
 
-def token_ids(answers, n: int) -> list[list[int]]:
+def token_ids(answers: Any, n: int) -> list[list[int]]:
     """What an engine gave as answers to n prompts, as Python's own lists. Raises BadInput."""
     expected = f"expected {n} answers, each of one token id or more"
     with user_error("rollout", expected):
@@ -142,20 +150,22 @@ def token_ids(answers, n: int) -> list[list[int]]:
 
 
 def check_scorable(
-    run, where: str, prompt: Sequence[int], completions: Sequence, longest_prompt: int
+    run: Any, where: str, prompt: Sequence[int], completions: Sequence, longest_prompt: int
 ) -> None:
-    """Refuse what no model computes, before it is learned from: token ids that it does not have, and
-    more tokens than its context. Where the objective has mismatched pairs, a completion is also scored
+    """Refuse, before the policy learns from it, what the model cannot compute: token ids that it does not have,
+    and more tokens than its context. Where the objective has mismatched pairs, a completion is also scored
     with the longest prompt. Raises BadInput."""
     module = run.policy.module
-    n_ids, context = module.embedding.num_embeddings, module.max_seq_length
-    texts = prompt, *completions
+    n_ids = module.embedding.num_embeddings
+    context = module.max_seq_length
+    texts = (prompt, *completions)
     refuse_unless(
         completions and all(map(len, texts)),
         f"{where}: expected a prompt and a completion, with tokens",
     )
     for ids in texts:
-        low, high = min(ids), max(ids)
+        low = min(ids)
+        high = max(ids)
         refuse_unless(
             0 <= low and high < n_ids,
             f"{where}: token ids from {low} to {high}, but the model has 0 to {n_ids - 1}",
@@ -171,16 +181,23 @@ def check_scorable(
 # ---- what an iteration learns from the answers ---------------------------------------------------
 
 
-def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answers: list) -> list:
+def rated_examples(
+    run: Any,
+    i: int,
+    plan: Plan,
+    rate: Callable[[Any, list[Example], list[list[int]]], list[Example]],
+    prompts: list[Example],
+    answers: list[list[int]],
+) -> list[Example]:
     """The examples that rate(run, prompts, answers) makes of the answers of iteration i, one for each.
 
-    Rank 0 asks it, once an iteration, and writes what it gives beside the answers. All ranks learn from
+    Rank 0 calls rate, once an iteration, and writes the examples beside the answers. All ranks learn from
     that file, and so does a resume in the middle of the iteration: ratings need not be the same twice.
     Raises BadInput.
     """
     file = iteration_file(run, "rated", i)
 
-    def read_or_rate():
+    def read_or_rate() -> tuple[list[dict], dict]:
         if run.state.step == plan.begin:  # later the file counts: rate may answer otherwise now
             examples = rate(run, prompts, answers)
             refuse_unless(
@@ -191,12 +208,12 @@ def rated_examples(run, i: int, plan: Plan, rate: Callable, prompts: list, answe
         return read_lines(file), run.objective.state_dict()
 
     rows, state = on_rank_0(run.fabric, read_or_rate)
-    vars(run.objective).update(state)  # rate may have changed it, on rank 0
+    vars(run.objective).update(state)  # rate may have changed the objective, on rank 0
     examples = []
     for row in rows:
-        prompt, completions, *others = row.values()
-        completions = tuple(np.array(ids, np.int32) for ids in completions)
-        examples.append(Example(np.array(prompt, np.int32), completions, *others))
+        row["prompt"] = np.array(row["prompt"], np.int32)
+        row["completions"] = tuple(np.array(ids, np.int32) for ids in row["completions"])
+        examples.append(Example(**row))
     longest = max(len(e.prompt) for e in examples)
     for j, e in enumerate(examples):
         check_scorable(run, f"rate: example {j}", e.prompt, e.completions, longest)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from transformers import PretrainedConfig
 
 from checks import (
     check_limits,
@@ -84,7 +86,7 @@ from reference import AdaptersOff, CachedReference, FrozenModel, Reference, expo
 
 @dataclass
 class Run:
-    """All that lives during a run: a sentence each, and who may change it."""
+    """All that lives during a run: for each field a sentence, and who may change it."""
 
     cfg: RunSettings
     """The settings, resolved and frozen."""
@@ -93,7 +95,7 @@ class Run:
     budget: Budget
     """How a step is split into micro-batches. Never changed."""
     source: Source
-    """Where the model lies that the run starts from. Never changed."""
+    """The files of the model that the run starts from. Never changed."""
     tokenizer: Tokenizer
     """Never changed."""
     examples: dict[str, Sequence[Example]]
@@ -148,8 +150,9 @@ class Run:
         examples, _ = load_examples(
             str(path), self.tokenizer, self.objective.records, self.cfg.data
         )
-        name, new = f"records of {path}", examples_hash({"": examples})
-        if self.state.hashes.setdefault(name, new) != new:
+        name = f"records of {path}"
+        new_hash = examples_hash({"": examples})
+        if self.state.hashes.setdefault(name, new_hash) != new_hash:
             raise BadInput(f"resume: {name}: not what this run began with")
         return numbered(examples)
 
@@ -185,7 +188,7 @@ class Run:
     def merged_weights(self) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, whole, with adapters merged in and without the
         objective's module; of a sharded policy rank 0 alone has their values. A collective."""
-        # a quantised base holds rounded numbers: take the source's
+        # a quantised base holds rounded numbers, so the source's weights are read again
         base = self.first_weights() if self.cfg.lora.quantize else None
         return merged_weights(self.policy.module, base)
 
@@ -231,7 +234,7 @@ class Run:
         saved = read_state(folder)
         vars(self.objective).update(saved.objective)
         if self.state.reference_has_moved and not saved.reference_has_moved:
-            # with adapters: those of the checkpoint were trained on the first base
+            # the checkpoint's adapters, if there are any, were trained on the first base
             of_reference = isinstance(self.reference, FrozenModel)
             self.reference.set_weights(self.first_weights(of_reference))
         load_checkpoint(self, folder)
@@ -241,7 +244,7 @@ class Run:
         done so. A collective."""
         if self.exported.get(name) == step:
             return
-        # not the base that the checkpoint's settings name: the model's folder may be elsewhere now
+        # the base is self.source: the folder that the checkpoint's settings name may have moved
         source = Source(checkpoint_folder(self.folder, step), self.source)
         write = partial(export_checkpoint, source, choice=self.cfg.export)
         publish_folder(self.fabric, write, self.folder / name)
@@ -260,17 +263,22 @@ class Run:
 
     @property
     def export_rounds(self) -> bool:
-        """Whether the exported weights are others than those of the policy, and the policy can take them: a
-        base in 4 bits cannot."""
+        """Whether the exported weights differ from the policy's by rounding, and the policy can take them: a base
+        in 4 bits cannot."""
         return exported_type(self.source, self.cfg) is not None and not self.cfg.lora.quantize
 
     def export_adapters(self) -> None:
-        """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and
-        of those of the PEFT folders that it started from. A collective."""
-        model, source = self.policy.module, self.source
+        """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and of the
+        adapters of the PEFT folders that the run started from. A collective."""
+        model = self.policy.module
+        source = self.source
         base = self.cfg.model  # its path or id
-        while source.base and (file := source.folder / "adapter_config.json").exists():
-            source, base = source.base, read_json(file)["base_model_name_or_path"]
+        while source.base:
+            file = source.folder / "adapter_config.json"
+            if not file.exists():
+                break
+            source = source.base
+            base = read_json(file)["base_model_name_or_path"]
         # a frozen reference moves without the base
         base_has_moved = self.state.reference_has_moved and isinstance(self.reference, AdaptersOff)
         if source.base or base_has_moved:
@@ -311,7 +319,7 @@ def setup(
     folder = run_folder(cfg)
     checkpoint = find_checkpoint(folder, cfg.resume)  # refuses a folder that holds another run
 
-    # what the settings name: a model, its tokenizer, and records
+    # the model that the settings name, its tokenizer, and the records
     source = find_model(cfg.model)
     config = read_config(source).get_text_config()
     cfg = resolve(cfg, config)
@@ -342,7 +350,7 @@ def setup(
     check_optimizer(trained_by, policy.unique_parameters())
     reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)
 
-    # a new run, or the one that it goes on from
+    # a new run, or one that goes on from a checkpoint
     state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes))
     is_branch = checkpoint is not None and checkpoint.parents[1] != folder
     saved_step = 0 if is_branch else state.step  # the folder of a branch has no checkpoint yet
@@ -379,7 +387,7 @@ def run_folder(cfg: RunSettings) -> Path:
     return Path(cfg.out_dir or f"out/{Path(sys.argv[0]).stem}-{now:%Y%m%d-%H%M%S-%f}").resolve()
 
 
-def resolve(cfg: RunSettings, config) -> RunSettings:
+def resolve(cfg: RunSettings, config: PretrainedConfig) -> RunSettings:
     """The settings with all that depends on the model and the machine filled in, and with absolute paths.
     config: transformers' text config."""
     data = with_limits(cfg.data, context_of(config))
@@ -389,14 +397,14 @@ def resolve(cfg: RunSettings, config) -> RunSettings:
     return with_absolute_paths(cfg, "model", "reference")
 
 
-def with_absolute_paths(settings, *names: str):
-    """The same settings with absolute paths of what is read: settings.yaml, which is made of them, then
-    means the same from any working directory. Ids of the Hub stay as they are."""
+def with_absolute_paths(settings: Any, *names: str) -> Any:
+    """The same settings, of any class, with absolute paths in the fields `names`. So settings.yaml means the same
+    from any working directory. Ids of the Hub stay as they are."""
     return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
 
 
-def contexts_of(cfg: RunSettings, config) -> dict[str, int]:
-    """Tokens of the longest text that the model takes, and the reference, if it is another one."""
+def contexts_of(cfg: RunSettings, config: PretrainedConfig) -> dict[str, int]:
+    """Tokens of the longest text that the model takes, and that the reference takes if it is another model."""
     contexts = {"model": context_of(config)}
     if cfg.reference:
         contexts["reference"] = context_of(read_config(find_model(cfg.reference, "reference")))
@@ -406,8 +414,8 @@ def contexts_of(cfg: RunSettings, config) -> dict[str, int]:
 def hash_inputs(
     fabric: Fabric, source: Source, tokenizer: Tokenizer, examples: dict[str, list[Example]]
 ) -> dict[str, str]:
-    """Hashes of what the run learns from, by name, but for weights. Refuses processes that have read
-    different files."""
+    """Hashes of what the run learns from, by name, without those of weights. Refuses processes that have
+    read different files."""
     contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
     contents += b"".join(b"%d" % i for i in tokenizer.stops_of_template)
     hashes = {
@@ -440,7 +448,7 @@ def make_reference(
     return reference
 
 
-def budget_of(cfg: RunSettings, fabric: Fabric, config) -> Budget:
+def budget_of(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> Budget:
     """How a step is split over ranks and micro-batches. config: transformers' text config."""
     most = most_tokens(cfg, config.num_hidden_layers, config.hidden_size)
     return Budget(

@@ -14,16 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveInt
 
-from data import epoch_order
+from data import MicroBatch, epoch_order
 from dpo import DPO, DPOSettings
 from evaluate import Checker, format_table
-from infra.console import run_cli, say
+from infra.console import BadInput, run_cli, say
 from infra.optimizer import iteration_plans
 from infra.parse import parse
 from infra.settings import RunSettings, Sampling, refuse_unless
-from objective import Objective
+from objective import Baseline, Objective
 from records.examples import Example
 from rollout import (
     LOST,
@@ -68,7 +69,8 @@ class Settings(RunSettings):
     def validate(self) -> None:
         super().validate()
         validate_iterations(self, moving_reference=True)
-        n, betas = self.spin.max_iterations, self.spin.betas()
+        n = self.spin.max_iterations
+        betas = self.spin.betas()
         refuse_unless(
             len(betas) == n and min(betas) > 0,
             f"spin.beta: expected one number above 0, or {n} of them; got {self.spin.beta}",
@@ -88,24 +90,32 @@ class SPIN(DPO):
             )
         )
 
-    def loss(self, logps, ref_logps, batch, z_B):
+    def loss(
+        self,
+        logps: torch.Tensor,
+        ref_logps: torch.Tensor | None,
+        batch: MicroBatch,
+        z_B: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if logps.shape[1] == 1:  # validation
             return -logps[:, 0] / batch.length[:, 0], {}
         return super().loss(logps, ref_logps, batch, z_B)
 
-    def metrics(self, columns, baseline):
+    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
         kind = DPO if "h" in columns else Objective  # validation has no h
         return kind.metrics(self, columns, baseline)
 
 
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
-    """The demonstrations against the policy's answers, and against `mix` of the last iteration's."""
-    demonstrations, mix = run.examples["train"], run.cfg.spin.mix
+    """The demonstrations against the policy's answers, and against a share `mix` of the last iteration's answers."""
+    demonstrations = run.examples["train"]
+    mix = run.cfg.spin.mix
     pairs = list(zip(demonstrations, answers))
     if i > 1 and mix:
         file = iteration_file(run, "answers", i - 1)
         last = read_lines(file)
-        refuse_unless(len(last) == len(demonstrations), f"resume: {file}: {LOST}")
+        if len(last) != len(demonstrations):
+            raise BadInput(f"resume: {file}: {LOST}")
         order = epoch_order(len(demonstrations), i, run.cfg.seed)
         mixed = order[: int(mix * len(demonstrations))]
         pairs += [(demonstrations[j], last[j]["ids"]) for j in mixed]
@@ -115,7 +125,10 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
 def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     """Print the iteration's counts and a few of its pairs."""
     say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs")
-    rows = [[run.tokenizer.decode(ids) for ids in (e.prompt, *e.completions)] for e in pairs[:4]]
+    rows = []
+    for example in pairs[:4]:
+        cells = (example.prompt, *example.completions)
+        rows.append([run.tokenizer.decode(ids) for ids in cells])
     say(format_table(("prompt", "demonstration", "the policy's own"), rows))
 
 

@@ -4,10 +4,10 @@
 | --- | --- |
 | checkpoints/step-N/*.safetensors | trained weights (all, if the base moved), moving reference, moments, random state |
 | checkpoints/step-N/state.json | RunState |
-| checkpoints/abandoned-step-N | one of later steps than the checkpoint that the run went back to |
+| checkpoints/abandoned-step-N | a checkpoint of a later step than the one that the run went back to |
 | settings.yaml, also in step-N/ | the settings; on top the commit and versions of the last start |
 | metrics.csv, val.csv | rows; a resume removes those after its checkpoint's step |
-| eval/ | validations and checks; later ones stay until they are written again |
+| eval/ | validations and checks; after a resume those of later steps stay until they are written again |
 | final, best, final_adapter | exported models (run.py) |
 | iterations/ | SPIN and online KTO: answers and ratings (rollout.py) |
 | wandb_id | under which id the run goes on at wandb |
@@ -17,6 +17,8 @@ A checkpoint is written beside its final name and then renamed: it is whole or n
 writes and reads its own part, by torch.distributed.checkpoint, and nothing is gathered. Its tensors are
 named `kind|parameter`, where a kind is weights, reference or one of the optimizer's moments, and
 `random|rank`.
+
+A parameter `run` is a run.Run, and run.py imports this file.
 """
 
 import fcntl
@@ -26,13 +28,16 @@ import os
 import shutil
 import subprocess
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from lightning.fabric import Fabric
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -61,31 +66,31 @@ class RunState:
     """What a checkpoint holds besides tensors: what the run is, and how far it has come."""
 
     hashes: dict[str, str] = field(default_factory=dict)
-    """Of model, reference, tokenizer and data, and the program's name: a resume must find the same."""
+    """Hashes of model, reference, tokenizer and data, and the program's name: a resume must find the same."""
     step: int = 0
     """Optimizer steps done."""
     unvalidated: bool = False
     """Whether the validation of this step has begun but not ended: a resume does it first."""
     iteration: int = 0
-    """Of SPIN and online KTO, from 1."""
+    """The iteration of SPIN or online KTO, from 1."""
     reference_has_moved: bool = False
     """Whether the reference is no longer the model that the run began with (Run.new_reference). With LoRA
     the adapters of earlier steps are then merged into the base."""
     started_from: str = ""
     """Hash of the policy's weights when the iteration began."""
     best_step: int | None = None
-    """By keep_best."""
+    """The step of the best checkpoint by the setting keep_best."""
     best_value: float | None = None
-    """That column's value at best_step, negated where the lowest is best."""
+    """The value of keep_best's column at best_step, negated where the lowest is best."""
     objective: dict = field(default_factory=dict)
     """Objective.state_dict()."""
     optimizer_numbers: dict[str, float] = field(default_factory=dict)
     """The numbers in the optimizer's state that are no tensors, by `moment|parameter`."""
 
     def remember_if_best(self, row: dict, column: str | None) -> bool:
-        """Remember a row of val.csv that is the best so far by this column. -> whether it is. Never
-        at step 0, which has no checkpoint, nor where the cell is empty or not finite. Raises BadInput if
-        val.csv has no such column."""
+        """Remember a row of val.csv if it is the best so far by this column. -> whether it is. A row of step
+        0, which has no checkpoint, and a cell that is empty or not finite are never the best. Raises BadInput
+        if val.csv has no such column."""
         if column is None:
             return False
         refuse_unless(
@@ -95,10 +100,11 @@ class RunState:
         if value is None or not math.isfinite(value) or self.step == 0:
             return False
         if column.endswith("loss") or column.split("/")[0] == "kl":
-            value = -value  # of these the lowest is best
+            value = -value  # the lowest loss or KL is best
         if self.best_value is not None and value <= self.best_value:
             return False
-        self.best_step, self.best_value = self.step, value
+        self.best_step = self.step
+        self.best_value = value
         return True
 
 
@@ -113,7 +119,9 @@ def write_whole(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> None:
+def publish_folder(
+    fabric: Fabric, write: Callable[[Path], Any], out: Path, on_every_rank: bool = False
+) -> None:
     """Make the folder `out` so that it is whole or not there: write(folder) makes the files in a folder
     beside it, which is then renamed. Rank 0 writes, or every rank. A collective. Raises Failed."""
     new = out.with_name(f".{out.name}.tmp")
@@ -137,9 +145,10 @@ def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> Non
         on_rank_0(fabric, end)
     except (OSError, SafetensorError, CheckpointException) as e:  # the disk is full or gone
         error = e
-        if isinstance(e, CheckpointException):  # of each rank that failed
+        if isinstance(e, CheckpointException):  # it holds the error of each rank that failed
             error, _ = next(iter(e.failures.values()))
-        raise Failed(f"{out}: not saved: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise Failed(f"{out}: not saved: {reason}") from None
 
 
 # ---- the run's folder ----------------------------------------------------------------------------
@@ -158,29 +167,29 @@ def checkpoint_folder(out: Path, step: int) -> Path:
 def find_checkpoint(out: Path, resume: str | None) -> Path | None:
     """The checkpoint that a run in the folder `out` goes on from. Raises BadInput where two runs would be
     mixed."""
-    own = checkpoints_by_step(out)
+    path_of = checkpoints_by_step(out)
     if not resume:
-        refuse_unless(
-            not (own or (out / "metrics.csv").exists()),
-            f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder "
-            "starts anew",
-        )
+        if path_of or (out / "metrics.csv").exists():
+            raise BadInput(
+                f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder "
+                "starts anew"
+            )
         return None
     if resume == "auto":
-        return own[max(own)] if own else None
+        return path_of[max(path_of)] if path_of else None
     checkpoint = Path(resume).resolve()
     refuse_unless(
         (checkpoint / "state.json").exists(), f"resume: {resume}: no such checkpoint folder"
     )
     refuse_unless(
-        not own or checkpoint in own.values(),
+        not path_of or checkpoint in path_of.values(),
         f"out_dir: {out} holds another run: a run that branches off {checkpoint} needs a folder of "
         "its own",
     )
     return checkpoint
 
 
-_locks = {}  # a folder: the open lock file, if a run of this process writes into it
+_locks = {}  # folder into which a run of this process writes -> its open lock file
 
 
 def take_folder(out: Path, resume: str | None) -> Path | None:
@@ -204,8 +213,7 @@ def unlock_folder(out: Path) -> None:
 
 
 def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings, program: str) -> None:
-    """Refuse another program, and settings that would make another run of the one that goes on from this
-    checkpoint."""
+    """Refuse to go on from this checkpoint with another program, or with settings that would make another run."""
     if checkpoint is None:
         return
     began_with = read_state(checkpoint).hashes["program"]
@@ -224,7 +232,7 @@ def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings, program: s
 
 
 def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> None:
-    """Refuse a program, models and records that are not those of the run that goes on from this checkpoint."""
+    """Refuse to go on from this checkpoint with another program, other models or other records."""
     if checkpoint is None:
         return
     began_with = read_state(checkpoint).hashes
@@ -236,19 +244,19 @@ def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> Non
 def begin_run(
     out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str]
 ) -> RunState:
-    """Write into the folder for the first time: put checkpoints aside that are newer than the one that the
-    run goes on from, and write the settings. -> the state that the run begins with. Raises BadInput for
+    """Write into the folder for the first time: rename the checkpoints of later steps than the one from which
+    the run goes on, and write the settings. -> the state that the run begins with. Raises BadInput for
     models that are not those of the checkpoint."""
     check_resumed_hashes(checkpoint, hashes)
     state = RunState(hashes=hashes)
     if checkpoint:
         state = read_state(checkpoint)
         say(f"resumed from {checkpoint}")
-        own = checkpoints_by_step(out)
-        # it was removed; or this is a branch, which has no checkpoint yet
-        if state.best_step not in own:
+        path_of = checkpoints_by_step(out)
+        # the best checkpoint was removed; or this is a branch, which has no checkpoint yet
+        if state.best_step not in path_of:
             state.best_step = state.best_value = None
-        for step, path in own.items():
+        for step, path in path_of.items():
             if step > state.step:  # made after the checkpoint that the run goes back to
                 aside = path.with_name(f"abandoned-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
@@ -259,8 +267,9 @@ def begin_run(
 
 
 def versions() -> str:
-    """The project's commit, if this is a git clone, and the versions of what computes."""
-    command = "git describe --always --dirty '--exclude=*'"  # by a shell: there may be no git
+    """The project's commit, if this is a git clone, and the versions of torch and lightning."""
+    # through a shell, which raises nothing where git is not installed
+    command = "git describe --always --dirty '--exclude=*'"
     git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     commit = git.stdout.strip() or "unknown"
     return f"commit {commit}, torch {torch.__version__}, lightning {lightning.__version__}"
@@ -269,20 +278,21 @@ def versions() -> str:
 # ---- save ----------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run) -> None:
+def save_checkpoint(run: Any) -> None:
     """Write a checkpoint of the step that was just done, then remove old ones. A collective. Raises Failed."""
-    fabric, state, out = run.fabric, run.state, run.folder
-    # with LoRA a reference that has moved is the policy's own base
-    params, moved = run.policy.unique_parameters(), state.reference_has_moved
+    fabric = run.fabric
+    state = run.state
+    params = run.policy.unique_parameters()
     tensors = {}
     for name, p in params.items():
-        if p.requires_grad or moved:
+        # with LoRA a reference that has moved is the policy's own base
+        if p.requires_grad or state.reference_has_moved:
             tensors[f"weights|{name}"] = p.detach()
-    if moved:
-        of_reference = run.reference.own_weights()
-        tensors |= {f"reference|{name}": p for name, p in of_reference.items()}
+    if state.reference_has_moved:
+        for name, p in run.reference.own_weights().items():
+            tensors[f"reference|{name}"] = p
     name_of = {p: name for name, p in params.items()}
-    numbers = state.optimizer_numbers = {}
+    state.optimizer_numbers = {}
     for p, moments in run.optimizer.optimizer.state.items():
         for moment, x in moments.items():
             name = f"{moment}|{name_of[p]}"
@@ -290,14 +300,15 @@ def save_checkpoint(run) -> None:
                 # 8-bit AdamW has one table for all weights, and safetensors refuses shared memory
                 tensors[name] = x.clone() if moment in ("qmap1", "qmap2") else x
             else:
-                numbers[name] = x
+                state.optimizer_numbers[name] = x
     tensors[f"random|{fabric.global_rank}"] = _generator(fabric).get_state()
     # a file for each kind: a rank holds only one file's bytes at once
-    names = [*tensors, *(f"random|{r}" for r in range(fabric.world_size))]  # of all ranks
+    names_of_random_states = [f"random|{rank}" for rank in range(fabric.world_size)]
+    names = [*tensors, *names_of_random_states]
     kinds = sorted({name.split("|")[0] for name in names})
     file_of = {name: kinds.index(name.split("|")[0]) + 1 for name in names}
 
-    def write(new: Path):
+    def write(new: Path) -> None:
         writer = HuggingFaceStorageWriter(str(new), file_of, save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
         if fabric.global_rank == 0:
@@ -306,30 +317,32 @@ def save_checkpoint(run) -> None:
             if run.cfg.data.chat_template:  # for hub.Source.chat_template
                 (new / "chat_template.jinja").write_text(run.tokenizer.template)
 
-    publish_folder(fabric, write, checkpoint_folder(out, state.step), on_every_rank=True)
+    folder = checkpoint_folder(run.folder, state.step)
+    publish_folder(fabric, write, folder, on_every_rank=True)
     if fabric.global_rank == 0:
         _remove_old_checkpoints(run)
 
 
-def save_state(run) -> None:
+def save_state(run: Any) -> None:
     """Write state.json of the last checkpoint again: its step has been validated since. On rank 0."""
     file = checkpoint_folder(run.folder, run.state.step) / "state.json"
     write_whole(file, json.dumps(asdict(run.state)))
     _remove_old_checkpoints(run)
 
 
-def _remove_old_checkpoints(run) -> None:
-    """But for the newest ones and the best. On rank 0."""
-    for step, path in list(checkpoints_by_step(run.folder).items())[: -run.cfg.keep_last]:
+def _remove_old_checkpoints(run: Any) -> None:
+    """Keep the newest keep_last checkpoints and the best one. On rank 0."""
+    checkpoints = list(checkpoints_by_step(run.folder).items())
+    for step, path in checkpoints[: -run.cfg.keep_last]:
         if step != run.state.best_step:
             # renamed first: a checkpoint that is half removed must not look like one
             path.rename(path.with_name(f".{path.name}.tmp"))
-    # a killed process may have left one
+    # a killed process may have left such a folder
     for removed in (run.folder / "checkpoints").glob(".*.tmp"):
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def _generator(fabric) -> torch.Generator:
+def _generator(fabric: Fabric) -> torch.Generator:
     """The source of this rank's random numbers."""
     if fabric.device.type == "cuda":
         return torch.cuda.default_generators[fabric.device.index]
@@ -348,30 +361,36 @@ def read_settings(folder: Path) -> dict:
     return yaml.safe_load((folder / "settings.yaml").read_text())
 
 
-def read_tensors(folder: Path, place) -> dict[str, torch.Tensor]:
-    """Read those tensors of a checkpoint for which place(kind, name, size, dtype) gives one to read into:
-    a rank reads the shards that it holds, however many ranks wrote them. -> them by `kind|name`"""
+def read_tensors(
+    folder: Path,
+    place: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor | None],
+) -> dict[str, torch.Tensor]:
+    """Read tensors of a checkpoint. place(kind, name, size, dtype) gives the tensor to read into, or None to
+    leave it out. A rank reads the shards that it holds, however many ranks wrote them. -> the tensors by
+    `kind|name`"""
     reader = HuggingFaceStorageReader(str(folder))
     tensors = {}
-    for key, found in reader.read_metadata().state_dict_metadata.items():
+    for key, saved in reader.read_metadata().state_dict_metadata.items():
         kind, name = key.split("|")
-        x = place(kind, name, found.size, found.properties.dtype)
+        x = place(kind, name, saved.size, saved.properties.dtype)
         if x is not None:
             tensors[key] = x
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
-def load_checkpoint(run, folder: Path) -> None:
+def load_checkpoint(run: Any, folder: Path) -> None:
     """Put a checkpoint's weights, optimizer state, random state and moving reference in place."""
-    params, moments = run.policy.unique_parameters(), run.optimizer.optimizer.state
+    params = run.policy.unique_parameters()
+    moments = run.optimizer.optimizer.state
+    rank = str(run.fabric.global_rank)
 
-    def place(kind, name, size, dtype):
-        if kind == "random":  # at a larger number of ranks the others keep their own
-            return torch.empty(size, dtype=dtype) if name == str(run.fabric.global_rank) else None
+    def place(kind: str, name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        if kind == "random":  # a rank without a saved state goes on with its own
+            return torch.empty(size, dtype=dtype) if name == rank else None
         p = run.reference.own_weights()[name] if kind == "reference" else params[name]
         if kind in ("weights", "reference"):
-            return p.detach()  # it shares the weight's memory, so the weight itself is read into
+            return p.detach()  # shares the weight's memory, so reading changes the weight itself
         if p.shape == size:  # sharded as the weight is
             x = torch.zeros_like(p, dtype=dtype)
         else:
@@ -379,9 +398,10 @@ def load_checkpoint(run, folder: Path) -> None:
         moments[p][kind] = x
         return x
 
-    read = read_tensors(folder, place)
+    tensors = read_tensors(folder, place)
     for key, x in read_state(folder).optimizer_numbers.items():
         moment, name = key.split("|")
         moments[params[name]][moment] = x
-    if (key := f"random|{run.fabric.global_rank}") in read:
-        _generator(run.fabric).set_state(read[key])
+    random_state = tensors.get(f"random|{rank}")
+    if random_state is not None:
+        _generator(run.fabric).set_state(random_state)

@@ -7,6 +7,9 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,7 +17,7 @@ from tqdm import tqdm
 # stack beside our line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-launched = []  # Fabric, if this is one of several processes: an error ends those that it launched
+launched = []  # the Fabric of several processes: an error here ends the processes that it launched
 
 
 class BadInput(ValueError):
@@ -29,16 +32,16 @@ class Failed(RuntimeError):
 
 class Interrupted(BaseException):
     """A signal or the time limit ends the run between two units of work, such as two tokens or two
-    micro-batches without a gradient (devices.Stop). No Exception: a checker's own `except Exception`
-    must let it through."""
+    micro-batches without a gradient (devices.Stop). Not an Exception, because a checker's own
+    `except Exception` must let it through."""
 
 
 def rank() -> int:
     """0 in the first process of the run, above 0 in all others; also before they have found each other.
     Where Fabric launches on several nodes, each node repeats the local numbers."""
     env = os.environ
-    # mpirun's and SLURM's last: in a shell that one of them started it is 0 in every process that Fabric
-    # launches. SLURM may have started mpirun's helper alone.
+    # The variables of mpirun and SLURM come last: in a shell that one of them started they are 0 in every
+    # process that Fabric launches. SLURM is the very last: it may have started only mpirun's helper.
     names = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     first = next((env[name] for name in names if env.get(name)), 0)
     return int(first) or int(env.get("NODE_RANK") or 0)
@@ -52,23 +55,24 @@ def say(line: str) -> None:
 
 
 shows_progress = True  # setup sets it to the setting `progress`
-_bars = []  # those of the work that is going on, the innermost last
+_bars = []  # the bars of the work that is going on, the innermost last
 
 
 class Lines:
     """Where the output is no terminal, tqdm writes to this: each refresh of a bar is a line."""
 
     def write(self, text: str) -> None:
-        if text := text.strip():
-            say(text)
+        line = text.strip()
+        if line:
+            say(line)
 
 
-def make_bar(**options) -> tqdm:
+def make_bar(**options: Any) -> tqdm:
     """A bar on a terminal, lines elsewhere; on rank 0, unless progress is off."""
     is_terminal = sys.stderr.isatty()
     return tqdm(
         file=None if is_terminal else Lines(),
-        position=None if is_terminal else 0,  # elsewhere it moves no cursor
+        position=None if is_terminal else 0,  # at 0 tqdm moves no cursor
         miniters=0,
         dynamic_ncols=True,
         leave=False,
@@ -78,7 +82,7 @@ def make_bar(**options) -> tqdm:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, silent: float = 5):
+def progress(title: str, total: int, silent: float = 5) -> Iterator[None]:
     """Show how far the work within is, in units that it counts by advance(). Nothing in the first `silent`
     seconds; then on a terminal a bar, elsewhere a line at least so many seconds apart, up to 60."""
     shown = "{desc}: {percentage:.0f}%, {remaining} left"
@@ -99,9 +103,9 @@ def advance(n: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def user_error(setting: str | None, path=None):
-    """Turn an exception that the user's input has caused into BadInput, `setting: path: reason`. Of any
-    kind: the libraries that read models, tokenizers and tables raise dozens."""
+def user_error(setting: str | None, path: Path | str | None = None) -> Iterator[None]:
+    """Turn an exception that the user's input has caused into BadInput, `setting: path: reason`. Any
+    Exception counts: the libraries that read models, tokenizers and tables raise dozens of kinds."""
     try:
         yield
     except BadInput:
@@ -110,7 +114,8 @@ def user_error(setting: str | None, path=None):
         where = getattr(e, "filename", None) or path
         text = " ".join(str(e).split())[:300]
         reason = getattr(e, "strerror", None) or text or type(e).__name__
-        raise BadInput(": ".join(str(x) for x in (setting, where, reason) if x)) from None
+        parts = [str(part) for part in (setting, where, reason) if part]
+        raise BadInput(": ".join(parts)) from None
 
 
 def also_called(old_name: str, module: str) -> None:
@@ -126,14 +131,18 @@ def also_called(old_name: str, module: str) -> None:
 also_called("runs.console", __name__)
 
 
-def run_cli(main) -> None:
+def run_cli(main: Callable[[], None]) -> None:
     """Run main() as a program. A known error is one line, and an error on one rank ends all ranks."""
     try:
         return main()
     except (Exception, KeyboardInterrupt) as e:
         if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's: closed or reset by peer
             e = Failed("another process of this run has ended")
-        code = 2 if isinstance(e, BadInput) else 130 if isinstance(e, KeyboardInterrupt) else 1
+        code = 1
+        if isinstance(e, BadInput):
+            code = 2
+        elif isinstance(e, KeyboardInterrupt):
+            code = 130  # 128 + SIGINT, as in a shell
         text = traceback.format_exc()
         if isinstance(e, BadInput | Failed | KeyboardInterrupt | OSError):
             who = f"rank {rank()}: error" if rank() else "error"

@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
@@ -51,18 +52,18 @@ class Launcher(NamedTuple):
     world_size: str
     """How many processes it has started."""
     rank: str
-    """This one's number among them."""
+    """The number of a process among all of them."""
     local_rank: str
-    """Its number among those of its node."""
+    """The number of a process among those on its node."""
     per_node: str
-    """How many are on the node; SLURM writes 8(x2) for eight on each of two nodes."""
+    """How many processes are on the node; SLURM writes 8(x2) for eight on each of two nodes."""
     job: tuple[str, ...] = ()
-    """What tells this start from others at the same time on the same machine."""
+    """Variables that differ between two starts at the same time on the same machine."""
 
 
 # From the inside out: in SLURM an mpirun is itself started by srun, and jsrun is also an mpirun.
 LAUNCHERS = (
-    # also accelerate, deepspeed, Ray and Azure ML, but not all of them say how many are on the node
+    # accelerate, deepspeed, Ray and Azure ML set these variables, too; some leave out LOCAL_WORLD_SIZE
     Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher(
         "jsrun",
@@ -103,18 +104,23 @@ LAUNCHERS = (
 def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
     """The settings devices and num_nodes, as the program that started the processes has fixed them.
 
-    What a launcher has said in variables of its own stands in torchrun's afterwards (RANK, ...), which
-    torch, Fabric and console.rank read. If nothing has started the processes, RANK is not set, and Fabric
-    starts them. A launcher whose number of processes is not the settings' is refused: it would be several
-    runs, silently, or processes that wait for others for ever. Raises BadInput."""
-    env, devices, nodes = os.environ, cfg.devices, cfg.num_nodes
-    refuse_unless("LT_CLI_USED" not in env, "fabric run: start this program by python or torchrun")
+    A launcher's own variables are copied into torchrun's variables (RANK, ...), which torch, Fabric and
+    console.rank read. If nothing has started the processes, RANK is not set, and Fabric starts them. A launcher
+    that has started another number of processes than the settings say is refused: there would be several
+    runs, without a word, or processes that wait for ever. Raises BadInput."""
+    env = os.environ
+    devices = cfg.devices
+    nodes = cfg.num_nodes
+    if "LT_CLI_USED" in env:
+        raise BadInput("fabric run: start this program by python or torchrun")
     for launcher in LAUNCHERS:
         if not {launcher.world_size, launcher.rank, launcher.local_rank} <= env.keys():
             continue
-        n, per_node = int(env[launcher.world_size]), env.get(launcher.per_node)
+        n = int(env[launcher.world_size])
+        per_node = env.get(launcher.per_node)
         if launcher.name == "torchrun" and per_node:
-            devices, nodes = int(per_node), n // int(per_node)
+            devices = int(per_node)
+            nodes = n // devices
         elif n == 1:
             continue  # such as a shell by srun --pty: this process may start others
         started = f"{n} processes" + (f", {per_node} on a node" if per_node else "")
@@ -124,9 +130,19 @@ def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
         )
         speak_torchrun(launcher, devices, nodes)
         return devices, nodes
+    prepare_fabric_launch(cfg)
+    return devices, nodes
 
+
+def prepare_fabric_launch(cfg: RunSettings) -> None:
+    """Where no launcher has started the processes of this node: remove the variables that the processes
+    which Fabric starts must not inherit, and refuse what Fabric cannot start. Raises BadInput."""
+    env = os.environ
+    devices = cfg.devices
+    nodes = cfg.num_nodes
     if "RANK" in env:  # Kubeflow and Vertex AI: one process for each node
-        node, n = int(env["RANK"]), int(env.get("WORLD_SIZE", 1))
+        node = int(env["RANK"])
+        n = int(env.get("WORLD_SIZE", 1))
         refuse_unless(
             node < n == nodes,
             f"num_nodes: {nodes}, but RANK={node} and WORLD_SIZE={n} in the environment say another "
@@ -144,11 +160,11 @@ def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
         "mpirun, or set NODE_RANK, MASTER_ADDR and MASTER_PORT on each node",
     )
     if devices * nodes > 1 or cfg.strategy != "auto":
-        refuse_unless(
-            not (hasattr(sys, "ps1") or sys.flags.interactive),
-            f"devices: {devices}, strategy: {cfg.strategy}: a notebook or an interactive Python cannot be "
-            "one of several processes; start the program by a command of its own (!python in a cell)",
-        )
+        if hasattr(sys, "ps1") or sys.flags.interactive:
+            raise BadInput(
+                f"devices: {devices}, strategy: {cfg.strategy}: a notebook or an interactive Python cannot be "
+                "one of several processes; start the program by a command of its own (!python in a cell)"
+            )
     if devices > 1 and "LOCAL_RANK" not in env:
         by_module = getattr(sys.modules["__main__"], "__spec__", None)  # python -m
         refuse_unless(
@@ -156,16 +172,17 @@ def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
             f"devices: {devices}: each process runs the program's file, and this program has none (python "
             "-c, or standard input): write it into a file",
         )
-    return devices, nodes
 
 
 def speak_torchrun(launcher: Launcher, devices: int, nodes: int) -> None:
-    """Put this process's place, as a launcher has given it, into torchrun's variables, and where the
-    first process listens. Raises BadInput."""
+    """Copy this process's numbers from the launcher's variables into torchrun's, and set the address at which
+    the first process listens. Raises BadInput."""
     env = os.environ
     rank = int(env[launcher.rank])
-    env["RANK"], env["LOCAL_RANK"] = str(rank), env[launcher.local_rank]
-    env["WORLD_SIZE"], env["GROUP_RANK"] = str(devices * nodes), str(rank // devices)
+    env["RANK"] = str(rank)
+    env["LOCAL_RANK"] = env[launcher.local_rank]
+    env["WORLD_SIZE"] = str(devices * nodes)
+    env["GROUP_RANK"] = str(rank // devices)
     if "MASTER_ADDR" not in env:
         address = "127.0.0.1" if nodes == 1 else None
         if nodes > 1 and launcher.name == "srun":
@@ -186,7 +203,8 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
     """The settings devices, num_nodes, accelerator and precision, filled in for a model of this size.
     Raises BadInput."""
     devices, nodes = resolve_processes(cfg)
-    gpus, accelerator = torch.cuda.device_count(), cfg.accelerator
+    gpus = torch.cuda.device_count()
+    accelerator = cfg.accelerator
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
     refuse_unless(
@@ -218,35 +236,38 @@ def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: in
         return precision
     # a CPU that has products of bfloat16 gains from them where the blocks have more than 50M weights: 1.6
     # to 1.7 times at 135M (benchmarks/RESULTS.md); without such products it is about six times slower
-    has_them = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    gains = has_them and 12 * n_layer * n_embd**2 > 50e6
-    precision = "bf16-mixed" if gpus or gains else "32-true"
+    cpu_multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    cpu_gains = cpu_multiplies and 12 * n_layer * n_embd**2 > 50e6
+    precision = "bf16-mixed" if gpus or cpu_gains else "32-true"
     say(f"precision: {precision}, which is fastest for this machine and a model of this size")
     return precision
 
 
 def prepare_machine() -> None:
-    """What makes torch fast here.
+    """Settings of the machine with which torch is fast here.
 
     glibc keeps the memory of freed tensors of up to 32 MB for the next ones. By default it gives much of
     it back, and the kernel clears the same pages for the next forward: a small model's step took 1.1 to
     1.2 times as long (benchmarks/RESULTS.md). What the user's environment says about malloc stays.
 
     Attention on a GPU uses flash or memory-efficient kernels, not cuDNN's, which come first on an H100
-    (torch 2.11) and build a plan for each new shape; ours are new all the time.
+    (torch 2.11) and build a plan for each new shape; almost each of our batches has a new shape.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    trim_threshold, mmap_threshold = -1, -3  # numbers of the two settings in glibc's malloc.h
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc
+    # numbers of the two settings in glibc's malloc.h
+    trim_threshold = -1
+    mmap_threshold = -3
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:  # only glibc has it
         mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc takes
         mallopt(trim_threshold, 2**31 - 1)
 
 
 class DDP(DDPStrategy):
-    """Fabric's, but for the stream. Fabric wraps the model in a side stream; gradients would then be added up
-    in that one, which waits for the backward's stream each time, and torch warns about it."""
+    """Fabric's DDPStrategy without its side stream. Fabric wraps the model in a side stream; gradients would
+    then be added up in that stream, which waits for the backward's stream each time, and torch warns about it."""
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         device_ids = self._determine_ddp_device_ids()
@@ -260,11 +281,12 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # 64-true: else Fabric casts what a forward returns to float32
+    # with 64-true the default is float64, else Fabric would cast what a forward returns to float32
     torch.set_default_dtype(torch.float64 if cfg.precision == "64-true" else torch.float32)
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
-    n_devices, strategy = cfg.devices * cfg.num_nodes, cfg.strategy
+    n_devices = cfg.devices * cfg.num_nodes
+    strategy = cfg.strategy
     if strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
         strategy = ModelParallelStrategy(
             shard, data_parallel_size=n_devices, tensor_parallel_size=1
@@ -272,14 +294,15 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     elif strategy == "ddp" or n_devices > 1:
         # our buffers are constant; the option has a new name since torch 2.13
         is_new = torch.__version__ >= "2.13"
-        strategy = DDP(**{"forward_sync_buffers" if is_new else "broadcast_buffers": False})
+        option = "forward_sync_buffers" if is_new else "broadcast_buffers"
+        strategy = DDP(**{option: False})
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,
         num_nodes=cfg.num_nodes,
         strategy=strategy,
-        # ours, see resolve_processes: what Fabric finds by itself is wrong in an sbatch script, and it
-        # never looks for mpirun or Kubeflow
+        # we have looked at the environment ourselves (resolve_processes): what Fabric finds is wrong in an
+        # sbatch script, and it never looks for mpirun or Kubeflow
         plugins=TorchElasticEnvironment() if "RANK" in os.environ else LightningEnvironment(),
         # bf16-true: we load the base in bfloat16 ourselves, and adapters stay in float32
         precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
@@ -319,7 +342,7 @@ def reduce_number(number: float, op: str, device: torch.device) -> float:
     return all_reduce(torch.tensor(number, dtype=torch.float64, device=device), op).item()
 
 
-def on_rank_0(fabric, work):
+def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
     """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or OSError is raised
     on all ranks. A collective: no collective may be in `work`."""
     answer = error = None
@@ -338,8 +361,8 @@ def on_rank_0(fabric, work):
 
 
 def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x, which is whole, on the device of `like`, and sharded if `like` is. Sharding is a collective that takes
-    the values of rank 0."""
+    """The whole tensor x on the device of `like`, and sharded if `like` is. Sharding is a collective that
+    takes the values of rank 0."""
     x = x.to(like.device)
     if isinstance(like, DTensor):
         return distribute_tensor(x, like.device_mesh, like.placements)
@@ -358,7 +381,7 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def set_weights(module, weights: Mapping | None, share: float = 1.0) -> None:
+def set_weights(module: torch.nn.Module, weights: Mapping | None, share: float = 1.0) -> None:
     """Copy weights into a module's parameters of the same names, or move these by a share towards the
     weights. Parameters that `weights` lacks stay.
 
@@ -377,26 +400,27 @@ def set_weights(module, weights: Mapping | None, share: float = 1.0) -> None:
 class Stop:
     """Whether to stop, and why: a signal or the time limit. All ranks end after the same step.
 
-    The first signal sets a flag, at which the loop looks after each step; sampling, checks and validation
-    look between two units of work. A second signal ends the process at once. Nothing ends between the
+    The first signal sets a flag, which the loop reads after each step; sampling, checks and validation
+    read it between two units of work. A second signal ends the process at once. Nothing ends between the
     micro-batches of a step: the random state that is saved would be one of mid-step.
 
-    reason: why to stop, as the ranks have agreed, or stop_at, which the loop looks at; empty to go on.
+    reason: why to stop: what the ranks have agreed on, or stop_at, which the loop reads; empty to go on.
     signal: the number of the signal that arrived, or 0.
     """
 
     def __init__(self, max_time: timedelta | None):
         self.deadline = time.monotonic() + max_time.total_seconds() if max_time else math.inf
-        self.signal, self.reason = 0, ""
-        numbers = signal.SIGINT, signal.SIGTERM
+        self.signal = 0
+        self.reason = ""
+        numbers = (signal.SIGINT, signal.SIGTERM)
         self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
 
     def close(self) -> None:
-        """Leave the signals to those who had them before."""
+        """Give the signals back to the handlers that they had before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _on_signal(self, number, _frame) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number
         self.close()
         if rank() == 0:  # not print: the signal may have come in the middle of another one
@@ -411,14 +435,17 @@ class Stop:
         """The largest code of all ranks, which they exchange in each step (Trainer.check_finite). A signal
         that arrives later waits for the next step's."""
         if code > 1:
-            self.signal, self.reason = int(code), signal.Signals(int(code)).name
+            self.signal = int(code)
+            self.reason = signal.Signals(self.signal).name
         elif code:
             self.reason = "max_time"
 
-    def check(self, device, time_limit: bool = False) -> None:
-        """Raise Interrupted if a signal asks the run to end, or the time limit where that counts. A
-        collective, between two units of work that may end there."""
+    def check(self, device: torch.device, time_limit: bool = False) -> None:
+        """Raise Interrupted if a signal asks the run to end, or with time_limit also if the time is up. A
+        collective, called between two units of work."""
         code = reduce_number(self.code(), "max", device)
-        if code > 1 or (code and time_limit):
+        by_signal = code > 1
+        by_time = code == 1 and time_limit
+        if by_signal or by_time:
             self.set_agreed(code)
             raise Interrupted

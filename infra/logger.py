@@ -10,10 +10,13 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 
 from infra.checkpoint import write_whole
 from infra.console import make_bar, rank, say, user_error
@@ -48,16 +51,18 @@ BF16_PEAKS = {
 class Throughput:
     """Speed over the steps from one row of metrics.csv to the next, and peak memory so far.
 
-    policy: the model itself, before Fabric wraps it. FLOPs are the useful ones: 2 for each weight, token
-    and pass, without the attention scores; of experts those that a token uses. One pass is one forward.
-    A backward counts as 2 passes, or as 1 with LoRA, where the weight matrices need no gradient. For z
-    each completion is scored a second time, as another prompt's mismatched one; that prompt's own pass
-    serves both (in several micro-batches the policy computes it twice, which is not counted).
+    policy: the model itself, before Fabric wraps it. objective: an objective.Objective.
+
+    FLOPs are the useful ones: 2 for each weight, token and pass, without the attention scores; of experts
+    only those that a token uses count. One pass is one forward. A backward counts as 2 passes, or as 1
+    with LoRA, where the weight matrices need no gradient. For z each completion is scored a second time,
+    as the mismatched completion of another prompt. The pass over that prompt serves both completions (with
+    several micro-batches the policy computes it twice, which is not counted).
     """
 
-    def __init__(self, fabric, cfg: RunSettings, policy, objective):
+    def __init__(self, fabric: Fabric, cfg: RunSettings, policy: torch.nn.Module, objective: Any):
         self.device = fabric.device
-        # of its cached log-probs the reference does not run in a step
+        # a reference whose log-probs are cached does not run in a step
         reference = objective.needs_reference and not cfg.reference_cache
         passes = (2 if cfg.lora.rank else 3) + reference
         pair_passes = objective.needs_mismatched_pairs * (1 + reference)
@@ -77,10 +82,13 @@ class Throughput:
         self.peak_flops = peak * fabric.world_size
         self.tokens = self.flops = self.seconds = 0
 
-    def add(self, examples, seconds: float) -> None:
-        """Count an optimizer step. examples: those of all ranks. seconds: its wall-clock time."""
-        n_prompt = sum(len(e.prompt) for e in examples)
-        n_completion = sum(len(y) for e in examples for y in e.completions)
+    def add(self, examples: Sequence[Any], seconds: float) -> None:
+        """Count an optimizer step. examples: the step's Examples on all ranks. seconds: its wall-clock time."""
+        n_prompt = 0
+        n_completion = 0
+        for example in examples:
+            n_prompt += len(example.prompt)
+            n_completion += sum(map(len, example.completions))
         self.flops += self.flops_of_prompt * n_prompt + self.flops_of_completion * n_completion
         self.tokens += n_prompt + n_completion
         self.seconds += seconds
@@ -123,7 +131,7 @@ def n_used_weights(parameter: torch.nn.Parameter, experts_per_token: int) -> int
 def cut_rows(path: Path, last: int) -> None:
     """Remove the rows of a csv file after step `last` (-1: all), and half a row of a killed process."""
     *lines, _torn = path.read_text().split("\n") if path.exists() else [""]
-    rows = [x for x in lines[1:] if int(x.split(",")[0]) <= last]
+    rows = [line for line in lines[1:] if int(line.split(",")[0]) <= last]
     if rows:
         write_whole(path, "\n".join([lines[0], *rows, ""]))
     else:
@@ -142,17 +150,17 @@ def add_row(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
-def open_tracker(cfg: RunSettings):
+def open_tracker(cfg: RunSettings) -> Callable[[int, dict, Sequence[dict]], None] | None:
     """-> track(step, numbers, samples), which hands {name: number} and answers of the policy to tensorboard
     or wandb; None if neither is asked for."""
     out = Path(cfg.out_dir)
     if cfg.logger == "tensorboard":
         from tensorboardX import SummaryWriter
 
-        # its own name has whole seconds: a quick resume would replace the file
+        # tensorboardX names a file by whole seconds: a quick resume would replace the file
         writer = SummaryWriter(out / "tensorboard", filename_suffix=f".{time.time_ns()}")
 
-        def track(step, numbers, samples):
+        def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
             for name, value in numbers.items():
                 writer.add_scalar(name, value, step)
             if samples:
@@ -166,7 +174,7 @@ def open_tracker(cfg: RunSettings):
 
         id_file = out / "wandb_id"  # a resumed run continues the same wandb run
         with user_error("logger: wandb (WANDB_MODE=offline needs no key)"):
-            # it ends when Python exits, and is marked as crashed after an exception
+            # wandb ends the run when Python exits, and marks it as crashed after an exception
             run = wandb.init(
                 dir=out,
                 config=asdict(cfg),
@@ -176,7 +184,7 @@ def open_tracker(cfg: RunSettings):
             )
         write_whole(id_file, run.id)
 
-        def track(step, numbers, samples):
+        def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
             if samples:
                 rows = [list(x.values()) for x in samples]
                 numbers["val/samples"] = wandb.Table(["prompt", "completion"], rows)
@@ -186,16 +194,17 @@ def open_tracker(cfg: RunSettings):
 
 
 class Logger:
-    """Rows, samples and progress of a run; it begins by removing later rows. On ranks other than 0 every
-    method does nothing.
+    """Rows, samples and progress of a run. It begins by removing the rows after last_step. On ranks other than 0
+    every method does nothing.
 
-    last_step: that of the checkpoint which a resume goes on from, whose rows stay; -1 for a new run or a
-    branch. unvalidated: whether that step's validation is still owed.
+    last_step: the step of the checkpoint from which a resume goes on; -1 for a new run or a branch.
+    unvalidated: whether the validation of that step has yet to be done.
     """
 
     def __init__(self, cfg: RunSettings, last_step: int, unvalidated: bool):
         self.main = rank() == 0
-        self.cfg, self.out = cfg, Path(cfg.out_dir)
+        self.cfg = cfg
+        self.out = Path(cfg.out_dir)
         self.total = self.bar = self.track = None
         self.was_clamped = False
         if self.main:
@@ -207,19 +216,21 @@ class Logger:
         """Say how long the run is, on n training examples. Later calls, of later iterations, do nothing."""
         if self.total:
             return
-        self.total, batch_size = plan.total, self.cfg.batch_size
+        self.total = plan.total
+        batch_size = self.cfg.batch_size
         left_out = n - plan.per_epoch * batch_size
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
 
     def step(self, step: int, row: dict, seconds: float) -> None:
-        """Write a step's row of metrics.csv, and show it. seconds: how long the step took. Elsewhere than on
-        a terminal a run prints about twenty lines, or one a minute."""
+        """Write a step's row of metrics.csv, and show it. seconds: how long the step took. Where the output
+        is no terminal, a run prints about twenty lines, or one a minute."""
         if not self.main:
             return
         self._write("metrics.csv", step, row)
         is_terminal = sys.stderr.isatty()
-        if self.bar is None:  # only now: what came before the first step is no part of the ETA
+        # made as late as this, since the time before the first step is no part of the ETA
+        if self.bar is None:
             self.bar = make_bar(
                 total=self.total,
                 initial=step - 1,
@@ -249,7 +260,9 @@ class Logger:
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
 
-    def _write(self, file: str, step: int, row: dict, prefix: str = "", samples=()) -> None:
+    def _write(
+        self, file: str, step: int, row: dict, prefix: str = "", samples: Sequence[dict] = ()
+    ) -> None:
         """Add a row to a csv file, and hand its numbers to the tracker, with a prefix to their names."""
         add_row(self.out / file, {"step": step} | row)
         if self.track:
@@ -261,7 +274,7 @@ class Logger:
             self.bar.close()
 
 
-def write_json(path: Path, value) -> None:
+def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 

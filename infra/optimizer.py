@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from lightning.fabric import Fabric
 
 from infra.settings import Optim, RunSettings, refuse_unless
 
@@ -15,26 +16,29 @@ class Plan(NamedTuple):
     """
 
     per_epoch: int
-    # of the whole run, all iterations together: the length of the learning rate's schedule
+    """Steps of an epoch of this iteration."""
     total: int
-    begin: int  # this iteration has the steps begin + 1, ..., end
+    """Steps of the whole run, all iterations together: the length of the learning rate's schedule."""
+    begin: int
+    """Steps before this iteration, which has the steps begin + 1, ..., end."""
     end: int
-    # steps of the epoch of which optim.warmup may be a fraction: the first iteration's, for all of them
+    """The last step of this iteration."""
     schedule_epoch: int
+    """Steps of the epoch of which optim.warmup may be a fraction: the first iteration's epoch, for every iteration."""
 
 
 # ---- steps --------------------------------------------------------------------------------------
 
 
 def steps_of(interval: int | str, per_epoch: int) -> int:
-    """An interval (settings.Interval) in steps. Of an epoch's fraction at least 1 step; 0 stays 0."""
+    """An interval (settings.Interval) in steps. One in epochs is at least 1 step; 0 steps stay 0."""
     if is_in_epochs(interval):
         return max(1, round(float(interval.split()[0]) * per_epoch))
     return int(str(interval).split()[0])
 
 
 def is_in_epochs(interval: int | str) -> bool:
-    """0.5 epochs is; 100 and 100 steps are not."""
+    """True for "0.5 epochs"; False for 100 and "100 steps"."""
     return isinstance(interval, str) and "epoch" in interval
 
 
@@ -55,7 +59,8 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
     examples. An epoch leaves out the remainder that does not fill a batch. All plans have one schedule: the
     total of all iterations, and the first one's epoch. Iterations that begin after max_steps are left out.
     Raises BadInput when there are fewer examples than batch_size."""
-    lengths, ends = [], [0]
+    lengths = []  # steps of an iteration's epoch
+    ends = [0]
     for n in sizes:
         per_epoch = n // cfg.batch_size
         refuse_unless(
@@ -102,8 +107,10 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
     A fork hands over another function of this form. Each step sets the learning rate of a group, times
     the group's "lr_scale" if it has one. The optimizer's `state` is saved and resumed. Of cfg.optim the
     loop uses lr, its schedule and clip; the rest has the effect that this function gives it."""
-    o, scale_of = cfg.optim, {}
-    if module := getattr(policy, "objective_module", None):
+    o = cfg.optim
+    scale_of = {}
+    module = getattr(policy, "objective_module", None)
+    if module:
         scale_of = dict.fromkeys(module.parameters(), getattr(module, "lr_scale", 1.0))
     embeddings = {m.weight for m in policy.modules() if isinstance(m, torch.nn.Embedding)}
     by_options = {}  # (whether it decays, lr_scale): parameters
@@ -113,7 +120,7 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
             by_options.setdefault((decays, scale_of.get(p, 1.0)), []).append(p)
     groups = [
         {"params": params, "weight_decay": o.weight_decay * decays, "lr_scale": scale}
-        # the order is in the rounding of the gradient's norm
+        # sorted, because the rounding of the gradient's norm depends on the order
         for (decays, scale), params in sorted(by_options.items(), reverse=True)
     ]
     options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
@@ -127,7 +134,12 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
 # ---- clipping -----------------------------------------------------------------------------------
 
 
-def clip_gradient(fabric, policy, optimizer, max_norm: float | None) -> torch.Tensor:
+def clip_gradient(
+    fabric: Fabric,
+    policy: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+) -> torch.Tensor:
     """Scale the gradient to a norm of at most max_norm; None leaves it as it is.
 
     Returns the norm before, as a scalar tensor on the device. The norm may be nan or inf: the loop
