@@ -134,7 +134,6 @@ def generate(
     cache_room = args.cache_gb * 1e9 if args.cache_gb else room
     with fabric.autocast():
         rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
-    stops_S = to_device(torch.tensor(tokenizer.stops), device)
 
     def sample(own: list[int]) -> dict:
         """{number of a prompt: answer} of these prompts, sampled together.
@@ -158,7 +157,10 @@ def generate(
                     penalise = RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
                     logits_BV = penalise(seen_BX, logits_BV)
                 if y < args.min_new_tokens:
-                    logits_BV.index_fill_(1, stops_S, -torch.inf)
+                    # a config may name an end that the model has no logit of
+                    stops = [i for i in tokenizer.stops if i < logits_BV.shape[1]]
+                    stops_S = torch.tensor(stops, dtype=torch.long)
+                    logits_BV.index_fill_(1, to_device(stops_S, device), -torch.inf)
                 new_B = choose_token(logits_BV, to_device(u_AY[own, y], device), args)
                 for i, token in zip(own, new_B.tolist()):
                     answers[i].append(token)

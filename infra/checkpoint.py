@@ -19,6 +19,7 @@ named `kind|parameter`, where a kind is weights, reference or one of the optimiz
 `random|rank`.
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -146,9 +147,11 @@ def publish_folder(fabric, write, out: Path, on_every_rank: bool = False) -> Non
 
 
 def checkpoints_by_step(out: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, in order."""
+    """The checkpoints of a run by step, in order. What has another name, such as a user's copy of one, is
+    left alone."""
     paths = sorted((out / "checkpoints").glob("step-*"))
-    return {int(path.name.removeprefix("step-")): path for path in paths}
+    steps = {path: path.name.removeprefix("step-") for path in paths}
+    return {int(step): path for path, step in steps.items() if step.isdecimal()}
 
 
 def checkpoint_folder(out: Path, step: int) -> Path:
@@ -180,6 +183,8 @@ def find_checkpoint(out: Path, resume: str | None) -> Path | None:
     return checkpoint
 
 
+# what file systems of clusters answer that have no locks, such as Lustre without flock, NFS without lockd
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _locks = {}  # a folder: the open lock file, if a run of this process writes into it
 
 
@@ -192,6 +197,10 @@ def take_folder(out: Path, resume: str | None) -> Path | None:
             fcntl.lockf(_locks[out], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"out_dir: {out}: in use by another process") from None
+        except OSError as e:
+            if e.errno not in NO_LOCKS:
+                raise
+            say(f"out_dir: {out}: no locks here: a second process in this folder would not be seen")
     checkpoint = find_checkpoint(out, resume)
     if resume and not checkpoint:
         say(f"nothing to resume in {out}: starting")
