@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokens
+from tokenizers.processors import TemplateProcessing
 from tokens import CHATML, EOS, bot, folder, ids_of, user
 from transformers import AutoTokenizer
 
@@ -42,7 +43,13 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
 
 def test_all_that_a_tokenizer_puts_before_a_text_begins_a_plain_prompt_and_stays_in_a_cut(tmp_path):
     first = ("[gMASK]", "<sop>")  # as GLM's tokenizer does, which names no BOS
-    path = tokens.folder(tmp_path, first, before=" ".join(first))
+
+    def add_prefix(t):
+        special = [(x, t.token_to_id(x)) for x in first]
+        single = f"{' '.join(first)} $A"
+        t.post_processor = TemplateProcessing(single=single, special_tokens=special)
+
+    path = tokens.folder(tmp_path, first, change=add_prefix)
     theirs = AutoTokenizer.from_pretrained(path)
     for prompt in ("abcdef", "[gMASK]<sop>abcdef"):
         source = tokens.write(tmp_path / "d.jsonl", tokens.rated(prompt))
