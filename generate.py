@@ -172,7 +172,9 @@ def sample_batch(
     """
     device = fabric.device
     max_new = u_BY.shape[1]
-    stops_S = to_device(torch.tensor(tokenizer.stops), device)
+    # a config may name an end that the model has no logit of
+    stops = [i for i in tokenizer.stops if i < policy.config.padded_vocab_size]
+    stops_S = to_device(torch.tensor(stops, dtype=torch.long), device)
     answers = [[] for _ in prompts]
     limits = [min(max_new, slots - len(prompt)) for prompt in prompts]  # tokens of each answer
     # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain

@@ -327,6 +327,9 @@ def setup(
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     examples = load_splits(cfg.data, tokenizer, objective.records)
     check_tokens(sum(examples.values(), []), config.vocab_size, cfg.model)
+    if cfg.reference:
+        other = read_config(find_model(cfg.reference, "reference")).get_text_config()
+        check_tokens(sum(examples.values(), []), other.vocab_size, cfg.reference)
     check_limits(cfg, examples, contexts_of(cfg, config), objective.needs_mismatched_pairs)
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")

@@ -454,8 +454,10 @@ class Trainer:
             return False
         run.state.unvalidated = True
         is_rounded = done == plan.total and run.export_rounds
+        is_saved = done > 0 and (done == plan.end or is_due(done, run.cfg.save_interval, plan))
+        if is_saved:
+            run.save()  # as not validated: a resume after an error in here begins it again
         if is_rounded:
-            run.save()  # as not validated: a resume in the middle of this begins it again
             run.export("final", done)
             trained = self.metrics_of(self.val, "validation")
             with run.exported_weights("final"):
@@ -466,7 +468,7 @@ class Trainer:
         run.state.unvalidated = False
         is_best = run.state.remember_if_best(row, run.cfg.keep_best)
         run.logger.validation(done, row, samples)
-        if is_rounded:
+        if is_saved:
             run.save_state()
         return is_best
 

@@ -21,6 +21,7 @@ named `kind|parameter`, where a kind is weights, reference or one of the optimiz
 A parameter `run` is a run.Run, and run.py imports this file.
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -155,9 +156,11 @@ def publish_folder(
 
 
 def checkpoints_by_step(out: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, in order."""
+    """The checkpoints of a run by step, in order. What has another name, such as a user's copy of one, is
+    left alone."""
     paths = sorted((out / "checkpoints").glob("step-*"))
-    return {int(path.name.removeprefix("step-")): path for path in paths}
+    steps = {path: path.name.removeprefix("step-") for path in paths}
+    return {int(step): path for path, step in steps.items() if step.isdecimal()}
 
 
 def checkpoint_folder(out: Path, step: int) -> Path:
@@ -189,6 +192,8 @@ def find_checkpoint(out: Path, resume: str | None) -> Path | None:
     return checkpoint
 
 
+# what file systems of clusters answer that have no locks, such as Lustre without flock, NFS without lockd
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _locks = {}  # folder into which a run of this process writes -> its open lock file
 
 
@@ -201,6 +206,10 @@ def take_folder(out: Path, resume: str | None) -> Path | None:
             fcntl.lockf(_locks[out], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"out_dir: {out}: in use by another process") from None
+        except OSError as e:
+            if e.errno not in NO_LOCKS:
+                raise
+            say(f"out_dir: {out}: no locks here: a second process in this folder would not be seen")
     checkpoint = find_checkpoint(out, resume)
     if resume and not checkpoint:
         say(f"nothing to resume in {out}: starting")

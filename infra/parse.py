@@ -10,7 +10,7 @@ import json
 import sys
 import typing
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import date, timedelta
 
 import docstring_parser
 import jsonargparse
@@ -183,6 +183,8 @@ def as_text(value: object) -> str:
     """A value as one writes it on the command line."""
     if isinstance(value, str):
         return value
+    if isinstance(value, date):  # YAML reads 2026-01-31 as a day
+        return value.isoformat()
     return json.dumps(value, default=str)
 
 

@@ -291,7 +291,8 @@ class RunSettings:
     with null also at the end of each iteration of SPIN and online KTO."""
     save_interval: Interval | None = free("1 epoch")
     """Between checkpoints: 100 or 100 steps, or 0.5 epochs; also at the end of the run and of each iteration of SPIN
-    and online KTO, at a new best by keep_best, or when stopped. A step is validated before it is saved."""
+    and online KTO, at a new best by keep_best, or when stopped. A step is saved before it is validated, so an error
+    in a validation loses nothing; one that only its validation finds to be the best is saved after it."""
     keep_last: PositiveInt = free(2)
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
@@ -326,6 +327,7 @@ class RunSettings:
         refuse_unless(
             self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
         )
+        refuse_unless(self.seed < 2**32, f"seed: expected less than 2^32, got {self.seed}")
 
 
 # ---- names, and what a resume has changed --------------------------------------------------------------

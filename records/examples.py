@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from records.forms import (
     Dropped,
     Kind,
     Record,
+    as_turns,
     refuse_half_characters,
     understand_record,
     unique_keys,
@@ -75,9 +77,8 @@ def load_examples(
     Raises BadInput with a line for each of a file's first 20 bad records; a label is never guessed.
     """
     counts, examples = Counter(), []
-    for name in split_commas(source):
-        for file in sorted(glob.glob(str(find_path(name)))) or [name]:
-            examples += load_file(file, tokenizer, kind, data, counts)
+    for file in source_files(source):
+        examples += load_file(file, tokenizer, kind, data, counts)
     if kind == "prompts":
         examples = [examples[first] for first, *_ in prompt_groups(e.prompt for e in examples)]
     return examples, counts
@@ -85,7 +86,7 @@ def load_examples(
 
 def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: Counter) -> list:
     """The examples of one file; adds to the counts. Raises BadInput."""
-    columns = ALIASES | names_given("data.columns", data.columns)
+    columns = field_names(data.columns)
     labels = names_given("data.labels", data.labels)
     extra = split_commas(data.extra)
     records: dict[str, Record] = {}
@@ -107,6 +108,7 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
                 refuse_half_characters("record", name)
             records[where] = record
             counts.update(f"with {name}, which nothing reads" for name in record.ignored)
+            counts.update(what_looks_wrong(record, tokenizer))
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it. It must write all that a record says.
     by_template = any(
@@ -139,8 +141,8 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
         # 4. cut a prompt's beginning, but not its BOS, and completions' ends
         too_many = max(0, len(prompt) - data.max_prompt)
-        n_bos = int(prompt[0] == tokenizer.bos)
-        del prompt[n_bos : n_bos + too_many]
+        n_first = tokenizer.first_tokens(prompt)
+        del prompt[n_first : n_first + too_many]
         counts["prompts cut"] += too_many > 0
         counts["completions cut"] += sum(len(ids) > data.max_completion for ids in completions)
         prompt = np.array(prompt, np.int32)
@@ -160,6 +162,28 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     if not examples:
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs")
     return examples
+
+
+def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
+    """What is right in some files and a mistake in others, such as an answer that repeats its prompt: the
+    table counts it. A special token in a text of the record is read as this token, not as its letters."""
+    answers = []
+    for completion in record.completions:
+        is_message = isinstance(completion, dict)
+        if is_message and completion.get("tool_calls"):
+            continue
+        answers.append(completion["content"] if is_message else completion)
+    if any(not (text or "").strip() for text in answers):
+        yield "with an empty completion"
+    prompt = record.prompt if isinstance(record.prompt, str) else ""
+    if prompt.strip() and any((text or "").startswith(prompt) for text in answers):
+        yield "with a completion that begins with its whole prompt"
+    if record.weight != 1:
+        yield "with a weight other than 1"
+    texts = answers + [turn["content"] for turn in as_turns(record.prompt)]
+    found = {token for text in texts for token in tokenizer.special_tokens_in(text or "")}
+    for token in sorted(found):
+        yield f"with {token} in a text"
 
 
 def encode_texts(
@@ -194,6 +218,17 @@ def split_commas(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",")] if text else []
 
 
+def field_names(columns: str | None) -> dict[str, str | None]:
+    """The records' names of fields -> ours. `columns`: data.columns. What it says that a field of ours is
+    called, this field alone is called: another one that has our name means something else, None."""
+    named = names_given("data.columns", columns)
+    names: dict[str, str | None] = {**ALIASES}
+    for ours in named.values():
+        synonyms = [theirs for theirs, x in ALIASES.items() if x == ours]
+        names |= dict.fromkeys([ours, *synonyms])
+    return names | named
+
+
 def names_given(setting: str, text: str | None) -> dict[str, str]:
     """The records' names -> ours: `up=4|5,down=1` gives {"4": "up", "5": "up", "1": "down"}. Raises
     BadInput."""
@@ -210,14 +245,30 @@ def absolute_sources(sources: str | None) -> str | None:
     are: settings.yaml then means the same from any folder."""
     if not sources:
         return None
-    if find_path(sources).exists():  # a path may have a comma, too: those of sweep.py do
+    if find_path(sources).exists():  # as in source_files
         return os.path.abspath(find_path(sources))
-    return ",".join(
-        os.path.abspath(find_path(part))
-        if glob.glob(str(find_path(part.partition(":")[0])))
-        else part
-        for part in split_commas(sources)
-    )
+    absolute = []
+    for part in split_commas(sources):
+        name = part if find_path(part).exists() else part.partition(":")[0]
+        path = find_path(name)
+        is_here = path.exists() or glob.glob(str(path))
+        absolute.append(os.path.abspath(find_path(part)) if is_here else part)
+    return ",".join(absolute)
+
+
+def source_files(sources: str | None) -> list[str]:
+    """The files, folders and ids that a setting names, `a.jsonl,more/*.csv`. A name that is there as it
+    stands is taken as it stands: it may have a comma, as those of sweep.py do, or brackets."""
+    if not sources:
+        return []
+    if find_path(sources).exists():
+        return [str(find_path(sources))]
+    files = []
+    for part in split_commas(sources):
+        path = find_path(part)
+        matches = [str(path)] if path.exists() else sorted(glob.glob(str(path)))
+        files += matches or [part]
+    return files
 
 
 def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int, object]]:
@@ -228,16 +279,17 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
     read otherwise than it stands goes into the counts. Raises BadInput.
     """
     path = find_path(source)
+    suffix = path.suffix.lower()
     with user_error(None, source):
-        if path.suffix == ".jsonl":
+        if suffix == ".jsonl" or suffix == ".json" and has_lines(path):
             with open(path, "rb") as lines:
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
-        elif path.suffix == ".json":
+        elif suffix == ".json":
             records = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
             if not isinstance(records, list):
                 raise BadInput(f"{source}: expected an array of records, got {records!r:.50}")
             yield from enumerate(records, 1)
-        elif path.suffix == ".csv":
+        elif suffix == ".csv":
             # Python's csv, not one that guesses types: that makes 1 of 01 and nothing of NA
             csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
             options = dict(encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -255,6 +307,18 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
                     raise BadInput(f"{source}:{rows.line_num}: {e}") from None
         else:
             yield from read_table(source, Counter() if counts is None else counts)
+
+
+def has_lines(path: Path) -> bool:
+    """Whether a .json file has several lines, each of which is an object: so Dataset.to_json writes."""
+    with open(path, "rb") as file:
+        first, second = file.readline(), file.readline()
+    try:
+        return bool(second.strip()) and all(
+            isinstance(json.loads(x), dict) for x in (first, second)
+        )
+    except ValueError:
+        return False
 
 
 def read_table(source: str, counts: Counter) -> Iterator[tuple[int, dict]]:
@@ -304,11 +368,11 @@ def open_table(source: str):
     or of a Hub data set (`id`, `id:split` or `id:config:split`)."""
     import datasets  # slow to import
 
-    name, *rest = source.split(":")
+    name, *rest = [source] if find_path(source).exists() else source.split(":")
     *config, split = rest or ["train"]
     path = find_path(name)
-    if path.suffix == ".parquet":
-        return datasets.Dataset.from_parquet(str(path))
+    if path.suffix.lower() == ".parquet":
+        return datasets.Dataset.from_parquet(glob.escape(str(path)))  # it looks for a pattern
     nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
     with user_error(f"{source}: {nothing}", name):
         if not path.is_dir():

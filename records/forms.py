@@ -81,15 +81,21 @@ def understand_record(
     """What a record says, whichever of the known forms it has. Raises BadInput, Dropped.
 
     record: what a line of a file holds. extra: fields that every record must also have (data.extra).
-    columns: the record's name of a field -> our name of it (ALIASES and data.columns). labels: its
+    columns: the record's name of a field -> our name of it (ALIASES and data.columns); None: it is no
+    field of ours, though it has such a name. labels: its
     text of a label -> our text of it, such as up or down (data.labels).
     """
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
     # Whoever reads a field takes it out of `fields`: those that are left at the end are ignored.
     # In a table every row has every field; null says that this row has none.
+    unread = [
+        name for name, x in record.items() if x is not None and columns.get(name, name) is None
+    ]
     fields = unique_keys(
-        (columns.get(name, name), x) for name, x in record.items() if x is not None
+        (columns.get(name, name), x)
+        for name, x in record.items()
+        if x is not None and name not in unread
     )
     for name in NUMBERS:
         if fields.get(name) == "":  # an empty cell of a csv file
@@ -120,7 +126,7 @@ def understand_record(
         tools=tools,
         template_kwargs=template_kwargs or {},
         extra=extras,
-        ignored=tuple(name for name in fields if name not in extra),
+        ignored=tuple(name for name in (*fields, *unread) if name not in extra),
         instruct=instruct,
     )
 

@@ -28,7 +28,8 @@ class Tokenizer:
 
     hf         transformers' tokenizer
     eos        id of the end of a completion; required
-    bos        id of the beginning of a text, or None; adds_bos: the tokenizer puts it there itself
+    bos        id of the beginning of a text, or None
+    prefix     the ids that the tokenizer itself puts before a text: none, BOS, or several, as GLM's does
     stops      ids that end a sampled completion: EOS, those that the model's config names, and after
                end_as_the_template_does the one in which the template's answers end
     template   the text of the chat template, or None
@@ -55,7 +56,14 @@ class Tokenizer:
         self.eos, self.stops = stops[0], tuple(dict.fromkeys(stops))
         self.stops_of_template: tuple[int, ...] = ()  # those that the chat template adds
         self.bos = self.hf.bos_token_id
-        self.adds_bos = self.hf("a").input_ids[:1] == [self.bos]
+        whole, (letter,) = self.hf("a").input_ids, self.encode(["a"])
+        starts = [i for i in range(len(whole)) if whole[i : i + len(letter)] == letter]
+        self.prefix = whole[: starts[0]] if starts else []
+        added = self.hf.added_tokens_decoder.values()
+        special = [str(token) for token in added if token.special]
+        # the longest first: one may begin as another one does
+        special = sorted(map(re.escape, special), key=len, reverse=True)
+        self.specials = re.compile("|".join(special) or r"(?!)")
 
     # ---- a record's way: render, encode ----------------------------------------------------------
 
@@ -117,7 +125,7 @@ class Tokenizer:
     ) -> Iterator[tuple[list, list]]:
         """(ids of the prompt, ids of each completion) of each record's texts.
 
-        Plain texts get BOS in front, if the tokenizer adds one, and EOS at the end; to those of a
+        Plain texts get in front what the tokenizer adds, such as BOS, and EOS at the end; to those of a
         chat template nothing is added. If the tokenizer puts a space before every text, prompt +
         completion is encoded as one text, and the completion's ids are those after the prompt's.
         """
@@ -138,10 +146,20 @@ class Tokenizer:
                         known, ids = self.encode([MARK, MARK + completion])
                     answers.append(ids[len(known) :])
                 if not by_template:  # what stands in the text already is not doubled
-                    if self.adds_bos and prompt[:1] != [self.bos]:
-                        prompt = [self.bos, *prompt]
+                    if prompt[: len(self.prefix)] != self.prefix:
+                        prompt = [*self.prefix, *prompt]
                     answers = [x + [self.eos] * (x[-1:] != [self.eos]) for x in answers]
                 yield prompt, answers
+
+    def first_tokens(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt's ids are its beginning, which a cut leaves there: the prefix, or BOS."""
+        if self.prefix and prompt[: len(self.prefix)] == self.prefix:
+            return len(self.prefix)
+        return int(prompt[0] == self.bos)
+
+    def special_tokens_in(self, text: str) -> list[str]:
+        """The special tokens whose letters stand in a text: it is encoded as if a template had written them."""
+        return self.specials.findall(text)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, with nothing added."""

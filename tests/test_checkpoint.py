@@ -279,3 +279,52 @@ def test_a_full_disk_while_saving_is_said_and_the_older_checkpoint_stays(
     with pytest.raises(UnicodeEncodeError):
         checkpoint.write_whole(tmp_path / "note", "newer, and then what cannot be written: \ud800")
     assert (tmp_path / "note").read_text() == "older"
+
+
+def test_an_error_in_a_validation_loses_no_step_and_the_resume_is_the_same_run(
+    tiny, ratings, tmp_path
+):
+    argv = (*RUN, VAL, "--val_interval=2", "--keep_best=loss", "--eval.check_interval=2")
+    calls = []
+
+    def checker(answers):
+        calls.append(len(answers))
+        if len(calls) == 3:  # at step 4, after that of step 0
+            raise RuntimeError("out of memory")
+        return [True] * len(answers)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(tiny, ratings, tmp_path / "a", *argv, checker=checker)
+    assert max(checkpoints_by_step(tmp_path / "a")) == 4
+    a = train(tiny, ratings, tmp_path / "a", *argv, "--resume=auto", checker=checker)
+    assert_same(a, train(tiny, ratings, tmp_path / "b", *argv, checker=checker))
+    a, b = (read_state(step(tmp_path / x, 9)) for x in "ab")
+    assert (a.best_step, a.unvalidated) == (b.best_step, False)
+
+
+def test_a_copy_of_a_checkpoint_beside_it_is_left_alone(tiny, ratings, tmp_path):
+    argv = (*RUN, "--keep_last=1")
+    train(tiny, ratings, tmp_path, *argv, "--stop_at=2")
+    copy = shutil.copytree(step(tmp_path, 2), tmp_path / "checkpoints" / "step-00000002-backup")
+    train(tiny, ratings, tmp_path, *argv, "--resume=auto")
+    assert list(checkpoints_by_step(tmp_path)) == [9] and (copy / "state.json").exists()
+
+
+def test_where_a_file_system_has_no_locks_the_run_says_so_and_goes_on(
+    tiny, ratings, tmp_path, monkeypatch, capsys
+):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(checkpoint.fcntl, "lockf", lockf)
+    train(tiny, ratings, tmp_path / "a", *RUN, "--max_steps=1")
+    assert f"out_dir: {tmp_path / 'a'}: no locks here" in capsys.readouterr().out
+
+
+def test_a_reference_without_some_ids_of_the_records_is_refused(llama, ratings, tmp_path):
+    small = shutil.copytree(llama, tmp_path / "small")
+    config = json.loads((small / "config.json").read_text()) | {"vocab_size": 70}
+    (small / "config.json").write_text(json.dumps(config))
+    line = f"^{ratings}:1: token: id [0-9]+, but the embedding of {small} has 70 rows"
+    with pytest.raises(BadInput, match=line):
+        train(llama, ratings, tmp_path / "run", *RUN, f"--reference={small}")

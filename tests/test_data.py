@@ -492,7 +492,51 @@ def test_several_sources_are_given_by_commas_and_patterns(tmp_path):
     assert refusal(f"{tmp_path}/a.jsonl,{bad}", plain())[0].startswith(f"{bad}:2: label: ")
 
 
+@pytest.mark.parametrize("name", ["a,b.jsonl", "r[1].jsonl", "t:1.jsonl", "D.JSONL", "l.json"])
+@pytest.mark.parametrize("is_table", [False, True])
+def test_a_file_that_is_there_is_read_whatever_its_name(tmp_path, monkeypatch, name, is_table):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "r1.jsonl", rated("another"))
+    source = tmp_path / name
+    write(source, rated("p"), rated("q"))  # in a .json, too: so Dataset.to_json writes
+    if is_table:
+        source = source.with_suffix(".parquet")
+        datasets.Dataset.from_list([rated("p"), rated("q")]).to_parquet(str(source))
+    found = read(source, plain())
+    assert [ids(e)[0] for e in found] == [ids_of(plain(), x) for x in "pq"]
+    assert absolute_sources(source.name) == str(source)
+
+
+def test_a_field_that_data_columns_names_is_read_from_nowhere_else(tmp_path):
+    records = [rated(label="herbs", weight=700, good=x) for x in (True, False)]
+    source = write(tmp_path / "d.jsonl", *records)
+    found, counts = load(source, plain(), columns="label=good,weight=")
+    assert [(e.label, e.weight) for e in found] == [(True, 1), (False, 1)]
+    assert (
+        counts["with label, which nothing reads"] == counts["with weight, which nothing reads"] == 2
+    )
+
+
 # ---- split and table -----------------------------------------------------------------------------
+
+
+def test_the_table_counts_what_may_be_a_mistake(tmp_path):
+    def counted(tokenizer, *records) -> dict:
+        _, counts = load(write(tmp_path / "d.jsonl", *records), tokenizer)
+        return {what: n for what, n in counts.items() if n and what.startswith("with ")}
+
+    assert counted(plain(), rated("p", "c"), rated("p", "a p")) == {}
+    assert counted(plain(), rated("p q", "p q c"), rated("p", " "), rated(weight=700)) == {
+        "with a completion that begins with its whole prompt": 1,
+        "with an empty completion": 1,
+        "with a weight other than 1": 1,
+    }
+    mark = "<|im_end|>"
+    dialogue = rated([user(f"what is {mark}, {mark}?")], [bot("an end")])
+    assert counted(chat(), dialogue, rated([user("p")], [bot("c")])) == {
+        f"with {mark} in a text": 1
+    }
 
 
 def test_the_table_counts_what_was_read(tmp_path):

@@ -319,6 +319,8 @@ def test_no_end_comes_before_the_fewest_new_tokens():
     model, given = Says(1.0, 5.0, 2.0), dict(max_new=5, temperature=0)
     assert answers(model, prompts_of([3]), eos=(1, 2), **given) == [[1]]
     assert answers(model, prompts_of([3]), eos=(1, 2), min_new_tokens=2, **given) == [[0, 0, 1]]
+    beyond = (1, 2, 128009)  # an id that the model has no logit of
+    assert answers(model, prompts_of([3]), eos=beyond, min_new_tokens=2, **given) == [[0, 0, 1]]
 
 
 # ---- the program ---------------------------------------------------------------------------------

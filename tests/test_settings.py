@@ -362,3 +362,13 @@ def test_a_process_knows_its_place_under_every_launcher(env, place, monkeypatch)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert rank() == place
+
+
+def test_a_day_in_a_file_is_the_same_as_on_the_command_line_and_a_seed_fits_every_generator(config):
+    file = config("model: m\ndata: {train: t, date: 2026-01-31}\noptim: {lr: 1e-5}\n")
+    read = parse_module.parse(kto.Settings, ["--config", file], kto.KTO, "demo.yaml")
+    assert (read.data.date, read.optim.lr) == ("2026-01-31", 1e-5)
+    words = ["--config", file, "--seed"]
+    assert parse_module.parse(kto.Settings, [*words, str(2**32 - 1)], kto.KTO, "demo.yaml").seed
+    with pytest.raises(BadInput, match="^seed: expected less than 2.32, got 20261125082155$"):
+        parse_module.parse(kto.Settings, [*words, "20261125082155"], kto.KTO, "demo.yaml")

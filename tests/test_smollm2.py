@@ -140,7 +140,7 @@ def test_its_tokenizer_is_byte_level_with_single_digits(made):
     (digits, *singles) = tokenizer.encode(["2024", "2", "0", "2", "4"])
     assert digits == [x for (x,) in singles]
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.eos) == "<|im_end|>"
-    assert tokenizer.stops == (tokenizer.eos,) and not tokenizer.adds_bos
+    assert tokenizer.stops == (tokenizer.eos,) and not tokenizer.prefix
     auto = transformers.AutoTokenizer.from_pretrained(made)
     assert [auto.encode(text) for text in texts] == ids
 
@@ -168,7 +168,7 @@ def test_the_real_model_has_the_hubs_ids(tmp_path):
         "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
     }
     assert list(tokenizer.encode(list(known))) == list(known.values())
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (1, 2, False)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.prefix) == (1, 2, [])
     text = tokenizer.render(Record([user("What is 12 + 30?")], [], None))[0]
     system = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert text.startswith(f"<|im_start|>{system}<|im_end|>\n<|im_start|>user\n")

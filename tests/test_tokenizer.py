@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokens
+from tokenizers.processors import TemplateProcessing
 from tokens import CHATML, EOS, bot, folder, ids_of, user
+from transformers import AutoTokenizer
 
 from infra.console import BadInput
+from infra.settings import Data
 from models.hub import Source
+from records.examples import load_examples
 from records.forms import Record
 from records.tokenizer import Tokenizer
 
@@ -27,7 +31,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
     bos = tokens.bos()
-    assert bos.bos == 512 and bos.adds_bos
+    assert bos.bos == 512 and bos.prefix == [512]
     assert prompt_ids(bos, "ab") == prompt_ids(bos, "<s>ab") == [512, 66, 67]
     assert prompt_ids(bos, "") == [512]
     assert bos.encode(["c"]) == [[68]], "a completion has no BOS"
@@ -37,13 +41,34 @@ def test_a_tokenizer_that_adds_bos_gets_it_once_and_a_template_writes_its_own():
     assert prompt == [512, *ids_of(bos, chatml)]
 
 
+def test_all_that_a_tokenizer_puts_before_a_text_begins_a_plain_prompt_and_stays_in_a_cut(tmp_path):
+    first = ("[gMASK]", "<sop>")  # as GLM's tokenizer does, which names no BOS
+
+    def add_prefix(t):
+        special = [(x, t.token_to_id(x)) for x in first]
+        single = f"{' '.join(first)} $A"
+        t.post_processor = TemplateProcessing(single=single, special_tokens=special)
+
+    path = tokens.folder(tmp_path, first, change=add_prefix)
+    theirs = AutoTokenizer.from_pretrained(path)
+    for prompt in ("abcdef", "[gMASK]<sop>abcdef"):
+        source = tokens.write(tmp_path / "d.jsonl", tokens.rated(prompt))
+        limits = dict(max_completion=8, max_prompt=20)
+        (e,), _ = load_examples(source, Tokenizer(Source(path)), "rated", Data(source, **limits))
+        assert e.prompt.tolist() == theirs("abcdef").input_ids
+        (e,), _ = load_examples(
+            source, Tokenizer(Source(path)), "rated", Data(source, **limits | {"max_prompt": 4})
+        )
+        assert e.prompt.tolist() == [*theirs("abcdef").input_ids[:2], *theirs("ef").input_ids[2:]]
+
+
 def test_what_only_looks_like_a_bos_is_none(tmp_path):
     """<|endoftext|> as BOS and EOS, put behind a text only."""
     path = folder(tmp_path / "t", after="<|endoftext|>", bos_token="<|endoftext|>")
     tokenizer = Tokenizer(Source(path))
-    assert tokenizer.bos == tokenizer.eos == EOS and not tokenizer.adds_bos
+    assert tokenizer.bos == tokenizer.eos == EOS and not tokenizer.prefix
     assert prompt_ids(tokenizer, "a") == [66] and tokenizer.encode(["b"]) == [[67]]
-    assert not Tokenizer(Source(folder(tmp_path / "named", ("<s>",), bos_token="<s>"))).adds_bos
+    assert not Tokenizer(Source(folder(tmp_path / "named", ("<s>",), bos_token="<s>"))).prefix
 
 
 def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_path):
