@@ -12,16 +12,20 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+import yaml
 
 from hub import context_of, find_model, read_config
 from packing import prompt_groups
-from records.forms import ALIASES, Dropped, Kind, understand_record, unique_keys
+from records.foreign import Reader
+from records.forms import Kind, Record, understand_record, unique_keys
+from records.show import fitting_preset, show_record, suggestion
 from records.tokenizer import Tokenizer
 from runs.console import BadInput, say, user_error
 from runs.settings import (
@@ -29,6 +33,7 @@ from runs.settings import (
     find_path,
     parse_command,
     refuse_unless,
+    split_options,
 )
 
 
@@ -57,10 +62,14 @@ class Example(NamedTuple):
 
 
 def load_examples(
-    source: str | None, tokenizer: Tokenizer, kind: Kind, data: Data
+    source: str | None,
+    tokenizer: Tokenizer,
+    kind: Kind,
+    data: Data,
+    make_records: Callable | None = None,
 ) -> tuple[list[Example], Counter]:
     """All examples of the sources (`a.jsonl,more/*.csv`) that data.train or another setting names; and
-    counts of what was cut, dropped, ...
+    counts of what was cut, dropped, ... make_records: main(records=...), which makes ours of a raw record.
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
     each distinct prompt is one example without completions. `data`: the settings, with
@@ -69,33 +78,49 @@ def load_examples(
     Raises BadInput with a line for each of a file's first 20 bad records; a label is never guessed.
     """
     counts, examples = Counter(), []
+    reader = Reader(data, kind, counts, make_records)
     for name in split_commas(source):
-        for file in sorted(glob.glob(str(find_path(name)))) or [name]:
-            examples += load_file(file, tokenizer, kind, data, counts)
+        before = len(examples)
+        name, share = split_share(name)
+        files = sorted(glob.glob(str(find_path(name)))) or [name]
+        if len(files) > 1 and isinstance(share, int):
+            raise BadInput(f"{name}: {len(files)} files; a number after # is of one file (or #0.5)")
+        for file in files:
+            reader.settle(decoded_records(file, []))
+        for file in files:
+            examples += load_file(file, tokenizer, kind, data, counts, reader, share)
+        if fault := reader.path_that_finds_nothing():
+            raise BadInput(f"{name}: {fault}")
+        if len(examples) == before:
+            dropped = [
+                f", {n:,} {what}" for what, n in counts.items() if what.startswith("dropped")
+            ]
+            raise BadInput(f"{name}: no records{''.join(dropped)}")
     if kind == "prompts":
         examples = [examples[first] for first, *_ in prompt_groups(e.prompt for e in examples)]
     return examples, counts
 
 
-def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: Counter) -> list:
-    """The examples of one file; adds to the counts. Raises BadInput."""
-    columns = ALIASES | names_given("data.columns", data.columns)
-    labels = names_given("data.labels", data.labels)
+def load_file(
+    file: str,
+    tokenizer: Tokenizer,
+    kind: Kind,
+    data: Data,
+    counts: Counter,
+    reader: Reader,
+    share: int | float | None = None,
+) -> list:
+    """The examples of one file, or of a share of its records; adds to the counts. Raises BadInput."""
     extra = split_commas(data.extra)
     records, texts, examples, faults = {}, [], [], []
     # 1. understand: what a line of the file holds becomes a Record
-    for place, raw in read_records(file):
-        where = f"{file}:{place}"
+    for where, ours in reader.read(decoded_records(file, faults), faults):
         with collect(faults, where):
-            if isinstance(raw, bytes):
-                raw = json.loads(raw, object_pairs_hook=unique_keys)
-            try:
-                record = understand_record(raw, kind, extra, columns, labels)
-            except Dropped:
-                counts["dropped by data.labels"] += 1
-                continue
+            record = understand_record(ours, kind, extra)
             records[where] = record
             counts.update(f"with {name}, which nothing reads" for name in record.ignored)
+    records = seeded_share(file, records, share)
+    note_what_looks_wrong(records.values(), counts)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it.
     by_template = any(
@@ -106,10 +131,9 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     for where, record in records.items():
         with collect(faults, where):
             texts.append(tokenizer.render(record, by_template))
-    if faults or not records:
-        dropped = counts["dropped by data.labels"]
-        nothing = f"{file}: no records, {dropped:,} dropped by data.labels"
-        raise BadInput("\n".join(faults[:20]) or nothing)
+    if faults:
+        fault = reader.path_that_finds_nothing()
+        raise BadInput(f"{file}: {fault}" if fault else "\n".join(faults[:20]))
     # 3. encode: texts become token ids, with BOS and EOS
     encoded = zip(records.items(), tokenizer.encode_all(texts, by_template))
     for (where, record), (prompt, completions) in encoded:
@@ -134,6 +158,16 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
     return examples
 
 
+def decoded_records(file: str, faults: list[str]) -> Iterator[tuple[str, object]]:
+    """(file:place, record) of each record of a file. What is no JSON becomes a line in `faults`."""
+    for place, raw in read_records(file):
+        where = f"{file}:{place}"
+        with collect(faults, where):
+            if isinstance(raw, bytes):
+                raw = json.loads(raw, object_pairs_hook=unique_keys)
+            yield where, raw
+
+
 @contextmanager
 def collect(faults: list[str], where: str):
     """What is wrong with a record becomes a line in `faults`."""
@@ -149,12 +183,60 @@ def split_commas(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",")] if text else []
 
 
-def names_given(setting: str, text: str | None) -> dict[str, str]:
-    """The records' names -> ours: `up=4|5,down=1` gives {"4": "up", "5": "up", "1": "down"}. Raises
-    BadInput."""
-    with user_error(setting, f"{text}: expected name=name, separated by commas"):
-        pairs = [pair.split("=") for pair in split_commas(text)]
-        return unique_keys((x, ours) for ours, theirs in pairs for x in theirs.split("|"))
+def split_share(source: str) -> tuple[str, int | float | None]:
+    """(source, share) of `a.jsonl#2000` (a number of records) or `a.jsonl#0.3` (a part of them); None: all.
+    Raises BadInput."""
+    name, has_share, text = source.rpartition("#")
+    if not has_share or find_path(source).exists():
+        return source, None
+    with user_error(None, f"{source}: expected a number of records after #, or a part such as 0.3"):
+        share = int(text) if text.isdecimal() else float(text)
+        if share < 1 and not 0 < share:
+            raise ValueError
+        if isinstance(share, float) and share >= 1:
+            raise ValueError
+    return name, share
+
+
+def seeded_share(
+    file: str, records: dict[str, Record], share: int | float | None
+) -> dict[str, Record]:
+    """Some of the records, in the order of the file: always the same ones of the same file. share: as in
+    split_share. Raises BadInput."""
+    if share is None:
+        return records
+    n = share if isinstance(share, int) else round(share * len(records))
+    refuse_unless(
+        0 < n <= len(records), f"{file}: {len(records):,} records, but #{share} asks for {n:,}"
+    )
+    picked = set(np.random.default_rng(0).permutation(len(records))[:n].tolist())
+    return {where: record for i, (where, record) in enumerate(records.items()) if i in picked}
+
+
+# What the table before training points at. Each is a fault of an export, not of a record.
+CUT_ANSWERS = "answers have the greatest length of all and end in '...': an export that cuts texts teaches to break off"
+REASONING_IN_SOME = "answers begin with markup of reasoning, and the others do not"
+ONE_ANSWER = "answers are one and the same text, more than half of all"
+WARNINGS = (CUT_ANSWERS, REASONING_IN_SOME, ONE_ANSWER)
+MARKUP = ("<think", '<details type="reasoning"', "<reasoning>", "<thought>", "◁think▷")
+
+
+def note_what_looks_wrong(records: Iterable[Record], counts: Counter) -> None:
+    """Count the answers that an export has damaged, as far as numbers show it."""
+    contents = (
+        x if isinstance(x, str) else x.get("content") for r in records for x in r.completions
+    )
+    answers = [(x or "").strip() for x in contents]
+    longest = max(map(len, answers), default=0)
+    cut = [x for x in answers if len(x) == longest and x.endswith(("...", "…"))]
+    if len(set(cut)) > 1:
+        counts[CUT_ANSWERS] += len(cut)
+    marked = sum(answer.startswith(MARKUP) for answer in answers)
+    if marked < len(answers):
+        counts[REASONING_IN_SOME] += marked
+    n_equal = max(Counter(answers).values(), default=0)
+    if n_equal >= 10 and 2 * n_equal > len(answers):
+        counts[ONE_ANSWER] += n_equal
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -169,7 +251,7 @@ def absolute_sources(sources: str | None) -> str | None:
         return os.path.abspath(find_path(sources))
     return ",".join(
         os.path.abspath(find_path(part))
-        if glob.glob(str(find_path(part.partition(":")[0])))
+        if glob.glob(str(find_path(split_share(part)[0].partition(":")[0])))
         else part
         for part in split_commas(sources)
     )
@@ -187,7 +269,8 @@ def read_records(source: str) -> Iterator[tuple[int, object]]:
             with open(path, "rb") as lines:
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         elif path.suffix == ".json":
-            yield from enumerate(json.loads(path.read_bytes(), object_pairs_hook=unique_keys), 1)
+            records = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
+            yield from enumerate([records] if isinstance(records, dict) else records, 1)
         elif path.suffix == ".csv":
             # Python's csv, not one that guesses types: that makes 1 of 01 and nothing of NA
             csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
@@ -240,12 +323,15 @@ def with_limits(data: Data, context: int) -> Data:
     return replace(data, max_prompt=max_prompt, max_completion=max_completion)
 
 
-def load_splits(data: Data, tokenizer: Tokenizer, kind: Kind) -> dict[str, list[Example]]:
+def load_splits(
+    data: Data, tokenizer: Tokenizer, kind: Kind, make_records: Callable | None = None
+) -> dict[str, list[Example]]:
     """{"train", "val", "test": examples}, each described in a table. A part that the settings do not
     name is empty. `data` as in load_examples. Raises BadInput."""
     parts, counts = {}, {}
     for name in ("train", "val", "test"):
-        parts[name], counts[name] = load_examples(getattr(data, name), tokenizer, kind, data)
+        source = getattr(data, name)
+        parts[name], counts[name] = load_examples(source, tokenizer, kind, data, make_records)
     if data.split:
         refuse_unless(
             not data.val and not data.test,
@@ -300,7 +386,10 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
     distinct = len(set(keys))
     with_label = len({(key, e.label) for key, e in zip(keys, examples)})
     found = {"duplicates": len(keys) - with_label, "contradictions": with_label - distinct} | counts
-    say("  " + ", ".join(f"{count:,} {what}" for what, count in found.items()))
+    say("  " + ", ".join(f"{n:,} {what}" for what, n in found.items() if what not in WARNINGS))
+    for warning in WARNINGS:
+        if counts[warning]:
+            say(f"  look at them: {counts[warning]:,} {warning}")
     if name == "train" and up and down:
         # arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]. With equal weights and many more
         # thumbs down than up a run mostly unlearns, first of all to end an answer.
@@ -336,13 +425,68 @@ class PageSettings(Data):
 
 def page() -> None:
     """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
-    words = sys.argv[1:]
-    if words and not words[0].startswith("--"):
-        words = ["--train", *words]
-    data = parse_command(PageSettings, page.__doc__, words)
+    data = parse_page(sys.argv[1:])
     source = find_model(data.model, weights=False)
     data = with_limits(data, context_of(read_config(source)))
     tokenizer = Tokenizer(source, data.chat_template, data.date)
-    first = load_splits(data, tokenizer, data.kind)["train"][0]
+    try:
+        first = load_splits(data, tokenizer, data.kind)["train"][0]
+    except BadInput as e:
+        hint = suggestion(first_records(data), data) if not data.columns else ""
+        # the form is not known: one record tells as much as twenty
+        raise BadInput(f"{str(e).splitlines()[0]}\n{hint}" if hint else str(e)) from None
+    show_first_of_each_kind(data)
+    print()
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")
+    if (
+        not data.columns
+        and not data.turns
+        and (preset := fitting_preset(first_records(data), data))
+    ):
+        print(f"another way to read it: --config {preset}")
+
+
+def parse_page(words: list[str]) -> PageSettings:
+    """The settings of a command line. As in a run's, a --config may have a group `data` (config/data), and
+    --data.columns is --columns."""
+    if words and not words[0].startswith("--"):
+        words = ["--train", *words]
+    plain, presets = [], {}
+    for head, *values in split_options(words)[1:]:
+        file = find_path(values[0]) if head == "--config" and values else None
+        group = yaml.safe_load(file.read_text(encoding="utf-8")) if file and file.exists() else None
+        if isinstance(group, dict) and isinstance(group.get("data"), dict):
+            presets |= group["data"] | {x: y for x, y in group.items() if x == "model"}
+        else:
+            plain += [head.replace("--data.", "--"), *values]
+    return parse_command(PageSettings, page.__doc__, plain, presets)
+
+
+def files_of(source: str) -> list[str]:
+    """The files of the first source of several."""
+    name, _ = split_share(split_commas(source)[0])
+    return sorted(glob.glob(str(find_path(name)))) or [name]
+
+
+def first_records(data: Data, n: int = 200) -> list:
+    """The first raw records of data.train; none if it cannot be read."""
+    with suppress(BadInput):
+        return [raw for _, raw in islice(decoded_records(files_of(data.train)[0], []), n)]
+    return []
+
+
+def show_first_of_each_kind(data: PageSettings) -> None:
+    """Print the first record of each kind (up, down, a pair, ...) as turns."""
+    reader = Reader(data, data.kind, Counter())
+    kinds = set()
+    for file in files_of(data.train):
+        reader.settle(decoded_records(file, []))
+        for where, ours in islice(reader.read(decoded_records(file, []), []), 10_000):
+            record = understand_record(ours, data.kind, split_commas(data.extra))
+            kind = data.kind if record.label is None else record.label
+            if kind not in kinds:
+                kinds.add(kind)
+                show_record(where, record)
+            if len(kinds) == 2 or data.kind != "rated":
+                return
