@@ -454,12 +454,17 @@ def parse_page(words: list[str]) -> PageSettings:
         words = ["--train", *words]
     plain, presets = [], {}
     for head, *values in split_options(words)[1:]:
-        file = find_path(values[0]) if head == "--config" and values else None
-        group = yaml.safe_load(file.read_text(encoding="utf-8")) if file and file.exists() else None
+        name, has_value, value = head.partition("=")
+        values = [value, *values] if has_value else values
+        file = find_path(values[0]) if name == "--config" and values else None
+        group = None
+        if file and file.exists():
+            with user_error("config", str(file)):
+                group = yaml.safe_load(file.read_text(encoding="utf-8"))
         if isinstance(group, dict) and isinstance(group.get("data"), dict):
             presets |= group["data"] | {x: y for x, y in group.items() if x == "model"}
         else:
-            plain += [head.replace("--data.", "--"), *values]
+            plain += [name.replace("--data.", "--"), *values]
     return parse_command(PageSettings, page.__doc__, plain, presets)
 
 

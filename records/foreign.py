@@ -151,6 +151,13 @@ class Reader:
         self.tree_places: list[str] = []
         self.is_foreign = not all(column.is_name for column in self.columns.values())
         self._check(data)
+        # the fields that columns are read from, and those that they stand for
+        self.sources = {name for column in self.columns.values() for name in column.names()}
+        self.replaced = set(self.columns)
+        if self.replaced & {*PAIR, "verdict"}:
+            self.replaced |= set(RATING)
+        if self.replaced & {"completion", "verdict"}:
+            self.replaced |= set(PAIR)
         self.kept = {*BESIDE, *self.extra}
         if not self.columns.keys() & {*PROMPTS, "messages", "id"}:
             self.kept |= {*PROMPTS, *(x for x, ours in ALIASES.items() if ours in PROMPTS)}
@@ -327,18 +334,12 @@ class Reader:
         """The fields of a record that no column names and that are not instead of one: all, where columns
         are plain names; else those that stand beside any form."""
         columns = self.columns
-        sources = {name for column in columns.values() for name in column.names()}
-        instead = set(columns)
-        if instead & {*PAIR, "verdict"}:
-            instead |= set(RATING)
-        if instead & {"completion", "verdict"}:
-            instead |= set(PAIR)
         fields = {}
         for name, value in raw.items():
             ours = ALIASES.get(name, name)
             is_extra = name in self.extra
             is_kept = not self.is_foreign or name in self.kept
-            if is_extra or is_kept and ours not in instead and name not in sources:
+            if is_extra or is_kept and ours not in self.replaced and name not in self.sources:
                 fields[name] = value
         for name in (*BESIDE, *self.extra):
             column = columns.get(name)

@@ -34,6 +34,9 @@ def find(value: object, steps: list[str], index: tuple = ()) -> Iterator[tuple[t
     if isinstance(value, str) and not steps[0].startswith("*;"):
         value = opened(value)
     if isinstance(value, dict):
+        if len(steps) == 1 and steps[0] in value:
+            yield index, value[steps[0]]
+            return
         for n in range(len(steps), 0, -1):  # a field whose own name has dots
             name = ".".join(steps[:n])
             if name in value:

@@ -1,20 +1,23 @@
 """Ratings are read where they are given: every file of config/data, every shape of a record, every refusal."""
 
 import json
+import random
 import re
 import shutil
 import sys
+import time
 from collections import Counter
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, train
 from foreign import COFFEE, COFFEES, MATH, PRESETS, nested
 from test_data import load, refusal
 from tokens import CHATML, bot, chat, folder, rated, user, write
 
-from records.examples import Example, page
+from records.examples import Example, PageSettings, decoded_records, page
 from records.foreign import Reader
+from records.show import fitting_preset
 from runs.console import BadInput
 from runs.settings import Data
 
@@ -83,20 +86,24 @@ def test_every_file_of_settings_has_rows_here_says_when_it_was_tried_and_is_the_
     for name in names:
         header = [x for x in (FILES / f"{name}.yaml").read_text().splitlines() if x.startswith("#")]
         assert re.search(r"[Tt]ried 20\d\d-\d\d-\d\d with", " ".join(header)), name
-    model = folder(tmp_path / "t", ("<|im_start|>", "<|im_end|>"), chat_template=CHATML)
-    shutil.copy(ROOT / "tests" / "parity" / "policy" / "config.json", model)
-    monkeypatch.setattr(sys, "argv", [])
     rows = PRESETS | {"math_step": ("pairs.jsonl", [MATH])}
     for name in names:
         source = saved(tmp_path, rows[name][0], rows[name][1])
+        records = [raw for _, raw in decoded_records(source, [])]
         kind = "paired" if name.endswith("_pairs") else "rated"
-        sys.argv = ["data.py", source, "--model", str(model), "--kind", kind]
-        said = ""
-        try:
-            page()
-        except BadInput as e:
-            said = str(e)
-        assert f"--config config/data/{name}.yaml" in said + capsys.readouterr().out, name
+        asked = PageSettings(source, kind=kind)
+        assert fitting_preset(records, asked) == f"config/data/{name}.yaml"
+        if kind == "rated":
+            assert not asked.columns and not fitting_preset(
+                [rated(), {"chosen": "a", "rejected": "b"}], asked
+            )
+    for name in (
+        "openwebui",
+        "ultrafeedback_scores",
+    ):  # without them one is refused, one is read otherwise
+        source = saved(tmp_path, rows[name][0], rows[name][1])
+        assert f"--config config/data/{name}.yaml" in shown(tmp_path, monkeypatch, capsys, source)
+    assert "\nup (" in shown(tmp_path, monkeypatch, capsys, source, f"--config={FILES / name}.yaml")
 
 
 def test_a_given_beginning_of_the_answer_ends_the_prompt_in_the_assistants_turn():
@@ -433,3 +440,152 @@ def test_what_is_wrong_is_one_line_with_the_nearest_names_that_are_there(tmp_pat
     records, settings, line, *share = REFUSED[case]
     (said,) = refusal(write(tmp_path / "d.jsonl", *records) + "".join(share), chat(), **settings)
     assert line in said
+
+
+# ---- what a user sees ----------------------------------------------------------------------------
+
+
+def shown(tmp_path, monkeypatch, capsys, *words: str) -> str:
+    """What `python data.py ...` prints, or the lines that it refuses with."""
+    model = folder(tmp_path / "t", ("<|im_start|>", "<|im_end|>"), chat_template=CHATML)
+    shutil.copy(ROOT / "tests" / "parity" / "policy" / "config.json", model)
+    monkeypatch.setattr(sys, "argv", ["data.py", *words, "--model", str(model)])
+    try:
+        page()
+    except BadInput as e:
+        return str(e)
+    return capsys.readouterr().out
+
+
+def test_data_py_shows_the_first_record_of_each_kind_as_turns_within_80_columns(
+    tmp_path, monkeypatch, capsys
+):
+    long = rated([user("word " * 300)], [bot("日本語" * 60)])
+    source = write(tmp_path / "d.jsonl", long, long, rated([user("Q\n\nR")], [bot("A")], False))
+    out = shown(tmp_path, monkeypatch, capsys, source)
+    turns = out[out.index("\nup (") : out.index("\n\n'")]
+    assert f"\nup ({source}:1):\n  user      word word" in turns and "more lines]" in turns
+    assert f"\ndown ({source}:3):\n  user      Q\n\n            R\n  answer    A" in turns
+    assert max(len(line) + len(re.findall("[日本語]", line)) for line in turns.splitlines()) <= 80
+
+
+def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monkeypatch, capsys):
+    cases = {
+        "--data.columns prompt=in.question,completion=answer,label=meta.rating --data.labels up=?,down=? "
+        "(values of meta.rating: 1, -1)": [
+            {"in": {"question": "Q"}, "answer": "A", "meta": {"rating": x}} for x in (1, 1, -1)
+        ],
+        "--data.columns prompt=query,a=reply_a,b=reply_b,verdict=winner --data.labels a=?,b=?": [
+            {"query": "Q", "reply_a": "A", "reply_b": "B", "winner": "a"}
+        ],
+        "--data.columns messages=log,role=.author,content=.text,label=.vote --data.labels up=?,down=?": [
+            {"log": [{"author": "me", "text": "Q"}, {"author": "ai", "text": "A", "vote": "+"}]}
+        ],
+    }
+    for line, records in cases.items():
+        source = write(tmp_path / "d.jsonl", *records)
+        assert line in shown(tmp_path, monkeypatch, capsys, source)
+
+
+def test_the_table_points_at_what_an_export_has_damaged(tmp_path, monkeypatch, capsys):
+    whole = [rated(f"p{i}", f"answer {i}") for i in range(6)]
+    cases = {
+        "2 answers have the greatest length of all and end in '...'": [
+            rated("q", "x" * 50 + "..."),
+            rated("r", "y" * 50 + "..."),
+        ],
+        "1 answers begin with markup of reasoning": [rated("q", "<think>x</think>y")],
+        "12 answers are one and the same text": [rated(f"q{i}", "No.") for i in range(12)],
+        "": [rated("q", "x" * 50 + "..."), rated("r", "Wait...")],
+    }
+    for warning, records in cases.items():
+        source = write(tmp_path / "d.jsonl", *whole, *records)
+        out = shown(tmp_path, monkeypatch, capsys, source)
+        assert ("look at them" in out) == bool(warning) and warning in out
+
+
+def test_a_share_of_a_source_is_the_same_each_time_and_in_the_order_of_the_file(tmp_path):
+    source = write(tmp_path / "d.jsonl", *(rated(f"p{i}", f"c{i}") for i in range(100)))
+    every, _ = read(source)
+    first, again = read(f"{source}#30")[0], read(f"{source}#0.3")[0]
+    assert first == again and len(first) == 30 and first != every[:30]
+    assert first == [x for x in every if x in set(first)]
+    assert read(f"{source}#10,{source}#0.5")[0][:10] == read(f"{source}#10")[0]
+    pairs = write(
+        tmp_path / "e.jsonl",
+        *({"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(9)),
+    )
+    assert len(read(f"{pairs}#4")[0]) == 8, "records, not ratings"
+    odd = write(tmp_path / "f#3.jsonl", rated())
+    assert len(read(odd)[0]) == 1
+
+
+def test_a_fork_makes_records_of_a_raw_one_and_a_resume_compares_them(tiny, tmp_path):
+    texts = {f"{i}": f"answer {i}" for i in range(8)}
+    source = write(tmp_path / "clicks.jsonl", *({"of": f"{i}", "up": i % 2} for i in range(9)))
+
+    def joined(click: dict) -> list[dict]:
+        answer = texts.get(click["of"])
+        return (
+            [{"prompt": click["of"], "completion": answer, "label": click["up"]}] if answer else []
+        )
+
+    argv = ["--batch_size=4", "--max_steps=2", "--data.max_prompt=16", "--data.max_completion=32"]
+    out = tmp_path / "out"
+    run = train(tiny, source, out, *argv, records=joined)
+    assert [row["step"] for row in run["rows"]] == [1, 2]
+    again = ["--resume=auto", "--max_steps=3", *argv[:1], *argv[2:]]
+    texts["0"] = "another answer"
+    with pytest.raises(BadInput, match="records"):
+        train(tiny, source, out, *again, records=joined)
+
+
+def test_settings_of_a_run_and_of_its_ratings_are_two_files(tiny, tmp_path):
+    file, records, ratings, *_ = PRESETS["pku_saferlhf"]
+    source = saved(tmp_path, file, records)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "batch_size: 2\nmax_steps: 1\ndata:\n  max_prompt: 16\n  max_completion: 16\n"
+    )
+    argv = [f"--config={config}", f"--config={FILES / 'pku_saferlhf.yaml'}"]
+    assert len(train(tiny, source, tmp_path / "out", *argv)["rows"]) == 1
+
+
+def test_a_hundred_thousand_records_are_read_by_paths_within_thirty_seconds():
+    r = random.Random(0)
+    settings = Data("x", **preset("langfuse"))
+    records = [
+        (
+            f"x:{i}",
+            {
+                "type": "GENERATION",
+                "input": [user("Q" * 50)],
+                "output": bot(f"{i}"),
+                "user-feedback": [i % 2],
+            },
+        )
+        for i in range(20_000)
+    ]
+    r.shuffle(records)
+    began = time.process_time()
+    assert len(list(Reader(settings, "rated", Counter()).read(iter(records), []))) == 20_000
+    assert time.process_time() - began < 6
+
+
+def test_the_table_of_the_document_reads_every_file_by_the_command_that_it_gives(
+    tmp_path, monkeypatch, capsys
+):
+    rows = re.findall(
+        r"^\| .* \| `python data.py FILE(.*)` \|$", (ROOT / "docs" / "data.md").read_text(), re.M
+    )
+    names = [row.removeprefix(" --config config/data/").removesuffix(".yaml") for row in rows]
+    assert sorted(filter(None, names)) == sorted(file.stem for file in FILES.glob("*.yaml"))
+    monkeypatch.chdir(ROOT)
+    for name in (
+        "openwebui",
+        "pku_saferlhf",
+        "hh_rlhf",
+    ):  # all of them: the first test of this file
+        source = saved(tmp_path, *PRESETS[name][:2])
+        out = shown(tmp_path, monkeypatch, capsys, source, *rows[names.index(name)].split())
+        assert f"train: {len(PRESETS[name][2])} examples" in out
