@@ -156,11 +156,12 @@ def main(
     trainer: type[Trainer] = Trainer,
     checker: Checker | None = None,
     optimizer: Callable | None = None,
+    records: Callable | None = None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, trainer,
-    checker, optimizer."""
+    checker, optimizer, records."""
     cfg = parse(settings, argv, objective, demo="demo_dpo.yaml")
-    run = setup(cfg, objective(cfg.dpo), checker, optimizer)
+    run = setup(cfg, objective(cfg.dpo), checker, optimizer, make_records=records)
     with trainer(run) as loop:
         if loop.fit():
             loop.finish()

@@ -153,12 +153,14 @@ def main(
     trainer: type[Trainer] = Trainer,
     checker: Checker | None = None,
     optimizer: Callable | None = None,
+    records: Callable | None = None,
 ) -> None:
     """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
     group kto; trainer, a subclass of Trainer; checker, which judges a list of held-out answers
-    (evaluate.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer."""
+    (evaluate.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer; records(raw record),
+    which makes a list of records in our form of one in another."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
-    run = setup(cfg, objective(cfg.kto), checker, optimizer)
+    run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=records)
     with trainer(run) as loop:
         if loop.fit():
             loop.finish()

@@ -132,9 +132,10 @@ def main(
     checker: Checker | None = None,
     optimizer: Callable | None = None,
     rollout: Callable | None = None,
+    records: Callable | None = None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
-    online, trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py).
+    online, trainer, checker, optimizer, records. rollout: an engine that answers prompts (see rollout.py).
     rate: makes examples of prompts and answers."""
     cfg = parse(settings, argv, objective, demo="demo_online.yaml")
     args = cfg.online
@@ -142,7 +143,7 @@ def main(
         checker or cfg.eval.check or rate is not rate_answers,
         "eval.check: online KTO needs a checker: demo, or main(checker=...)",
     )
-    run = setup(cfg, objective(cfg.kto), checker, optimizer, rollout)
+    run = setup(cfg, objective(cfg.kto), checker, optimizer, rollout, make_records=records)
     with trainer(run) as loop:
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))

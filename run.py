@@ -129,6 +129,8 @@ class Run:
     """The step with which the whole run ends. Changed by Trainer.fit and rollout.iterations."""
     rollout: Callable | None = None
     """An engine that answers prompts in place of our sampler (see rollout.py)."""
+    make_records: Callable | None = None
+    """main(records=...): a raw record -> a list of records. Never changed."""
     saved_step: int = 0
     """The step of the last checkpoint in the run's own folder. Changed by save."""
     reference_step: int = 0
@@ -148,7 +150,7 @@ class Run:
         """Another file's records as examples, as data.train's are read. A resume refuses a file that has
         changed. Raises BadInput."""
         examples, _ = load_examples(
-            str(path), self.tokenizer, self.objective.records, self.cfg.data
+            str(path), self.tokenizer, self.objective.records, self.cfg.data, self.make_records
         )
         name = f"records of {path}"
         new_hash = examples_hash({"": examples})
@@ -307,11 +309,12 @@ def setup(
     checker: Checker | None = None,
     optimizer: Callable | None = None,
     rollout: Callable | None = None,
+    make_records: Callable | None = None,
 ) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
     checker: judges answers (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout:
-    an engine that answers prompts (see rollout.py). Raises BadInput, Failed.
+    an engine that answers prompts (see rollout.py). make_records: main(records=...). Raises BadInput, Failed.
     """
     console.shows_progress = cfg.progress
     check_objective(objective)
@@ -325,7 +328,7 @@ def setup(
     cfg = resolve(cfg, config)
     check_resumed_settings(checkpoint, cfg, Path(sys.argv[0]).name)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
-    examples = load_splits(cfg.data, tokenizer, objective.records)
+    examples = load_splits(cfg.data, tokenizer, objective.records, make_records)
     check_tokens(sum(examples.values(), []), config.vocab_size, cfg.model)
     if cfg.reference:
         other = read_config(find_model(cfg.reference, "reference")).get_text_config()
@@ -376,6 +379,7 @@ def setup(
         throughput=Throughput(fabric, cfg, policy.module, objective),
         stop=stop,
         rollout=rollout,
+        make_records=make_records,
         saved_step=saved_step,
     )
     if checkpoint:

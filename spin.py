@@ -140,12 +140,15 @@ def main(
     checker: Checker | None = None,
     optimizer: Callable | None = None,
     rollout: Callable | None = None,
+    records: Callable | None = None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
-    trainer, checker, optimizer. rollout: an engine that answers prompts (see rollout.py)."""
+    trainer, checker, optimizer, records. rollout: an engine that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, objective, demo="demo_spin.yaml")
     betas = cfg.spin.betas()
-    run = setup(cfg, objective(cfg.spin, betas[0]), checker, optimizer, rollout)
+    run = setup(
+        cfg, objective(cfg.spin, betas[0]), checker, optimizer, rollout, make_records=records
+    )
     with trainer(run) as loop:
         demonstrations = run.examples["train"]
         n = len(demonstrations)

@@ -1,9 +1,12 @@
 """From a file to examples of token ids. A record passes through these files in this order:
 
-examples.py   load_examples reads a file record by record and calls the other two: read it first;
+examples.py   load_examples reads a file record by record and calls the others: read it first;
               then splits, the table before training, the hash of the data, `python data.py FILE`
+foreign.py    a record of another form becomes none, one or several of ours, as the settings say
+paths.py      where its fields lie, and what their values mean
 forms.py      one record of any known form becomes a Record: prompt, completions, label
 tokenizer.py  a Record becomes text, and then token ids
 template.py   what tokenizer.py asks for the text of messages: the model's chat template, and the check
               that it leaves nothing out
+show.py       records as turns, and settings that may read a file, for `python data.py FILE`
 """

@@ -12,23 +12,24 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import yaml
 
 from infra.console import BadInput, say, user_error
-from infra.parse import parse_command
+from infra.parse import parse_command, split_options
 from infra.settings import Data, find_path, refuse_unless
 from models.hub import context_of, find_model, read_config
 from packing import prompt_groups
+from records.foreign import Reader
 from records.forms import (
-    ALIASES,
-    Dropped,
     Kind,
     Record,
     as_turns,
@@ -36,6 +37,7 @@ from records.forms import (
     understand_record,
     unique_keys,
 )
+from records.show import fitting_preset, show_record, suggestion
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
 
@@ -65,10 +67,14 @@ class Example(NamedTuple):
 
 
 def load_examples(
-    source: str | None, tokenizer: Tokenizer, kind: Kind, data: Data
+    source: str | None,
+    tokenizer: Tokenizer,
+    kind: Kind,
+    data: Data,
+    make_records: Callable | None = None,
 ) -> tuple[list[Example], Counter]:
     """All examples of the sources (`a.jsonl,more/*.csv`) that data.train or another setting names; and
-    counts of what was cut, dropped, ...
+    counts of what was cut, dropped, ... make_records: main(records=...), which makes ours of a raw record.
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
     each distinct prompt is one example without completions. `data`: the settings, with
@@ -76,39 +82,55 @@ def load_examples(
 
     Raises BadInput with a line for each of a file's first 20 bad records; a label is never guessed.
     """
-    counts, examples = Counter(), []
-    for file in source_files(source):
-        examples += load_file(file, tokenizer, kind, data, counts)
+    counts: Counter = Counter()
+    examples: list[Example] = []
+    reader = Reader(data, kind, counts, make_records)
+    for part in split_sources(source):
+        before = len(examples)
+        name, share = split_share(part)
+        files = files_of(name)
+        if len(files) > 1 and isinstance(share, int):
+            raise BadInput(f"{name}: {len(files)} files; a number after # is of one file (or #0.5)")
+        for file in files:
+            reader.settle(decoded_records(file, []))
+        for file in files:
+            examples += load_file(file, tokenizer, kind, data, counts, reader, share)
+        if fault := reader.path_that_finds_nothing():
+            raise BadInput(f"{name}: {fault}")
+        if len(examples) == before:
+            dropped = [f", {n:,} {what}" for what, n in counts.items() if "dropped" in what]
+            raise BadInput(f"{name}: no records{''.join(dropped)}")
     if kind == "prompts":
         examples = [examples[first] for first, *_ in prompt_groups(e.prompt for e in examples)]
     return examples, counts
 
 
-def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: Counter) -> list:
-    """The examples of one file; adds to the counts. Raises BadInput."""
-    columns = field_names(data.columns)
-    labels = names_given("data.labels", data.labels)
+def load_file(
+    file: str,
+    tokenizer: Tokenizer,
+    kind: Kind,
+    data: Data,
+    counts: Counter,
+    reader: Reader,
+    share: int | float | None = None,
+) -> list[Example]:
+    """The examples of one file, or of a share of its records; adds to the counts. Raises BadInput."""
     extra = split_commas(data.extra)
     records: dict[str, Record] = {}
     texts: dict[str, tuple[str, list[str]]] = {}
     examples: list[Example] = []
     faults: list[str] = []
-    # 1. understand: what a line of the file holds becomes a Record
-    for place, raw in read_records(file, counts):
-        where = f"{file}:{place}"
+    # 1. understand: what a line of the file holds becomes Records
+    for where, ours in reader.read(decoded_records(file, faults, counts), faults):
         with collect(faults, where):
-            if isinstance(raw, bytes):
-                raw = json.loads(raw, object_pairs_hook=unique_keys)
-            try:
-                record = understand_record(raw, kind, extra, columns, labels)
-            except Dropped:
-                counts["dropped by data.labels"] += 1
-                continue
+            record = understand_record(ours, kind, extra)
             for name in record.ignored:  # the table prints it
                 refuse_half_characters("record", name)
             records[where] = record
             counts.update(f"with {name}, which nothing reads" for name in record.ignored)
             counts.update(what_looks_wrong(record, tokenizer))
+    records = seeded_share(file, records, share)
+    note_what_looks_wrong(records.values(), counts)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it. It must write all that a record says.
     by_template = any(
@@ -129,10 +151,9 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
             for name, text in zip(("prompt", *names), (prompt, *completions)):
                 refuse_half_characters(name, text)
             texts[where] = (prompt, completions)
-    if faults or not texts:
-        settings = ("data.labels", "data.left_out")
-        dropped = [f"{counts[f'dropped by {name}']:,} dropped by {name}" for name in settings]
-        raise BadInput("\n".join(faults[:20]) or f"{file}: no records, {', '.join(dropped)}")
+    if faults:
+        fault = reader.path_that_finds_nothing()
+        raise BadInput(f"{file}: {fault}" if fault else "\n".join(faults[:20]))
     # 3. encode: texts become token ids, with BOS and EOS
     encoded = encode_texts(texts, tokenizer, by_template)
     for where, (prompt, completions) in zip(texts, encoded):
@@ -159,9 +180,21 @@ def load_file(file: str, tokenizer: Tokenizer, kind: Kind, data: Data, counts: C
                 examples.append(example._replace(**rating))
         else:
             examples.append(example)
-    if not examples:
+    if texts and not examples:
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs")
     return examples
+
+
+def decoded_records(
+    file: str, faults: list[str], counts: Counter | None = None
+) -> Iterator[tuple[str, object]]:
+    """(file:place, record) of each record of a file. What is no JSON becomes a line in `faults`."""
+    for place, raw in read_records(file, counts):
+        where = f"{file}:{place}"
+        with collect(faults, where):
+            if isinstance(raw, bytes):
+                raw = json.loads(raw, object_pairs_hook=unique_keys)
+            yield where, raw
 
 
 def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
@@ -218,23 +251,60 @@ def split_commas(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",")] if text else []
 
 
-def field_names(columns: str | None) -> dict[str, str | None]:
-    """The records' names of fields -> ours. `columns`: data.columns. What it says that a field of ours is
-    called, this field alone is called: another one that has our name means something else, None."""
-    named = names_given("data.columns", columns)
-    names: dict[str, str | None] = {**ALIASES}
-    for ours in named.values():
-        synonyms = [theirs for theirs, x in ALIASES.items() if x == ours]
-        names |= dict.fromkeys([ours, *synonyms])
-    return names | named
+def split_share(source: str) -> tuple[str, int | float | None]:
+    """(source, share) of `a.jsonl#2000` (a number of records) or `a.jsonl#0.3` (a part of them); None: all.
+    Raises BadInput."""
+    name, has_share, text = source.rpartition("#")
+    if not has_share or find_path(source).exists():
+        return source, None
+    with user_error(None, f"{source}: expected a number of records after #, or a part such as 0.3"):
+        share = int(text) if text.isdecimal() else float(text)
+        if share < 1 and not 0 < share:
+            raise ValueError
+        if isinstance(share, float) and share >= 1:
+            raise ValueError
+    return name, share
 
 
-def names_given(setting: str, text: str | None) -> dict[str, str]:
-    """The records' names -> ours: `up=4|5,down=1` gives {"4": "up", "5": "up", "1": "down"}. Raises
-    BadInput."""
-    with user_error(setting, f"{text}: expected name=name, separated by commas"):
-        pairs = [pair.split("=") for pair in split_commas(text)]
-        return unique_keys((x, ours) for ours, theirs in pairs for x in theirs.split("|"))
+def seeded_share(
+    file: str, records: dict[str, Record], share: int | float | None
+) -> dict[str, Record]:
+    """Some of the records, in the order of the file: always the same ones of the same file. share: as in
+    split_share. Raises BadInput."""
+    if share is None:
+        return records
+    n = share if isinstance(share, int) else round(share * len(records))
+    refuse_unless(
+        0 < n <= len(records), f"{file}: {len(records):,} records, but #{share} asks for {n:,}"
+    )
+    picked = set(np.random.default_rng(0).permutation(len(records))[:n].tolist())
+    return {where: record for i, (where, record) in enumerate(records.items()) if i in picked}
+
+
+# What the table before training points at. Each is a fault of an export, not of a record.
+CUT_ANSWERS = "answers have the greatest length of all and end in '...': an export that cuts texts teaches to break off"
+REASONING_IN_SOME = "answers begin with markup of reasoning, and the others do not"
+ONE_ANSWER = "answers are one and the same text, more than half of all"
+WARNINGS = (CUT_ANSWERS, REASONING_IN_SOME, ONE_ANSWER)
+MARKUP = ("<think", '<details type="reasoning"', "<reasoning>", "<thought>", "◁think▷")
+
+
+def note_what_looks_wrong(records: Iterable[Record], counts: Counter) -> None:
+    """Count the answers that an export has damaged, as far as numbers show it."""
+    contents = (
+        x if isinstance(x, str) else x.get("content") for r in records for x in r.completions
+    )
+    answers = [(x or "").strip() for x in contents]
+    longest = max(map(len, answers), default=0)
+    cut = [x for x in answers if len(x) == longest and x.endswith(("...", "…"))]
+    if len(set(cut)) > 1:
+        counts[CUT_ANSWERS] += len(cut)
+    marked = sum(answer.startswith(MARKUP) for answer in answers)
+    if marked < len(answers):
+        counts[REASONING_IN_SOME] += marked
+    n_equal = max(Counter(answers).values(), default=0)
+    if n_equal >= 10 and 2 * n_equal > len(answers):
+        counts[ONE_ANSWER] += n_equal
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -245,30 +315,31 @@ def absolute_sources(sources: str | None) -> str | None:
     are: settings.yaml then means the same from any folder."""
     if not sources:
         return None
-    if find_path(sources).exists():  # as in source_files
-        return os.path.abspath(find_path(sources))
     absolute = []
-    for part in split_commas(sources):
-        name = part if find_path(part).exists() else part.partition(":")[0]
+    for part in split_sources(sources):
+        name, _ = split_share(part)
+        if not find_path(name).exists():
+            name = name.partition(":")[0]
         path = find_path(name)
         is_here = path.exists() or glob.glob(str(path))
         absolute.append(os.path.abspath(find_path(part)) if is_here else part)
     return ",".join(absolute)
 
 
-def source_files(sources: str | None) -> list[str]:
-    """The files, folders and ids that a setting names, `a.jsonl,more/*.csv`. A name that is there as it
-    stands is taken as it stands: it may have a comma, as those of sweep.py do, or brackets."""
-    if not sources:
-        return []
-    if find_path(sources).exists():
-        return [str(find_path(sources))]
-    files = []
-    for part in split_commas(sources):
-        path = find_path(part)
-        matches = [str(path)] if path.exists() else sorted(glob.glob(str(path)))
-        files += matches or [part]
-    return files
+def split_sources(sources: str | None) -> list[str]:
+    """The parts of a setting that names several files, `a.jsonl,more/*.csv#0.5`. A name that is there as it
+    stands is taken as it stands: it may have a comma, as those of sweep.py do."""
+    if sources and find_path(sources).exists():
+        return [sources]
+    return split_commas(sources)
+
+
+def files_of(name: str) -> list[str]:
+    """The files of a pattern, or the file, folder or id itself. A name that is there may have brackets."""
+    path = find_path(name)
+    if path.exists():
+        return [str(path)]
+    return sorted(glob.glob(str(path))) or [name]
 
 
 def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int, object]]:
@@ -286,6 +357,8 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         elif suffix == ".json":
             records = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
+            if isinstance(records, dict):  # an export of one conversation
+                records = [records]
             if not isinstance(records, list):
                 raise BadInput(f"{source}: expected an array of records, got {records!r:.50}")
             yield from enumerate(records, 1)
@@ -398,12 +471,15 @@ def with_limits(data: Data, context: int) -> Data:
     return replace(data, max_prompt=max_prompt, max_completion=max_completion)
 
 
-def load_splits(data: Data, tokenizer: Tokenizer, kind: Kind) -> dict[str, list[Example]]:
+def load_splits(
+    data: Data, tokenizer: Tokenizer, kind: Kind, make_records: Callable | None = None
+) -> dict[str, list[Example]]:
     """{"train", "val", "test": examples}, each described in a table. A part that the settings do not
     name is empty. `data` as in load_examples. Raises BadInput."""
     parts, counts = {}, {}
     for name in ("train", "val", "test"):
-        parts[name], counts[name] = load_examples(getattr(data, name), tokenizer, kind, data)
+        source = getattr(data, name)
+        parts[name], counts[name] = load_examples(source, tokenizer, kind, data, make_records)
     if any(count["by the chat template"] for count in counts.values()):
         tokenizer.end_as_the_template_does()
     if data.split:
@@ -460,7 +536,10 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
     distinct = len(set(keys))
     with_label = len({(key, e.label) for key, e in zip(keys, examples)})
     found = {"duplicates": len(keys) - with_label, "contradictions": with_label - distinct} | counts
-    say("  " + ", ".join(f"{count:,} {what}" for what, count in found.items()))
+    say("  " + ", ".join(f"{n:,} {what}" for what, n in found.items() if what not in WARNINGS))
+    for warning in WARNINGS:
+        if counts[warning]:
+            say(f"  look at them: {counts[warning]:,} {warning}")
     if name == "train" and up and down:
         # arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]. With equal weights and many more
         # thumbs down than up a run mostly unlearns, first of all to end an answer.
@@ -496,13 +575,73 @@ class PageSettings(Data):
 
 def page() -> None:
     """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
-    words = sys.argv[1:]
-    if words and not words[0].startswith("--"):
-        words = ["--train", *words]
-    data = parse_command(PageSettings, page.__doc__, words)
+    data = parse_page(sys.argv[1:])
     source = find_model(data.model, weights=False)
     data = with_limits(data, context_of(read_config(source)))
     tokenizer = Tokenizer(source, data.chat_template, data.date)
-    first = load_splits(data, tokenizer, data.kind)["train"][0]
+    try:
+        first = load_splits(data, tokenizer, data.kind)["train"][0]
+    except BadInput as e:
+        hint = suggestion(first_records(data), data) if not data.columns else ""
+        # the form is not known: one record tells as much as twenty
+        raise BadInput(f"{str(e).splitlines()[0]}\n{hint}" if hint else str(e)) from None
+    show_first_of_each_kind(data)
+    print()
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")
+    if (
+        not data.columns
+        and not data.turns
+        and (preset := fitting_preset(first_records(data), data))
+    ):
+        print(f"another way to read it: --config {preset}")
+
+
+def parse_page(words: list[str]) -> PageSettings:
+    """The settings of a command line. As in a run's, a --config may have a group `data` (config/data), and
+    --data.columns is --columns."""
+    if words and not words[0].startswith("--"):
+        words = ["--train", *words]
+    plain, presets = [], {}
+    for head, *values in split_options(words)[1:]:
+        name, has_value, value = head.partition("=")
+        values = [value, *values] if has_value else values
+        file = find_path(values[0]) if name == "--config" and values else None
+        group = None
+        if file and file.exists():
+            with user_error("config", str(file)):
+                group = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if isinstance(group, dict) and isinstance(group.get("data"), dict):
+            presets |= group["data"] | {x: y for x, y in group.items() if x == "model"}
+        else:
+            plain += [name.replace("--data.", "--"), *values]
+    return parse_command(PageSettings, page.__doc__, plain, presets)
+
+
+def first_records(data: Data, n: int = 200) -> list:
+    """The first raw records of data.train; none if it cannot be read."""
+    with suppress(BadInput):
+        return [raw for _, raw in islice(decoded_records(first_files(data)[0], []), n)]
+    return []
+
+
+def show_first_of_each_kind(data: PageSettings) -> None:
+    """Print the first record of each kind (up, down, a pair, ...) as turns."""
+    reader = Reader(data, data.kind, Counter())
+    kinds = set()
+    for file in first_files(data):
+        reader.settle(decoded_records(file, []))
+        for where, ours in islice(reader.read(decoded_records(file, []), []), 10_000):
+            record = understand_record(ours, data.kind, split_commas(data.extra))
+            kind = data.kind if record.label is None else record.label
+            if kind not in kinds:
+                kinds.add(kind)
+                show_record(where, record)
+            if len(kinds) == 2 or data.kind != "rated":
+                return
+
+
+def first_files(data: Data) -> list[str]:
+    """The files of the first source of data.train."""
+    name, _ = split_share(split_sources(data.train)[0])
+    return files_of(name)

@@ -1,0 +1,209 @@
+"""What `python data.py FILE` says beside the table: records as turns, and which settings may read a file.
+
+Reading order: show_record; fitting_preset (the files of config/data); suggestion, where none of them fits.
+"""
+
+import re
+import textwrap
+import unicodedata
+from collections import Counter
+from dataclasses import replace
+
+import yaml
+
+from infra.console import BadInput
+from infra.settings import ROOT, Data
+from records.foreign import Reader
+from records.forms import Record, as_turns, understand_record
+from records.paths import Column, as_text, is_there, names_in, number
+
+PRESETS = ROOT / "config" / "data"
+LINES = 8  # of a turn, at most
+
+# Names that fields often have; the first that is there is suggested.
+NAMES = {
+    "prompt": "prompt question query instruction user_query request input context title",
+    "completion": "completion response answer ai_response reply output generation text",
+    "label": "label rating feedback thumb thumbs vote liked like score preference",
+    "verdict": "winner verdict preference choice better preferred label score",
+}
+SIDES = (("a", "b"), ("0", "1"), ("1", "2"), ("A", "B"), ("left", "right"))
+
+
+# ---- a record as turns ---------------------------------------------------------------------------
+
+
+def show_record(where: str, record: Record) -> None:
+    """Print a record as turns, at most 80 columns wide."""
+    title = {
+        True: "up",
+        False: "down",
+        None: "a pair" if len(record.completions) == 2 else "unrated",
+    }
+    print(f"\n{title[record.label]} ({where}):")
+    if isinstance(record.prompt, str) and not record.instruct:
+        show_turn("prompt", record.prompt)
+    else:
+        for turn in as_turns(record.prompt):
+            show_turn(turn["role"], turn.get("content") or "(a call of tools)")
+    names = ["chosen", "rejected"] if len(record.completions) == 2 else ["answer"]
+    for name, completion in zip(names, record.completions):
+        text = completion if isinstance(completion, str) else completion.get("content")
+        show_turn(name, text or ("(empty)" if text == "" else "(a call of tools)"))
+
+
+def show_turn(name: str, text: str) -> None:
+    wide = any(unicodedata.east_asian_width(x) in "WF" for x in text)  # two columns a character
+    lines = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(line, 34 if wide else 68, replace_whitespace=False) or [""]
+    if len(lines) > LINES:
+        lines[LINES:] = [f"[{len(lines) - LINES:,} more lines]"]
+    for i, line in enumerate(lines or [""]):
+        line = "".join(x if x.isprintable() else "?" for x in line)
+        print(f"  {name if i == 0 else '':10}{line}".rstrip())
+
+
+# ---- which settings may read a file --------------------------------------------------------------
+
+
+def fitting_preset(records: list, data: Data) -> str | None:
+    """The file of config/data whose paths are all in these raw records; of several the one with most."""
+    best: tuple[tuple, str] | None = None
+    for file in sorted(PRESETS.glob("*.yaml")):
+        preset = replace(data, **yaml.safe_load(file.read_text(encoding="utf-8"))["data"])
+        is_for_pairs = file.stem.endswith("_pairs")
+        if is_for_pairs and data.kind == "rated" or not fits(preset, records, data.kind):
+            continue
+        n_paths = len((preset.columns or "").split(","))
+        rank = (is_for_pairs and data.kind == "paired", n_paths)
+        if best is None or rank > best[0]:
+            best = rank, str(file.relative_to(ROOT))
+    return best and best[1]
+
+
+def fits(preset: Data, records: list, kind: str) -> bool:
+    """Whether the settings find all that they name, and understand a record."""
+    try:
+        reader = Reader(replace(preset, extra=None), kind, Counter())
+        faults: list[str] = []
+        ours = list(reader.read(((str(i), x) for i, x in enumerate(records)), faults))
+        if faults or not ours or reader.path_that_finds_nothing():
+            return False
+        if preset.turns and not any(
+            mark in str(list(x.values())) for x in records for mark in texts(reader)
+        ):
+            return False
+        understand_record(ours[0][1], kind)
+    except BadInput:
+        return False
+    return True
+
+
+def texts(reader: Reader) -> list[str]:
+    """The marks of turns as they look in the text of a list."""
+    return [repr(mark)[1:-1] for mark in reader.marks]
+
+
+def suggestion(records: list, data: Data) -> str:
+    """A line that says with which settings these raw records may be read."""
+    if not records or fits(data, records, data.kind):
+        return ""
+    preset = fitting_preset(records, data)
+    if preset:
+        return f"its fields are those of {preset}: --config {preset}"
+    columns = (
+        conversation_columns(records) or two_answers_columns(records) or one_answer_columns(records)
+    )
+    line = ",".join(f"{name}={path}" for name, path in columns.items())
+    label = columns.get("label") or columns.get("verdict") or "?"
+    words = "a=?,b=?" if "verdict" in columns else "up=?,down=?"
+    found = "?" if label == "?" else values_of(columns, label, records)
+    return (
+        f"no file of config/data fits. Perhaps: --data.columns {line} --data.labels {words} "
+        f"(values of {label}: {found})"
+    )
+
+
+def values_of(columns: dict[str, str], label: str, records: list) -> str:
+    """The values that a path finds, the most frequent first."""
+    owners = records
+    if label.startswith("."):
+        messages = Column(columns["messages"])
+        owners = [x for record in records for x in messages.one(record) or []]
+    column = Column(label)
+    counts = Counter(as_text(x) for owner in owners for _, x in column.all(owner))
+    shown = ", ".join(text[:30] for text, _ in counts.most_common(5))
+    return shown + (", ..." if len(counts) > 5 else "")
+
+
+def candidates(records: list, words: str, accept) -> list[str]:
+    """The paths whose last name is one of these words, or has one in it, in the order of the words."""
+    paths: dict[str, object] = {}
+    for record in records[:20]:
+        for path in names_in(record):
+            if path not in paths and "*" not in path:
+                value = Column(path).one(record)
+                if is_there(value) and accept(value):
+                    paths[path] = value
+    found = []
+    for exact in (True, False):
+        for word in words.split():
+            for path in paths:
+                last = path.split(".")[-1].lower()
+                if last == word or not exact and word in re.split(r"[^a-z0-9]+", last):
+                    found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def is_words(value: object) -> bool:
+    return isinstance(value, str | list) and number(value) is None
+
+
+def is_mark(value: object) -> bool:
+    return isinstance(value, bool | int | float) or isinstance(value, str) and len(value) < 30
+
+
+def one_answer_columns(records: list) -> dict[str, str]:
+    columns = {}
+    for name in ("prompt", "completion", "label"):
+        accept = is_mark if name == "label" else is_words
+        found = [x for x in candidates(records, NAMES[name], accept) if x not in columns.values()]
+        columns[name] = found[0] if found else "?"
+    return columns
+
+
+def two_answers_columns(records: list) -> dict[str, str]:
+    """Two fields whose names differ only in their end, such as answer_a and answer_b."""
+    paths = list(dict.fromkeys(x for record in records[:20] for x in names_in(record)))
+    for path in paths:
+        for a, b in SIDES:
+            twin = path[: -len(a)] + b
+            if path.endswith(a) and twin in paths and is_words(Column(path).one(records[0])):
+                if re.search(
+                    "response|answer|output|completion|conversation|text|reply", path.lower()
+                ):
+                    prompt = candidates(records, NAMES["prompt"], is_words) or ["?"]
+                    verdict = candidates(records, NAMES["verdict"], is_mark) or ["?"]
+                    return {"prompt": prompt[0], "a": path, "b": twin, "verdict": verdict[0]}
+    return {}
+
+
+def conversation_columns(records: list) -> dict[str, str]:
+    """A list of messages, one of which has a rating."""
+    for record in records[:20]:
+        for path in names_in(record):
+            messages = Column(path).one(record) if "*" not in path else None
+            if not isinstance(messages, list) or not all(isinstance(x, dict) for x in messages):
+                continue
+            label = candidates(messages, "rating feedback thumb vote liked score", is_mark)
+            text = candidates(messages, "content text value message", is_words)
+            if label and text:
+                role = candidates(messages, "role from author sender", is_mark) or ["?"]
+                return {
+                    "messages": path,
+                    "role": f".{role[0]}",
+                    "content": f".{text[0]}",
+                    "label": f".{label[0]}",
+                }
+    return {}
