@@ -109,7 +109,8 @@ class Data:
     date: str | None = None
     """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
     columns: str | None = None
-    """Names of the records' fields where they are not ours: prompt=question,label=good."""
+    """Names of the records' fields where they are not ours: prompt=question,label=good. Such a field is read from
+    there alone; weight= names none."""
     labels: str | None = None
     """What the values of the label mean where they are not ours: up=positive,down=negative, or
     up=4|5,down=1|2. Records with other values are dropped and counted."""
