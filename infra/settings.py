@@ -109,9 +109,9 @@ class Data:
     date: str | None = None
     """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
     columns: str | None = None
-    """Where the records' fields lie if not under our names: prompt=question,label=data.rating. Paths, two
-    answers with a verdict, conversations with ratings: docs/data.md; for many tools and data sets
-    there is a file of these settings in config/data."""
+    """Where the records' fields lie if not under our names: prompt=question,label=data.rating. A field named
+    here is read from there alone; weight= names none. Paths, two answers with a verdict, conversations with
+    ratings: docs/data.md; for many tools and data sets there is a file of these settings in config/data."""
     labels: str | None = None
     """What the values of the label mean where they are not ours: up=positive,down=negative, or
     up=4|5,down=1|2, or up=>=4,down=<=2; of a verdict a=...,b=...,both=...,neither=... Records with other
