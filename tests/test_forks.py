@@ -229,7 +229,7 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z_B))"
     (clone / "mine.py").write_text(text.replace(old, new))
     base = "python mine.py --batch_size 8 --max_steps 30 --eval.prompts 4 --save_interval 5"
-    code, _, stderr = run(clone, tmp_path / "a", f"{base} --out_dir out/whole")
+    code, _, stderr = run(clone, tmp_path / "a", f"{base} --out_dir out/whole-copy")
     assert code == 0, stderr
     out = clone / "out" / "run"
     _, *typed = shlex.split(f"{base} --out_dir out/run")
@@ -244,7 +244,7 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert command.startswith("python mine.py "), "kto.py would swap the loss in mid-run"
     code, said, stderr = run(clone, tmp_path / "b", command)
     assert code == 0 and "exported to" in said, stderr
-    assert_same(result(out), result(clone / "out" / "whole"))
+    assert_same(result(out), result(clone / "out" / "whole-copy"))
     assert result(out)["rows"][0]["loss"] == pytest.approx(0.693147, abs=1e-5)
 
 

@@ -174,6 +174,7 @@ class Says(nn.Module):
     def __init__(self, *logits):
         super().__init__()
         self.logits_V, self.rows = torch.tensor(logits), []
+        self.config = SimpleNamespace(padded_vocab_size=len(logits) or 100)
 
     def cache_bytes(self, slots):
         return slots

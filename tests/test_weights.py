@@ -76,7 +76,7 @@ def test_what_is_not_there_is_refused_in_one_line(tmp_path):
         message = refused(f"^reference: {source}: no such folder", find_model, source, "reference")
         assert "without a network, download it elsewhere and give the folder" in message
     (tmp_path / "empty").mkdir()
-    refused("config.json: .*Unrecognized model", load.load_model, tmp_path / "empty")
+    refused("config.json: No such file", load.load_model, tmp_path / "empty")
 
 
 def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def with_weights(**changes):
 
 NORM = "transformer.ln_f.bias"
 BROKEN = {
-    "config.json: .*not a valid JSON": lambda f: (f / "config.json").write_text('{"model_type": '),
+    "config.json: Expecting value": lambda f: (f / "config.json").write_text('{"model_type": '),
     "config.json: .*model type .llamba.": lambda f: edited(f, model_type="llamba"),
     '"quantization_config" is not supported': lambda f: edited(f, quantization_config={"bits": 4}),
     "no file named model.safetensors": lambda f: (f / "model.safetensors").unlink(),
