@@ -339,8 +339,13 @@ class Reader:
             ours = ALIASES.get(name, name)
             is_extra = name in self.extra
             is_kept = not self.is_foreign or name in self.kept
-            if is_extra or is_kept and ours not in self.replaced and name not in self.sources:
+            is_replaced = ours in self.replaced or name in self.sources
+            if is_extra or is_kept and not is_replaced:
                 fields[name] = value
+            elif (
+                is_kept and name not in self.sources
+            ):  # it has a name of ours and means something else
+                self.counts[f"with {name}, which nothing reads"] += 1
         for name in (*BESIDE, *self.extra):
             column = columns.get(name)
             if column and not column.inner and is_there(value := column.one(raw)):

@@ -109,6 +109,9 @@ class Column:
     def all(self, record: object) -> list[tuple[tuple, object]]:
         """(index, value) of all that is there in a record."""
         self.was_asked = True
+        if not self.text:  # weight= : the records' weights mean something else
+            self.was_found = True
+            return []
         if isinstance(record, dict) and self.text in record:
             self.was_found = True
             return [((), record[self.text])]
@@ -135,7 +138,7 @@ class Column:
 
     def names(self) -> set[str]:
         """The fields of the record in which its paths begin."""
-        return {self.text, *(steps[0] for part in self.parts for steps in part)}
+        return {self.text, *(steps[0] for part in self.parts for steps in part if steps)}
 
 
 def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:

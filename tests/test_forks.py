@@ -257,8 +257,14 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
     *blocks, loop, _engine = blocks  # the engine: test_readme.py
     compile(loop, "forks.md", "exec")
     (tmp_path / "as_in_forks_md.py").write_text("\n".join(blocks).replace('"folder"', f'"{tiny}"'))
+    (tmp_path / "texts.jsonl").write_text('{"id": 7, "question": "Q", "answer": "A"}\n')
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     given = import_module("as_in_forks_md")
+    assert given.joined({"id": 7, "up": True}) == [
+        {"prompt": "Q", "completion": "A", "label": True}
+    ]
+    assert given.joined({"id": 8, "up": True}) == []
     differences = []
 
     class Taught(given.Mine):

@@ -466,7 +466,10 @@ def test_data_py_shows_the_first_record_of_each_kind_as_turns_within_80_columns(
     turns = out[out.index("\nup (") : out.index("\n\n'")]
     assert f"\nup ({source}:1):\n  user      word word" in turns and "more lines]" in turns
     assert f"\ndown ({source}:3):\n  user      Q\n\n            R\n  answer    A" in turns
-    assert max(len(line) + len(re.findall("[日本語]", line)) for line in turns.splitlines()) <= 80
+    lines = [
+        line for line in turns.splitlines() if line.startswith("  ")
+    ]  # not that with pytest's long path
+    assert max(len(line) + len(re.findall("[日本語]", line)) for line in lines) <= 80
 
 
 def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monkeypatch, capsys):

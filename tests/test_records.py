@@ -255,8 +255,10 @@ def test_a_json_array_is_a_file_of_records(tmp_path):
     path.write_bytes(b'[\n{"prompt": "p",\n "label"}]')
     with pytest.raises(BadInput, match=f"^{path}: Expecting ':' delimiter: line 3 "):
         raw_records(path)
-    path.write_text(json.dumps(rated("a")))
-    with pytest.raises(BadInput, match=f"^{path}: expected an array of records, got ."):
+    path.write_text(json.dumps(rated("a"), indent=1))  # an export of one conversation
+    assert list(read_records(str(path))) == [(1, rated("a"))]
+    path.write_text("5")
+    with pytest.raises(BadInput, match=f"^{path}: expected an array of records, got 5"):
         raw_records(path)
     path.write_bytes(b'[{"label": 1, "label": 0}]')
     with pytest.raises(BadInput, match=f"^{path}: label: given twice$"):
