@@ -231,8 +231,8 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     base = "python mine.py --batch_size 8 --max_steps 30 --eval.prompts 4 --save_interval 5"
     code, _, stderr = run(clone, tmp_path / "a", f"{base} --out_dir out/whole-copy")
     assert code == 0, stderr
-    out = clone / "out" / "run"
-    _, *typed = shlex.split(f"{base} --out_dir out/run")
+    out = clone / "out" / "copy-run"
+    _, *typed = shlex.split(f"{base} --out_dir out/copy-run")
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen([sys.executable, *typed], cwd=clone, **pipes)  # a real one
     metrics = out / "metrics.csv"
