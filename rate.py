@@ -45,8 +45,8 @@ from infra.parse import parse_command
 from infra.settings import ROOT, Sampling, refuse_unless
 from models.hub import find_model
 from models.load import load_model
-from records.examples import collect, read_records
-from records.forms import Record, Turns, understand_record, unique_keys
+from records.examples import collect, decoded_records
+from records.forms import Record, Turns, understand_record
 from records.tokenizer import Tokenizer
 
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
@@ -87,10 +87,6 @@ class Rating(NamedTuple):
     label: bool
 
 
-def load_line(line: bytes) -> object:
-    return json.loads(line, object_pairs_hook=unique_keys)
-
-
 def prompt_key(prompt: Turns) -> str:
     return json.dumps(prompt, sort_keys=True)
 
@@ -127,14 +123,13 @@ class Ratings:
         ratings, lines, faults = {}, {}, []
         if not self.file.exists():
             return ratings
-        for n, line in read_records(str(self.file)):
-            with collect(faults, f"{self.file}:{n}"):
-                raw = load_line(line)
+        for where, raw in decoded_records(str(self.file), faults):
+            with collect(faults, where):
                 record = understand_record(raw, "rated")
                 refuse_unless(record.label is not None, "record: a pair has no thumb of its own")
                 key = answer_key(record)
                 first = ratings.setdefault(key, Rating(raw, record.label))
-                lines.setdefault(key, n)
+                lines.setdefault(key, where.rpartition(":")[2])
                 refuse_unless(
                     first.label == record.label,
                     f"label: the same answer has the other label in line {lines[key]}",
@@ -366,10 +361,9 @@ class Desk:
 def read_prompts(source: str, chat: bool) -> list[Turns]:
     """The distinct prompts of records, in their order: texts, or turns if the model has a chat. Raises BadInput."""
     prompts, faults = {}, []
-    for n, raw in read_records(source):
-        with collect(faults, f"{source}:{n}"):
-            record = load_line(raw) if isinstance(raw, bytes) else raw
-            prompt = understand_record(record, "prompts").prompt
+    for where, raw in decoded_records(source, faults):
+        with collect(faults, where):
+            prompt = understand_record(raw, "prompts").prompt
             if chat and isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]
             refuse_unless(chat or isinstance(prompt, str), "prompt: the model has no chat template")
@@ -385,9 +379,8 @@ def read_prompts(source: str, chat: bool) -> list[Turns]:
 class RateServer(ThreadingHTTPServer):
     """The page of a desk on 127.0.0.1; no other machine reaches it."""
 
-    request_queue_size = (
-        64  # requests that wait to be taken; with the default, 5, some of a burst are lost
-    )
+    # requests that wait to be taken; with the default, 5, some of a burst are lost
+    request_queue_size = 64
 
     def __init__(self, desk, port: int):
         self.desk = desk

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -329,11 +330,13 @@ def setup(
     check_resumed_settings(checkpoint, cfg, Path(sys.argv[0]).name)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     examples = load_splits(cfg.data, tokenizer, objective.records, make_records)
-    check_tokens(sum(examples.values(), []), config.vocab_size, cfg.model)
+    configs = {"model": config}
     if cfg.reference:
-        other = read_config(find_model(cfg.reference, "reference")).get_text_config()
-        check_tokens(sum(examples.values(), []), other.vocab_size, cfg.reference)
-    check_limits(cfg, examples, contexts_of(cfg, config), objective.needs_mismatched_pairs)
+        configs["reference"] = read_config(find_model(cfg.reference, "reference")).get_text_config()
+    for name, of_model in configs.items():
+        check_tokens(chain(*examples.values()), of_model.vocab_size, getattr(cfg, name))
+    contexts = {name: context_of(of_model) for name, of_model in configs.items()}
+    check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")
 
@@ -408,14 +411,6 @@ def with_absolute_paths(settings: Any, *names: str) -> Any:
     """The same settings, of any class, with absolute paths in the fields `names`. So settings.yaml means the same
     from any working directory. Ids of the Hub stay as they are."""
     return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
-
-
-def contexts_of(cfg: RunSettings, config: PretrainedConfig) -> dict[str, int]:
-    """Tokens of the longest text that the model takes, and that the reference takes if it is another model."""
-    contexts = {"model": context_of(config)}
-    if cfg.reference:
-        contexts["reference"] = context_of(read_config(find_model(cfg.reference, "reference")))
-    return contexts
 
 
 def hash_inputs(

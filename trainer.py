@@ -97,9 +97,8 @@ class Trainer:
                 columns, baseline = self.gradient(step, micro_batches, needs_row)
             run.policy.eval()
             grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
-            grad_norm = self.check_finite(
-                step, columns, baseline, grad_norm
-            )  # before a weight moves
+            # before a weight moves
+            grad_norm = self.check_finite(step, columns, baseline, grad_norm)
             lr = self.optimizer_step(plan)
             # metrics see the objective as the loss saw it, so before after_step
             row = {"grad_norm": grad_norm, "lr": lr}
@@ -246,9 +245,8 @@ class Trainer:
 
     def step_baseline(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Baseline:
         """z from the log-ratios of the mismatched pairs of all ranks."""
-        logratio_n = mismatched_logratio_G[
-            step.mismatched_index
-        ]  # without the examples that have no pair
+        # without the examples that have no pair
+        logratio_n = mismatched_logratio_G[step.mismatched_index]
         z = self.run.objective.baseline(logratio_n, step)
         z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
         if z.shape not in ((), (step.size,)):

@@ -95,7 +95,7 @@ def parse_command(
     known = flatten(cls)
     defaults = {name: value for name, value in (defaults or {}).items() if name in known}
     values, switches = read_command(words, known)
-    texts = {name: as_text(value) for name, value in (defaults | values).items()}
+    texts = {name: argument_text(value) for name, value in (defaults | values).items()}
     parser = jsonargparse.ArgumentParser(
         usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
         description=doc.split("\n\n")[0],
@@ -179,7 +179,7 @@ def read_config_file(file: str, known: Mapping[str, object]) -> dict[str, object
     return values
 
 
-def as_text(value: object) -> str:
+def argument_text(value: object) -> str:
     """A value as one writes it on the command line."""
     if isinstance(value, str):
         return value

@@ -44,6 +44,11 @@ def find_path(source: str) -> Path:
     return path
 
 
+def split_commas(text: str | None) -> list[str]:
+    """The parts of a setting that holds several: `a, b` gives ["a", "b"], and None gives []."""
+    return [part.strip() for part in text.split(",")] if text else []
+
+
 def refuse_unless(ok, message: str) -> None:
     """Raise BadInput with this message unless `ok`."""
     if not ok:

@@ -25,7 +25,7 @@ import yaml
 
 from infra.console import BadInput, say, user_error
 from infra.parse import parse_command, split_options
-from infra.settings import Data, find_path, refuse_unless
+from infra.settings import Data, find_path, refuse_unless, split_commas
 from models.hub import context_of, find_model, read_config
 from packing import prompt_groups
 from records.foreign import Reader
@@ -33,6 +33,7 @@ from records.forms import (
     Kind,
     Record,
     as_turns,
+    content_of,
     refuse_half_characters,
     understand_record,
     unique_keys,
@@ -53,9 +54,8 @@ class Example(NamedTuple):
     where: str = ""  # file:line
     weight: float = 1.0
     extra: dict = {}  # the fields that data.extra names: texts and numbers
-    number: int = (
-        0  # in its part of the data (train, val or test): the same in each epoch and after a resume
-    )
+    # its number in its part of the data (train, val or test): the same in each epoch and after a resume
+    number: int = 0
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -202,10 +202,8 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     table counts it. A special token in a text of the record is read as this token, not as its letters."""
     answers = []
     for completion in record.completions:
-        is_message = isinstance(completion, dict)
-        if is_message and completion.get("tool_calls"):
-            continue
-        answers.append(completion["content"] if is_message else completion)
+        if isinstance(completion, str) or not completion.get("tool_calls"):
+            answers.append(content_of(completion))
     if any(not (text or "").strip() for text in answers):
         yield "with an empty completion"
     prompt = record.prompt if isinstance(record.prompt, str) else ""
@@ -244,11 +242,6 @@ def collect(faults: list[str], where: str):
     except ValueError as e:  # BadInput, or Python's own for a text that is no JSON or no Unicode
         # json counts lines within the line that it gets
         faults.append(f"{where}: {e}".replace("line 1 ", ""))
-
-
-def split_commas(text: str | None) -> list[str]:
-    """The parts of a setting that holds several: `a, b` gives ["a", "b"], and None gives []."""
-    return [part.strip() for part in text.split(",")] if text else []
 
 
 def split_share(source: str) -> tuple[str, int | float | None]:
@@ -291,10 +284,9 @@ MARKUP = ("<think", '<details type="reasoning"', "<reasoning>", "<thought>", "â—
 
 def note_what_looks_wrong(records: Iterable[Record], counts: Counter) -> None:
     """Count the answers that an export has damaged, as far as numbers show it."""
-    contents = (
-        x if isinstance(x, str) else x.get("content") for r in records for x in r.completions
-    )
-    answers = [(x or "").strip() for x in contents]
+    answers = []
+    for record in records:
+        answers += [(content_of(completion) or "").strip() for completion in record.completions]
     longest = max(map(len, answers), default=0)
     cut = [x for x in answers if len(x) == longest and x.endswith(("...", "â€¦"))]
     if len(set(cut)) > 1:
@@ -589,12 +581,10 @@ def page() -> None:
     print()
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")
-    if (
-        not data.columns
-        and not data.turns
-        and (preset := fitting_preset(first_records(data), data))
-    ):
-        print(f"another way to read it: --config {preset}")
+    if not data.columns and not data.turns:
+        preset = fitting_preset(first_records(data), data)
+        if preset:
+            print(f"another way to read it: --config {preset}")
 
 
 def parse_page(words: list[str]) -> PageSettings:

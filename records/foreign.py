@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from infra.console import BadInput
-from infra.settings import Data
-from records.forms import ALIASES, LABELS, PROMPTS, ROLES, Kind, as_turns
+from infra.settings import Data, split_commas
+from records.forms import ALIASES, LABELS, PROMPTS, ROLES, Kind, as_text, as_turns
 from records.paths import (
     Column,
     Labels,
     Skipped,
-    as_text,
     elements,
     is_there,
     matches,
@@ -43,14 +42,8 @@ FOREIGN = (
 )
 BESIDE = ("system", "tools", "chat_template_kwargs", "weight")
 GRADES = ("chosen_reward", "rejected_reward")
-OPTIONAL = (
-    "system",
-    "tools",
-    "weight",
-    "role",
-    "content",
-    "children",
-)  # a file may have none of them
+# a file may have none of these
+OPTIONAL = ("system", "tools", "weight", "role", "content", "children")
 # a reasoning that was flattened into the text of an answer (Open WebUI before 0.10)
 REASONING = re.compile(r'^\s*<details type="reasoning".*?</details>\s*', re.DOTALL)
 LEFT_OUT = re.compile("think|reason|tool")  # parts of a message that are no part of its text
@@ -122,7 +115,7 @@ class Reader:
         self.kind = kind
         self.counts = counts
         self.function = records
-        self.extra = [name.strip() for name in data.extra.split(",")] if data.extra else []
+        self.extra = split_commas(data.extra)
         pairs = split_pairs("data.columns", data.columns)
         self.columns = {
             name: Column(path)
@@ -342,9 +335,8 @@ class Reader:
             is_replaced = ours in self.replaced or name in self.sources
             if is_extra or is_kept and not is_replaced:
                 fields[name] = value
-            elif (
-                is_kept and name not in self.sources
-            ):  # it has a name of ours and means something else
+            elif is_kept and name not in self.sources:
+                # it has a name of ours and means something else
                 self.counts[f"with {name}, which nothing reads"] += 1
         for name in (*BESIDE, *self.extra):
             column = columns.get(name)
@@ -672,9 +664,8 @@ class Reader:
         """Look through a file before it is read: where one prompt and answer are rated several times, the
         last (first) label counts (data.repeated), or that in which the raters agree (data.raters)."""
         ratings = self.columns.get("verdict", self.columns.get("label"))
-        has_several = (
-            ratings is not None and ratings.is_several
-        )  # then its raters are in one record
+        # several: its raters are in one record
+        has_several = ratings is not None and ratings.is_several
         if self.kind != "rated" or not (self.repeated or self.raters and not has_several):
             return
         counts, self.counts, self.is_settling = self.counts, Counter(), True
@@ -691,21 +682,18 @@ class Reader:
         if not votes:
             yield where, record
             return
-        labels = [label for _, label in votes]
         if self.repeated:
             place, label = votes[-1 if self.repeated == "last" else 0]
-            if where != place:
-                self._leave_out("rated again")
-                return
         else:
             place = votes[0][0]
-            label, count = Counter(labels).most_common(1)[0]
-            if count < len(labels) and not (self.raters == "majority" and 2 * count > len(labels)):
-                self._leave_out("whose raters disagree")
+            try:
+                label = self.labels.agreed([label for _, label in votes])
+            except Skipped as e:
+                self._leave_out(str(e))
                 return
-            if where != place:
-                self._leave_out("rated again")
-                return
+        if where != place:
+            self._leave_out("rated again")
+            return
         if isinstance(label, str):
             self._leave_out(label)
             return

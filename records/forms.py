@@ -68,34 +68,21 @@ class Record(NamedTuple):
         return bool(self.tools) or not all(isinstance(x, str) for x in texts)
 
 
-class Dropped(Exception):
-    """A record whose label data.labels does not name."""
-
-
 # ---- one record ----------------------------------------------------------------------------------
 
 
-def understand_record(
-    record: object, kind: Kind, extra=(), columns: dict = ALIASES, labels: dict | None = None
-) -> Record:
-    """What a record says, whichever of the known forms it has. Raises BadInput, Dropped.
+def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> Record:
+    """What a record says, whichever of the known forms it has. Raises BadInput.
 
-    record: what a line of a file holds. extra: fields that every record must also have (data.extra).
-    columns: the record's name of a field -> our name of it (ALIASES and data.columns); None: it is no
-    field of ours, though it has such a name. labels: its
-    text of a label -> our text of it, such as up or down (data.labels).
+    record: what a line of a file holds, or what foreign.py makes of it. extra: fields that every record
+    must also have (data.extra).
     """
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
     # Whoever reads a field takes it out of `fields`: those that are left at the end are ignored.
     # In a table every row has every field; null says that this row has none.
-    unread = [
-        name for name, x in record.items() if x is not None and columns.get(name, name) is None
-    ]
     fields = unique_keys(
-        (columns.get(name, name), x)
-        for name, x in record.items()
-        if x is not None and name not in unread
+        (ALIASES.get(name, name), x) for name, x in record.items() if x is not None
     )
     for name in NUMBERS:
         if fields.get(name) == "":  # an empty cell of a csv file
@@ -111,7 +98,7 @@ def understand_record(
     system = fields.pop("system", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
-    understood = _understand_form(fields, kind, labels)
+    understood = _understand_form(fields, kind)
     prompt = understood.prompt
     if prompt == []:
         raise BadInput(f"prompt: missing; there is {', '.join(record)} (see data.columns)")
@@ -126,12 +113,12 @@ def understand_record(
         tools=tools,
         template_kwargs=template_kwargs or {},
         extra=extras,
-        ignored=tuple(name for name in (*fields, *unread) if name not in extra),
+        ignored=tuple(name for name in fields if name not in extra),
         instruct=instruct,
     )
 
 
-def _understand_form(fields: dict, kind: Kind, labels: dict | None) -> Record:
+def _understand_form(fields: dict, kind: Kind) -> Record:
     """Prompt, completions, label and rewards, from the form that these fields have."""
     has_prompt = not fields.keys().isdisjoint(PROMPTS)
     if kind == "prompts":
@@ -154,7 +141,7 @@ def _understand_form(fields: dict, kind: Kind, labels: dict | None) -> Record:
         is_dialogue = "messages" in fields and "completion" not in fields
         names = ("messages" if is_dialogue else "completion",)
         if is_rated or kind == "rated":
-            label = _label(fields, labels)
+            label = _label(fields)
         if kind == "demonstrations" and label is False:
             raise BadInput("label: undesirable: this completion is not to be imitated")
     # 2. the prompt; of `messages`, and of pairs without a prompt, all turns but the last
@@ -243,6 +230,11 @@ def as_turns(prompt: Turns) -> list[dict]:
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
+def content_of(completion: str | dict) -> str | None:
+    """The text of a completion; None of a message that calls tools without a word."""
+    return completion if isinstance(completion, str) else completion.get("content")
+
+
 def _text_or_messages(fields: dict, name: str) -> Turns:
     """A text, or a list of messages (one message alone is a list of one)."""
     value = _take(fields, name)
@@ -272,16 +264,21 @@ def _parsed(fields: dict, name: str):
         return json.loads(value or "null") if isinstance(value, str) else value
 
 
-def _label(fields: dict, labels: dict | None) -> bool:
-    value = fields.pop("label", None) if labels else _take(fields, "label")
-    text = str(value)
-    # 4.0 of a table is 4; a probability of 0.9999999 is not 1
+def as_text(value: object) -> str:
+    """A value as settings write it: true, null, and 4 for a table's 4.0."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    # a probability of 0.9999999 is not 1
     if isinstance(value, float) and (value.is_integer() or not float(f"{value:g}").is_integer()):
-        text = f"{value:g}"
-    if labels:
-        if text not in labels:
-            raise Dropped
-        text = labels[text]
+        return f"{value:g}"
+    return str(value)
+
+
+def _label(fields: dict) -> bool:
+    value = _take(fields, "label")
+    text = as_text(value)
     if text in LABELS:
         return LABELS[text]
     expected = "true, false, 1, 0, chosen, rejected, desirable, undesirable, up, down"

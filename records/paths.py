@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from infra.console import BadInput
-from records.forms import LABELS, unique_keys
+from infra.settings import split_commas
+from records.forms import LABELS, as_text, unique_keys
 
 MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages|type)["']""")
 
@@ -167,23 +168,12 @@ def nearest(name: str, names: list[str]) -> str:
 def split_pairs(setting: str, text: str | None) -> list[tuple[str, str, str]]:
     """[("type", "=", "GENERATION")] of `type=GENERATION`; also `!=`. Raises BadInput."""
     pairs = []
-    for part in text.split(",") if text else []:
-        match = re.fullmatch(r"((?:\[[^]]*\]|[^=\[])+?)(!?=)(.*)", part.strip())
+    for part in split_commas(text):
+        match = re.fullmatch(r"((?:\[[^]]*\]|[^=\[])+?)(!?=)(.*)", part)
         if not match:
             raise BadInput(f"{setting}: {text}: expected name=name, separated by commas")
         pairs.append(match.groups())
     return pairs
-
-
-def as_text(value: object) -> str:
-    """A value as data.labels and data.where write it: 4.0 of a table is 4, None is null."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and (value.is_integer() or not float(f"{value:g}").is_integer()):
-        return f"{value:g}"
-    return str(value)
 
 
 def interval(text: str) -> tuple[float, float] | None:
@@ -238,9 +228,8 @@ class Labels:
                 )
             if not value:
                 raise BadInput(f"data.labels: {text}: expected name=name, separated by commas")
-        if sum(map(len, (x.split("|") for x in self.wanted.values()))) > len(
-            {x for value in self.wanted.values() for x in value.split("|")}
-        ):
+        named = "|".join(self.wanted.values()).split("|")
+        if len(set(named)) < len(named):
             raise BadInput(f"data.labels: {text}: expected name=name: a value is named twice")
 
     def name(self, value: object) -> str | None:
@@ -250,6 +239,13 @@ class Labels:
                 return name
         return None
 
+    def agreed(self, votes: list) -> object:
+        """The vote of all raters, or with data.raters majority that of more than half. Raises Skipped."""
+        (vote, count), *others = Counter(votes).most_common()
+        if others and not (self.majority and 2 * count > len(votes)):
+            raise Skipped("whose raters disagree")
+        return vote
+
     def of(self, ratings: list, field: str = "label") -> str:
         """What the ratings of one answer, or the verdicts on two, say together. Raises Skipped, BadInput."""
         together = "+".join(map(as_text, ratings))  # a=1+0+0: several numbers, one verdict
@@ -258,10 +254,7 @@ class Labels:
             raise Skipped("not rated")
         if any("+" in wanted for wanted in self.wanted.values()):
             ratings = [together]
-        names = Counter(map(self.name, ratings))
-        (name, count), *others = names.most_common()
-        if others and not (self.majority and 2 * count > len(ratings)):
-            raise Skipped("whose raters disagree")
+        name = self.agreed([self.name(rating) for rating in ratings])
         if name is None:
             if field == "verdict" and not re.fullmatch(r"[-+.\d]+", as_text(ratings[0])):
                 raise BadInput(

@@ -12,10 +12,10 @@ from dataclasses import replace
 import yaml
 
 from infra.console import BadInput
-from infra.settings import ROOT, Data
+from infra.settings import ROOT, Data, split_commas
 from records.foreign import Reader
-from records.forms import Record, as_turns, understand_record
-from records.paths import Column, as_text, is_there, names_in, number
+from records.forms import Record, as_text, as_turns, content_of, understand_record
+from records.paths import Column, is_there, names_in, number
 
 PRESETS = ROOT / "config" / "data"
 LINES = 8  # of a turn, at most
@@ -27,6 +27,7 @@ NAMES = {
     "label": "label rating feedback thumb thumbs vote liked like score preference",
     "verdict": "winner verdict preference choice better preferred label score",
 }
+ANSWER = re.compile("response|answer|output|completion|conversation|text|reply")
 SIDES = (("a", "b"), ("0", "1"), ("1", "2"), ("A", "B"), ("left", "right"))
 
 
@@ -48,7 +49,7 @@ def show_record(where: str, record: Record) -> None:
             show_turn(turn["role"], turn.get("content") or "(a call of tools)")
     names = ["chosen", "rejected"] if len(record.completions) == 2 else ["answer"]
     for name, completion in zip(names, record.completions):
-        text = completion if isinstance(completion, str) else completion.get("content")
+        text = content_of(completion)
         show_turn(name, text or ("(empty)" if text == "" else "(a call of tools)"))
 
 
@@ -75,7 +76,7 @@ def fitting_preset(records: list, data: Data) -> str | None:
         is_for_pairs = file.stem.endswith("_pairs")
         if is_for_pairs and data.kind == "rated" or not fits(preset, records, data.kind):
             continue
-        n_paths = len((preset.columns or "").split(","))
+        n_paths = len(split_commas(preset.columns))
         rank = (is_for_pairs and data.kind == "paired", n_paths)
         if best is None or rank > best[0]:
             best = rank, str(file.relative_to(ROOT))
@@ -175,17 +176,16 @@ def one_answer_columns(records: list) -> dict[str, str]:
 
 def two_answers_columns(records: list) -> dict[str, str]:
     """Two fields whose names differ only in their end, such as answer_a and answer_b."""
-    paths = list(dict.fromkeys(x for record in records[:20] for x in names_in(record)))
+    paths = dict.fromkeys(x for record in records[:20] for x in names_in(record))
     for path in paths:
-        for a, b in SIDES:
-            twin = path[: -len(a)] + b
-            if path.endswith(a) and twin in paths and is_words(Column(path).one(records[0])):
-                if re.search(
-                    "response|answer|output|completion|conversation|text|reply", path.lower()
-                ):
-                    prompt = candidates(records, NAMES["prompt"], is_words) or ["?"]
-                    verdict = candidates(records, NAMES["verdict"], is_mark) or ["?"]
-                    return {"prompt": prompt[0], "a": path, "b": twin, "verdict": verdict[0]}
+        twins = [path.removesuffix(a) + b for a, b in SIDES if path.endswith(a)]
+        twins = [twin for twin in twins if twin in paths]
+        is_answer = bool(ANSWER.search(path.lower()))
+        if not twins or not is_answer or not is_words(Column(path).one(records[0])):
+            continue
+        prompt = candidates(records, NAMES["prompt"], is_words) or ["?"]
+        verdict = candidates(records, NAMES["verdict"], is_mark) or ["?"]
+        return {"prompt": prompt[0], "a": path, "b": twins[0], "verdict": verdict[0]}
     return {}
 
 

@@ -1,6 +1,7 @@
 """Records are understood or refused, never guessed, whatever file they come from."""
 
 import json
+from collections import Counter
 from datetime import datetime
 from decimal import Decimal
 
@@ -12,8 +13,10 @@ import pytest
 from tokens import bot, rated, user
 
 from infra.console import BadInput
+from infra.settings import Data
 from records.examples import read_records
-from records.forms import Dropped, Record, understand_record
+from records.foreign import Reader
+from records.forms import Record, understand_record
 
 
 def raw_records(source) -> list:
@@ -196,14 +199,21 @@ def test_a_label_is_never_guessed(field):
 
 
 def test_data_labels_says_what_other_labels_mean_and_drops_those_that_it_does_not_name():
-    labels = {"4": "up", "5": "up", "1": "down", "positive": "true", "True": "down"}
+    counts = Counter()
+    reader = Reader(Data("d", labels="up=4|5,down=1|True,true=positive"), "rated", counts)
+
+    def labels(record: dict) -> list[bool | None]:
+        faults = []
+        found = [understand_record(x, "rated") for _, x in reader.read([("d:1", record)], faults)]
+        assert not faults
+        return [record.label for record in found]
+
     for value, good in ((4, True), (5.0, True), ("4", True), (1, False), ("positive", True)):
-        record = {"prompt": "p", "completion": "c", "preference": value}
-        assert understand_record(record, "rated", labels=labels).label is good
-    assert understand_record(rated(label=True), "rated", labels=labels).label is False
+        assert labels({"prompt": "p", "completion": "c", "preference": value}) == [good]
+    assert labels(rated(label=True)) == [False]
     for value in (3, None, False, 4.5, "up"):
-        with pytest.raises(Dropped):
-            understand_record(rated(label=value), "rated", labels=labels)
+        assert labels(rated(label=value)) == []
+    assert counts == {"dropped by data.labels": 4, "dropped: not rated": 1}
 
 
 INFINITE = [float("nan"), float("inf"), 10**400, 1e30, -1e31]  # the last two nearly so in float32
