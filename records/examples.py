@@ -126,9 +126,10 @@ def load_file(
             record = understand_record(ours, kind, extra)
             for name in record.ignored:  # the table prints it
                 refuse_half_characters("record", name)
+                counts[f"with {name}, which nothing reads"] += 1
             records[where] = record
-            counts.update(f"with {name}, which nothing reads" for name in record.ignored)
-            counts.update(what_looks_wrong(record, tokenizer))
+            for what in what_looks_wrong(record, tokenizer):
+                counts[what] += 1
     records = seeded_share(file, records, share)
     note_what_looks_wrong(records.values(), counts)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat

@@ -40,6 +40,9 @@ FOREIGN = (
     *("a", "b", "verdict", "turn", "prefix"),
     *("rated", "id", "parent", "children", "role", "content"),
 )
+# fields of ours that hold an answer, and all that hold texts of a dialogue
+ANSWERS = ("completion", "messages", *PAIR)
+TEXTS = (*PROMPTS, *ANSWERS)
 BESIDE = ("system", "tools", "chat_template_kwargs", "weight")
 GRADES = ("chosen_reward", "rejected_reward")
 # a file may have none of these
@@ -291,10 +294,10 @@ class Reader:
             value = column.one(raw)
             if column.is_several and name == "label":
                 value = value or None
-            elif name in (*PROMPTS, *RATING, *PAIR) and name != "label":
+            elif name in TEXTS:
                 value = self._turns_or_text(name, value)
                 value = alternating(value) if name in PROMPTS else value
-            if name in ("completion", "messages", *PAIR) and not is_there(value):
+            if name in ANSWERS and not is_there(value):
                 if self.kind != "prompts":
                     raise Skipped("with an empty answer")
             fields[name] = value
@@ -422,7 +425,7 @@ class Reader:
         result = {}
         for name, value in fields.items():
             ours = ALIASES.get(name, name)
-            if ours in (*PROMPTS, "completion", "messages", *PAIR) and isinstance(value, str):
+            if ours in TEXTS and isinstance(value, str):
                 value = split_turns(value, self.marks)
                 if ours in PROMPTS:
                     value = as_turns(value)

@@ -260,8 +260,10 @@ def _parsed(fields: dict, name: str):
     """An argument of the chat template. In a table it may be a text of JSON, since a column has one
     type for all rows."""
     value = fields.pop(name, None)
+    if not isinstance(value, str):
+        return value
     with user_error(name):
-        return json.loads(value or "null") if isinstance(value, str) else value
+        return json.loads(value or "null")
 
 
 def as_text(value: object) -> str:

@@ -241,8 +241,10 @@ class Labels:
 
     def agreed(self, votes: list) -> object:
         """The vote of all raters, or with data.raters majority that of more than half. Raises Skipped."""
-        (vote, count), *others = Counter(votes).most_common()
-        if others and not (self.majority and 2 * count > len(votes)):
+        if len(set(votes)) == 1:
+            return votes[0]
+        vote, count = Counter(votes).most_common(1)[0]
+        if not self.majority or 2 * count <= len(votes):
             raise Skipped("whose raters disagree")
         return vote
 
