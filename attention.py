@@ -8,8 +8,8 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
     N  packed input tokens of a batch
     P  those of the N that belong to prompts
     M  those of the N that belong to completions
-    Q  queries, the tokens that a forward computes: all N, or the M where the prompts were computed before (Prompts);
-       in sampling, one a sequence after the first forward
+    Q  queries, the tokens that a forward computes: all N, or the M if an earlier forward computed the prompts
+       (see Prompts); in sampling, one a sequence after the first forward
     R  rows of Q queries: B in sampling after the first forward, else 1
     T  targets: tokens that are predicted and scored
     L  tokens of the longest completion
@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 
 from packing import PackedBatch, to_device
@@ -45,8 +46,8 @@ class Layer(NamedTuple):
 
 
 class Prompts:
-    """What a forward has left of a batch's prompts, detached: keys and values of each layer, and the last hidden
-    states. Later forwards, without gradient and over the same prompts with other completions, read them.
+    """A batch's prompts after a forward, detached: keys and values of each layer, and the last hidden states. Later
+    forwards read them: without gradient, over the same prompts with other completions.
 
     Each tensor holds all N tokens of the batch that was computed.
     """
@@ -61,8 +62,8 @@ class Prompts:
 class PackedAttention:
     """Which token attends to which in a packed batch, for one forward. All layers share it, with its tiles' masks.
 
-    prompts: those that an earlier forward has computed, so that only completions are queries here.
-    keeps_prompts: leave this forward's prompts in `kept`.
+    prompts: an earlier forward's, so that only completions are queries here.
+    keeps_prompts: save this forward's prompts in `kept`.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class PackedAttention:
         return h_QC
 
     def after_prompts(self, x_prompts: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """What the prompts left, of all tokens of their own batch, and x of this forward's queries -> x of all N
+        """x_prompts of all tokens of the earlier forward's batch, and x of this forward's queries -> x of all N
         tokens, along dimension `dim`."""
         shape = list(x.shape)
         shape[dim] = len(self.batch.token_N)
@@ -110,10 +111,15 @@ class PackedAttention:
         prompt = x_prompts.index_select(dim, self.prompts.batch.prompt_P)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
 
-    def flash(self, layer: Layer, q, k, v):
-        """One call of flash attention for all sequences (packing.PackedBatch says what these are)."""
+    def flash(
+        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """One call of flash attention for all sequences (see packing.PackedBatch)."""
         batch = self.batch
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, D)
+        # (tokens, heads, D)
+        q = q[0].transpose(0, 1)
+        k = k[0].transpose(0, 1)
+        v = v[0].transpose(0, 1)
         if batch.shares_prompts:
             k = GatherKeys.apply(k, batch)
             v = GatherKeys.apply(v, batch)
@@ -136,15 +142,18 @@ class PackedAttention:
         if layer.window not in self.bins_of_window:
             self.bins_of_window[layer.window] = self.bins(layer.window)
         bins = self.bins_of_window[layer.window]
-        n_tokens = [one.n_tokens for one in bins]
-        n_queries = [tile.n_queries for one in bins for tile in one.tiles]
+        n_tokens = []
+        n_queries = []
+        for token_bin in bins:
+            n_tokens.append(token_bin.n_tokens)
+            n_queries += [tile.n_queries for tile in token_bin.tiles]
         # split instead of slices: its backward is a single cat
         k_bins = k.split(n_tokens, 2)
         v_bins = v.split(n_tokens, 2)
         q_tiles = iter(q.split(n_queries, 2))
         out = []
-        for one, k_bin, v_bin in zip(bins, k_bins, v_bins):
-            for tile in one.tiles:
+        for token_bin, k_bin, v_bin in zip(bins, k_bins, v_bins):
+            for tile in token_bin.tiles:
                 k_tile = k_bin[:, :, : tile.n_keys]
                 v_tile = v_bin[:, :, : tile.n_keys]
                 out.append(sdpa(layer, next(q_tiles), k_tile, v_tile, tile.mask))
@@ -195,8 +204,8 @@ class PackedAttention:
         return mask
 
     def segments_of_prompts(self) -> list[list["Segment"]]:
-        """Of each prompt the segment of its own tokens, then one of each completion. A prompt that was computed before
-        has no queries."""
+        """For each prompt the segment of its own tokens, then one for each completion. A prompt that an earlier
+        forward computed has no queries."""
         prompts = []
         for n_prompt, *n_completions in self.batch.segment_sizes:
             n_queries = n_prompt if self.prompts is None else 0
@@ -232,9 +241,9 @@ class Bin(NamedTuple):
 
 
 def join_short_prompts(prompts: list[list[Segment]]) -> list[list[Segment]]:
-    """Bins of prompts that lie side by side. Those that have up to TILE_TOKENS tokens together, completions included,
-    become one segment, under one mask; a prompt alone keeps its segments, so that few scores are computed only to be
-    masked."""
+    """Bins of prompts that lie side by side. Several prompts with up to TILE_TOKENS tokens together, completions
+    included, become one segment, under one mask. A prompt alone in its bin keeps its segments, so that few scores are
+    computed only to be masked."""
     bins: list[list[Segment]] = []
     bin_tokens = 0
     for segments in prompts:
@@ -252,29 +261,30 @@ def join_short_prompts(prompts: list[list[Segment]]) -> list[list[Segment]]:
 
 
 class GatherKeys(torch.autograd.Function):
-    """The keys, or the values, of all sequences: (N, heads, D) -> (I, heads, D). A prompt's tokens are
-    in several. The backward adds them up in an order that packing knows; that of indexing would
-    sort key_I anew in each layer."""
+    """The keys, or the values, of all sequences: (N, heads, D) -> (I, heads, D). A prompt's tokens are in several
+    sequences, and the backward adds up their gradients. It uses the order key_order_I from packing: the backward of
+    plain indexing would sort key_I anew in each layer."""
 
     @staticmethod
-    def forward(ctx, x_N, batch: PackedBatch):
+    def forward(ctx: FunctionCtx, x_N: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         ctx.batch = batch
         return x_N.index_select(0, batch.key_I)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_I):
-        batch, dtype = ctx.batch, grad_I.dtype
+    def backward(ctx: FunctionCtx, grad_I: torch.Tensor) -> tuple[torch.Tensor, None]:
+        batch = ctx.batch
+        dtype = grad_I.dtype
         grad_I = grad_I.index_select(0, batch.key_order_I)
         if max(map(len, batch.segment_sizes)) > 3:
-            # two numbers are added exactly and rounded once, more would be rounded at each sum
+            # a sum of two numbers is rounded once; a sum of more would be rounded at each addition
             grad_I = grad_I.to(torch.promote_types(dtype, torch.float32))
         offsets = batch.key_order_start_N
         grad_N = torch.segment_reduce(grad_I, "sum", offsets=offsets, unsafe=True)
         return grad_N.to(dtype), None
 
 
-def flash_fits(layer: Layer, q) -> bool:
+def flash_fits(layer: Layer, q: torch.Tensor) -> bool:
     """Whether torch's flash attention can compute this layer: on an Ampere GPU or later, in bfloat16 or float16, with
     a head size of up to 256 that is a multiple of 8, without softcap, and with a torch whose varlen_attn takes scale
     and window_size (2.11)."""
@@ -286,14 +296,17 @@ def flash_fits(layer: Layer, q) -> bool:
     return D <= 256 and D % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
-def sdpa(layer: Layer, q, k, v, mask):
+def sdpa(
+    layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
     """Attention of q (R, heads, queries, D) to k and v (R, key heads, keys, D) -> (R, heads, queries, D).
 
     mask: boolean, True: attend; or numbers to add to the scores; None: plain causal.
     """
     n = q.shape[1] // k.shape[1]
     if n > 1:
-        k, v = (x.repeat_interleave(n, dim=1) for x in (k, v))
+        k = k.repeat_interleave(n, dim=1)
+        v = v.repeat_interleave(n, dim=1)
     if layer.cap is None:
         return nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale
@@ -309,8 +322,8 @@ class KVCache:
     """Keys and values of B sequences (prompts and their answers so far), for sampling.
 
     Slot p of a sequence holds its position p, so prompts of different lengths need no padding: slots beyond a
-    sequence's position are masked, and overwritten later. The first forward takes the packed prompts, each of which it
-    computes once, however many sequences have it; each later one takes one token of each sequence (see `at`).
+    sequence's position are masked, and overwritten later. The first forward takes the packed prompts, and computes a
+    prompt once even if several sequences have it. Each later forward takes one token of each sequence (see `at`).
     """
 
     def __init__(self, batch: PackedBatch, slots: int):
@@ -323,20 +336,21 @@ class KVCache:
         self.packed = PackedAttention(batch)  # None after the first forward
         self.token_RQ = batch.token_N[None]
         self.position_RQ = batch.position_N[None]
-        # which of the tokens predict the sequences' next ones
+        # which of these tokens predict the next token of each sequence
         self.last_B = batch.source_T[batch.first_target_BK[:, 0]]
         self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
-        # where the tokens' keys and values go: to these rows, and to the slots of their positions
-        # each token of a shared prompt goes to several rows
+        # The keys and values of token copied_token[i] go to the row row_of_token[i], and to the slot of the token's
+        # position. A token of a shared prompt goes to several rows.
         self.copied_token = batch.key_I
         sequence_I = torch.repeat_interleave(batch.key_start_S.diff(), output_size=len(batch.key_I))
         self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
 
-    def at(self, token_B, position_B, longest: int) -> None:
+    def at(self, token_B: torch.Tensor, position_B: torch.Tensor, longest: int) -> None:
         """Set the tokens of the next forward. `longest` is the largest of their positions."""
         self.token_RQ = token_B[:, None]
         self.position_RQ = position_B[:, None]
-        self.row_of_token, self.copied_token = self.row_B, slice(None)
+        self.row_of_token = self.row_B
+        self.copied_token = slice(None)  # each token once
         self.last_B = self.row_B
         self.packed = None
         self.masks = {}
@@ -351,16 +365,19 @@ class KVCache:
         gaps = sorted({*range(n)} - {*rows})
         movers = [row for row in rows if row >= n]
         self.row_B = self.row_B[:n]
-        to, source = (
-            to_device(torch.tensor(x, dtype=torch.long), self.row_B.device) for x in (gaps, movers)
-        )
+        device = self.row_B.device
+        to = to_device(torch.tensor(gaps, dtype=torch.long), device)
+        source = to_device(torch.tensor(movers, dtype=torch.long), device)
         for layer, (k, v) in self.tensors.items():
-            k[to], v[to] = k[source], v[source]
+            k[to] = k[source]
+            v[to] = v[source]
             self.tensors[layer] = k[:n], v[:n]
         row_before = dict(zip(gaps, movers))
         return [row_before.get(row, row) for row in range(n)]
 
-    def attend(self, layer: Layer, q, k, v):
+    def attend(
+        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         """q (R, H, Q, D), k and v (R, key heads, Q, D) -> (R, H, Q, D). Fills the slots of k and v."""
         shape = len(self.row_B), k.shape[1], self.slots
         if layer not in self.tensors:
@@ -377,11 +394,11 @@ class KVCache:
         out = sdpa(layer, grouped, k, v, self.mask(layer.window, q.dtype))
         return out.reshape(*q.shape[:3], v.shape[3])
 
-    def mask(self, window: int | None, dtype: torch.dtype):
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """(B, 1, 1, length), added to the scores: 0 for the slots that the current tokens see, else -inf.
 
-        Made once a forward: of booleans each layer would make these numbers again. Its rows begin at multiples of 16
-        numbers, else a GPU's kernels would copy it in each layer.
+        The mask is made once a forward: from a boolean mask each layer would make these numbers again. Its rows begin
+        at multiples of 16 numbers, else a GPU's kernels would copy the mask in each layer.
         """
         if (window, dtype) not in self.masks:
             slot = torch.arange(-(-self.length // 16) * 16, device=self.position_RQ.device)
