@@ -1,7 +1,8 @@
 """A model on disk: where it lies, its config, the names of its weights, its export.
 
-transformers reads and writes all of it. A checkpoint and a PEFT folder hold only what was trained:
-their Source has a base, and models/load.py puts them on it. This file knows no model class of ours."""
+transformers reads and writes all of it. A checkpoint and a PEFT folder hold only trained weights:
+their Source has a base, and models/load.py puts the trained weights into the base's model. This file
+does not import our model classes."""
 
 import hashlib
 import json
@@ -20,15 +21,15 @@ from safetensors import safe_open
 
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
-from infra.settings import Export, find_path, refuse_unless
+from infra.settings import Export, find_path
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
 
-# What a config must not say: quantised weights, and what the comparison of models/load.py cannot show, for
-# its texts are short: attention or rotary positions that change with the length of the text.
-# longrope's change only beyond the original context, and context_of allows no longer text.
-REFUSED = re.compile(  # a field of these with any value but null and false
+# What a config must not say: quantised weights, and attention or rotary positions that change with the
+# length of the text, because models/load.py compares short texts only. longrope's positions change only
+# beyond the original context, and context_of allows no longer text.
+REFUSED = re.compile(  # the fields with any value but null and false
     '"(quantization_config|attn_temperature_tuning|attention_chunk_size|llama_4_scaling_beta)"(?=: [^nf])'
     '|"rope_type": "(?!default|linear|llama3|yarn|longrope).+"'
 )
@@ -92,18 +93,21 @@ class Source(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """Those of config, sampling and tokenizer, and the code that they name: an export copies them, a
-        resume compares them. The code is never run."""
-        of_model = [f for f in sorted(self.root.iterdir()) if MODEL_FILES.match(f.name)]
-        own = sorted(self.tokenizer.iterdir())
-        files = of_model + [f for f in own if TOKENIZER_FILES.match(f.name) and f.is_file()]
-        configs = [f for f in files if f.name.endswith("config.json")]
-        with_code = {f.parent for f in configs if read_json(f).get("auto_map")}
-        return files + [f for folder in sorted(with_code) for f in sorted(folder.glob("*.py"))]
+        """The files of config, sampling and tokenizer, and of code, in folders whose config names code. An
+        export copies these files, a resume compares them. The code is never run."""
+        files = [file for file in sorted(self.root.iterdir()) if MODEL_FILES.match(file.name)]
+        for file in sorted(self.tokenizer.iterdir()):
+            if TOKENIZER_FILES.match(file.name) and file.is_file():
+                files.append(file)
+        configs = [file for file in files if file.name.endswith("config.json")]
+        with_code = {file.parent for file in configs if read_json(file).get("auto_map")}
+        for folder in sorted(with_code):
+            files += sorted(folder.glob("*.py"))
+        return files
 
     @property
     def chat_template(self) -> Path | None:
-        """The template beside a checkpoint (its run's data.chat_template) or an adapter, or its base's."""
+        """The template beside a checkpoint (its run's data.chat_template) or an adapter, else the base's."""
         if self.base is None:
             return None
         file = self.folder / "chat_template.jinja"
@@ -114,16 +118,17 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     """The model that a setting names: a Hugging Face folder or id, a litgpt folder, a run (its
     `final`), a checkpoint of a run, or a PEFT folder. `what`: the setting. weights=False: a
     download leaves them out. Raises BadInput."""
-    folder, base = find_path(name), None
+    folder = find_path(name)
     if (folder / "settings.yaml").exists() and not (folder / "state.json").exists():
         folder = folder / "final"
-        refuse_unless(
-            folder.is_dir(),
-            f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints",
-        )
+        if not folder.is_dir():
+            raise BadInput(
+                f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints"
+            )
     if not folder.is_dir():
         wanted = ["*.json", "*.jinja", "*.txt", "*.py", "tokenizer.model"]
-        wanted += ["*.safetensors"] * weights
+        if weights:
+            wanted.append("*.safetensors")
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
         unwanted = [
             "consolidated*",
@@ -139,6 +144,7 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         ):
             download = huggingface_hub.snapshot_download
             folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
+    base = None
     if (folder / "state.json").exists():
         base = read_settings(folder)["model"]
     elif (folder / "adapter_config.json").exists():
@@ -154,9 +160,9 @@ def read_json(file: Path) -> dict:
 # ---- its config ----------------------------------------------------------------------------------
 
 
-def read_config(source: Source):
+def read_config(source: Source) -> transformers.PretrainedConfig:
     """transformers' config of a model, without dropout: policy and reference must be equal. Raises
-    BadInput, also for what is REFUSED."""
+    BadInput, also for a config that REFUSED matches."""
     file = source.root / "config.json"
     with user_error(None, file):
         model_type, _, blocks = read_json(file).get("model_type", "").partition(BLOCKS_MARK)
@@ -166,12 +172,14 @@ def read_config(source: Source):
             )
         else:
             config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
-        if found := REFUSED.search(config.to_json_string(use_diff=False)):
-            raise BadInput(f"{file}: {found[0]} is not supported")
-        int(context_of(config))  # refuses a type that has none
+        refused = REFUSED.search(config.to_json_string(use_diff=False))
+        if refused:
+            raise BadInput(f"{file}: {refused[0]} is not supported")
+        int(context_of(config))  # raises for a type without a longest text
     text = config.get_text_config()
     for name, value in text.to_dict().items():
-        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+        is_random = "drop" in name or "jitter" in name
+        if is_random and isinstance(value, float):
             setattr(text, name, 0.0)
     return config
 
@@ -194,7 +202,7 @@ def mark_blocks(folder: Path, blocks: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def context_of(config) -> int:
+def context_of(config: transformers.PretrainedConfig) -> int:
     """Tokens of the longest text that a model takes."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -215,7 +223,7 @@ class Rows(NamedTuple):
     span: slice = slice(None)
     """Which of its rows."""
     transposed: bool = False
-    """Whether transformers has it as (inputs, outputs), as GPT-2's are."""
+    """Whether transformers stores the weight as (inputs, outputs), as in GPT-2."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         """These rows of our weight, as transformers has them."""
@@ -223,35 +231,42 @@ class Rows(NamedTuple):
         return rows.T if self.transposed else rows
 
 
-def litgpt_rows(theirs: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
+def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
     """For each weight of transformers' GPT-2, or of its Llama-shaped models, the rows of litgpt's
     weight. Raises KeyError for a weight that litgpt's model does not have."""
-    rows, ends = {}, {}
-    for name, x in theirs.items():
+    rows = {}
+    ends = {}  # {litgpt's name: how many of its rows have a weight so far}
+    for name, weight in hf_weights.items():
         # model.layers.0.mlp.up_proj.weight: layer 0, part mlp.up_proj, weight
         layer, part, kind = re.fullmatch(r"(?:.+\.(\d+)\.)?(.+)\.(.+)", name).groups()
-        ours = f"{f'transformer.h.{layer}.' if layer else ''}{LITGPT_NAMES[part]}.{kind}"
-        transposed = ".c_" in name and x.dim() == 2
-        first = ends.get(ours, 0)
-        ends[ours] = first + x.shape[int(transposed)]
-        rows[name] = Rows(ours, slice(first, ends[ours]), transposed)
+        litgpt_name = f"{LITGPT_NAMES[part]}.{kind}"
+        if layer:
+            litgpt_name = f"transformer.h.{layer}.{litgpt_name}"
+        transposed = ".c_" in name and weight.dim() == 2
+        first = ends.get(litgpt_name, 0)
+        end = first + weight.shape[int(transposed)]
+        ends[litgpt_name] = end
+        rows[name] = Rows(litgpt_name, slice(first, end), transposed)
     return rows
 
 
 # ---- read and write a whole model ----------------------------------------------------------------
 
 
-def read_whole(folder: Path, config, dtype: torch.dtype):
+def read_whole(
+    folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     """transformers' model of a Hugging Face or a litgpt folder, on the CPU. Raises BadInput where
-    weights are missing, unknown or of another shape: transformers would only log it."""
+    weights are missing, unknown or of another shape: transformers would only log this."""
     auto = transformers.AutoModelForCausalLM
     options = dict(attn_implementation="eager", dtype=dtype)
     with user_error(None, folder):
         if (folder / "lit_model.pth").exists():
             hf = auto.from_config(config, **options)
-            ours = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
-            ours, rows = ours.get("model", ours), litgpt_rows(hf.state_dict())
-            hf.load_state_dict({name: r.of(ours[r.name]) for name, r in rows.items()})
+            weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+            weights = weights.get("model", weights)
+            rows_by_name = litgpt_rows(hf.state_dict())
+            hf.load_state_dict({name: r.of(weights[r.name]) for name, r in rows_by_name.items()})
             return hf
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
@@ -294,8 +309,8 @@ def stored_types(folder: Path) -> dict[str, torch.dtype]:
 
 
 def export_types(source: Source, choice: Export, trained: torch.dtype) -> dict[str, torch.dtype]:
-    """The type that each weight gets in an export, by the names of the source's files. trained: the
-    type of the weights that are exported."""
+    """The type of each weight in an export, by the names in the source's files. trained: the type of the
+    weights before the export."""
     types = stored_types(source.root)
     if choice.dtype != "source":
         return dict.fromkeys(types, getattr(torch, choice.dtype))
@@ -310,16 +325,16 @@ def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 def widest(types: Iterable[torch.dtype]) -> torch.dtype:
     """A type that has all numbers of these types."""
-    wide, *others = set(types)
-    for other in others:
-        wide = torch.promote_types(wide, other)
+    wide, *rest = set(types)
+    for dtype in rest:
+        wide = torch.promote_types(wide, dtype)
     return wide
 
 
 def round_at_random(x: torch.Tensor, dtype: torch.dtype, seed: int, name: str) -> torch.Tensor:
-    """x in bfloat16 or float16: each number becomes one of its two neighbours there, with the
-    probability that makes its mean x itself. A number that the type has stays as it is. The draws
-    depend on the seed and the weight's name alone."""
+    """x in bfloat16 or float16: each number becomes one of its two neighbours in this type, with the
+    probabilities that make x the mean. A number that the type has stays the same. The draws depend on the
+    seed and the weight's name alone."""
     x = x.float().contiguous()
     rounded = x.to(dtype)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -337,8 +352,8 @@ def round_at_random(x: torch.Tensor, dtype: torch.dtype, seed: int, name: str) -
 
 
 def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
-    """Let config.json say the type of its weights. numbers_of: how many numbers of each type there are;
-    a type that is among them stays, else it becomes the one of most numbers."""
+    """Correct the types that config.json says. numbers_of: how many of the weights' numbers have each type.
+    A type that no weight has becomes the type of most numbers."""
     names = [str(dtype).removeprefix("torch.") for dtype, _ in numbers_of.most_common()]
 
     def correct(config: dict) -> bool:
@@ -348,7 +363,8 @@ def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
             if isinstance(value, dict):  # of a text or a vision model
                 has_changed |= correct(value)
             elif key in ("dtype", "torch_dtype") and value not in (None, *names):
-                config[key], has_changed = names[0], True
+                config[key] = names[0]
+                has_changed = True
         return has_changed
 
     config = read_json(file)
@@ -369,9 +385,9 @@ def export(
     choice: Export | None = None,
     seed: int = 1,
 ) -> None:
-    """Write a model as a Hugging Face folder: the source's with these weights in place of its own, in
-    the types that `choice` says. rows: see model.Packed. notes: more files, {name: text}. seed: of
-    the rounding. Raises BadInput."""
+    """Write a model as a Hugging Face folder: a copy of the source's, with these weights in the types that
+    `choice` says. rows: see model.Packed. notes: more files, {name: text}. seed: of the rounding. Raises
+    BadInput."""
     choice = choice or Export()
     types = export_types(source, choice, trained=next(iter(weights.values())).dtype)
     hf = read_whole(source.root, read_config(source), widest(types.values()))
@@ -379,11 +395,12 @@ def export(
         # GPT-2's old files leave the prefix out
         short = name.removeprefix(f"{hf.base_model_prefix}.")
         p.data = p.data.to(types.get(name) or types.get(short) or widest(types.values()))
-    theirs = hf.state_dict()
+    hf_weights = hf.state_dict()
     for name, r in rows.items():
-        if r.name not in weights:  # a tied head is the embedding, and a vision tower stays as it is
+        if r.name not in weights:  # a tied head is the embedding, and a vision tower stays the same
             continue
-        x, to = r.of(weights[r.name]), theirs[name]
+        x = r.of(weights[r.name])
+        to = hf_weights[name]
         if choice.rounding == "stochastic" and to.dtype in (torch.bfloat16, torch.float16):
             x = round_at_random(x, to.dtype, seed, name)
         to.copy_(x)

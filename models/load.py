@@ -1,13 +1,14 @@
 """How a model on disk becomes the model that computes: read, build, compare, adapt, shard.
 
 transformers reads a folder and computes the log-probs of a few short texts. Then our GPT takes
-its weights, or the same instance goes on with our attention. Either must give the same log-probs,
-else it is refused. Before that, the adapters of a PEFT folder are merged into transformers' model, and
-compared in the same way. The texts are random ids: this sees no fault of a tokenizer or chat template."""
+the weights, or transformers' model goes on with our attention. Either must give the same log-probs,
+else the model is refused. Before that, the adapters of a PEFT folder are merged into transformers' model,
+and compared in the same way. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
 import copy
 import hashlib
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import transformers
 from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers.pytorch_utils import Conv1D
 
@@ -24,7 +26,7 @@ from head import logp_of
 from infra.checkpoint import read_settings, read_state, read_tensors
 from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
-from infra.settings import Export, Lora, RunSettings, refuse_unless
+from infra.settings import Export, Lora, RunSettings
 from model import GPT, Block, Packed, TransformersGPT, copy_from, litgpt_model
 from models.hub import (
     Source,
@@ -52,10 +54,10 @@ def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) 
     """A model on the CPU, in eval mode, with its weights in `dtype`. Raises BadInput."""
     if not isinstance(source, Source):
         source = find_model(str(source))
-    # adapters are drawn from torch's seed afterwards, whatever reading draws
+    # reading may draw random numbers; adapters, drawn later, must depend on torch's seed alone
     with torch.random.fork_rng(devices=[]):
         gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).eval()
-    if isinstance(gpt, TransformersGPT):  # its tables of positions stay in float32
+    if isinstance(gpt, TransformersGPT):  # transformers' tables of positions stay in float32
         for p in gpt.parameters():
             p.data = p.data.to(dtype)
     else:
@@ -64,8 +66,8 @@ def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) 
 
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
-    """A model without adapters of its own: transformers' model with the adapters of PEFT folders in its
-    weights, read and compared, on which the weights of a checkpoint are put."""
+    """A model whose adapters are all merged: transformers' model with the adapters of PEFT folders, read and
+    compared, then with the trained weights of checkpoints."""
     if source.base and not _is_peft(source):
         gpt = _load_plain(source.base, dtype)
         put_on(gpt, source.folder)
@@ -74,9 +76,11 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     with user_error(f"model: {source.root}: {hf.config.model_type}"):
         prompts, completions = _short_texts(hf)
         expected_T = _plain_logps(hf, prompts, completions)
-        if gpt := litgpt_model(hf):
+        gpt = litgpt_model(hf)
+        if gpt is not None:
             copy_from(gpt, hf)
-        gpt = gpt or TransformersGPT(hf)
+        else:
+            gpt = TransformersGPT(hf)
         if not _has_own_blocks(gpt, source):
             _compare(gpt, prompts, completions, expected_T)
     return gpt
@@ -99,14 +103,17 @@ def _has_own_blocks(gpt: Packed, source: Source) -> bool:
 
 
 def put_on(gpt: Packed, folder: Path) -> None:
-    """Put on a plain model what a checkpoint has learned on it; adapters are merged. Raises BadInput."""
+    """Put a checkpoint's trained weights into its base, a model without adapters, and merge its adapters.
+    Raises BadInput."""
     with user_error(f"{folder}: does not fit its base"):
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
 
-        def place(kind, name, size, dtype):
+        def place(
+            kind: str, name: str, size: torch.Size, dtype: torch.dtype
+        ) -> torch.Tensor | None:
             if kind == "weights" and not name.startswith("objective_module."):
-                return params[name].detach()  # it shares the weight's memory
+                return params[name].detach()  # shares the weight's memory
 
         read_tensors(folder, place)
         fold_adapters(gpt)
@@ -119,15 +126,15 @@ def _is_peft(source: Source) -> bool:
     return (source.folder / "adapter_config.json").exists()
 
 
-def _read_adapted(source: Source, dtype: torch.dtype):
-    """transformers' model of a folder, or of the base of PEFT folders with what they change. Raises
+def _read_adapted(source: Source, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """transformers' model of a folder; for PEFT folders, of their base, with their changes. Raises
     BadInput."""
     if source.base is None:
         return read_whole(source.root, read_config(source), dtype)
-    refuse_unless(
-        _is_peft(source),
-        f"model: {source.folder}: a checkpoint cannot be the base of an adapter; export it first",
-    )
+    if not _is_peft(source):
+        raise BadInput(
+            f"model: {source.folder}: a checkpoint cannot be the base of an adapter; export it first"
+        )
     hf = _read_adapted(source.base, dtype)
     with user_error(f"{source.folder}: does not fit its base"):
         _put_peft(hf, source)
@@ -135,38 +142,36 @@ def _read_adapted(source: Source, dtype: torch.dtype):
 
 
 @torch.no_grad()
-def _put_peft(hf, source: Source) -> None:
-    """Change the weights of transformers' model as a PEFT folder says. Raises BadInput where the model
-    would have other weights than its config says, and where its log-probs are not those by PEFT's rule:
-    the layers of the base as they are, and the adapters beside them."""
+def _put_peft(hf: transformers.PreTrainedModel, source: Source) -> None:
+    """Change the weights of transformers' model as a PEFT folder says. Raises BadInput where the model's
+    weights would no longer fit its config, and where merged adapters give other log-probs than PEFT's rule:
+    the layers of the base unchanged, and the adapters beside them."""
     peft = read_peft(source.folder)
-    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    embedding = hf.get_input_embeddings()
+    head = hf.get_output_embeddings()
     is_tied = head.weight is embedding.weight
-    text_model = {
-        *hf.get_decoder().modules(),
-        head,
-    }  # without a vision tower, which we do not compute
+    # without a vision tower, which we do not compute
+    text_model = {*hf.get_decoder().modules(), head}
     layers = {name: module for name, module in hf.named_modules() if module in text_model}
 
     def weight_of(name: str) -> tuple[nn.Module, str]:
         """-> the layer, and the weight's name in it."""
         layer, _, kind = name.rpartition(".")
         module = layers.get(layer)
-        refuse_unless(
-            isinstance(getattr(module, kind, None), nn.Parameter),
-            f"{source.folder}: {name}: its base has no such weight to adapt",
-        )
+        if not isinstance(getattr(module, kind, None), nn.Parameter):
+            raise BadInput(f"{source.folder}: {name}: its base has no such weight to adapt")
         return module, kind
 
     for name, value in peft.weights.items():
         module, kind = weight_of(name)
-        old = getattr(module, kind)
-        refuse_unless(
-            value.shape == old.shape,
-            f"{source.folder}: {name}: {tuple(value.shape)}, but {tuple(old.shape)} in its base. For an "
-            "enlarged vocabulary: resize_token_embeddings of the base, then merge_and_unload by PEFT",
-        )
-        # PEFT copies these layers; what else is whole it writes into the base, also into a tied matrix
+        old = module.get_parameter(kind)
+        if value.shape != old.shape:
+            raise BadInput(
+                f"{source.folder}: {name}: {tuple(value.shape)}, but {tuple(old.shape)} in its base. For an "
+                "enlarged vocabulary: resize_token_embeddings of the base, then merge_and_unload by PEFT"
+            )
+        # PEFT makes a copy of a layer in modules_to_save. It writes other whole weights into the base, also
+        # into a tied matrix.
         if name.removesuffix(f".{kind}").endswith(tuple(peft.modules_to_save)):
             setattr(module, kind, nn.Parameter(value.to(old.dtype)))
         else:
@@ -177,15 +182,16 @@ def _put_peft(hf, source: Source) -> None:
         weight[list(rows)] = torch.stack(list(rows.values())).to(weight.dtype)
         module.weight = nn.Parameter(weight)
         if is_tied and module is embedding and len(peft.token_rows) == 1:
-            head.weight = module.weight  # PEFT's rule, too, unless the head has rows of its own
+            head.weight = module.weight  # as in PEFT, unless the head has rows of its own
 
-    beside, hooks = [], []
+    beside = []
+    hooks = []
     for layer, adapter in peft.adapters.items():
         module, _ = weight_of(f"{layer}.weight")
         if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
             beside.append((module, adapter))
             hooks.append(module.register_forward_hook(partial(_add_adapter, adapter)))
-        else:  # PEFT, too, adds it to such a matrix, which is no layer's (a mixture's router)
+        else:  # a matrix outside a linear layer (a mixture's router): PEFT, too, merges the adapter
             _merge_adapter(adapter, module)
     texts = _short_texts(hf)
     expected_T = _plain_logps(hf, *texts)
@@ -194,18 +200,18 @@ def _put_peft(hf, source: Source) -> None:
     for module, adapter in beside:
         _merge_adapter(adapter, module)
     if is_tied and head.weight is not embedding.weight:
-        refuse_unless(
-            torch.equal(head.weight, embedding.weight),
-            f"{source.folder}: lm_head and the embedding differ with this adapter, but are one matrix in its "
-            "base; name a copy of the base with a lm_head.weight of its own and tie_word_embeddings false",
-        )
+        if not torch.equal(head.weight, embedding.weight):
+            raise BadInput(
+                f"{source.folder}: lm_head and the embedding differ with this adapter, but are one matrix in its "
+                "base; name a copy of the base with a lm_head.weight of its own and tie_word_embeddings false"
+            )
         head.weight = embedding.weight
     has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())
     _check_logps("merged", _plain_logps(hf, *texts), expected_T, "PEFT's rule", has_experts)
 
 
 def _merge_adapter(adapter: Adapter, module: nn.Module) -> None:
-    """Add an adapter to the matrix of one layer: a tied one becomes the layer's own, as in PEFT."""
+    """Add an adapter to the matrix of one layer. A tied layer gets a matrix of its own, as in PEFT."""
     a, b, scale = adapter
     delta = b @ a * scale
     if isinstance(module, Conv1D):
@@ -218,7 +224,8 @@ def _add_adapter(
 ) -> torch.Tensor:
     """A layer's output with an adapter beside its matrix: a hook of the layer's forward."""
     a, b, scale = adapter
-    a, b = a.to(output.dtype), b.to(output.dtype)
+    a = a.to(output.dtype)
+    b = b.to(output.dtype)
     if isinstance(module, nn.Embedding):
         scale = scale * getattr(module, "embed_scale", 1)  # Gemma's factor of the embedding
         return output + nn.functional.embedding(inputs[0], b) @ a * scale
@@ -228,17 +235,23 @@ def _add_adapter(
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def _short_texts(hf) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+def _short_texts(
+    hf: transformers.PreTrainedModel,
+) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
     """Three prompts of random ids, with two completions each."""
-    r, n_vocab = np.random.default_rng(0), hf.config.get_text_config().vocab_size
-    texts = [r.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
+    random = np.random.default_rng(0)
+    n_vocab = hf.config.get_text_config().vocab_size
+    texts = [random.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
     return texts[::3], list(zip(texts[1::3], texts[2::3]))
 
 
 @torch.no_grad()
-def _plain_logps(hf, prompts, completions) -> torch.Tensor:
-    """transformers' log-probs of the completions' tokens (T,), of each text in a forward of its
-    own."""
+def _plain_logps(
+    hf: transformers.PreTrainedModel,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> torch.Tensor:
+    """transformers' log-probs of the completions' tokens (T,): one forward for each text."""
     logps = []
     for prompt, pair in zip(prompts, completions):
         for completion in pair:
@@ -249,9 +262,14 @@ def _plain_logps(hf, prompts, completions) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _compare(gpt: Packed, prompts, completions, expected_T: torch.Tensor) -> None:
-    """Raise ValueError unless the model computes these log-probs: where completions share a prompt,
-    where the prompts were computed before, and token by token with a KVCache."""
+def _compare(
+    gpt: Packed,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[tuple[np.ndarray, np.ndarray]],
+    expected_T: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the model computes these log-probs in three ways: with completions that share
+    a prompt, with the prompts of an earlier forward, and token by token with a KVCache."""
     batch = pack(prompts, completions)
     expected_BKL = batch.tokens_of_completions(expected_T)
     scores = gpt(batch, keeps_prompts=True, by_token=True)
@@ -277,8 +295,9 @@ def _compare(gpt: Packed, prompts, completions, expected_T: torch.Tensor) -> Non
 def _check_logps(
     name: str, logp: torch.Tensor, expected: torch.Tensor, rule: str, has_experts: bool
 ) -> None:
-    """Raise ValueError unless these log-probs are equal to the tolerance."""
-    # a mixture may choose another of two experts that are almost equal: then most tokens must agree
+    """Raise ValueError if log-probs differ from the expected ones by more than TOLERANCE. rule: where the
+    expected ones come from."""
+    # of two experts with almost equal scores a mixture may choose the other: so only most tokens must agree
     share = 0.75 if has_experts else 1.0
     largest = (logp - expected).abs().quantile(share).item()
     if not largest <= TOLERANCE:  # nan, too
@@ -291,19 +310,21 @@ def _check_logps(
 
 
 def shard_over_ranks(
-    fabric,
+    fabric: Fabric,
     whole: Packed | None,
     source: Source,
     precision: str,
     lora: Lora | None = None,
     objective_module: nn.Module | None = None,
 ) -> nn.Module:
-    """A model that rank 0 holds (elsewhere None), sharded over all ranks: no other rank ever has
-    the whole of it. Without `lora` it is a frozen one. The objective's module, if there is one, is
-    sharded with it. A collective."""
-    about, weights, config = None, None, read_config(source)
+    """Shard a model over all ranks. whole: the model on rank 0, None elsewhere: no other rank ever holds
+    all of it. Without `lora` the model is frozen. The objective's module, if there is one, is sharded with
+    the model. A collective."""
+    config = read_config(source)
+    about = None
+    weights = None
     if whole:
-        # its values count, not other ranks'
+        # rank 0's values of the module count, not other ranks'
         whole.objective_module = copy.deepcopy(objective_module)
         weights = whole.unique_parameters()
         about = whole.tied, whole.embedding.weight.dtype, dict(whole.named_buffers())
@@ -323,9 +344,9 @@ def shard_over_ranks(
     return module
 
 
-def shard_module(module, mesh, bf16: bool):
+def shard_module(module: Packed, mesh: DeviceMesh, bf16: bool) -> Packed:
     """Shard a model on the meta device with FSDP2: each block, an untied embedding and head by
-    themselves, then what is left. `bf16`: linear layers are gathered in bfloat16, as autocast would
+    themselves, then the rest. `bf16`: linear layers are gathered in bfloat16, as autocast would
     cast them; norms, embedding and adapters stay float32."""
     # FSDP2 warns of views that a hook might change in place; no hook of ours does
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -356,7 +377,7 @@ def shard_module(module, mesh, bf16: bool):
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Of the weights."""
+    """The dtype of the weights in a run of this precision."""
     return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
 
 
@@ -371,17 +392,18 @@ def load_policy_and_reference(
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
     adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
     The objective's module, for hidden states of this width, becomes a part of the policy after the
-    reference was copied from it. Raises BadInput."""
-    sharded, dtype = cfg.strategy == "fsdp", dtype_of(cfg.precision)
-    policy = other = frozen = None
+    reference was copied from the policy. Raises BadInput."""
+    sharded = cfg.strategy == "fsdp"
+    dtype = dtype_of(cfg.precision)
+    policy = None
+    other = None
+    frozen = None
     other_source = source
     if cfg.reference:
         other_source = find_model(cfg.reference, "reference")
-        refuse_unless(
-            # the records' ids are made once, by the policy's tokenizer
-            tokenizer.hf.get_vocab() == Tokenizer(other_source).hf.get_vocab(),
-            f"reference: {cfg.reference}: another tokenizer than {cfg.model}",
-        )
+        # the records' ids are made once, by the policy's tokenizer
+        if tokenizer.hf.get_vocab() != Tokenizer(other_source).hf.get_vocab():
+            raise BadInput(f"reference: {cfg.reference}: another tokenizer than {cfg.model}")
     if fabric.global_rank == 0 or not sharded:
         policy = load_model(source, dtype=dtype)
         other = load_model(other_source, dtype=dtype) if cfg.reference else None
@@ -389,15 +411,16 @@ def load_policy_and_reference(
     hashes = on_rank_0(
         fabric, lambda: {name: weights_hash(x.unique_parameters()) for name, x in models if x}
     )
-    if cfg.reference:  # how it computes is no weight
+    if cfg.reference:  # two models with the same weights may still compute differently
         config = (other_source.root / "config.json").read_bytes()
         hashes["reference config"] = hashlib.sha256(config).hexdigest()
     if policy:
         add_adapters(policy, cfg.lora)
-    if objective.needs_reference and (cfg.reference or not cfg.lora.rank):
+    # without a reference of its own, a run with adapters takes the policy with its adapters off
+    is_model = cfg.reference or not cfg.lora.rank
+    if objective.needs_reference and is_model:
         if sharded:
-            whole = other or policy
-            frozen = shard_over_ranks(fabric, whole, other_source, cfg.precision)
+            frozen = shard_over_ranks(fabric, other or policy, other_source, cfg.precision)
         else:  # not wrapped: DDP refuses a module that never trains
             frozen = fabric.to_device(freeze(other or copy.deepcopy(policy), cfg.precision))
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
@@ -426,7 +449,7 @@ def weights_hash(weights: dict[str, torch.Tensor]) -> str:
 @torch.no_grad()
 def freeze(model: nn.Module, precision: str) -> nn.Module:
     """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
-    head that is tied to the embedding. Autocast would cast them at each use: log-probs stay the same bits."""
+    head that is tied to the embedding. Autocast would cast these layers at each use: log-probs stay the same bits."""
     model.requires_grad_(False).eval()
     if precision == "bf16-mixed":
         for module in model.modules():
@@ -448,18 +471,19 @@ def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
 
 def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
-    of the run. choice: of its type. Raises BadInput if adapters would be merged into other weights than
-    those they were trained on."""
-    settings, state = read_settings(source.folder), read_state(source.folder)
+    of the run. choice: of the exported type. Raises BadInput if adapters would be merged into other weights
+    than in training."""
+    settings = read_settings(source.folder)
+    state = read_state(source.folder)
     dtype = dtype_of(settings["precision"])
     # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
     gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
     if settings["lora"]["rank"] and not state.reference_has_moved:
         base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}
-        refuse_unless(
-            weights_hash(base) == state.hashes["model weights"],
-            f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
-        )
+        if weights_hash(base) != state.hashes["model weights"]:
+            raise BadInput(
+                f"export: {source.base.folder}: not the weights that {source.folder} was trained on"
+            )
     put_on(gpt, source.folder)
     card = f"""---
 library_name: transformers
