@@ -18,12 +18,13 @@ import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from head import autocast
 from infra.console import BadInput, rank, user_error
 from infra.devices import gather_tensor, place_like
-from infra.settings import Lora, refuse_unless
+from infra.settings import Lora
 from models.hub import Source, read_json
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
@@ -34,9 +35,9 @@ Adapters = dict[str, Adapter]
 
 
 class AdaptedLinear(LoRALinear):
-    """litgpt's layer. The product with B, the scale and the sum are one kernel here."""
+    """litgpt's layer, with the product with B, the scale and the sum in one kernel."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., inputs) -> (..., outputs)"""
         y = self.linear(x)
         if self.merged:  # or disabled
@@ -52,18 +53,19 @@ class AdaptedLinear(LoRALinear):
 
 
 class AdaptedQKV(AdaptedLinear, LoRAQKVLinear):
-    """The same for q, k and v in one matrix: an adapter each, or none."""
+    """AdaptedLinear for q, k and v in one matrix: each of the three has an adapter of its own, or none."""
 
     def outputs(self) -> torch.Tensor:
         """(outputs, r * adapters): the matrices B along a diagonal, as their A lie one below the other."""
-        sizes = [
-            self.head_size * n for n in (self.n_head, self.n_query_groups, self.n_query_groups)
-        ]
         parts = iter(self.lora_B.split(self.qkv_shapes))
-        blocks = [
-            next(parts) if enabled else self.lora_B.new_zeros(size, 0)
-            for size, enabled in zip(sizes, self.enable_lora)
-        ]
+        blocks = []
+        for n, enabled in zip(
+            (self.n_head, self.n_query_groups, self.n_query_groups), self.enable_lora
+        ):
+            if enabled:
+                blocks.append(next(parts))
+            else:
+                blocks.append(self.lora_B.new_zeros(self.head_size * n, 0))
         return torch.block_diag(*blocks)
 
 
@@ -71,9 +73,8 @@ class AdaptedQKV(AdaptedLinear, LoRAQKVLinear):
 
 
 def add_adapters(model: nn.Module, lora: Lora | None) -> None:
-    """Put adapters at the layers that lora.targets names, unless the rank is null. They start at
-    zero: the model computes what it did, to the bit. From then on they alone are trained. Raises
-    BadInput."""
+    """Put adapters at the layers that lora.targets names, unless the rank is null, and freeze all else.
+    Adapters start at zero: the model computes the same as before, to the bit. Raises BadInput."""
     if not lora or not lora.rank:
         return
     model.requires_grad_(False)
@@ -82,7 +83,8 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         kind = AdaptedLinear
         options = dict(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)
         if len(chosen) == 3:
-            kind, c = AdaptedQKV, model.config
+            kind = AdaptedQKV
+            c = model.config
             options |= dict(
                 n_head=c.n_head,
                 n_query_groups=c.n_query_groups,
@@ -91,7 +93,8 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
             )
         with torch.device("meta"):
             new = kind(old.in_features, old.out_features, **options)
-        new.linear, w = None, old.weight  # to_empty and reset_parameters touch the adapters alone
+        new.linear = None  # to_empty must touch the adapters alone
+        w = old.weight
         # at least float32: in bfloat16 the small steps of AdamW would round to nothing
         new.to_empty(device=w.device).to(torch.promote_types(w.dtype, torch.float32))
         new.linear = old
@@ -100,38 +103,40 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
-    """The layers that lora.targets names by PEFT's rule: `o_proj` is for all whose names end so. Of
-    litgpt's layer for q, k and v, which of the three."""
-    targets, found, layers = {target.strip() for target in targets.split(",")}, set(), {}
-    # PEFT puts adapters of these names at joined experts, too (0.21)
+    """The layers that lora.targets names by PEFT's rule: `o_proj` stands for all layers whose names end
+    so. {layer: (True,)}; for litgpt's layer for q, k and v: which of the three get an adapter."""
+    targets = {target.strip() for target in targets.split(",")}
+    used_targets = set()
+    layers = {}
+    # not for a mixture: PEFT puts adapters of these names at joined experts, too (0.21)
     unfit = ("gate_proj", "up_proj", "down_proj") if model.has_experts else ()
     for name, layer in model.named_modules():
         if type(layer) is not nn.Linear or name.endswith(unfit):
             continue
-        everywhere = targets & {"all-linear"} if name != "lm_head" else set()
-        hits = [
-            everywhere | {t for t in targets if f".{x}".endswith(f".{t}")}
-            for x in _their_names(model, name)
-        ]
+        hits = []  # for each name the targets that fit it
+        for hf_name in _hf_names(model, name):
+            fitting = {target for target in targets if f".{hf_name}".endswith(f".{target}")}
+            if name != "lm_head":
+                fitting |= targets & {"all-linear"}
+            hits.append(fitting)
         if name.endswith("attn.qkv"):
             hits = (hits * 3)[:3]  # GPT-2 has one name for all three
         if any(hits):
             layers[name] = tuple(map(bool, hits))
-            found.update(*hits)
-    refuse_unless(
-        targets <= found,
-        "lora.targets: expected all-linear or names of linear layers, such as q_proj or "
-        f"self_attn.o_proj; got {', '.join(targets - found)}",
-    )
-    refuse_unless(
-        "lm_head" not in layers or not model.tied,
-        "lora.targets: lm_head: it is tied to the embedding, so it takes no adapter",
-    )
+            used_targets.update(*hits)
+    unused_targets = targets - used_targets
+    if unused_targets:
+        raise BadInput(
+            "lora.targets: expected all-linear or names of linear layers, such as q_proj or "
+            f"self_attn.o_proj; got {', '.join(unused_targets)}"
+        )
+    if "lm_head" in layers and model.tied:
+        raise BadInput("lora.targets: lm_head: it is tied to the embedding, so it takes no adapter")
     return layers
 
 
-def _their_names(model: nn.Module, layer: str) -> list[str]:
-    """transformers' names of a layer of ours: litgpt's layer for q, k and v may have three."""
+def _hf_names(model: nn.Module, layer: str) -> list[str]:
+    """transformers' names of a layer of our model: litgpt's layer for q, k and v may have three."""
     weight = f"{layer}.weight"
     return [x.removesuffix(".weight") for x, rows in model.rows.items() if rows.name == weight]
 
@@ -142,7 +147,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 @torch.no_grad()
 def reset_adapters(model: nn.Module, seed: int) -> None:
-    """Set the adapters back to a start: A random by this seed, the same on all ranks, B zero."""
+    """Start the adapters anew: A random by this seed, the same on all ranks, B zero."""
     generator = torch.Generator().manual_seed(seed)
     for layer in _adapted_layers(model).values():
         bound = 1 / math.sqrt(layer.lora_A.shape[1])  # litgpt's kaiming_uniform_ with a = sqrt(5)
@@ -171,13 +176,13 @@ def disable_adapters(model: nn.Module):
 @contextlib.contextmanager
 @torch.no_grad()
 def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
-    """Within this context the adapters are added to their matrices, and these and all other
-    matrices of a model with adapters are held in `dtype`: a decode step then has one product a
-    layer instead of three, and casts no matrix. Afterwards the layers have the very tensors that
-    they had. It leaves alone what is sharded or quantised."""
+    """Within this context the adapters are added to their matrices, and all matrices of a model with
+    adapters are held in `dtype`: a decode step then has one product a layer instead of three, and casts no
+    matrix. Afterwards the layers have the same tensor objects as before. Sharded and quantised matrices
+    stay as they are."""
     layers = {layer.linear: layer for layer in _adapted_layers(model).values()}
     weights = {}
-    if layers and not hasattr(model, "reshard"):  # FSDP2 has not sharded it
+    if layers and not isinstance(model, FSDPModule):
         weights = {m: m.weight for m in model.modules() if type(m) is nn.Linear}
     try:
         for linear, w in weights.items():
@@ -198,23 +203,25 @@ def gather_adapters(model: nn.Module) -> Adapters:
     """A model's adapters. A collective if the model is sharded."""
     adapters = {}
     for name, layer in _adapted_layers(model).items():
-        theirs = _their_names(model, name)
-        a, b = gather_tensor(layer.lora_A), gather_tensor(layer.lora_B)
+        hf_names = _hf_names(model, name)
+        a = gather_tensor(layer.lora_A)
+        b = gather_tensor(layer.lora_B)
         parts = [(a, b)]
         if isinstance(layer, LoRAQKVLinear):  # one adapter each for q, k and v
-            b = b.split(layer.qkv_shapes)
-            if len(theirs) == 1:  # GPT-2 has one layer for all three: the adapters side by side
-                parts = [(a, torch.block_diag(*b))]
+            b_parts = b.split(layer.qkv_shapes)
+            if len(hf_names) == 1:  # GPT-2 has one layer for all three: the adapters side by side
+                parts = [(a, torch.block_diag(*b_parts))]
             else:
-                theirs = itertools.compress(theirs, layer.enable_lora)
-                parts = zip(a.chunk(len(b)), b)
-        adapters |= {x: (*part, layer.scaling) for x, part in zip(theirs, parts)}
+                hf_names = itertools.compress(hf_names, layer.enable_lora)
+                parts = zip(a.chunk(len(b_parts)), b_parts)
+        for hf_name, (a, b) in zip(hf_names, parts):
+            adapters[hf_name] = (a, b, layer.scaling)
     return adapters
 
 
 def merge_adapters(weights: Mapping, adapters: Adapters, model: nn.Module) -> None:
-    """Add adapters to weights, which have the plain names of the model's. Raises
-    KeyError for an adapter of a layer that the model does not have."""
+    """Add adapters to weights, given by their plain names (see plain_name). Raises KeyError for an adapter
+    of a layer that the model does not have."""
     for layer, (a, b, scale) in adapters.items():
         rows = model.rows[f"{layer}.weight"]
         weights[rows.name][rows.span].add_(b @ a * scale)
@@ -229,16 +236,18 @@ def plain_name(name: str) -> str:
 @torch.no_grad()
 def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, torch.Tensor]:
     """The weights of a model by their plain names, whole and on the CPU, with its adapters merged
-    in. base: weights in place of the model's own, where these are rounded. A collective if the
-    model is sharded: then rank 0 alone has their values."""
-    adapters, weights = gather_adapters(model), {}
+    in. base: weights to use in place of the model's own, if those are rounded. A collective if the
+    model is sharded: then rank 0 alone returns the values."""
+    adapters = gather_adapters(model)
+    weights = {}
     for name, p in model.unique_parameters().items():
         if "lora_" in name or name.startswith("objective_module."):
             continue
         name = plain_name(name)
         w = gather_tensor(p) if base is None else base[name].detach()
-        if rank() and isinstance(p, DTensor):  # rank 0's counts; this one takes no memory
-            w, adapters = w.new_zeros(()).expand(w.shape), {}
+        if rank() and isinstance(p, DTensor):
+            w = w.new_zeros(()).expand(w.shape)  # takes no memory; rank 0's tensor counts
+            adapters = {}
         if adapters:  # bfloat16 would round the merged weights
             w = w.to(torch.promote_types(w.dtype, torch.float32), copy=True)
         weights[name] = w
@@ -260,7 +269,7 @@ def fold_adapters(model: nn.Module) -> None:
 
 
 # Fields of PEFT's LoraConfig that are read here, or that change nothing in a trained adapter. Any other
-# one with a value changes what the adapter computes, or may do so in a PEFT to come.
+# field with a value changes what the adapter computes, or may do so in a later version of PEFT.
 PEFT_FIELDS = set(
     """
     alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config
@@ -270,7 +279,7 @@ PEFT_FIELDS = set(
     target_parameters task_type trainable_token_indices use_rslora
     """.split()
 )
-# The values that some of them may have. The other ways to initialise an adapter change the base.
+# The values that some of these fields may have. Other ways to initialise an adapter change the base.
 PEFT_VALUES = {
     "peft_type": ["LORA"],
     "init_lora_weights": [True, "gaussian", "eva", "orthogonal"],
@@ -297,14 +306,15 @@ def read_peft(folder: Path) -> PeftFolder:
     config = read_json(file)
     for name in ["peft_type", *config]:  # the type first: each type has fields of its own
         value = config.get(name)
-        if value and (name not in PEFT_FIELDS or value not in PEFT_VALUES.get(name, [value])):
+        is_supported = name in PEFT_FIELDS and value in PEFT_VALUES.get(name, [value])
+        if value and not is_supported:
             raise BadInput(f"{file}: {name}: {value} is not supported")
     file = folder / "adapter_model.safetensors"
-    refuse_unless(
-        file.exists(),
-        f"{folder}: no adapter_model.safetensors (an adapter_model.bin is a pickle and is never read; PEFT "
-        "loads it, and its save_pretrained writes the other)",
-    )
+    if not file.exists():
+        raise BadInput(
+            f"{folder}: no adapter_model.safetensors (an adapter_model.bin is a pickle and is never read; PEFT "
+            "loads it, and its save_pretrained writes the other)"
+        )
     with user_error(None, file):
         tensors = load_file(file)
     peft = PeftFolder({}, {}, {}, config.get("modules_to_save") or [])
@@ -313,11 +323,14 @@ def read_peft(folder: Path) -> PeftFolder:
         layer, _, kind = name.rpartition(".")
         if name.endswith(".lora_A.weight"):
             layer = name.removesuffix(".lora_A.weight")
-            a, b = tensor, tensors[full_name.replace("lora_A", "lora_B")]
-            peft.adapters[layer] = a.float(), b.float(), _peft_scale(config, layer, len(a))
+            b = tensors[full_name.replace("lora_A", "lora_B")]
+            scale = _peft_scale(config, layer, rank=len(tensor))
+            peft.adapters[layer] = (tensor.float(), b.float(), scale)
         elif kind == "lora_embedding_A":
-            a, b = tensor, tensors[full_name.replace("embedding_A", "embedding_B")]
-            peft.adapters[layer] = b.T.float(), a.T.float(), _peft_scale(config, layer, len(a))
+            # PEFT's A (r, tokens) and B (width, r) of an embedding are our B and A, transposed
+            embedding_B = tensors[full_name.replace("embedding_A", "embedding_B")]
+            scale = _peft_scale(config, layer, rank=len(tensor))
+            peft.adapters[layer] = (embedding_B.T.float(), tensor.T.float(), scale)
         elif kind == "trainable_tokens_delta":
             layer = layer.removesuffix(".token_adapter")
             ids = config["trainable_token_indices"]
@@ -338,40 +351,45 @@ def _peft_scale(config: dict, layer: str, rank: int) -> float:
         layer = f"{layer}.weight"
     # the pattern self_attn.q_proj is for all layers whose names end so; the first that fits counts
     patterns = (config.get("alpha_pattern") or {}).items()
-    own = (alpha for x, alpha in patterns if re.fullmatch(rf"(.*\.)?({x})", layer))
-    alpha = next(own, config.get("lora_alpha", 8))
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    alphas = (alpha for x, alpha in patterns if re.fullmatch(rf"(.*\.)?({x})", layer))
+    alpha = next(alphas, config.get("lora_alpha", 8))
+    if config.get("use_rslora"):
+        return alpha / rank**0.5
+    return alpha / rank
 
 
 def write_peft(
     adapters: Adapters, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
 ) -> None:
-    """Write a model's adapters in PEFT's format. base: the model that they belong to.
-    If the source is made of PEFT folders, the file holds their adapters and ours side by side, and what
-    else they change."""
+    """Write a model's adapters in PEFT's format. base: the name of their base model, for PEFT.
+    If the source is made of PEFT folders, the file also holds all that these folders change: their adapters
+    stand beside the model's adapters."""
     folders = []  # from the base outwards
     while source.base:
         folders.insert(0, read_peft(source.folder))
         source = source.base
-    own = PeftFolder(adapters, {}, {}, [])
+    folders.append(PeftFolder(adapters, {}, {}, []))
     parts: dict[str, list] = {}
     weights: dict[str, torch.Tensor] = {}
     token_rows: dict[str, dict[int, torch.Tensor]] = {}
-    for peft in (*folders, own):
+    for peft in folders:
         for name, weight in peft.weights.items():
             weights[name] = weight
             layer = name.removesuffix(".weight")
-            parts.pop(layer, None)  # it is a whole weight now, whatever was added to it before
+            parts.pop(layer, None)  # the whole weight replaces what inner folders added to it
             token_rows.pop(layer, None)
         for layer, rows in peft.token_rows.items():
             token_rows[layer] = token_rows.get(layer, {}) | rows
         for layer, adapter in peft.adapters.items():
             parts[layer] = [adapter, *parts.get(layer, [])]
-    scale, tensors, ranks, matrices = lora.alpha / lora.rank, {}, {}, []
+    scale = lora.alpha / lora.rank
+    tensors: dict[str, torch.Tensor] = {}
+    ranks: dict[str, int] = {}
+    matrices = []
     for layer, adapters_of_layer in parts.items():
-        # PEFT has one scale for a layer: the scales of those before go into their B
+        # PEFT has one scale for a layer: an adapter with another scale gets the quotient into its B
         a = torch.cat([a for a, _, _ in adapters_of_layer])
-        b = torch.cat([b * (own / scale) for _, b, own in adapters_of_layer], 1)
+        b = torch.cat([b * (b_scale / scale) for _, b, b_scale in adapters_of_layer], 1)
         module = model.get_submodule(model.rows[f"{layer}.weight"].name.removesuffix(".weight"))
         if isinstance(module, nn.Embedding):
             tensors[f"{layer}.lora_embedding_A"] = b.T.contiguous()
@@ -380,25 +398,25 @@ def write_peft(
             tensors[f"{layer}.lora_A.weight"] = a
             tensors[f"{layer}.lora_B.weight"] = b
         if not isinstance(module, nn.Embedding | nn.Linear | LoRALinear):
-            layer = f"{layer}.weight"  # a matrix that is no layer's, such as a mixture's router
+            layer = f"{layer}.weight"  # a matrix outside a linear layer, such as a mixture's router
             matrices.append(layer)
         ranks[layer] = len(a)
     for layer, rows in token_rows.items():
         tensors[f"{layer}.token_adapter.trainable_tokens_delta"] = torch.stack(list(rows.values()))
     for name, weight in weights.items():
         layer, _, kind = name.rpartition(".")
-        # the name that the weight has beneath PEFT's own layer
+        # PEFT's layer has the layer of the model inside itself, as base_layer
         if layer in parts:
             name = f"{layer}.base_layer.{kind}"
         elif layer in token_rows:
             name = f"{layer}.token_adapter.base_layer.{kind}"
         tensors[name] = weight
-    others = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
+    other_ranks = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
-        "target_modules": sorted(ranks.keys() - set(matrices)), "rank_pattern": others,
-        "alpha_pattern": {layer: scale * rank for layer, rank in others.items()},
+        "target_modules": sorted(ranks.keys() - set(matrices)), "rank_pattern": other_ranks,
+        "alpha_pattern": {layer: scale * rank for layer, rank in other_ranks.items()},
         "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
     }  # fmt: skip
     if matrices:
@@ -425,17 +443,17 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
         if type(old) is not nn.Linear:
             continue
         # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
-        refuse_unless(
-            old.in_features % 64 == 0,
-            "lora.quantize: nf4 needs layer widths that are multiples of 64, "
-            f"this model has {old.in_features}",
-        )
+        if old.in_features % 64 != 0:
+            raise BadInput(
+                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
+                f"this model has {old.in_features}"
+            )
         sizes = old.in_features, old.out_features
         new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
         new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
         new.bias = old.bias
-        # autocast casts the inputs of nn.Linear, but not of these
+        # autocast casts the inputs of nn.Linear, but not of bitsandbytes' layers
         new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))
-        # On a CPU eval() would repack the weights for good, and these pass no gradient on.
+        # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
         new.train = lambda mode=True, new=new: new
         model.blocks.set_submodule(name, new)
