@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from generate import generate, read_answer
-from infra.console import progress, say
+from infra.console import own_code, progress, say
 from infra.devices import Stop, on_rank_0
 from infra.logger import write_json
 from infra.settings import RunSettings, refuse_unless
@@ -108,10 +108,10 @@ class Evaluator:
         refuse_unless(
             self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
         )
-        verdicts = []
-        for verdict in self.checker(list(answers)):  # a copy, which the checker may sort or empty
-            is_array = hasattr(verdict, "item")  # of numpy or torch
-            verdicts.append(verdict.item() if is_array else verdict)
+        with own_code("checker"):  # which may sort or empty its list
+            verdicts = list(self.checker(list(answers)))
+        # Python's own values in place of those of numpy or torch
+        verdicts = [x.item() if hasattr(x, "item") else x for x in verdicts]
         refuse_unless(
             len(verdicts) == len(answers),
             f"checker: {len(answers)} answers need as many verdicts, got {len(verdicts)}",

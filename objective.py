@@ -102,8 +102,8 @@ class Objective:
         return (logratio_n.sum() / max(1, len(logratio_n))).clamp(min=0)
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
-        """Called once a training step, after its row of metrics.csv, with the columns of all G examples,
-        equal on all ranks: the place to update what the objective remembers, of the step or of each
+        """Called once a training step, after `metrics` and before the weights move, with the columns of all G
+        examples, equal on all ranks: the place to update what the objective remembers, of the step or of each
         example (step.examples[i].number). Validation never calls it."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from generate import generate, read_answer
 from infra.checkpoint import write_whole
-from infra.console import BadInput, advance, progress, user_error
+from infra.console import BadInput, advance, own_code, progress, user_error
 from infra.devices import on_rank_0
 from infra.optimizer import Plan
 from infra.settings import RunSettings, Sampling, refuse_unless
@@ -121,9 +121,13 @@ def policy_answers(
             if run.rollout:
                 check_stop()
                 questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
-                fresh = on_rank_0(
-                    run.fabric, lambda: token_ids(run.rollout(*questions), len(prompts))
-                )
+
+                def ask_engine() -> list[list[int]]:
+                    with own_code("rollout"):
+                        answers = run.rollout(*questions)
+                    return token_ids(answers, len(prompts))
+
+                fresh = on_rank_0(run.fabric, ask_engine)
                 for j, (prompt, ids) in enumerate(zip(prompts, fresh), start):
                     check_scorable(run, f"rollout: answer {j}", prompt, (ids,), longest)
                 advance(len(prompts))
@@ -199,7 +203,8 @@ def rated_examples(
 
     def read_or_rate() -> tuple[list[dict], dict]:
         if run.state.step == plan.begin:  # later the file counts: rate may answer otherwise now
-            examples = rate(run, prompts, answers)
+            with own_code("rate"):
+                examples = rate(run, prompts, answers)
             refuse_unless(
                 len(examples) == len(prompts),
                 f"rate: {len(prompts)} answers need as many examples, got {len(examples)}",

@@ -223,12 +223,10 @@ class Run:
         """Write into the last checkpoint that its step has been validated since. A collective."""
         on_rank_0(self.fabric, lambda: save_state(self))
 
-    def save_and_say_how_to_go_on(self) -> None:
+    def save_and_say_how_to_go_on(self, reason: str) -> None:
         """For a run that stops before its end."""
         self.save()
-        say(
-            f"stopped by {self.stop.reason} at step {self.state.step} of {self.last_step}; go on with"
-        )
+        say(f"stopped by {reason} at step {self.state.step} of {self.last_step}; go on with")
         settings = str(self.folder / "settings.yaml")
         say(f"  {shlex.join(['python', sys.argv[0], '--config', settings, '--resume', 'auto'])}")
 

@@ -11,6 +11,7 @@ divided by G once.
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
 """
 
+import copy
 import math
 import time
 import traceback
@@ -25,17 +26,18 @@ from attention import Prompts
 from checks import check_mixing, check_start, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from evaluate import say_what_is_left
-from infra.checkpoint import checkpoint_folder
+from infra.checkpoint import checkpoint_folder, generator_of
 from infra.console import (
     BadInput,
     Failed,
     Interrupted,
     advance,
     also_called,
+    own_code,
     progress,
     say,
 )
-from infra.devices import all_reduce
+from infra.devices import ANOTHER_FAILED, all_reduce, known_to_all, on_all_ranks, raise_together
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
 from model import Scores
@@ -50,6 +52,7 @@ OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as lo
 also_called("train", __name__)
 
 Columns = dict[str, torch.Tensor]  # name: one number for each example
+OF_TOKENS = ("entropy", "scored_tokens")  # columns that no objective sees
 
 
 class Trainer:
@@ -61,21 +64,43 @@ class Trainer:
         self.val = run.examples["val"][: run.cfg.limit_val]
         # of each objective's loss, in training and in validation
         self.column_names: dict[tuple, list[str]] = {}
+        # of the step that has begun: the random state before it, and what the objective remembered
+        self.before_step: tuple[torch.Tensor, dict] | None = None
+        self.weights_move = False  # within optimizer_step
+        self.first_step = 1  # of the fit that goes on
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
-        """The end of a run, of whatever kind. Interrupted is no error: the state so far is saved."""
+        """The end of a run, of whatever kind. The state so far is saved. Interrupted is no error."""
         run = self.run
         failed = kind not in (None, Interrupted)
         if kind is Interrupted:
             traceback.clear_frames(trace)  # these hold the model, which must be gone at the end
-            run.save_and_say_how_to_go_on()
+            run.save_and_say_how_to_go_on(run.stop.reason)
+        elif isinstance(error, Exception):
+            self.save_after(error)
         run.close(failed)
         if not failed and run.stop.signal:
             raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
         return not failed
+
+    def save_after(self, error: Exception) -> None:
+        """Save the last whole step, if no weight is halfway through a change and all ranks know of the error. A
+        resume then does the failed step, check or rollout again."""
+        run = self.run
+        has_begun = run.state.step or run.state.iteration
+        if not has_begun or self.weights_move or not known_to_all(run.fabric, error):
+            return
+        if self.before_step:
+            random_state, remembered = self.before_step
+            generator_of(run.fabric).set_state(random_state)
+            vars(run.objective).update(remembered)
+        try:
+            run.save_and_say_how_to_go_on("an error")
+        except Exception as e:
+            say(f"the last step is not saved: {e}")
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a second
@@ -86,33 +111,10 @@ class Trainer:
         plan = plan or iteration_plans(run.cfg, [len(examples)])[0]
         run.last_step = plan.total
         self.before_first_step(examples, plan)
-        first = run.state.step + 1
+        self.first_step = run.state.step + 1
         for step, micro_batches in self.steps(examples, plan):
-            began = time.perf_counter()
-            number = run.state.step + 1
-            needs_row = is_due(number, run.cfg.log_interval, plan)
-            silent = 5 if number == first else 60  # seconds
-            run.policy.train()  # everywhere else it is in eval mode
-            with self.progress(f"step {number}", step, silent):
-                columns, baseline = self.gradient(step, micro_batches, needs_row)
-            run.policy.eval()
-            grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
-            # before a weight moves
-            grad_norm = self.check_finite(step, columns, baseline, grad_norm)
-            lr = self.optimizer_step(plan)
-            # metrics see the objective as the loss saw it, so before after_step
-            row = {"grad_norm": grad_norm, "lr": lr}
-            if needs_row:
-                row = self.training_row(step, columns, baseline, row, plan)
-            # only now: on a GPU the row has waited for the step's end
-            seconds = time.perf_counter() - began
-            run.throughput.add(step.examples, seconds)
-            if needs_row:  # it is of this step; its speed alone is of all steps since the last row
-                run.logger.step(number, join_columns(row, run.throughput.read()), seconds)
-            run.objective.after_step(step, columns, baseline)
-            if number == first:
-                say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
-                saved_state(run.objective)  # what it cannot save is refused before hours are spent
+            self.train_step(step, micro_batches, plan)
+            number = run.state.step
             is_best = False
             checks = run.evaluator.checker and is_due(number, run.cfg.eval.check_interval, plan)
             if checks or is_due(number, run.cfg.val_interval, plan):
@@ -122,9 +124,42 @@ class Trainer:
             if number == run.cfg.stop_at:
                 run.stop.reason = run.stop.reason or "stop_at"
             if run.stop.reason and number < plan.total:
-                run.save_and_say_how_to_go_on()
+                run.save_and_say_how_to_go_on(run.stop.reason)
                 return False
         return True
+
+    def train_step(self, step: Step, micro_batches: list[MicroBatch], plan: Plan) -> None:
+        """An optimizer step, and its row of metrics.csv if one is due. The fork's own functions are called before a
+        weight moves: if one fails, the run is saved as it was before the step."""
+        run = self.run
+        began = time.perf_counter()
+        number = run.state.step + 1
+        is_first = number == self.first_step
+        needs_row = is_due(number, run.cfg.log_interval, plan)
+        remembered = copy.deepcopy(run.objective.state_dict())
+        self.before_step = generator_of(run.fabric).get_state(), remembered
+        run.policy.train()  # everywhere else it is in eval mode
+        with self.progress(f"step {number}", step, silent=5 if is_first else 60):
+            columns, baseline = self.gradient(step, micro_batches, needs_row)
+        run.policy.eval()
+        grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
+        of_objective, error = self.call_objective(step, columns, baseline, needs_row)
+        grad_norm = self.check_step(step, columns, baseline, grad_norm, error)
+        self.weights_move = True
+        lr = self.optimizer_step(plan)
+        self.weights_move = False
+        self.before_step = None
+        row = {"grad_norm": grad_norm, "lr": lr}
+        if needs_row:
+            row = self.training_row(step, columns, of_objective, row, plan)
+        # only now: on a GPU the row has waited for the step's end
+        seconds = time.perf_counter() - began
+        run.throughput.add(step.examples, seconds)
+        if needs_row:  # it is of this step; its speed alone is of all steps since the last row
+            run.logger.step(number, join_columns(row, run.throughput.read()), seconds)
+        if is_first:
+            say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
+            saved_state(run.objective)  # what it cannot save is refused before hours are spent
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """The steps to come with this rank's micro-batches, packed. A thread makes the next one while a step
@@ -138,7 +173,7 @@ class Trainer:
             return made
         return made_ahead(made)
 
-    # ---- a step: two orders of its passes --------------------------------------------------------
+    # ---- a step's gradient: two orders of its passes -----------------------------------------------
 
     def gradient(
         self, step: Step, micro_batches: list[MicroBatch], entropy: bool = False
@@ -341,25 +376,53 @@ class Trainer:
 
     # ---- after the gradient ----------------------------------------------------------------------
 
-    def check_finite(
-        self, step: Step, columns: Columns, baseline: Baseline, grad_norm: torch.Tensor
+    def call_objective(
+        self, step: Step, columns: Columns, baseline: Baseline, needs_row: bool
+    ) -> tuple[dict, Exception | None]:
+        """Call what a fork may override: metrics, where a row is due, and then after_step, so that metrics see
+        what the objective remembers as the loss saw it. Both are called before a weight moves: if one fails, a
+        resume does the step again. -> metrics' columns, and the error, of which the other ranks learn in
+        check_step"""
+        objective = self.run.objective
+        of_loss = {name: x for name, x in columns.items() if name not in OF_TOKENS}
+        row = {}
+        try:
+            if needs_row:
+                row = self.metrics(of_loss, baseline)
+            with own_code("after_step"):
+                objective.after_step(step, of_loss, baseline)
+        except (BadInput, Failed) as e:
+            return {}, e
+        return row, None
+
+    def check_step(
+        self,
+        step: Step,
+        columns: Columns,
+        baseline: Baseline,
+        grad_norm: torch.Tensor,
+        error: Exception | None,
     ) -> float:
-        """Raise Failed if the norm, z or a loss is not finite: all three are of all ranks. This is the step's
-        one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
+        """Raise Failed if the norm, z or a loss is not finite, and the error, if there is one on any rank. This is
+        the step's one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
         run = self.run
         losses = columns["loss"]
-        stop_code = losses.new_full((), run.stop.code())
         # a loss may be infinite where its gradient is not, as by a constant
         sums = [grad_norm.double(), baseline.z_G.double().sum(), losses.sum()]
-        *numbers, stop_code = all_reduce(torch.stack([*sums, stop_code]), "max").tolist()
+        codes = [run.stop.code(), float(error is not None)]
+        codes = [losses.new_full((), code) for code in codes]
+        *numbers, stop_code, has_error = all_reduce(torch.stack(sums + codes), "max").tolist()
         run.stop.set_agreed(stop_code)
         if not all(map(math.isfinite, numbers)):
             pairs = zip(step.examples, losses.tolist())
             bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
-            raise Failed(
+            not_finite = Failed(
                 f"step {run.state.step + 1}: not finite (gradient norm, sum of z, of losses: {numbers}): "
                 f"{', '.join(bad[:8]) or 'no loss of a single example'}; the weights are unchanged"
             )
+            raise_together(not_finite)
+        if has_error:
+            raise_together(error or Failed(ANOTHER_FAILED))
         return numbers[0]
 
     def optimizer_step(self, plan: Plan) -> float:
@@ -374,28 +437,29 @@ class Trainer:
         return lr
 
     def training_row(
-        self, step: Step, columns: Columns, baseline: Baseline, row: dict, plan: Plan
+        self, step: Step, columns: Columns, of_objective: dict, row: dict, plan: Plan
     ) -> dict[str, float | None]:
-        """The columns of metrics.csv that describe the step which was just done, but for its speed. row: those
-        that are known already. `columns` loses the two of the entropy."""
+        """The columns of metrics.csv that describe the step which was just done, but for its speed. of_objective,
+        row: those that are known already."""
         # a mean over tokens, from the means over each example's
-        entropy_G, tokens_G = columns.pop("entropy").cpu(), columns.pop("scored_tokens").cpu()
+        entropy_G, tokens_G = (columns[name].cpu() for name in OF_TOKENS)
         done = self.run.state.step
         row |= {
             "entropy": float(np.average(entropy_G, weights=tokens_G)),
             "epoch": (done - plan.begin) / plan.per_epoch,
             "samples": done * step.size,
         }
-        return join_columns(self.metrics(columns, baseline), row)
+        return join_columns(of_objective, row)
 
     def metrics(self, columns: Columns, baseline: Baseline) -> dict[str, float | None]:
-        """A row by the objective's metrics. Raises Failed for a column that they miss."""
+        """A row by the objective's metrics. Raises Failed."""
         columns = {name: x.cpu() for name, x in columns.items()}
         baseline = Baseline(*(x.cpu() for x in baseline))
-        try:
-            return self.run.objective.metrics(columns, baseline)
-        except KeyError as e:
-            raise Failed(f"metrics: no column {e}: the loss must return it") from e
+        with own_code("metrics"):
+            try:
+                return self.run.objective.metrics(columns, baseline)
+            except KeyError as e:
+                raise Failed(f"metrics: no column {e}: the loss must return it") from e
 
     # ---- steps and micro-batches -----------------------------------------------------------------
 
@@ -489,7 +553,8 @@ class Trainer:
         checker has something to say. A collective."""
         if not examples[0].completions:
             return {}
-        return self.metrics(*self.score_examples(examples, title))
+        columns, baseline = self.score_examples(examples, title)
+        return on_all_ranks(self.run.fabric, lambda: self.metrics(columns, baseline))
 
     @torch.no_grad()
     def own_kl(self, answered: list[Example]) -> float | None:

@@ -310,7 +310,7 @@ def save_checkpoint(run: Any) -> None:
                 tensors[name] = x.clone() if moment in ("qmap1", "qmap2") else x
             else:
                 state.optimizer_numbers[name] = x
-    tensors[f"random|{fabric.global_rank}"] = _generator(fabric).get_state()
+    tensors[f"random|{fabric.global_rank}"] = generator_of(fabric).get_state()
     # a file for each kind: a rank holds only one file's bytes at once
     names_of_random_states = [f"random|{rank}" for rank in range(fabric.world_size)]
     names = [*tensors, *names_of_random_states]
@@ -351,7 +351,7 @@ def _remove_old_checkpoints(run: Any) -> None:
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def _generator(fabric: Fabric) -> torch.Generator:
+def generator_of(fabric: Fabric) -> torch.Generator:
     """The source of this rank's random numbers."""
     if fabric.device.type == "cuda":
         return torch.cuda.default_generators[fabric.device.index]
@@ -413,4 +413,4 @@ def load_checkpoint(run: Any, folder: Path) -> None:
         moments[params[name]][moment] = x
     random_state = tensors.get(f"random|{rank}")
     if random_state is not None:
-        _generator(run.fabric).set_state(random_state)
+        generator_of(run.fabric).set_state(random_state)

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import time
 import traceback
 import types
@@ -26,7 +27,7 @@ class BadInput(ValueError):
 
 
 class Failed(RuntimeError):
-    """The run cannot go on, and nothing that the user gave is wrong. The text is the whole message.
+    """The run cannot go on, and no setting or file of the user is wrong. The text is the whole message.
     Exit code 1."""
 
 
@@ -100,6 +101,29 @@ def advance(n: int = 1) -> None:
         if not sys.stderr.isatty():
             bar.mininterval = min(60, max(bar.delay, (time.time() - bar.start_t) / 10))
         bar.update(n)
+
+
+@contextlib.contextmanager
+def own_code(what: str) -> Iterator[None]:
+    """Around a call of a function that a fork hands over or overrides. An exception in it becomes Failed, one line with
+    its place in the user's own files: `checker: mine.py:12: TimeoutError: the judge is busy`."""
+    try:
+        yield
+    except (BadInput, Failed):  # the function has said itself what is wrong
+        raise
+    except Exception as e:
+        text = " ".join(str(e).split())[:300]
+        reason = f"{type(e).__name__}: {text}" if text else type(e).__name__
+        raise Failed(f"{what}: {own_line(e)}: {reason}") from e
+
+
+def own_line(error: Exception) -> str:
+    """`file:line` of the innermost call that is in no installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
+    innermost = (own or frames)[-1]
+    return f"{innermost.filename}:{innermost.lineno}"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 All of this is Fabric's and torch's; this file chooses among it, and works around what it gets wrong.
 """
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from lightning.fabric import Fabric
@@ -344,7 +345,7 @@ def reduce_number(number: float, op: str, device: torch.device) -> float:
 
 def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
     """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or OSError is raised
-    on all ranks. A collective: no collective may be in `work`."""
+    on all ranks (raise_together). A collective: no collective may be in `work`."""
     answer = error = None
     if fabric.global_rank == 0:
         try:
@@ -353,8 +354,35 @@ def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
             error = e
     answer, error = fabric.broadcast((answer, error))
     if error:
-        raise error
+        raise_together(error)
     return answer
+
+
+def raise_together(error: Exception) -> NoReturn:
+    """Raise an error of which every rank knows, on each rank. So the ranks can still save together."""
+    error.on_all_ranks = True
+    raise error
+
+
+def on_all_ranks(fabric: Fabric, work: Callable[[], Any]) -> Any:
+    """Call work() on each rank. -> what it returns here; a BadInput, Failed or OSError on any rank ends all ranks
+    (raise_together). A collective: no collective may be in `work`."""
+    answer = error = None
+    try:
+        answer = work()
+    except (BadInput, Failed, OSError) as e:
+        error = e
+    if reduce_number(float(error is not None), "max", fabric.device):
+        raise_together(error or Failed(ANOTHER_FAILED))
+    return answer
+
+
+ANOTHER_FAILED = "another process of this run has failed"
+
+
+def known_to_all(fabric: Fabric, error: BaseException | None) -> bool:
+    """Whether all ranks have this error, at the same point of the run."""
+    return fabric.world_size == 1 or getattr(error, "on_all_ranks", False)
 
 
 # ---- sharded tensors -----------------------------------------------------------------------------
@@ -401,8 +429,8 @@ class Stop:
     """Whether to stop, and why: a signal or the time limit. All ranks end after the same step.
 
     The first signal sets a flag, which the loop reads after each step; sampling, checks and validation
-    read it between two units of work. A second signal ends the process at once. Nothing ends between the
-    micro-batches of a step: the random state that is saved would be one of mid-step.
+    read it between two units of work. A second signal ends the process at once. A step is never left
+    between two of its micro-batches.
 
     reason: why to stop: what the ranks have agreed on, or stop_at, which the loop reads; empty to go on.
     signal: the number of the signal that arrived, or 0.
@@ -412,8 +440,10 @@ class Stop:
         self.deadline = time.monotonic() + max_time.total_seconds() if max_time else math.inf
         self.signal = 0
         self.reason = ""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
+        # a terminal that closes sends SIGHUP, unless nohup has it ignored; sbatch --signal=USR1@90 sends SIGUSR1
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        heard = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+        self.before = {n: signal.signal(n, self._on_signal) for n in heard}
 
     def close(self) -> None:
         """Give the signals back to the handlers that they had before."""
@@ -425,14 +455,15 @@ class Stop:
         self.close()
         if rank() == 0:  # not print: the signal may have come in the middle of another one
             name = signal.Signals(number).name
-            os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
 
     def code(self) -> int:
         """What this rank knows: 0 go on; 1 the time is up; else a signal's number."""
         return self.signal or int(time.monotonic() > self.deadline)
 
     def set_agreed(self, code: float) -> None:
-        """The largest code of all ranks, which they exchange in each step (Trainer.check_finite). A signal
+        """The largest code of all ranks, which they exchange in each step (Trainer.check_step). A signal
         that arrives later waits for the next step's."""
         if code > 1:
             self.signal = int(code)

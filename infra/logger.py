@@ -19,7 +19,7 @@ import torch
 from lightning.fabric import Fabric
 
 from infra.checkpoint import write_whole
-from infra.console import make_bar, rank, say, user_error
+from infra.console import Failed, make_bar, own_code, rank, say, user_error
 from infra.optimizer import Plan
 from infra.settings import RunSettings
 
@@ -267,7 +267,12 @@ class Logger:
         add_row(self.out / file, {"step": step} | row)
         if self.track:
             numbers = {prefix + name: value for name, value in row.items() if value is not None}
-            self.track(step, numbers, samples)
+            try:
+                with own_code(f"logger: {self.cfg.logger}"):
+                    self.track(step, numbers, samples)
+            except Failed as e:  # the network is away, or a key has expired
+                self.track = None
+                say(f"{e}; left out from here on, {file} goes on")
 
     def close(self) -> None:
         if self.bar is not None:

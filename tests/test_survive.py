@@ -165,11 +165,11 @@ STOPS = {
     ],
     "spin": [
         ((), ((generate, "choose_token"), 8), signal.SIGINT, 130, "SIGINT at step 0"),
-        ((), ((rollout, "generate"), 4), signal.SIGTERM, 143, "SIGTERM at step 4"),
+        ((), ((rollout, "generate"), 4), signal.SIGHUP, 129, "SIGHUP at step 4"),
         (("--stop_at=5",), None, 0, 0, "stop_at at step 5"),
     ],
     "online": [
-        ((), ((Evaluator, "judge"), 1), signal.SIGINT, 130, "SIGINT at step 0"),
+        ((), ((Evaluator, "judge"), 1), signal.SIGUSR1, 138, "SIGUSR1 at step 0"),
         ((), ((Evaluator, "judge"), 5), signal.SIGINT, 130, "SIGINT at step 8"),
     ],
 }

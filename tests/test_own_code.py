@@ -1,0 +1,200 @@
+"""A user's own function fails after hours: nothing is lost, one line says which, and the printed command goes on."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Started, assert_same, environments_of_ranks, result
+
+# A fork of each program as a user writes it: FAIL names a function and at which of its calls it fails, on which rank.
+FORK = """
+import os
+
+import {program}
+from infra.console import rank, run_cli
+
+calls = {{}}
+
+
+def may_fail(name):
+    calls[name] = calls.get(name, 0) + 1
+    if os.environ.get("FAIL") in (f"{{name}} {{calls[name]}}", f"{{name}} {{calls[name]}} on {{rank()}}"):
+        raise ConnectionError(f"{{name}} is away")
+
+
+class Mine({program}.{objective}):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = []
+
+    def state_dict(self):
+        return {{"seen": self.seen}}
+
+    def loss(self, logps, ref_logps, batch, z_B):
+        try:
+            may_fail("loss")
+        except ConnectionError as e:
+            raise ValueError("not as it should be") from e
+        loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
+        return loss_B + 0.001 * len(self.seen), columns
+
+    def metrics(self, columns, baseline):
+        may_fail("metrics")
+        return super().metrics(columns, baseline)
+
+    def after_step(self, step, columns, baseline):
+        self.seen.append(step.examples[0].number)
+        may_fail("after_step")
+
+
+def checker(answers):
+    may_fail("checker")
+    return [len(a.completion) % 2 == 0 for a in answers]
+
+
+def rollout(folder, prompts, sampling, max_new_tokens, seed):
+    may_fail("rollout")
+    return [[seed % 7 + 1, len(prompt) % 5 + 1] for prompt in prompts]
+
+
+def rate(run, prompts, answers):
+    may_fail("rate")
+    return online.rate_answers(run, prompts, answers)
+
+
+if __name__ == "__main__":
+    run_cli(lambda: {program}.main(objective=Mine, checker=checker{handed}))
+"""
+HANDED = {"kto": "", "spin": ", rollout=rollout", "online": ", rollout=rollout, rate=rate"}
+OBJECTIVE = {"kto": "KTO", "spin": "SPIN", "online": "OnlineKTO"}
+COMMON = ("--optim.lr=1e-3", "--precision=32-true", "--progress=false", "--eval.samples=1",
+          "--eval.max_new_tokens=4", "--eval.prompts=4", "--save_interval=null", "--lora.rank=4",
+          "--lora.dropout=0.3", "--batch_size=4", "--log_interval=1")  # fmt: skip
+SETTINGS = {
+    "kto": ("--max_steps=7", "--epochs=2", "--val_interval=2", "--eval.check_interval=2"),
+    "spin": ("--spin.max_iterations=2", "--spin.max_new_tokens=6", "--spin.rollout_batch_size=3"),
+    "online": ("--online.max_iterations=2", "--online.prompts_per_iteration=8", "--online.rollout_batch_size=3",
+               "--online.max_new_tokens=6"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory, tiny, ratings, demos):
+    """forks(program, n, out, *argv, FAIL=...) runs a fork on n processes. -> of each its code, stdout, stderr"""
+    folder = tmp_path_factory.mktemp("forks")
+    for program, objective in OBJECTIVE.items():
+        text = FORK.format(program=program, objective=objective, handed=HANDED[program])
+        (folder / f"my_{program}.py").write_text(text)
+
+    def run(program: str, n: int, out: Path, *argv, **env):
+        data = demos if program == "spin" else ratings
+        given = [
+            f"--model={tiny}",
+            f"--data.train={data}",
+            f"--data.val={data}",
+            f"--out_dir={out}",
+        ]
+        argv = argv or (*given, *COMMON, *SETTINGS[program])
+        fork = str(folder / f"my_{program}.py")
+        envs = environments_of_ranks(n) if n > 1 else [{}]
+        children = [Started(out.parent, fork, argv, **env, **of_rank) for of_rank in envs]
+        return [child.ended() for child in children]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, forks):
+    """whole(program, n): the folder of a run in which nothing fails."""
+    done = {}
+
+    def run(program: str, n: int) -> Path:
+        if (program, n) not in done:
+            out = tmp_path_factory.mktemp("whole") / "run"
+            assert [code for code, *_ in forks(program, n, out)] == [0] * n
+            done[program, n] = out
+        return done[program, n]
+
+    return run
+
+
+FAILURES = [
+    ("kto", 1, "metrics 5", 2),  # of step 3, and of the validation at step 2
+    ("kto", 1, "metrics 4", 2),
+    ("kto", 1, "after_step 4", 3),
+    ("kto", 1, "checker 2", 2),
+    ("kto", 1, "checker 5", 7),  # of the last step
+    ("kto", 2, "metrics 5", 2), ("kto", 2, "after_step 4 on 1", 3), ("kto", 2, "checker 2 on 0", 2),
+    ("spin", 1, "rollout 3", 0), ("spin", 1, "after_step 3", 2),
+    ("online", 1, "rollout 2", 0), ("online", 1, "rollout 5", 2), ("online", 1, "rate 2", 2),
+    ("online", 1, "metrics 4", 3), ("online", 2, "rate 2 on 0", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program, n, failure, saved", FAILURES)
+def test_a_run_whose_own_function_fails_is_saved_and_goes_on_as_the_same_run(
+    program, n, failure, saved, forks, whole, tmp_path
+):
+    out = tmp_path / "run"
+    ended = forks(program, n, out, FAIL=failure)
+    assert [code for code, *_ in ended] == [1] * n
+    name = failure.split()[0]
+    errors = "".join(stderr for *_, stderr in ended)
+    line = f"error: {name}: .*my_{program}.py:[0-9]+: ConnectionError: {name} is away"
+    assert re.search(line, errors), errors
+    assert "Traceback" not in errors
+    said = ended[0][1]
+    found = re.findall(r"^stopped by an error at step (\d+) of .*\n  python (.*)$", said, re.M)
+    assert [int(step) for step, _ in found] == [saved], said
+    _, *argv = shlex.split(found[0][1])
+    assert [code for code, *_ in forks(program, n, out, *argv)] == [0] * n
+    assert_same(result(out), result(whole(program, n)))
+    assert (out / "val.csv").read_text() == (whole(program, n) / "val.csv").read_text()
+
+
+def test_an_error_in_a_loss_keeps_its_traceback_and_the_last_step(forks, whole, tmp_path):
+    out = tmp_path / "run"
+    ((code, said, stderr),) = forks("kto", 1, out, FAIL="loss 12")
+    assert code == 1 and "Traceback" in stderr and "ValueError: not as it should be" in stderr
+    found = re.findall(r"^stopped by an error at step (\d) of 7; .*\n  python (.*)$", said, re.M)
+    ((step, command),) = found
+    assert int(step) > 0
+    _, *argv = shlex.split(command)
+    assert forks("kto", 1, out, *argv)[0][0] == 0
+    assert_same(result(out), result(whole("kto", 1)))
+
+
+TRACKER = """
+class Table: ...
+
+
+class Run:
+    id = "1"
+
+    def log(self, numbers, step):
+        if step >= 3:
+            raise OSError("the network is away")
+
+
+def init(**settings):
+    return Run()
+"""
+
+
+def test_a_tracker_that_fails_is_said_once_and_left_out(forks, whole, tmp_path, tiny, ratings):
+    out = tmp_path / "run"
+    (tmp_path / "wandb.py").write_text(TRACKER)
+
+    given = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
+    given += [f"--out_dir={out}", *COMMON, *SETTINGS["kto"], "--logger=wandb", "--eval.samples=0"]
+    sys.path.insert(0, str(tmp_path))
+    ((code, said, stderr),) = forks("kto", 1, out, *given)
+    sys.path.remove(str(tmp_path))
+    assert (code, stderr) == (0, "")
+    (line,) = [line for line in said.splitlines() if line.startswith("logger: wandb")]
+    assert line.endswith(
+        ": OSError: the network is away; left out from here on, metrics.csv goes on"
+    )
+    assert len(result(out)["rows"]) == 7
