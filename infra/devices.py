@@ -425,6 +425,9 @@ def set_weights(module: torch.nn.Module, weights: Mapping | None, share: float =
 # ---- when a run ends early -----------------------------------------------------------------------
 
 
+TIME_IS_UP = 0.5  # below the number of every signal: the largest code of all ranks counts
+
+
 class Stop:
     """Whether to stop, and why: a signal or the time limit. All ranks end after the same step.
 
@@ -458,14 +461,14 @@ class Stop:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
 
-    def code(self) -> int:
-        """What this rank knows: 0 go on; 1 the time is up; else a signal's number."""
-        return self.signal or int(time.monotonic() > self.deadline)
+    def code(self) -> float:
+        """What this rank knows: 0 to go on, TIME_IS_UP, or a signal's number."""
+        return self.signal or TIME_IS_UP * (time.monotonic() > self.deadline)
 
     def set_agreed(self, code: float) -> None:
         """The largest code of all ranks, which they exchange in each step (Trainer.check_step). A signal
         that arrives later waits for the next step's."""
-        if code > 1:
+        if code > TIME_IS_UP:
             self.signal = int(code)
             self.reason = signal.Signals(self.signal).name
         elif code:
@@ -475,8 +478,8 @@ class Stop:
         """Raise Interrupted if a signal asks the run to end, or with time_limit also if the time is up. A
         collective, called between two units of work."""
         code = reduce_number(self.code(), "max", device)
-        by_signal = code > 1
-        by_time = code == 1 and time_limit
+        by_signal = code > TIME_IS_UP
+        by_time = code == TIME_IS_UP and time_limit
         if by_signal or by_time:
             self.set_agreed(code)
             raise Interrupted
