@@ -63,6 +63,13 @@ class Settings(RunSettings):
     def validate(self) -> None:
         super().validate()
         validate_iterations(self, moving_reference=self.online.reference == "last")
+        n_prompts = self.online.prompts_per_iteration
+        if n_prompts is not None:
+            n = n_prompts * self.online.num_generations
+            refuse_unless(
+                n >= self.batch_size,
+                f"batch_size: {self.batch_size}, but an iteration has {n} answers",
+            )
 
 
 class OnlineKTO(KTO):

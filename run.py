@@ -57,7 +57,7 @@ from infra.devices import (
     resolve_devices,
 )
 from infra.logger import Logger, Throughput
-from infra.optimizer import make_optimizer
+from infra.optimizer import iteration_plans, make_optimizer
 from infra.settings import RunSettings, find_path
 from models.hub import Source, context_of, export, find_model, read_config, read_json
 from models.load import (
@@ -335,6 +335,10 @@ def setup(
         check_tokens(chain(*examples.values()), of_model.vocab_size, getattr(cfg, name))
     contexts = {name: context_of(of_model) for name, of_model in configs.items()}
     check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
+    if objective.records != "prompts":
+        iteration_plans(
+            cfg, [len(examples["train"])]
+        )  # refuses a batch that is larger than the data
     if cfg.keep_best and not examples["val"]:
         raise BadInput("keep_best: data.val: no examples")
 

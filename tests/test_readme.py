@@ -1,7 +1,9 @@
 """The README's commands, in the order in which they stand, and every config work as written: for
 a few steps, and with a tiny model where a Hub id is named."""
 
+import inspect
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -10,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import foreign
 import pytest
 import torch
 import transformers
@@ -19,13 +22,14 @@ from conftest import ROOT, ranks
 import kto
 from infra.parse import parse
 
-README = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
+README = (ROOT / "README.md").read_text()
+COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text()
 FORKS = (ROOT / "docs" / "forks.md").read_text()
 COMMANDS = [
     shlex.split(line.split("#")[0])
-    for block in re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
+    for block in re.findall(r"^```bash\n(.*?)^```", README + COMMANDS_PAGE, re.M | re.S)
     for line in block.splitlines()
-    if re.search(r"\w\.py\b", line)
+    if re.search(r"\w\.py\b", line) and "rate.py" not in line  # tests/test_rate.py starts the page
 ]
 TRAINING = ("kto.py", "dpo.py", "spin.py", "online.py")
 
@@ -38,7 +42,11 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
     ):  # which may change neither model nor data, and finds the settings in its folder
         return argv
     if "--config" in argv:
-        small += [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
+        small += [f"--model={tiny}", f"--data.val={ratings}"]
+        if "--data.train" not in argv:
+            small += [f"--data.train={ratings}"]
+        if "config/data/openwebui.yaml" in argv:  # dialogues, and four ratings
+            small += ["--data.chat_template=config/dialogue.jinja", "--data.val=null", "--epochs=2"]
         small += [
             "--data.max_prompt=64",
             "--data.max_completion=64",
@@ -51,7 +59,8 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
             skip = not skip
         else:
             keep.append(a)
-    return [*[str(ratings) if a == "ratings.jsonl" else a for a in keep], *small]
+    files = {"ratings.jsonl": ratings, "feedback.json": ratings.with_name("feedback.json")}
+    return [*[str(files.get(a, a)) for a in keep], *small]
 
 
 def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
@@ -59,6 +68,8 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
 ):
     monkeypatch.chdir(clone)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
+    _, records, *_ = foreign.PRESETS["openwebui"]
+    ratings.with_name("feedback.json").write_text(json.dumps(records))
     for command in COMMANDS:
         at = [c.endswith(".py") for c in command].index(True)
         program, argv = command[at], command[at + 1 :]
@@ -80,6 +91,19 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
         expected |= {"data.py": "prompt tokens: median"}
         keys = [x for x in (program, *argv) if x in expected]
         assert (expected[keys[-1]] if keys else "exported to") in said, command
+
+
+def test_the_loss_in_the_readme_is_that_of_kto_py_and_its_fork_runs(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    loss, fork = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    body = loss.split("\n", 1)[1]
+    assert body in inspect.getsource(kto.kto_loss)
+    argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=4", "--max_steps=2",
+            "--progress=false", f"--out_dir={tmp_path / 'run'}"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["mine.py", *argv])
+    exec(compile(fork, "mine.py", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
 # but for that of examples/instructions.py: tests/test_instructions.py runs it
