@@ -76,8 +76,10 @@ def main(argv: list[str] | None = None) -> None:
     for folder, name in zip(folders, names):
         color = colormaps["turbo"](groups.index(name) / len(groups))
         metrics, val = read_csv(folder / "metrics.csv"), read_csv(folder / "val.csv")
-        for table, style in ((metrics.ewm(5).mean(), "-"), (val, ".:")):
-            table.plot(subplots=True, ax=axes, title=PLOTS, legend=False, style=style, color=color)
+        for axis, column in zip(axes.flat, PLOTS):
+            axis.set(title=column, xlabel="step")
+            for table, style in ((metrics.ewm(5).mean(), "-"), (val, ".:")):
+                axis.plot(table[column].dropna(), style, color=color)
         numbers.append(
             {
                 "before": val["checker_accuracy"].get(0),
