@@ -217,20 +217,3 @@ def format_before_after(before: dict, after: dict) -> str:
     rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
     rows.sort(key=lambda row: row[1] == row[2])  # answers that changed come first
     return "\n".join([*lines, "", format_table(("prompt", "before", "after"), rows[:5])])
-
-
-def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
-    """Say how much of the margin the rounding of an export has left, if less than nine tenths; without a margin
-    above 0, how much of the loss. trained, exported: rows of the same examples."""
-    has_margin = (trained.get("rewards/margins") or 0) > 0
-    name = "rewards/margins" if has_margin else "loss"
-    before = trained.get(name)
-    after = exported.get(name)
-    if before is None or after is None or before <= 0:
-        return
-    share = after / before if has_margin else before / max(after, before)
-    if share < 0.9:
-        say(
-            f"{what}: {name} is {after:.4g} for the exported weights and {before:.4g} for the trained ones, "
-            f"before they were rounded ({share:.0%}); --export.dtype float32 exports those"
-        )

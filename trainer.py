@@ -2,7 +2,7 @@
 Objective (objective.py).
 
 Reading order: Trainer.fit; gradient, with its two orders of the passes; the parts of a step, where
-`step_baseline` makes z; evaluate.
+`step_baseline` makes z. Validation and the end of a run are in validation.py.
 
 How a step is split into micro-batches, devices and shards never changes the loss, the baseline z or
 the gradient. So z is made once for the whole step, and the loss is a sum over the step's G examples,
@@ -22,11 +22,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
+import validation
 from attention import Prompts
 from checks import check_mixing, check_start, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
-from evaluate import say_what_is_left
-from infra.checkpoint import checkpoint_folder, generator_of
+from infra.checkpoint import generator_of
 from infra.console import (
     BadInput,
     Failed,
@@ -37,8 +37,7 @@ from infra.console import (
     progress,
     say,
 )
-from infra.devices import ANOTHER_FAILED, all_reduce, known_to_all, on_all_ranks, raise_together
-from infra.logger import format_cells, write_json
+from infra.devices import ANOTHER_FAILED, all_reduce, known_to_all, raise_together
 from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
 from model import Scores
 from objective import Baseline, join_columns
@@ -47,7 +46,6 @@ from records.examples import Example
 from run import Run
 
 CHECKED = 4  # examples of the start check: more would make the first step wait
-OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
 
 also_called("train", __name__)
 
@@ -118,7 +116,7 @@ class Trainer:
             is_best = False
             checks = run.evaluator.checker and is_due(number, run.cfg.eval.check_interval, plan)
             if checks or is_due(number, run.cfg.val_interval, plan):
-                is_best = self.evaluate(plan)
+                is_best = validation.validate(self, plan)
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
                 run.save()
             if number == run.cfg.stop_at:
@@ -507,72 +505,6 @@ class Trainer:
         with self.progress(title, step):
             return self.score(step)
 
-    def evaluate(self, plan: Plan) -> bool:
-        """Write a row of val.csv, samples, and the checker's accuracy; after the run's last step they are those of
-        the weights that are exported. -> whether the row is the best so far by keep_best"""
-        run = self.run
-        done = run.state.step
-        if not self.val:
-            return False
-        run.state.unvalidated = True
-        is_rounded = done == plan.total and run.export_rounds
-        is_saved = done > 0 and (done == plan.end or is_due(done, run.cfg.save_interval, plan))
-        if is_saved:
-            run.save()  # as not validated: a resume after an error in here begins it again
-        if is_rounded:
-            run.export("final", done)
-            trained = self.metrics_of(self.val, "validation")
-            with run.exported_weights("final"):
-                row, samples = self.validation_row(plan)
-            say_what_is_left("validation", trained, row)
-        else:
-            row, samples = self.validation_row(plan)
-        run.state.unvalidated = False
-        is_best = run.state.remember_if_best(row, run.cfg.keep_best)
-        run.logger.validation(done, row, samples)
-        if is_saved:
-            run.save_state()
-        return is_best
-
-    def validation_row(self, plan: Plan) -> tuple[dict, list[dict]]:
-        """-> a row of val.csv, and samples. A collective."""
-        run = self.run
-        done = run.state.step
-        row = self.metrics_of(self.val, "validation")
-        answered: list[Example] = []
-        if run.evaluator.checker:
-            share = kl_own = None
-            if done == 0 or is_due(done, run.cfg.eval.check_interval, plan):
-                share, answered = run.evaluator.accuracy(done)
-                kl_own = self.own_kl(answered)
-            row = join_columns(row, {"checker_accuracy": share, "kl/own": kl_own})
-        return row, run.evaluator.samples(answered)
-
-    def metrics_of(self, examples: list[Example], title: str) -> dict:
-        """A row by the objective's metrics, of all these examples. Empty for prompts alone, of which only a
-        checker has something to say. A collective."""
-        if not examples[0].completions:
-            return {}
-        columns, baseline = self.score_examples(examples, title)
-        return on_all_ranks(self.run.fabric, lambda: self.metrics(columns, baseline))
-
-    @torch.no_grad()
-    def own_kl(self, answered: list[Example]) -> float | None:
-        """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer). It
-        estimates KL(policy || reference) if they were sampled at temperature 1 without top_k, top_p or
-        a penalty; else it may even be negative. None without a reference in memory."""
-        run = self.run
-        if run.reference is None or run.cfg.reference_cache:
-            return None
-        answered = answered[:: max(1, len(answered) // OWN_ANSWERS)]  # of all kinds of prompts
-        step = Step(answered, budget=run.budget)
-        sums = []
-        for micro in self.on_device(self.packed_parts(step)):
-            logps = self.forward(micro.packed).logps
-            r_B = (logps - run.reference(micro.packed).logps)[:, 0]
-            sums.append(r_B.double().sum() * (not micro.part.filler))
-        return all_reduce(sum(sums)).item() / len(answered)
-
     # ---- before the first step, and after the last one ------------------------------------------
 
     def before_first_step(self, examples: list[Example], plan: Plan) -> None:
@@ -584,7 +516,7 @@ class Trainer:
         if run.cfg.reference_cache and not run.reference.released:
             self.precompute(examples, plan)
         if run.state.step == 0 or run.state.unvalidated:
-            self.evaluate(plan)
+            validation.validate(self, plan)
 
     @torch.no_grad()
     def check_start(self, step: Step) -> None:
@@ -629,36 +561,6 @@ class Trainer:
         run.reference.release()
 
     def finish(self) -> None:
-        """Compare the answers of the last weights with those before the run; export the last weights, and then
-        the best ones, and score the test split with each."""
-        run = self.run
-        run.evaluator.compare(run.state.step)
-        if run.cfg.lora.rank:
-            run.export_adapters()
-        exports = {"final": run.state.step, "best": run.state.best_step}
-        test = run.examples["test"]
-        scores = {}
-        for name, step in exports.items():
-            if step is None:
-                continue
-            run.export(name, step)
-            say(f"\nexported to {run.folder / name}")
-            if test and test[0].completions:
-                run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
-                scores[name] = self.test_row(name)
-                say(f"test, {name} weights: {', '.join(format_cells(scores[name]))}")
-        if scores and run.fabric.global_rank == 0:
-            write_json(run.folder / "eval" / "test.json", scores)
-
-    def test_row(self, name: str) -> dict:
-        """The test split's row, of the weights that were exported as `name`: final or best."""
-        run = self.run
-        test = run.examples["test"]
-        row = self.metrics_of(test, "the test split")
-        if not run.export_rounds:
-            return row
-        trained = row
-        with run.exported_weights(name):
-            row = self.metrics_of(test, "the test split")
-        say_what_is_left(f"test, {name} weights", trained, row)
-        return row
+        """Compare the answers of the last weights with those before the run; export the last and the best weights, and
+        score the test split with each."""
+        validation.finish(self)
