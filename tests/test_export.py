@@ -189,7 +189,7 @@ def test_the_numbers_after_training_are_of_the_exported_weights(name, llama, rat
     assert not state.unvalidated
     tests = json.loads((out / "eval" / "test.json").read_text())
     validated = float(rows_of(out / "val.csv")[-1]["rewards/margins"])
-    within = dict(rel=0.02 if "bf16" in name else 1e-4, abs=1e-6)  # products in bfloat16
+    within = dict(rel=0.02 if "bf16" in name else 2e-5, abs=1e-6)  # products in bfloat16
     assert validated == pytest.approx(margin_of(out / "final", llama), **within)
     for folder in ("final", "best"):
         by_hand = margin_of(out / folder, llama)
@@ -197,7 +197,7 @@ def test_the_numbers_after_training_are_of_the_exported_weights(name, llama, rat
     if "bf16" not in name:
         step, trained = out / "checkpoints" / "step-00000006", tmp_path / "trained"
         start("export", [str(step), "--out", str(trained), "--dtype=float32"])
-        assert margin_of(trained, llama) != pytest.approx(validated, rel=5e-4), "else all are one"
+        assert margin_of(trained, llama) != pytest.approx(validated, rel=5e-5), "else all are one"
 
 
 def test_small_steps_are_not_rounded_away_and_where_they_are_a_line_says_so(

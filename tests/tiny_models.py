@@ -65,9 +65,12 @@ def with_adapters(folder: Path, lora: Lora, dtype: torch.dtype = torch.float32) 
 
 
 def made(config, folder: Path) -> nn.Module:
-    """A model of transformers with this config and random weights; it is also saved in the folder."""
+    """A model of transformers with this config and random weights, the same ones each time; it is also saved in the
+    folder."""
     kind = transformers.AutoModelForCausalLM
-    hf = shaken(kind.from_config(config, attn_implementation="eager"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf = shaken(kind.from_config(config, attn_implementation="eager"))
     hf.save_pretrained(folder)
     return hf
 
