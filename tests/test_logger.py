@@ -249,8 +249,9 @@ def answers(*texts):
 
 def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_changed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    before = {"right": 5, "of": 10, "by": {}, "answers": answers("same", "a\nb", "c")}
-    after = {"right": 8, "of": 10, "by": {}, "answers": answers("same", "x" * 99, "d")}
+    check = {"of": 10, "unjudged": 0, "by": {}}
+    before = {**check, "right": 5, "answers": answers("same", "a\nb", "c")}
+    after = {**check, "right": 8, "answers": answers("same", "x" * 99, "d")}
     text = format_before_after(before, after)
     assert "  before   50.0%  (23.7 to 76.3)  5 of 10\n" in text  # Wilson's interval, from a table
     assert "  gain    +30.0 points\n" in text
@@ -259,6 +260,15 @@ def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_c
     graded = format_before_after(before | {"right": 7.83489}, after)
     assert "  7.8 of 10\n" in graded, "of a checker with numbers"
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_shares_are_of_the_answers_with_a_verdict():
+    before = {"right": 2, "of": 8, "unjudged": 2, "by": {"kind": {"a": [2, 8], "b": [0, 0]}}}
+    after = {"right": 6, "of": 10, "unjudged": 0, "by": {"kind": {"a": [5, 8], "b": [1, 2]}}}
+    text = format_before_after(before | {"answers": []}, after | {"answers": []})
+    assert ")  2 of 8, 2 without a verdict\n" in text and ")  6 of 10\n" in text
+    assert "  gain    +35.0 points\n" in text
+    assert "   25.0%   62.5%      8  a\n" in text and "       -   50.0%      2  b\n" in text
 
 
 # ---- the best step -------------------------------------------------------------------------------
