@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 import warnings
 from functools import partial
@@ -221,6 +222,62 @@ def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run
     assert values == logged(out)
     files = list((out / "wandb").glob("offline-run-*/*.wandb"))
     assert [f.stem for f in files] == [f"run-{(out / 'wandb_id').read_text()}"] * 2
+
+
+TRACKIO = """
+import json
+
+def note(*what):
+    with open(FILE, "a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+class Table:
+    def __init__(self, columns, data):
+        self.data = data
+
+class Run:
+    def log(self, numbers, step):
+        numbers["val/samples"] = getattr(numbers.pop("val/samples", None), "data", None)
+        note(numbers, step)
+
+def init(**given):
+    note(given)
+    return Run()
+"""
+
+
+def test_trackio_gets_every_value_at_its_step_and_a_resume_goes_on_under_the_same_name(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    calls = tmp_path / "calls"
+    (tmp_path / "trackio.py").write_text(TRACKIO.replace("FILE", repr(str(calls))))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    out = tmp_path / "run"
+    argv = [f"--data.val={ratings}", "--logger=trackio", "--max_time=01:00:00", *TINY.split()]
+    train(tiny, ratings, out, *argv, "--stop_at=2")
+    train(tiny, ratings, out, *argv, "--resume=auto")
+    monkeypatch.delitem(sys.modules, "trackio")
+    values, begun = {}, []
+    for line in calls.read_text().splitlines():
+        first, *step = json.loads(line)
+        if step:
+            values |= {(name, *step): x for name, x in first.items() if x is not None}
+        else:
+            begun.append(first)
+    assert [len(values.pop(("val/samples", step))) for step in (0, 3)] == [2, 2]
+    assert values == logged(out)
+    names = {(one["name"], one["project"], one["resume"]) for one in begun}
+    assert len(begun) == 2 and names == {((out / "trackio_name").read_text(), "mine", "allow")}
+    assert begun[0]["name"].startswith("run-") and begun[0]["config"]["max_time"] == "1:00:00"
+
+
+def test_trackio_that_is_not_installed_is_said_before_a_model_is_loaded(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("infra.settings.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="^logger: trackio is not installed: pip install"):
+        train(tiny, "ratings.jsonl", tmp_path, "--logger=trackio")
 
 
 def test_the_docs_name_every_column(tracked):
