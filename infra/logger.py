@@ -12,7 +12,6 @@ import resource
 import secrets
 import sys
 import time
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -173,19 +172,18 @@ def open_tracker(cfg: RunSettings) -> Callable[[int, dict, Sequence[dict]], None
 
         return track
     if cfg.logger in ("wandb", "trackio"):
-        module, run = begin_wandb(cfg) if cfg.logger == "wandb" else begin_trackio(cfg)
+        run, as_table = begin_wandb(cfg) if cfg.logger == "wandb" else begin_trackio(cfg)
 
         def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
             if samples:
-                rows = [list(x.values()) for x in samples]
-                numbers["val/samples"] = module.Table(["prompt", "completion"], rows)
+                numbers["val/samples"] = as_table(samples)
             run.log(numbers, step=step)
 
         return track
 
 
-def begin_wandb(cfg: RunSettings) -> tuple[types.ModuleType, Any]:
-    """-> wandb, and its run, which a resume continues. Raises BadInput."""
+def begin_wandb(cfg: RunSettings) -> tuple[Any, Callable]:
+    """-> wandb's run, which a resume continues, and what makes a table of samples. Raises BadInput."""
     import wandb
 
     out = Path(cfg.out_dir)
@@ -200,11 +198,15 @@ def begin_wandb(cfg: RunSettings) -> tuple[types.ModuleType, Any]:
             resume="allow",
         )
     write_whole(id_file, run.id)
-    return wandb, run
+
+    def as_table(samples: Sequence[dict]) -> wandb.Table:
+        return wandb.Table(["prompt", "completion"], [list(x.values()) for x in samples])
+
+    return run, as_table
 
 
-def begin_trackio(cfg: RunSettings) -> tuple[types.ModuleType, Any]:
-    """-> trackio, which has wandb's interface, and its run, which a resume continues. Raises BadInput."""
+def begin_trackio(cfg: RunSettings) -> tuple[Any, Callable]:
+    """The same of trackio, which has nearly wandb's interface. Raises BadInput."""
     import trackio
 
     # trackio knows a run by its name, and the folders of two runs may have one name
@@ -218,7 +220,11 @@ def begin_trackio(cfg: RunSettings) -> tuple[types.ModuleType, Any]:
             name=name_file.read_text(),
             resume="allow",
         )
-    return trackio, run
+
+    def as_table(samples: Sequence[dict]) -> trackio.Table:
+        return trackio.Table(data=samples)  # trackio 0.20 reads no columns
+
+    return run, as_table
 
 
 class Logger:

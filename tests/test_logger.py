@@ -232,7 +232,7 @@ def note(*what):
         file.write(json.dumps(what) + "\\n")
 
 class Table:
-    def __init__(self, columns, data):
+    def __init__(self, data):
         self.data = data
 
 class Run:
