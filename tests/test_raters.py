@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import transformers
 from conftest import ROOT, rows_of, train
 from test_forks import ONLINE
 
+import kto
 from evaluate import Answer
 from infra.console import BadInput, Failed
 from records.examples import Example
@@ -155,6 +157,26 @@ def test_a_run_learns_the_judges_verdicts_and_a_reply_that_is_none_is_no_thumb(
     assert len(seen) == 3, "all three happen"
     assert "checker: no verdict on " in capsys.readouterr().out
     assert "secret" not in (tmp_path / "settings.yaml").read_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRatings(kto.Settings):
+    judge: JudgeSettings
+
+
+def test_kto_on_ratings_has_its_answers_judged_before_and_after(
+    judge_server, tiny, ratings, tmp_path
+):
+    argv = ("--batch_size=6", "--max_steps=2", f"--judge.server={judge_server.url}/v1",
+            "--judge.model=m", f"--data.val={ratings}", "--eval.prompts=5",
+            "--eval.max_new_tokens=4", "--eval.samples=0")  # fmt: skip
+    train(tiny, ratings, tmp_path, *argv, settings=OfRatings, trainer=Judged, checker=judge)
+    before = json.loads((tmp_path / "eval" / "before.json").read_text())
+    assert (tmp_path / "eval" / "after.json").exists()
+    for answer in before["answers"]:
+        question = judge_file.PROMPT.replace("{prompt}", answer["prompt"])
+        question = question.replace("{completion}", answer["completion"])
+        assert answer["right"] == (len(question) % 2 == 0)
 
 
 # ---- examples/reward_model.py --------------------------------------------------------------------
