@@ -142,7 +142,8 @@ class DPO(Objective):
         row = {
             "rewards/margins": mean(self.args.beta * h_G),
             "rewards/mean": mean(rewards),
-            "rewards/std": rewards.std().item(),
+            # an online fork may have a step without pairs
+            "rewards/std": rewards.std().item() if len(rewards) else None,
             # before the first update h is 0 everywhere: neither is preferred
             "accuracy": mean((h_G > 0).double()) if h_G.any() else None,
         }

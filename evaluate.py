@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from generate import generate, read_answer
-from infra.console import own_code, progress, say
+from infra.console import BadInput, Failed, own_code, progress, say
 from infra.devices import Stop, on_rank_0
 from infra.logger import write_json
 from infra.settings import RunSettings, refuse_unless
@@ -32,8 +32,10 @@ class Answer(NamedTuple):
     """Whether the answer ended at the length limit, not by EOS or a stop text."""
 
 
-# One verdict for each answer: whether it is right, or a number from 0 to 1 for an objective that wants numbers
-Checker = Callable[[list[Answer]], list[bool | float]]
+Verdict = bool | float
+# For each answer whether it is right, or a number from 0 to 1 for an objective that wants numbers; or None: no verdict,
+# as where another model was asked and said neither yes nor no
+Checker = Callable[[list[Answer]], list[Verdict | None]]
 
 
 def with_answers(examples: list[Example], answers: list[list[int]]) -> list[Example]:
@@ -50,15 +52,17 @@ def as_answers(tokenizer: Tokenizer, examples: list[Example], stop: list[str]) -
     return answers
 
 
-def count_by_field(answers: list[Answer], verdicts: list[bool | float]) -> dict:
-    """{field: {value: [right, of]}}: counts by each text field that has few values, such as the kind of a task."""
+def count_by_field(answers: list[Answer], verdicts: list[Verdict | None]) -> dict:
+    """{field: {value: [right, of]}}: counts by each text field that has few values, such as the kind of a task.
+    Answers without a verdict are left out."""
     fields = {}
     for answer, verdict in zip(answers, verdicts):
         for name, value in answer.fields.items():
             if isinstance(value, str):
                 count = fields.setdefault(name, {}).setdefault(value, [0, 0])
-                count[0] += verdict
-                count[1] += 1
+                if verdict is not None:
+                    count[0] += verdict
+                    count[1] += 1
     most = min(30, len(answers) / 2)
     return {name: counts for name, counts in fields.items() if 1 < len(counts) <= most}
 
@@ -102,9 +106,20 @@ class Evaluator:
             )
         return with_answers(examples, answers)
 
-    def judge(self, answers: list[Answer]) -> list[bool | float]:
-        """The checker's verdicts as bools and numbers of Python. Called on rank 0 alone. Raises BadInput, with
-        the number of the first answer whose verdict is neither."""
+    def judge(self, answers: list[Answer]) -> list[Verdict]:
+        """The checker's verdicts, for whom needs one for each answer. Called on rank 0 alone. Raises BadInput."""
+        verdicts = self.verdicts(answers)
+        if None in verdicts:
+            i = verdicts.index(None)
+            raise BadInput(
+                f"checker: answer {i}: no verdict (None), and each answer needs one here"
+            )
+        return verdicts
+
+    def verdicts(self, answers: list[Answer]) -> list[Verdict | None]:
+        """The checker's verdicts as bools and numbers of Python; None where it has none, of which there is a line.
+        Called on rank 0 alone. Raises BadInput, with the number of the first answer whose verdict is
+        something else; Failed if no answer has a verdict."""
         refuse_unless(
             self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
         )
@@ -118,22 +133,31 @@ class Evaluator:
         )
         for i, x in enumerate(verdicts):
             refuse_unless(
-                isinstance(x, int | float) and 0 <= x <= 1,
+                x is None or isinstance(x, int | float) and 0 <= x <= 1,
                 f"checker: answer {i}: expected True, False or a number from 0 to 1, got {x!r}",
+            )
+        n_unjudged = verdicts.count(None)
+        if n_unjudged == len(verdicts):
+            raise Failed(f"checker: no verdict on any of {len(verdicts):,} answers")
+        if n_unjudged:
+            say(
+                f"checker: no verdict on {n_unjudged:,} of {len(verdicts):,} answers, which are left out"
             )
         return verdicts
 
     def accuracy(self, step: int) -> tuple[float, list[Example]]:
         """Sample answers to the held-out prompts and have them checked, after this step. -> the share of the answers
-        that are right; and the prompts with these answers. Writes eval/before.json (at step 0) or answers-N.json. A
-        collective."""
+        that are right, of those with a verdict; and the prompts with all answers. Writes eval/before.json (at step 0)
+        or answers-N.json. A collective."""
         answered = self.answer(self.cfg.eval.prompts, f"check at step {step}")
         answers = as_answers(self.tokenizer, answered, self.cfg.eval.stop)
-        verdicts = on_rank_0(self.fabric, lambda: self.judge(answers))
+        verdicts = on_rank_0(self.fabric, lambda: self.verdicts(answers))
+        judged = [verdict for verdict in verdicts if verdict is not None]
         check = {
             "step": step,
-            "right": sum(verdicts),
-            "of": len(answers),
+            "right": sum(judged),
+            "of": len(judged),
+            "unjudged": len(answers) - len(judged),
             "cut": sum(a.cut for a in answers),
             "by": count_by_field(answers, verdicts),
             "answers": [a._asdict() | {"right": v} for a, v in zip(answers, verdicts)],
@@ -192,6 +216,11 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
     return middle - half_width, middle + half_width
 
 
+def format_share(right: float, of: int) -> str:
+    """A share as a cell of the table; none of them may have a verdict."""
+    return f"{right / of:6.1%}" if of else "     -"
+
+
 def format_before_after(before: dict, after: dict) -> str:
     """The checker's accuracy before and after training, with 95% intervals, and five answers.
 
@@ -199,20 +228,25 @@ def format_before_after(before: dict, after: dict) -> str:
     Answers that changed come first.
     """
     lines = ["", "held-out accuracy by the checker (95% interval)"]
+    shares = []
     for name, check in (("before", before), ("after", after)):
         right = check["right"]
         of = check["of"]
+        shares.append(right / of)
         low, high = wilson_interval(right, of)
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         # a sum of numbers from 0 to 1 has many digits
-        lines.append(f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}")
-    gain = 100 * (after["right"] - before["right"]) / after["of"]
+        line = f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}"
+        if check["unjudged"]:
+            line += f", {check['unjudged']} without a verdict"
+        lines.append(line)
+    gain = 100 * (shares[1] - shares[0])
     lines.append(f"  gain    {gain:+5.1f} points")
     for name, counts in after["by"].items():
         lines.append(f"  before   after     of  {name}")
         for value, (right, of) in sorted(counts.items()):
-            old = before["by"][name][value][0]
-            lines.append(f"  {old / of:6.1%}  {right / of:6.1%}  {of:5}  {value}")
+            old = format_share(*before["by"][name][value])
+            lines.append(f"  {old}  {format_share(right, of)}  {of:5}  {value}")
     pairs = zip(before["answers"], after["answers"])
     rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
     rows.sort(key=lambda row: row[1] == row[2])  # answers that changed come first

@@ -77,15 +77,18 @@ class OnlineKTO(KTO):
 
 
 def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> list[Example]:
-    """The policy's answers as rated examples, by the checker. A fork's own, main(rate=f), may make
-    anything else of them, such as an `extra` field with a number that its loss reads; of online.cut it
-    does what it likes. It is called once an iteration, on rank 0 alone: nothing that all ranks compute
-    together may be in it, such as a sharded policy. Raises BadInput."""
+    """The policy's answers as rated examples, by the checker; one without a verdict has weight 0. A fork's
+    own, main(rate=f), may make anything else of them, such as an `extra` field with a number that its loss
+    reads; of online.cut it does what it likes. It is called once an iteration, on rank 0 alone: nothing that
+    all ranks compute together may be in it, such as a sharded policy. Raises BadInput, Failed."""
     args = run.cfg.online
     answered = with_answers(prompts, answers)
     to_judge = as_answers(run.tokenizer, answered, args.stop)
     examples = []
-    for i, verdict in enumerate(run.evaluator.judge(to_judge)):
+    for i, verdict in enumerate(run.evaluator.verdicts(to_judge)):
+        if verdict is None:
+            examples.append(answered[i]._replace(label=False, weight=0.0))
+            continue
         refuse_unless(
             isinstance(verdict, bool),
             f"checker: answer {i}: KTO learns from True or False, got {verdict:g}; main(rate=...) makes "
@@ -126,6 +129,8 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     rows = []
     for answer, example in zip(answers[:4], examples):
         rating = "up" if example.label else "down"
+        if example.weight == 0:
+            rating = "left out"
         rows.append((answer.prompt, answer.completion, rating))
     say(format_table(("prompt", "answer", "rated"), rows))
 

@@ -7,7 +7,9 @@ checkpoint's step and writes them again.
 
 import csv
 import json
+import os
 import resource
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -151,8 +153,8 @@ def add_row(path: Path, row: dict) -> None:
 
 
 def open_tracker(cfg: RunSettings) -> Callable[[int, dict, Sequence[dict]], None] | None:
-    """-> track(step, numbers, samples), which hands {name: number} and answers of the policy to tensorboard
-    or wandb; None if neither is asked for."""
+    """-> track(step, numbers, samples), which hands {name: number} and answers of the policy to tensorboard,
+    wandb or trackio; None if none is asked for."""
     out = Path(cfg.out_dir)
     if cfg.logger == "tensorboard":
         from tensorboardX import SummaryWriter
@@ -169,28 +171,60 @@ def open_tracker(cfg: RunSettings) -> Callable[[int, dict, Sequence[dict]], None
             writer.flush()
 
         return track
-    if cfg.logger == "wandb":
-        import wandb
-
-        id_file = out / "wandb_id"  # a resumed run continues the same wandb run
-        with user_error("logger: wandb (WANDB_MODE=offline needs no key)"):
-            # wandb ends the run when Python exits, and marks it as crashed after an exception
-            run = wandb.init(
-                dir=out,
-                config=asdict(cfg),
-                name=out.name,
-                id=id_file.read_text() if id_file.exists() else None,
-                resume="allow",
-            )
-        write_whole(id_file, run.id)
+    if cfg.logger in ("wandb", "trackio"):
+        run, as_table = begin_wandb(cfg) if cfg.logger == "wandb" else begin_trackio(cfg)
 
         def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
             if samples:
-                rows = [list(x.values()) for x in samples]
-                numbers["val/samples"] = wandb.Table(["prompt", "completion"], rows)
+                numbers["val/samples"] = as_table(samples)
             run.log(numbers, step=step)
 
         return track
+
+
+def begin_wandb(cfg: RunSettings) -> tuple[Any, Callable]:
+    """-> wandb's run, which a resume continues, and what makes a table of samples. Raises BadInput."""
+    import wandb
+
+    out = Path(cfg.out_dir)
+    id_file = out / "wandb_id"
+    with user_error("logger: wandb (WANDB_MODE=offline needs no key)"):
+        # wandb ends the run when Python exits, and marks it as crashed after an exception
+        run = wandb.init(
+            dir=out,
+            config=asdict(cfg),
+            name=out.name,
+            id=id_file.read_text() if id_file.exists() else None,
+            resume="allow",
+        )
+    write_whole(id_file, run.id)
+
+    def as_table(samples: Sequence[dict]) -> wandb.Table:
+        return wandb.Table(["prompt", "completion"], [list(x.values()) for x in samples])
+
+    return run, as_table
+
+
+def begin_trackio(cfg: RunSettings) -> tuple[Any, Callable]:
+    """The same of trackio, which has nearly wandb's interface. Raises BadInput."""
+    import trackio
+
+    # trackio knows a run by its name, and the folders of two runs may have one name
+    name_file = Path(cfg.out_dir) / "trackio_name"
+    if not name_file.exists():
+        write_whole(name_file, f"{name_file.parent.name}-{secrets.token_hex(3)}")
+    with user_error("logger: trackio"):
+        run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "kto"),
+            config=json.loads(json.dumps(asdict(cfg), default=str)),
+            name=name_file.read_text(),
+            resume="allow",
+        )
+
+    def as_table(samples: Sequence[dict]) -> trackio.Table:
+        return trackio.Table(data=samples)  # trackio 0.20 reads no columns
+
+    return run, as_table
 
 
 class Logger:

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -228,7 +229,7 @@ class Eval(Sampling):
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
     samples: NonNegativeInt = free(4)
-    """Number of completions that are saved at each validation (eval/), and shown by tensorboard and wandb."""
+    """Number of completions that are saved at each validation (eval/), and shown by trackers."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +323,9 @@ class RunSettings:
     keep_best: str | None = None
     """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
     name ends with loss, the highest of any other."""
-    logger: Literal["csv", "tensorboard", "wandb"] = free("csv")
-    """csv (always written), tensorboard or wandb (WANDB_PROJECT names its project; WANDB_MODE=offline works)."""
+    logger: Literal["csv", "tensorboard", "wandb", "trackio"] = free("csv")
+    """csv (always written), tensorboard, wandb (WANDB_PROJECT names its project; WANDB_MODE=offline works) or
+    trackio (on this machine, with wandb's interface; TRACKIO_PROJECT names its project, TRACKIO_DIR its folder)."""
     progress: bool = free(True)
     """A progress bar on a terminal, a line now and then elsewhere."""
 
@@ -350,6 +352,10 @@ class RunSettings:
         )
         refuse_unless(
             self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
+        )
+        refuse_unless(
+            self.logger != "trackio" or find_spec("trackio"),
+            "logger: trackio is not installed: pip install -e '.[trackio]'",
         )
         refuse_unless(self.seed < 2**32, f"seed: expected less than 2^32, got {self.seed}")
 

@@ -12,8 +12,10 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -78,6 +80,62 @@ def llama(tmp_path_factory) -> Path:
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=2, max_position_embeddings=128, vocab_size=512)
     made(transformers.LlamaConfig(**sizes), folder)
+    return folder
+
+
+class FakeJudge(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server: YES to a question of even length, NO to another one. `faults`, of the server, are
+    given first, in place of replies: (status, headers, body)."""
+
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        (message,) = body["messages"]
+        server.asked.append((dict(self.headers), body))
+        verdict = "YES" if len(message["content"]) % 2 == 0 else "NO"
+        status, headers, text = 200, {}, server.reply_of(message["content"], verdict)
+        reply = json.dumps({"choices": [{"message": {"content": text}}]})
+        if server.faults:
+            status, headers, reply = server.faults.pop(0)
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(reply.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def judge_server():
+    """A FakeJudge that runs: what it was `asked`; `faults`; reply_of(question, verdict)."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeJudge)
+    server.asked, server.faults = [], []
+    server.reply_of = lambda question, verdict: f"Let me see.\n{verdict}."
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="session")
+def reward_folder(tmp_path_factory) -> Path:
+    """A reward model: a tiny Llama with one score, the tokenizer of tiny, and a chat template."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("reward")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(max_position_embeddings=256, vocab_size=512, num_labels=1, pad_token_id=0)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**sizes)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(PARITY / "tokenizer")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -58,6 +58,8 @@ COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "-
           "--precision=32-true", "--micro_batch_size=4", "--eval.samples=0")  # fmt: skip
 
 
+ONLINE = ("--epochs=1", "--online.max_iterations=3", "--online.prompts_per_iteration=3",
+          "--online.num_generations=4", "--online.max_new_tokens=5", "--data.max_completion=12")  # fmt: skip
 # example: (its program, what it hands over to the program's main, its own arguments)
 HANDED = {
     "bco": (kto, {"objective": "BCO", "settings": "Settings"}, ()),
@@ -69,21 +71,36 @@ HANDED = {
     "simpo": (dpo, {"objective": "SimPO", "settings": "Settings"}, ()),
     "orpo": (dpo, {"objective": "ORPO", "settings": "Settings"}, ()),
     "hinge": (dpo, {"objective": "Hinge", "settings": "Settings"}, ()),
-    "grpo": (
+    "humanline": (
+        kto,
+        {"objective": "Humanline", "settings": "Settings", "trainer": "MovingReference"},
+        ("--kto.fall=0.2", "--kto.rise=0.1"),
+    ),
+    "grpo": (online, {"objective": "GRPO", "settings": "Settings", "rate": "rate"}, ONLINE),
+    "online_dpo": (online, {"objective": "OnlineDPO", "settings": "Settings", "rate": "rate"}, ONLINE),
+    "judge": (
         online,
-        {"objective": "GRPO", "settings": "Settings", "rate": "rate"},
-        ("--epochs=1", "--online.max_iterations=3", "--online.prompts_per_iteration=3",
-         "--online.num_generations=4", "--online.max_new_tokens=5", "--data.max_completion=12"),
+        {"settings": "Settings", "trainer": "Judged", "checker": "judge"},
+        (*ONLINE, "--judge.server={server}", "--judge.model=m", "--eval.prompts=4"),
+    ),
+    "reward_model": (
+        online,
+        {"settings": "Settings", "trainer": "Rewarded", "rate": "rate", "checker": "reward_model",
+         "records": "with_dialogue"},
+        (*ONLINE, "--reward.model={reward}", "--reward.threshold=median", "--data.extra=dialogue",
+         "--eval.prompts=4"),
     ),
 }  # fmt: skip
+PLACES = {}  # what stands in the arguments in braces
 
 
-def train_example(name: str, tiny, data, out: Path, *argv: str) -> dict:
-    """An example in this process, with what it hands over."""
+def train_example(name: str, tiny, data, out: Path, *argv: str, further=()) -> dict:
+    """An example in this process, with what it hands over. further: in place of its own arguments."""
     program, names, own = HANDED[name]
     handed = {key: getattr(import_module(name), value) for key, value in names.items()}
     if program is online:
-        handed["checker"] = even
+        handed.setdefault("checker", even)
+    own = further or [word.format(**PLACES) for word in own]
     return train(tiny, data, out, *argv, *own, program=program.__name__, **handed)
 
 
@@ -100,13 +117,23 @@ def state(out: Path, step: int) -> dict:
 # ---- the examples --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def places(judge_server, reward_folder):
+    """The server and the model that two of the examples ask."""
+    PLACES.update(server=judge_server.url, reward=reward_folder)
+
+
 @pytest.mark.parametrize("name", HANDED)
-def test_an_algorithm_from_outside_trains_resumes_and_shards(name, tiny, ratings, pairs, tmp_path):
+def test_an_algorithm_from_outside_trains_resumes_and_shards(
+    name, tiny, ratings, pairs, tmp_path, places
+):
     data = pairs if HANDED[name][0] is dpo else ratings
     argv = (*COMMON, f"--data.val={data}", "--val_interval=3")
     whole = train_example(name, tiny, data, tmp_path / "whole", *argv)
     if name == "grpo":
         assert any(row["clipped"] for row in whole["rows"]), "or the clamp is not tested"
+    elif HANDED[name][0] is online:
+        assert len({row["loss"] for row in whole["rows"]}) > 3, "it learns from something"
     else:
         assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
     out = tmp_path / "run"
@@ -133,13 +160,15 @@ def run(clone: Path, folder: Path, command: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("name", HANDED)
 def test_an_example_runs_where_it_lies_by_its_command_and_resumes_by_the_printed_one(
-    name, clone, tmp_path
+    name, clone, tmp_path, places
 ):
     text = (EXAMPLES / f"{name}.py").read_text()
-    (command,) = re.findall(r'^""".* Run it: (python .*)"""$', text, re.M)
+    command, *_ = re.findall(r'(python examples/.*?)(?:""")?$', text, re.M)
+    command = command.replace("http://127.0.0.1:8000", PLACES["server"])
+    command = command.replace("FOLDER", str(PLACES["reward"]))
     command += " --batch_size 8 --max_steps 3 --eval.prompts 4"
-    if name == "grpo":
-        command += " --online.prompts_per_iteration 4"
+    if HANDED[name][0] is online:
+        command += " --online.prompts_per_iteration 8"
     code, said, stderr = run(clone, tmp_path / "a", f"{command} --stop_at 2")
     (resume,) = re.findall(r"^  (python .*)$", said, re.M)
     program = f"python examples/{name}.py --config "
@@ -664,6 +693,44 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     run = train(tiny, ratings, tmp_path / "lora", *COMMON, *lora, trainer=SyncedReference)
     assert torch.equal(run["weights"]["transformer.wte.weight"], start["transformer.wte.weight"])
     assert (tmp_path / "lora" / "final_adapter").exists(), "the policy's base has not moved"
+
+
+def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():
+    from humanline import Humanline, HumanlineSettings
+
+    objective = Humanline(HumanlineSettings())
+    logps = torch.tensor([[[-1.0, -4.0, -0.5, -2.0, 0.0]]], requires_grad=True)
+    ref_logps = torch.tensor([[[-1.5, -2.0, -3.5, -2.0, 0.0]]])  # log-ratios 0.5, -2, 3, 0; the end
+    policy, reference = objective.reduce(logps, ref_logps, torch.tensor([[4]]))
+    assert policy.item() == -7.5 and (policy - reference).item() == 0.5 - 1 + 1.5
+    (gradient,) = torch.autograd.grad((policy - reference).sum(), logps)
+    assert gradient.tolist() == [[[1, 0, 0, 1, 1]]], "beyond a limit a token has no gradient"
+
+
+def test_humanlines_reference_is_the_policy_before_the_last_step(tiny, ratings, tmp_path):
+    argv = (*COMMON, "--max_steps=4", "--save_interval=1", "--keep_last=9")
+    clipped = train_example("humanline", tiny, ratings, tmp_path / "a", *argv)
+    for step in (2, 3, 4):
+        before = saved(tmp_path / "a", step - 1, "weights")
+        for name, x in saved(tmp_path / "a", step, "reference").items():
+            assert torch.equal(x, before[name])
+    far = ("--kto.fall=99", "--kto.rise=99")
+    free = train_example("humanline", tiny, ratings, tmp_path / "b", *argv, further=far)
+    assert numbers(free)[0] == numbers(clipped)[0] and numbers(free)[1] != numbers(clipped)[1]
+    every_2 = ("--kto.sync_interval=2",)
+    train_example("humanline", tiny, ratings, tmp_path / "c", *argv, further=every_2)
+    step_2 = saved(tmp_path / "c", 2, "weights")
+    for name, x in saved(tmp_path / "c", 4, "reference").items():
+        assert torch.equal(x, step_2[name])
+
+
+def test_humanlines_reference_needs_a_model_of_its_own_beside_adapters(tiny, ratings, tmp_path):
+    argv = (*COMMON, "--max_steps=3", "--lora.rank=2")
+    with pytest.raises(BadInput, match="^lora.rank: .*: give --reference, too, the model itself"):
+        train_example("humanline", tiny, ratings, tmp_path / "a", *argv)
+    argv = (*argv, f"--reference={tiny}")
+    rows = train_example("humanline", tiny, ratings, tmp_path / "b", *argv)["rows"]
+    assert rows[0]["rewards/mean"] == 0 != rows[1]["rewards/mean"]
 
 
 def test_the_best_weights_are_tested_with_the_memory_and_the_reference_of_their_step(

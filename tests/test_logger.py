@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 import warnings
 from functools import partial
@@ -223,6 +224,62 @@ def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run
     assert [f.stem for f in files] == [f"run-{(out / 'wandb_id').read_text()}"] * 2
 
 
+TRACKIO = """
+import json
+
+def note(*what):
+    with open(FILE, "a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+class Table:
+    def __init__(self, data):
+        self.data = data
+
+class Run:
+    def log(self, numbers, step):
+        numbers["val/samples"] = getattr(numbers.pop("val/samples", None), "data", None)
+        note(numbers, step)
+
+def init(**given):
+    note(given)
+    return Run()
+"""
+
+
+def test_trackio_gets_every_value_at_its_step_and_a_resume_goes_on_under_the_same_name(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    calls = tmp_path / "calls"
+    (tmp_path / "trackio.py").write_text(TRACKIO.replace("FILE", repr(str(calls))))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    out = tmp_path / "run"
+    argv = [f"--data.val={ratings}", "--logger=trackio", "--max_time=01:00:00", *TINY.split()]
+    train(tiny, ratings, out, *argv, "--stop_at=2")
+    train(tiny, ratings, out, *argv, "--resume=auto")
+    monkeypatch.delitem(sys.modules, "trackio")
+    values, begun = {}, []
+    for line in calls.read_text().splitlines():
+        first, *step = json.loads(line)
+        if step:
+            values |= {(name, *step): x for name, x in first.items() if x is not None}
+        else:
+            begun.append(first)
+    assert [len(values.pop(("val/samples", step))) for step in (0, 3)] == [2, 2]
+    assert values == logged(out)
+    names = {(one["name"], one["project"], one["resume"]) for one in begun}
+    assert len(begun) == 2 and names == {((out / "trackio_name").read_text(), "mine", "allow")}
+    assert begun[0]["name"].startswith("run-") and begun[0]["config"]["max_time"] == "1:00:00"
+
+
+def test_trackio_that_is_not_installed_is_said_before_a_model_is_loaded(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("infra.settings.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="^logger: trackio is not installed: pip install"):
+        train(tiny, "ratings.jsonl", tmp_path, "--logger=trackio")
+
+
 def test_the_docs_name_every_column(tracked):
     text = (ROOT / "docs" / "columns.md").read_text()
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
@@ -249,8 +306,9 @@ def answers(*texts):
 
 def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_changed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    before = {"right": 5, "of": 10, "by": {}, "answers": answers("same", "a\nb", "c")}
-    after = {"right": 8, "of": 10, "by": {}, "answers": answers("same", "x" * 99, "d")}
+    check = {"of": 10, "unjudged": 0, "by": {}}
+    before = {**check, "right": 5, "answers": answers("same", "a\nb", "c")}
+    after = {**check, "right": 8, "answers": answers("same", "x" * 99, "d")}
     text = format_before_after(before, after)
     assert "  before   50.0%  (23.7 to 76.3)  5 of 10\n" in text  # Wilson's interval, from a table
     assert "  gain    +30.0 points\n" in text
@@ -259,6 +317,15 @@ def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_c
     graded = format_before_after(before | {"right": 7.83489}, after)
     assert "  7.8 of 10\n" in graded, "of a checker with numbers"
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_shares_are_of_the_answers_with_a_verdict():
+    before = {"right": 2, "of": 8, "unjudged": 2, "by": {"kind": {"a": [2, 8], "b": [0, 0]}}}
+    after = {"right": 6, "of": 10, "unjudged": 0, "by": {"kind": {"a": [5, 8], "b": [1, 2]}}}
+    text = format_before_after(before | {"answers": []}, after | {"answers": []})
+    assert ")  2 of 8, 2 without a verdict\n" in text and ")  6 of 10\n" in text
+    assert "  gain    +35.0 points\n" in text
+    assert "   25.0%   62.5%      8  a\n" in text and "       -   50.0%      2  b\n" in text
 
 
 # ---- the best step -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from conftest import PARITY, assert_same, even, numbers, ranks, result, start
 import evaluate
 import online
 from infra.checkpoint import checkpoint_folder, checkpoints_by_step
-from infra.console import BadInput
+from infra.console import BadInput, Failed
 from models.hub import Source
 from records.tokenizer import Tokenizer
 
@@ -171,18 +171,52 @@ def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
 
 BAD = {  # what a checker gives for ten answers -> what is said
     "10 answers need as many verdicts, got 9": [True] * 9,
-    "answer 7: expected True, False or a number from 0 to 1, got None": [True] * 7 + [None] * 3,
+    "answer 7: expected True, False or a number from 0 to 1, got 'yes'": [True] * 7 + ["yes"] * 3,
     "answer 9: expected .*, got nan": [True] * 9 + [float("nan")],
     "answer 2: KTO learns from True or False, got 0.5; .*": [True, False] + [0.5] * 8,
 }
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_a_checkers_verdict_that_is_none_is_one_line_with_the_answers_number(
+def test_what_is_no_verdict_of_a_checker_is_one_line_with_the_answers_number(
     fault, tiny, prompts, tmp_path
 ):
     with pytest.raises(BadInput, match=f"^checker: {fault}$"):
         go(tiny, prompts, tmp_path, checker=lambda answers: BAD[fault])
+
+
+def test_an_answer_without_a_verdict_is_no_thumb_and_no_part_of_the_accuracy(
+    tiny, prompts, tmp_path, fits, capsys
+):
+    def checker(given):
+        return [None if i % 5 == 4 else i % 5 == 0 for i in range(len(given))]
+
+    argv = (ONE, f"--data.val={prompts}", "--eval.prompts=7", "--eval.max_new_tokens=4")
+    go(tiny, prompts, tmp_path, *argv, checker=checker)
+    ((seen, _),) = fits
+    assert [(e.label, e.weight) for e in seen[:5]] == [(True, 1), *[(False, 1)] * 3, (False, 0)]
+    before = json.loads((tmp_path / "eval" / "before.json").read_text())
+    assert (before["right"], before["of"], before["unjudged"]) == (2, 6, 1)
+    assert [a["right"] for a in before["answers"][3:]] == [False, None, True, False]
+    said = capsys.readouterr().out
+    assert "no verdict on 2 of 10 answers, which are left out" in said
+    assert "33.3%" in said and "2 of 6, 1 without a verdict" in said
+
+
+def test_no_verdict_at_all_or_none_where_each_answer_needs_one_ends_the_run(
+    tiny, prompts, tmp_path
+):
+    with pytest.raises(Failed, match="^checker: no verdict on any of 10 answers$"):
+        go(tiny, prompts, tmp_path / "a", checker=lambda given: [None] * len(given))
+
+    def rate(run, asked, ids):
+        run.evaluator.judge(
+            evaluate.as_answers(run.tokenizer, evaluate.with_answers(asked, ids), [])
+        )
+
+    with pytest.raises(BadInput, match="^checker: answer 1: no verdict"):
+        given = dict(checker=lambda given: [True, None] * 5, rate=rate)
+        go(tiny, prompts, tmp_path / "b", **given)
 
 
 def test_more_prompts_an_iteration_than_there_are_are_all_and_its_end_is_saved(

@@ -1,0 +1,63 @@
+"""Humanline KTO (arXiv 2509.24207): each token's log-ratio is clipped, and the reference is the policy of a step ago.
+
+    python examples/humanline.py
+    python examples/humanline.py --config config/lora.yaml --model M --reference M --data.train ratings.jsonl
+
+The clip and its limits are those of the authors' code (HALOs), for the mismatched pairs of z too. There the reference
+becomes the policy just before each step; the paper has every k steps (--kto.sync_interval). What differs is kto.py's: z
+is one number for the whole step, and mismatched completions come from other prompts.
+
+A reference that moves makes losses of two steps two different things: judge a run by a checker.
+"""
+
+from dataclasses import dataclass
+
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+
+import kto
+from infra.console import BadInput, run_cli
+from trainer import Trainer
+
+
+@dataclass(frozen=True)
+class HumanlineSettings(kto.KTOSettings):
+    fall: NonNegativeFloat = 1.0
+    """A token's log-ratio counts down to minus this number of nats (HALOs: log_epsilon_P is -1)."""
+    rise: NonNegativeFloat = 1.5
+    """A token's log-ratio counts up to this number of nats (HALOs: log_epsilon_R)."""
+    sync_interval: PositiveInt = 1
+    """Steps between two moves of the reference."""
+
+
+@dataclass(frozen=True)
+class Settings(kto.Settings):
+    kto: HumanlineSettings = HumanlineSettings()
+
+    def validate(self) -> None:
+        super().validate()
+        if self.lora.rank and not self.reference:
+            raise BadInput(
+                "lora.rank: the reference would be the model without adapters, which cannot move alone: "
+                "give --reference, too, the model itself"
+            )
+
+
+class Humanline(kto.KTO):
+    by_token = True
+
+    def reduce(self, logps, ref_logps, lengths):
+        """(B, K, L) -> (B, K). The reference's log-prob moves to where the log-ratio is at its limit; beyond it
+        the token has no gradient."""
+        clipped = (logps - ref_logps).clamp(-self.args.fall, self.args.rise)
+        return logps.sum(-1), (logps - clipped).sum(-1)
+
+
+class MovingReference(Trainer):
+    def optimizer_step(self, plan):
+        if self.run.state.step % self.run.cfg.kto.sync_interval == 0:
+            self.run.new_reference()  # the policy before this step
+        return super().optimizer_step(plan)
+
+
+if __name__ == "__main__":
+    run_cli(lambda: kto.main(objective=Humanline, settings=Settings, trainer=MovingReference))

@@ -1,0 +1,176 @@
+"""Another model as the checker: any OpenAI-compatible server, a local vLLM or a hosted one.
+
+    python examples/judge.py --judge.server http://127.0.0.1:8000 --judge.model NAME
+
+This is online KTO; kto.main(settings=..., trainer=Judged, checker=judge) has answers judged before and after a run on
+ratings, with a group `judge` as below in its settings. Replies are kept in judge.jsonl in the run's folder, or in
+--judge.cache, as they come: a resume asks nothing twice. A reply that is neither yes nor no is no verdict: its answer
+gets no thumb, and is counted. Read a few replies and eval/*.json: a policy may learn to persuade its judge.
+"""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+import online
+from evaluate import Answer
+from infra.console import BadInput, Failed, advance, progress, run_cli, user_error
+from infra.settings import free, refuse_unless
+from trainer import Trainer
+
+PROMPT = """A question:
+{prompt}
+
+An answer to it:
+{completion}
+
+Is the answer right? Think in a sentence or two. Then end with a line that is YES or NO."""
+
+WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    model: str
+    """The model's name on the server."""
+    server: str = free("http://127.0.0.1:8000")
+    """Its address. Nothing else is asked, also if the server names another address."""
+    key: str | None = free("OPENAI_API_KEY")
+    """The environment variable that has the server's key, if it is set; null: send no key."""
+    prompt: str = PROMPT
+    """What the judge is asked. {prompt}, {completion} and the fields that data.extra names, as {field}, stand for an
+    answer's own. The last line of the reply must hold one of the words yes and no."""
+    request: str = '{"temperature": 0, "max_tokens": 512}'
+    """What else is in a request, as JSON. Some hosted models want max_completion_tokens."""
+    threads: PositiveInt = free(16)
+    """Requests at once."""
+    timeout: PositiveFloat = free(120.0)
+    """Seconds to wait for a reply before another try."""
+    cache: str | None = free(None)
+    """The file of the replies, which runs may share one after the other. Default: judge.jsonl in the run's folder."""
+
+    def __post_init__(self):
+        url = urlsplit(self.server)
+        refuse_unless(
+            url.scheme in ("http", "https") and url.hostname and not url.password,
+            "judge.server: expected http://HOST:PORT or https://HOST, without a password",
+        )
+        refuse_unless("{completion}" in self.prompt, "judge.prompt: expected {completion} in it")
+        with user_error("judge.request"):
+            json.loads(self.request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(online.Settings):
+    judge: JudgeSettings
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_):
+        """A redirect is an error: it could take the key to another server."""
+
+
+class Judge:
+    """The checker; `begin` says whom it asks."""
+
+    def begin(self, run) -> None:
+        self.args = run.cfg.judge
+        self.run = run
+        self.url = self.args.server.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self.headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(self.args.key or ""):
+            self.headers["Authorization"] = f"Bearer {key}"
+        self.opener = urllib.request.build_opener(NoRedirect)
+        self.file = Path(self.args.cache or run.folder / "judge.jsonl").expanduser()
+        self.lock = threading.Lock()
+
+    def __call__(self, answers: list[Answer]) -> list[bool | None]:
+        """Raises BadInput where the server refuses a request; Failed where it does not reply."""
+        requests = [self.request(answer) for answer in answers]
+        replies = self.replies()
+        missing = list(dict.fromkeys(r for r in requests if key_of(r) not in replies))
+        with progress("judging", len(missing)), ThreadPoolExecutor(self.args.threads) as pool:
+            for _ in pool.map(self.ask, missing):
+                advance()
+                if self.run.fabric.world_size == 1:  # else the others do not wait here
+                    self.run.stop.check(self.run.fabric.device, time_limit=True)
+        replies = self.replies()
+        return [verdict(replies[key_of(request)]) for request in requests]
+
+    def request(self, answer: Answer) -> str:
+        """The body of the request about an answer."""
+        values = {**answer.fields, "prompt": answer.prompt, "completion": answer.completion}
+        # in one pass: {completion} in a prompt's own text stays there
+        text = re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), self.args.prompt)
+        messages = [{"role": "user", "content": text}]
+        body = {"model": self.args.model, "messages": messages}
+        return json.dumps(body | json.loads(self.args.request))
+
+    def replies(self) -> dict[str, str]:
+        """The replies on the disk, by key_of."""
+        replies = {}
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").split("\n"):
+                with suppress(ValueError):  # a killed process may leave half a line
+                    row = json.loads(line)
+                    replies[row["request"]] = row["reply"]
+        return replies
+
+    def ask(self, body: str) -> None:
+        """Put the server's reply to a request into the file. Called in a thread."""
+        row = {"request": key_of(body), "reply": self.reply(body)}
+        with self.lock, open(self.file, "a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps(row))  # a new line first: the last one may be half a line
+
+    def reply(self, body: str) -> str:
+        request = urllib.request.Request(self.url, body.encode(), self.headers)
+        for wait in (*WAITS, None):
+            try:
+                with self.opener.open(request, timeout=self.args.timeout) as reply:
+                    return json.load(reply)["choices"][0]["message"]["content"] or ""
+            except urllib.error.HTTPError as e:
+                fault = f"{e.code} {e.reason}: {e.read(300).decode(errors='replace')!r}"
+                if e.code != 429 and e.code < 500:
+                    raise BadInput(f"judge.server: {self.url}: {fault}") from None
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as e:
+                fault = f"no reply as expected: {e!r}"
+            if wait is not None:
+                time.sleep(wait)
+        raise Failed(f"judge.server: {self.url}: {len(WAITS) + 1} times {fault}")
+
+
+def key_of(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:32]
+
+
+def verdict(reply: str) -> bool | None:
+    """Whether the last line says yes; None where it says neither or both."""
+    last = reply.strip().split("\n")[-1].lower()
+    words = set(re.findall(r"\b(?:yes|no)\b", last))
+    return "yes" in words if len(words) == 1 else None
+
+
+judge = Judge()
+
+
+class Judged(Trainer):
+    def __init__(self, run):
+        super().__init__(run)
+        judge.begin(run)
+
+
+if __name__ == "__main__":
+    run_cli(lambda: online.main(settings=Settings, trainer=Judged, checker=judge))

@@ -1,0 +1,291 @@
+"""Who rates online answers in examples/: a model behind a server, a reward model, the best against the worst."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT, rows_of, train
+from test_forks import ONLINE
+
+import kto
+from evaluate import Answer
+from infra.console import BadInput, Failed
+from records.examples import Example
+
+sys.path.append(str(ROOT / "examples"))
+
+import judge as judge_file  # noqa: E402
+import online_dpo  # noqa: E402
+import reward_model as reward_file  # noqa: E402
+from judge import Judge, Judged, JudgeSettings, judge, verdict  # noqa: E402
+
+COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
+
+
+def rated(out: Path, i: int) -> list[dict]:
+    file = out / "iterations" / f"rated-{i}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# ---- examples/judge.py ---------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(judge_file, "WAITS", (0, 0, 0))
+
+
+def begun(folder: Path, server: str, **settings) -> Judge:
+    """A judge as a run of one process begins it."""
+    args = JudgeSettings(**{"model": "m", "server": server, "prompt": "{completion}", **settings})
+    fabric = SimpleNamespace(world_size=1, device="cpu")
+    stop = SimpleNamespace(check=lambda *_, **__: None)
+    one = Judge()
+    one.begin(
+        SimpleNamespace(cfg=SimpleNamespace(judge=args), folder=folder, fabric=fabric, stop=stop)
+    )
+    return one
+
+
+def answers(*texts: str) -> list[Answer]:
+    return [Answer("p", text, {}, False) for text in texts]
+
+
+def test_a_verdict_is_the_one_word_of_the_last_line():
+    assert verdict("YES") is True and verdict("It says no such thing.\nSo: **Yes**.\n") is True
+    assert verdict("yes\nNo.") is False
+    for reply in ("", "maybe", "yes or no?", "yes\nperhaps", "nobody knows yesterday"):
+        assert verdict(reply) is None
+
+
+def test_the_judge_is_asked_once_about_each_answer_also_after_a_kill(judge_server, tmp_path):
+    one = begun(tmp_path, judge_server.url)
+    assert one(answers("ab", "abc", "ab")) == [True, False, True]
+    file = tmp_path / "judge.jsonl"
+    file.write_text(file.read_text() + '\n{"request": "ab')  # half a line of a killed process
+    again = begun(tmp_path, judge_server.url + "/v1/")  # the same server
+    assert again(answers("abc", "abcd", "ab")) == [False, True, True]
+    asked = [body["messages"][0]["content"] for _, body in judge_server.asked]
+    assert sorted(asked) == ["ab", "abc", "abcd"]
+    assert begun(tmp_path, judge_server.url)(answers("abcd")) == [True]
+    begun(tmp_path, judge_server.url, model="another")(answers("ab"))
+    assert [body["model"] for _, body in judge_server.asked[2:]] == ["m", "another"]
+
+
+def test_a_question_has_the_answers_own_texts_and_the_request_what_the_settings_say(
+    judge_server, tmp_path
+):
+    text = "{kind} | {prompt} | {completion} | {other}"
+    one = begun(tmp_path, judge_server.url, prompt=text, request='{"max_completion_tokens": 7}')
+    one([Answer("a {completion}", "b {kind}", {"kind": "sum"}, False)])
+    ((_, body),) = judge_server.asked
+    content = "sum | a {completion} | b {kind} | {other}"
+    messages = [{"role": "user", "content": content}]
+    assert body == {"model": "m", "messages": messages, "max_completion_tokens": 7}
+
+
+def test_a_busy_or_broken_server_is_asked_again_and_a_refusal_ends_the_run(judge_server, tmp_path):
+    judge_server.faults += [(429, {}, "slowly"), (503, {}, ""), (200, {}, "<html>")]
+    assert begun(tmp_path, judge_server.url)(answers("ab")) == [True]
+    assert len(judge_server.asked) == 4
+    judge_server.faults += [(401, {}, "no such key")]
+    with pytest.raises(BadInput, match="^judge.server: http.*: 401 Unauthorized: 'no such key'$"):
+        begun(tmp_path, judge_server.url)(answers("abc"))
+    judge_server.faults += [(500, {}, "")] * 4
+    with pytest.raises(Failed, match="4 times 500 Internal Server Error"):
+        begun(tmp_path, judge_server.url)(answers("abc"))
+    with pytest.raises(Failed, match="4 times no reply as expected: .*refused"):
+        begun(tmp_path, "http://127.0.0.1:9")(answers("abc"))
+
+
+def test_the_key_goes_to_the_server_alone(judge_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OTHER", "another")
+    begun(tmp_path, judge_server.url)(answers("a"))
+    begun(tmp_path, judge_server.url, key="OTHER")(answers("b"))
+    begun(tmp_path, judge_server.url, key=None)(answers("c"))
+    keys = [headers.get("Authorization") for headers, _ in judge_server.asked]
+    assert keys == ["Bearer secret", "Bearer another", None]
+    assert "secret" not in (tmp_path / "judge.jsonl").read_text()
+    # a redirect is not followed: the only request is the one that was redirected
+    judge_server.faults += [(302, {"Location": f"{judge_server.url}/elsewhere"}, "")]
+    with pytest.raises(BadInput, match="302 Found"):
+        begun(tmp_path, judge_server.url)(answers("d"))
+    assert len(judge_server.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "fault, settings",
+    [
+        ("server: expected http://HOST:PORT or", {"server": "file:///etc/passwd"}),
+        ("server: expected http://HOST:PORT or", {"server": "http://me:secret@host"}),
+        ("prompt: expected {completion} in it", {"prompt": "Is it right?"}),
+        ("request: Expecting value", {"request": "temperature=0"}),
+    ],
+)
+def test_settings_of_the_judge_that_cannot_be_meant_are_refused(fault, settings):
+    with pytest.raises(BadInput, match=f"^judge.{fault}"):
+        JudgeSettings(model="m", **settings)
+
+
+def test_a_run_learns_the_judges_verdicts_and_a_reply_that_is_none_is_no_thumb(
+    judge_server, tiny, ratings, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    judge_server.reply_of = lambda question, word: "Hm." if len(question) % 3 == 0 else word
+    argv = (*COMMON, f"--judge.server={judge_server.url}", "--judge.model=m",
+            "--judge.prompt={completion}", f"--data.val={ratings}", "--eval.prompts=6")  # fmt: skip
+    handed = dict(program="online", settings=judge_file.Settings, trainer=Judged, checker=judge)
+    train(tiny, ratings, tmp_path, *argv, "--stop_at=3", **handed)
+    train(tiny, ratings, tmp_path, *argv, "--resume=auto", **handed)
+    asked = [body["messages"][0]["content"] for _, body in judge_server.asked]
+    assert len(asked) == len(set(asked)) > 20
+    seen = set()
+    for i in (1, 2, 3):
+        texts = (tmp_path / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
+        for line, example in zip(texts, rated(tmp_path, i), strict=True):
+            n = len(json.loads(line)["completion"])
+            expected = (False, 0.0) if n % 3 == 0 else (n % 2 == 0, 1.0)
+            assert (example["label"], example["weight"]) == expected
+            seen.add(expected)
+    assert len(seen) == 3, "all three happen"
+    assert "checker: no verdict on " in capsys.readouterr().out
+    assert "secret" not in (tmp_path / "settings.yaml").read_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRatings(kto.Settings):
+    judge: JudgeSettings
+
+
+def test_kto_on_ratings_has_its_answers_judged_before_and_after(
+    judge_server, tiny, ratings, tmp_path
+):
+    argv = ("--batch_size=6", "--max_steps=2", f"--judge.server={judge_server.url}/v1",
+            "--judge.model=m", f"--data.val={ratings}", "--eval.prompts=5",
+            "--eval.max_new_tokens=4", "--eval.samples=0")  # fmt: skip
+    train(tiny, ratings, tmp_path, *argv, settings=OfRatings, trainer=Judged, checker=judge)
+    before = json.loads((tmp_path / "eval" / "before.json").read_text())
+    assert (tmp_path / "eval" / "after.json").exists()
+    for answer in before["answers"]:
+        question = judge_file.PROMPT.replace("{prompt}", answer["prompt"])
+        question = question.replace("{completion}", answer["completion"])
+        assert answer["right"] == (len(question) % 2 == 0)
+
+
+# ---- examples/reward_model.py --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", ["0.125", "median"])
+def test_answers_have_the_scores_that_transformers_gives_to_their_dialogues(
+    threshold, tiny, reward_folder, tmp_path
+):
+    records = [{"system": "Be kind.", "instruction": f"say {i}", "label": True} for i in range(3)]
+    records = [{**r, "completion": "x"} for r in records]
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps(r) + "\n" for r in records))
+    template = tmp_path / "t.jinja"  # of the policy: another one than the reward model's
+    template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    argv = (*COMMON, f"--reward.model={reward_folder}", f"--reward.threshold={threshold}",
+            "--data.extra=dialogue", f"--data.chat_template={template}", f"--data.val={data}",
+            "--online.max_iterations=1", "--eval.prompts=2")  # fmt: skip
+    handed = dict(
+        settings=reward_file.Settings, trainer=reward_file.Rewarded, rate=reward_file.rate
+    )
+    handed |= dict(checker=reward_file.reward_model, records=reward_file.with_dialogue)
+    train(tiny, data, tmp_path / "run", *argv, program="online", **handed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reward_folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(reward_folder)
+
+    def score(question: str, completion: str) -> float:
+        turns = [("system", "Be kind."), ("user", question), ("assistant", completion)]
+        text = "".join(f"<{role}>{content}\n" for role, content in turns)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            return model(ids).logits.item()
+
+    examples = rated(tmp_path / "run", 1)
+    file = tmp_path / "run" / "iterations" / "answers-1.jsonl"
+    texts = [json.loads(line)["completion"] for line in file.read_text().splitlines()]
+    scores = []
+    for example, text in zip(examples, texts, strict=True):
+        question = json.loads(example["extra"]["dialogue"])[1]["content"]
+        scores.append(score(question, text))
+        assert example["rewards"] == [pytest.approx(scores[-1], abs=1e-6), None]
+    limit = float(np.median(scores)) if threshold == "median" else float(threshold)
+    assert [e["label"] for e in examples] == [s > limit for s in scores]
+    assert 0 < sum(e["label"] for e in examples) < len(examples)
+    before = json.loads((tmp_path / "run" / "eval" / "before.json").read_text())
+    shift = 0.0 if threshold == "median" else limit
+    expected = []
+    for answer in before["answers"]:
+        s = score(json.loads(answer["fields"]["dialogue"])[1]["content"], answer["completion"])
+        expected.append(1 / (1 + np.exp(shift - s)))
+    assert before["right"] == pytest.approx(sum(expected), abs=1e-6) and before["of"] == 2
+
+
+def test_what_is_no_reward_model_is_refused(tiny, reward_folder, tmp_path):
+    load = reward_file.reward_model.load
+
+    def saved(**changes) -> reward_file.RewardSettings:
+        config = transformers.AutoConfig.from_pretrained(reward_folder, **changes)
+        transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+        return reward_file.RewardSettings(str(tmp_path))
+
+    with pytest.raises(BadInput, match="^reward.model: .*: no weights of score.weight$"):
+        load(reward_file.RewardSettings(str(tiny)), "cpu")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="^reward.model: 2 scores, not one$"):
+        load(saved(num_labels=2), "cpu")
+    with pytest.raises(BadInput, match="^reward.model: it has no chat template$"):
+        load(saved(), "cpu")
+
+
+# ---- examples/online_dpo.py ----------------------------------------------------------------------
+
+
+def test_of_a_prompts_answers_the_best_and_the_worst_are_a_pair(monkeypatch):
+    verdicts = [0.5, 1.0, 0.0, True, True, True, None, 0.25, 0.75, None, None, None]
+    prompts = [Example(np.array([i]), (), True) for i in range(4) for _ in range(3)]
+    ids = [[10 + i, 99] for i in range(12)]
+    run = SimpleNamespace(
+        cfg=SimpleNamespace(online=SimpleNamespace(num_generations=3, stop=[])),
+        evaluator=SimpleNamespace(verdicts=lambda answers: verdicts),
+        tokenizer=None,
+    )
+    monkeypatch.setattr(online_dpo, "as_answers", lambda *_: [])
+    examples = online_dpo.rate(run, prompts, ids)
+    pairs = {i: e for i, e in enumerate(examples) if e.weight}
+    assert [[list(x) for x in e.completions] for e in pairs.values()] == [
+        [ids[1], ids[2]],
+        [ids[8], ids[7]],
+    ], "equal verdicts, and none, are no pair"
+    assert [e.rewards for e in pairs.values()] == [(1.0, 0.0), (0.75, 0.25)]
+    assert all(list(e.completions[0]) == own for e, own in zip(examples, ids))
+    labels = [e.label for e in examples]
+    assert labels == [False, True, False, *[True] * 3, False, False, True, *[False] * 3]
+
+
+def test_the_columns_are_means_over_the_pairs_and_only_they_teach(tiny, ratings, tmp_path):
+    def checker(given):
+        return [i % 4 == 1 for i in range(len(given))]
+
+    handed = dict(objective=online_dpo.OnlineDPO, settings=online_dpo.Settings)
+    handed |= dict(rate=online_dpo.rate, checker=checker, program="online")
+    argv = (*COMMON, "--online.max_iterations=1", "--optim.lr=1e-2")
+    train(tiny, ratings, tmp_path, *argv, **handed)
+    rows = rows_of(tmp_path / "metrics.csv")
+    assert sum(float(row["pairs"]) * 6 for row in rows) == 3, "one of each prompt"
+    for row in rows:
+        has_pair = float(row["pairs"]) > 0
+        assert bool(row["loss"]) == has_pair == bool(row["rewards/std"])
+    assert float(rows[0]["loss"]) == pytest.approx(np.log(2), abs=1e-5)
+    with pytest.raises(BadInput, match="^online.num_generations: a pair needs two"):
+        train(tiny, ratings, tmp_path / "one", *argv, "--online.num_generations=1", **handed)
