@@ -288,4 +288,12 @@ def test_the_columns_are_means_over_the_pairs_and_only_they_teach(tiny, ratings,
         assert bool(row["loss"]) == has_pair == bool(row["rewards/std"])
     assert float(rows[0]["loss"]) == pytest.approx(np.log(2), abs=1e-5)
     with pytest.raises(BadInput, match="^online.num_generations: a pair needs two"):
-        train(tiny, ratings, tmp_path / "one", *argv, "--online.num_generations=1", **handed)
+        train(
+            tiny,
+            ratings,
+            tmp_path / "one",
+            *argv,
+            "--online.num_generations=1",
+            "--batch_size=2",
+            **handed,
+        )
