@@ -234,7 +234,7 @@ def test_without_a_checker_or_a_step_it_is_refused(tiny, prompts, tmp_path):
     with pytest.raises(BadInput, match="^batch_size: 4, but an iteration has 2 answers"):
         go(tiny, prompts, tmp_path, "--online.prompts_per_iteration=1")
     with pytest.raises(BadInput, match="prompts.jsonl: .* examples are fewer than batch_size=99"):
-        go(tiny, prompts, tmp_path, "--batch_size=99")
+        go(tiny, prompts, tmp_path, "--batch_size=99", "--online.prompts_per_iteration=null")
     with pytest.raises(BadInput, match="^batch_size: OnlineKTO needs at least 2"):
         go(tiny, prompts, tmp_path, "--batch_size=1")
     with pytest.raises(BadInput, match="^eval.check: there is no checker to ask"):
