@@ -71,6 +71,7 @@ def train(base: Path, data: Path, lr: str, out: Path) -> None:
         "model": base, "data.train": data / "train.jsonl", "data.val": data / "val.jsonl",
         "data.max_prompt": 64, "data.max_completion": 32, "batch_size": 192 // STEPS,
         "precision": "32-true", "optim.lr": lr, "kto.beta": BETA, "eval.samples": 0, "out_dir": out,
+        "resume": "auto", "save_interval": 4,
     }  # fmt: skip
     kto.main([f"--{name}={value}" for name, value in settings.items()])
 
@@ -118,7 +119,7 @@ def main() -> None:
     of_base, source = score(base, records), Source(base)
     for lr in ("1e-6", "5e-6"):
         run = OUT / f"lr-{lr}"
-        if not run.exists():
+        if not (run / "final").exists():
             train(base, OUT, lr, run)
         gpt = load_model(Source(run / "checkpoints" / f"step-{STEPS:08d}", source))
         choices = {"float32": (Export("float32"), 1)}
