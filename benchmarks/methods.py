@@ -5,6 +5,7 @@
     python benchmarks/methods.py run online-first kto --seeds 1,2
     python benchmarks/methods.py table          # the table for RESULTS.md
     python benchmarks/methods.py picture        # benchmarks/methods.svg, accuracy against KL
+    python benchmarks/methods.py seeds          # how many seeds show a difference
 
 A finished run is a line in benchmarks/methods.jsonl and is not run again; a run that was stopped goes on
 where it was saved. Each run has a folder under out/methods/.
@@ -33,6 +34,7 @@ KL(policy || base) of what is sampled, for each method by the same function.
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -376,6 +378,24 @@ def print_table() -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def print_seeds() -> None:
+    """How many seeds of each of two methods show a difference in 80% of all experiments, at a level of 5%: by the
+    standard deviation of a run's share over seeds, on the held-out topics' 360 prompts."""
+    print("| runs | standard deviation | 2 points | 5 points | 10 points |")
+    print("| --- | --- | --- | --- | --- |")
+    names = [name for name in METHODS if METHODS[name][0] and len(counted(name)) > 2]
+    for of in ([name for name in names if name.startswith("online")], names[1:]):
+        shares = [[100 * r["val"][0] / r["val"][1] for r in counted(name)] for name in of]
+        # pooled over the methods, each around its own mean
+        squares = sum(statistics.variance(x) * (len(x) - 1) for x in shares)
+        deviation = (squares / sum(len(x) - 1 for x in shares)) ** 0.5
+        needed = []
+        for points in (2, 5, 10):
+            # 1.96 and 0.84: quantiles of the normal distribution at 97.5% and 80%
+            needed.append(str(math.ceil(2 * ((1.96 + 0.84) * deviation / points) ** 2)))
+        print(f"| {', '.join(of)} | {deviation:.1f} | {' | '.join(needed)} |")
+
+
 def draw(file: Path) -> None:
     """Accuracy on held-out topics, with its 95% interval, against KL: a point for each run."""
     from matplotlib.figure import Figure
@@ -400,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["run", "table", "picture", "judge"])
+    parser.add_argument("what", choices=["run", "table", "picture", "seeds", "judge"])
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--model", default=str(HERE.parent / "out" / "smollm2-135m"))
@@ -422,6 +442,8 @@ def main() -> None:
                     f.write(json.dumps(row) + "\n")
     if args.what == "picture":
         draw(HERE / "methods.svg")
+    elif args.what == "seeds":
+        print_seeds()
     else:
         print_table()
 
