@@ -238,7 +238,7 @@ def gap_text(run: Any) -> str:
     """run.engine_gap, for the line of an iteration."""
     if run.engine_gap is None:
         return ""
-    return f", engine off by {run.engine_gap:.4f} nats a token"
+    return f", engine off by {run.engine_gap:.1g} nats a token"
 
 
 def check_scorable(

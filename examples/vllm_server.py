@@ -74,11 +74,18 @@ class Server:
         ask = partial(self.answer, sampling, max_new, ends)
         # a seed is one request's: with one for all, equal prompts would get equal answers
         seeds = range(seed, seed + len(prompts))
-        with ThreadPoolExecutor(self.args.requests) as threads:
-            pairs = list(threads.map(ask, prompts, seeds))
+        answers = []
+        logps = []
+        with (
+            progress("the server's answers", len(prompts)),
+            ThreadPoolExecutor(self.args.requests) as threads,
+        ):
+            for ids, of_answer in threads.map(ask, prompts, seeds):
+                answers.append(ids)
+                logps.append(of_answer)
+                advance()
         self.check_version()  # the server may have started anew, or have got another run's weights
-        answers, logps = zip(*pairs)
-        return WithLogps(list(answers), list(logps), self.args.max_gap)
+        return WithLogps(answers, logps, self.args.max_gap)
 
     def wait(self, folder: Path) -> None:
         """Wait until the server runs."""

@@ -16,7 +16,6 @@ import torch
 import transformers
 
 FAULTY = 7  # of the completions, from 1
-LEFT_OUT = "expected {}, got {}"
 PARAMS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
           "stop", "skip_special_tokens", "stop_token_ids", "ignore_eos"}  # fmt: skip
 VLLM = {"model", "prompt", "seed", "max_tokens", "min_tokens", "include_stop_str_in_output", "return_token_ids",
@@ -168,7 +167,11 @@ def handler(engine: Engine, log: Path):
     return Handler
 
 
+class HTTPServer(ThreadingHTTPServer):
+    request_queue_size = 256  # connections that wait to be accepted
+
+
 def serve(folder: Path, port: int, fault: str, log: Path) -> None:
     torch.set_num_threads(1)
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler(Engine(folder, fault), log))
+    server = HTTPServer(("127.0.0.1", port), handler(Engine(folder, fault), log))
     server.serve_forever()
