@@ -3,7 +3,7 @@
     vllm serve FOLDER ... (examples/vllm_server.py prints the command)
     python benchmarks/engine.py --model FOLDER --server http://127.0.0.1:8000 --precision 32-true
 
-- 48 prompts of 40 to 70 tokens, of random words, and answers of exactly 96 tokens. All are asked at once.
+- 48 prompts of 40 to 70 tokens, of random words, and answers of exactly so many tokens (--new). All are asked at once.
 - Both run on the same cores, A B B A: while one works the other waits. The gap is that of a run, engine/gap, over all
   answers.
 """
@@ -33,7 +33,7 @@ sys.path.append(str(ROOT / "examples"))
 
 from vllm_server import EngineSettings, Server  # noqa: E402
 
-ROWS, NEW = 48, 96
+ROWS = 48
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, type=Path, help="a Hugging Face folder")
     parser.add_argument("--server", required=True, help="the server's address")
     parser.add_argument("--precision", default="32-true", help="of our side")
+    parser.add_argument("--new", default=96, type=int, help="tokens of an answer")
     args = parser.parse_args()
     dtype = torch.bfloat16 if args.precision == "bf16-true" else torch.float32
     fabric = Fabric(accelerator="auto", devices=1, precision=args.precision)
@@ -54,11 +55,11 @@ def main() -> None:
     server = Server(EngineSettings(server=args.server, timeout=3600))
     server.load(args.model)
 
-    def ours(seed, new=NEW):
+    def ours(seed, new=args.new):
         exactly = replace(sampling, min_new_tokens=new)
         return generate.generate(fabric, policy, prompts, tokenizer, exactly, new, seed)
 
-    def theirs(seed, new=NEW):
+    def theirs(seed, new=args.new):
         exactly = replace(sampling, min_new_tokens=new)
         return server(args.model, [p.tolist() for p in prompts], exactly, new, seed)
 
@@ -69,7 +70,7 @@ def main() -> None:
     for i, name in enumerate(["ours", "the server", "the server", "ours"], 1):
         began = time.perf_counter()
         given = samplers[name](i)
-        speeds[name].append(ROWS * NEW / (time.perf_counter() - began))
+        speeds[name].append(ROWS * args.new / (time.perf_counter() - began))
         print(f"{name}: {speeds[name][-1]:.1f} tokens/s", flush=True)
         if name == "the server":
             last = given

@@ -28,6 +28,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 import online
 from infra.console import Failed, advance, progress, run_cli, say
 from infra.settings import Sampling, free
+from records.tokenizer import model_stops
 from rollout import WithLogps
 from run import Run
 from trainer import Trainer
@@ -70,8 +71,7 @@ class Server:
         if self.version != str(folder):
             self.wait(folder)
             self.load(folder)
-        ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-        ask = partial(self.answer, sampling, max_new, ends)
+        ask = partial(self.answer, sampling, max_new, model_stops(folder))
         # a seed is one request's: with one for all, equal prompts would get equal answers
         seeds = range(seed, seed + len(prompts))
         answers = []
