@@ -89,8 +89,8 @@ class WithLogps(NamedTuple):
     """For each token of each answer its log-prob in nats. It is that of the model itself: at temperature 1,
     without top_k, top_p and penalties, whatever the answer was sampled with."""
     max_gap: float = 0.1
-    """How far they may be from the policy's: the mean absolute difference, in nats a token. Rounding in
-    bfloat16 gives about a hundredth."""
+    """How far they may be from the policy's: the mean absolute difference, in nats a token. Rounding alone gave
+    1e-5 in float32, and up to 0.07 where one side was in bfloat16 (benchmarks/RESULTS.md)."""
 
 
 def iteration_file(run: Any, name: str, i: int) -> Path:
