@@ -25,7 +25,13 @@ from infra.settings import RunSettings, Sampling, refuse_unless
 from kto import KTO, KTOSettings
 from objective import Objective
 from records.examples import Example
-from rollout import iterations, policy_answers, rated_examples, validate_iterations
+from rollout import (
+    gap_text,
+    iterations,
+    policy_answers,
+    rated_examples,
+    validate_iterations,
+)
 from run import Run, setup
 from trainer import Trainer
 
@@ -125,7 +131,7 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     tokens = sum(len(e.completions[0]) for e in examples)
     n = len(examples)
     share = f"{right:,} right ({right / n:.1%})"
-    say(f"iteration {i}: {n:,} answers, {share}, {cut:,} cut, {tokens:,} tokens")
+    say(f"iteration {i}: {n:,} answers, {share}, {cut:,} cut, {tokens:,} tokens{gap_text(run)}")
     rows = []
     for answer, example in zip(answers[:4], examples):
         rating = "up" if example.label else "down"

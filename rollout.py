@@ -6,9 +6,13 @@ function
     engine(folder, prompts, sampling, max_new_tokens, seed) -> completions
 
 that answers prompts (lists of token ids) with the Hugging Face model in `folder`, the policy as it is
-now. A completion is a list of token ids, with its EOS if it came to one. The engine is called once for each
-rollout_batch_size prompts; the model in `folder` changes once an iteration. Token ids that the model does
-not have, and answers beyond its context, are refused before they are written.
+now. A completion is a list of token ids, with its EOS if it came to one; the folder's generation_config.json
+names all of these (eos_token_id). The engine is called once for each rollout_batch_size prompts; an iteration
+has a folder of its own, since some engines keep what they have read under one path. Token ids that the model
+does not have, and answers beyond its context, are refused before they are written.
+
+An engine that runs elsewhere may still have the last iteration's weights, or another tokenizer. If it gives the
+log-probs of its answers, too (WithLogps), the run compares them with the policy's and refuses such answers.
 
 A parameter `run` is a run.Run.
 
@@ -21,17 +25,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from data import Step
 from generate import generate, read_answer
 from infra.checkpoint import write_whole
-from infra.console import BadInput, advance, own_code, progress, user_error
-from infra.devices import on_rank_0
+from infra.console import BadInput, Failed, advance, own_code, progress, user_error
+from infra.devices import all_reduce, on_rank_0
 from infra.optimizer import Plan
 from infra.settings import RunSettings, Sampling, refuse_unless
 from records.examples import Example, examples_hash
+
+COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
 
 LOST = (
     "missing, or not what this iteration learns from: go on in the run's own folder, or copy this file "
@@ -73,6 +81,18 @@ def iterations(run: Any, plans: list[Plan], moving_reference: bool) -> Iterator[
 # ---- answers -------------------------------------------------------------------------------------
 
 
+class WithLogps(NamedTuple):
+    """What an engine may return in place of its answers alone."""
+
+    answers: list[list[int]]
+    logps: list[list[float]]
+    """For each token of each answer its log-prob in nats. It is that of the model itself: at temperature 1,
+    without top_k, top_p and penalties, whatever the answer was sampled with."""
+    max_gap: float = 0.1
+    """How far they may be from the policy's: the mean absolute difference, in nats a token. Rounding alone gave
+    1e-5 in float32, and up to 0.07 where one side was in bfloat16 (benchmarks/RESULTS.md)."""
+
+
 def iteration_file(run: Any, name: str, i: int) -> Path:
     return run.folder / "iterations" / f"{name}-{i}.jsonl"
 
@@ -92,11 +112,12 @@ def as_lines(rows: list[dict]) -> str:
 def policy_answers(
     run: Any, i: int, plan: Plan, examples: list[Example], args: Sampling
 ) -> list[list[int]]:
-    """The policy's answers to the prompts of `examples` in iteration i, as token ids.
+    """The policy's answers to the prompts of `examples` in iteration i, as token ids. Sets run.engine_gap.
 
     They are written after each rollout batch. A resume takes the batches that a killed process has
     written, if policy, prompts and sampling are the same. args: a Sampling with a
-    rollout_batch_size. Raises BadInput; and Interrupted where a signal or the time limit comes first.
+    rollout_batch_size. Raises BadInput; Failed where the engine's log-probs are too far from the policy's;
+    and Interrupted where a signal or the time limit comes first.
     """
     file = iteration_file(run, "answers", i)
     size = args.rollout_batch_size
@@ -116,41 +137,112 @@ def policy_answers(
     longest = max(len(e.prompt) for e in examples)
     with progress(f"answers of iteration {i}", len(examples) - len(rows)):
         for start in range(len(rows), len(examples), size):
-            prompts = [e.prompt for e in examples[start : start + size]]
+            batch = examples[start : start + size]
+            prompts = [e.prompt for e in batch]
+            gaps = [None] * len(batch)
             seed = (run.cfg.seed * 1009 + i) * 1000003 + start
             if run.rollout:
                 check_stop()
                 questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
 
-                def ask_engine() -> list[list[int]]:
+                def ask_engine() -> tuple:
                     with own_code("rollout"):
                         answers = run.rollout(*questions)
-                    return token_ids(answers, len(prompts))
+                    return read_engine(answers, len(prompts))
 
-                fresh = on_rank_0(run.fabric, ask_engine)
+                fresh, logps, max_gap = on_rank_0(run.fabric, ask_engine)
                 for j, (prompt, ids) in enumerate(zip(prompts, fresh), start):
                     check_scorable(run, f"rollout: answer {j}", prompt, (ids,), longest)
+                if logps:
+                    gaps = engine_gaps(run, batch, fresh, logps)
+                    check_gap(gaps, fresh, max_gap)
                 advance(len(prompts))
             else:
                 fresh = generate(
                     run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, check_stop
                 )
-            for ids in fresh:
+            for ids, gap in zip(fresh, gaps):
                 completion, _ = read_answer(run.tokenizer, ids, args.stop)
-                rows.append({"key": key, "completion": completion, "ids": ids})
+                row = {"key": key, "completion": completion, "ids": ids}
+                if gap is not None:
+                    row["gap"] = gap
+                rows.append(row)
             text += as_lines(rows[start:])
             if run.fabric.global_rank == 0:
                 write_whole(file, text)
-    return [row["ids"] for row in rows]
+    answers = [row["ids"] for row in rows]
+    run.engine_gap = mean_gap([row.get("gap") for row in rows], answers)
+    return answers
 
 
-def token_ids(answers: Any, n: int) -> list[list[int]]:
-    """What an engine gave as answers to n prompts, as Python's own lists. Raises BadInput."""
+def read_engine(given: Any, n: int) -> WithLogps:
+    """What an engine gave for n prompts, as Python's own lists; without log-probs they are an empty list. Raises
+    BadInput."""
+    answers = given.answers if isinstance(given, WithLogps) else given
     expected = f"expected {n} answers, each of one token id or more"
     with user_error("rollout", expected):
         answers = [list(map(int, ids)) for ids in answers]
     refuse_unless(len(answers) == n and all(answers), f"rollout: {expected}")
-    return answers
+    if not isinstance(given, WithLogps):
+        return WithLogps(answers, [])
+    expected = "expected a log-prob for each token of each answer"
+    with user_error("rollout", expected):
+        logps = [list(map(float, of_answer)) for of_answer in given.logps]
+    refuse_unless(list(map(len, logps)) == list(map(len, answers)), f"rollout: {expected}")
+    return WithLogps(answers, logps, given.max_gap)
+
+
+@torch.no_grad()
+def engine_gaps(
+    run: Any, examples: list[Example], answers: list[list[int]], logps: list[list[float]]
+) -> list[float | None]:
+    """How far an engine's log-probs are from the policy's: for each answer the mean absolute difference, in nats a
+    token; None for those that are not compared. A collective."""
+    numbers = range(0, len(answers), max(1, len(answers) // COMPARED))
+    answered = [
+        examples[j]._replace(completions=(np.array(answers[j], np.int32),)) for j in numbers
+    ]
+    step = Step(answered, budget=run.budget)
+    gap_G = torch.zeros(step.size, dtype=torch.float64, device=run.fabric.device)
+    for part in step.parts:
+        micro = step.micro_batch(part).to(run.fabric.device)
+        logps_BL = run.policy(micro.packed, by_token=True).logps[:, 0].double()
+        theirs_BL = torch.zeros_like(logps_BL)
+        for row, number in enumerate(part.index):
+            of_answer = logps[numbers[number]]
+            theirs_BL[row, : len(of_answer)] = theirs_BL.new_tensor(of_answer)
+        if not part.filler:
+            gap_G[micro.index_B] = (logps_BL - theirs_BL).abs().sum(1) / micro.length[:, 0]
+    gaps = [None] * len(answers)
+    for number, gap in zip(numbers, all_reduce(gap_G).tolist()):
+        gaps[number] = gap
+    return gaps
+
+
+def mean_gap(gaps: list[float | None], answers: list[list[int]]) -> float | None:
+    """The mean over tokens of the means over each answer's tokens; None if no answer was compared."""
+    compared = [(gap, len(ids)) for gap, ids in zip(gaps, answers) if gap is not None]
+    if not compared:
+        return None
+    return sum(gap * n for gap, n in compared) / sum(n for _, n in compared)
+
+
+def check_gap(gaps: list[float | None], answers: list[list[int]], max_gap: float) -> None:
+    """Raise Failed if an engine's log-probs are too far from the policy's."""
+    gap = mean_gap(gaps, answers)
+    if gap <= max_gap:  # not a number is refused, too
+        return
+    raise Failed(
+        f"rollout: the engine answers with other weights, another tokenizer or template: its log-probs are "
+        f"{gap:.3g} nats a token off the policy's, and at most {max_gap:g} are allowed"
+    )
+
+
+def gap_text(run: Any) -> str:
+    """run.engine_gap, for the line of an iteration."""
+    if run.engine_gap is None:
+        return ""
+    return f", engine off by {run.engine_gap:.1g} nats a token"
 
 
 def check_scorable(

@@ -6,7 +6,9 @@ order of their calls. Nobody needs this file to change an algorithm.
 
 import contextlib
 import hashlib
+import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,6 +132,9 @@ class Run:
     """The step with which the whole run ends. Changed by Trainer.fit and rollout.iterations."""
     rollout: Callable | None = None
     """An engine that answers prompts in place of our sampler (see rollout.py)."""
+    engine_gap: float | None = None
+    """How far the engine's log-probs of this iteration's answers are from the policy's, in nats a token; None
+    without an engine that gives them. Changed by rollout.policy_answers."""
     make_records: Callable | None = None
     """main(records=...): a raw record -> a list of records. Never changed."""
     saved_step: int = 0
@@ -196,18 +201,31 @@ class Run:
         return merged_weights(self.policy.module, base)
 
     def publish_policy(self) -> Path:
-        """The policy as it is now, as a Hugging Face folder. A collective."""
-        folder = self.folder / "iterations" / "policy"
+        """The policy as it is now, as a Hugging Face folder of this iteration. The last iteration's is removed. A
+        collective."""
+        folder = self.folder / "iterations"
+        # Engines keep what they have read under one path, so other weights have another name: also
+        # those of a run that is begun anew in this folder.
+        name = f"policy-{self.state.iteration}-{self.state.started_from[:8]}"
+        ends = [i for i in self.tokenizer.stops if i < self.policy.module.embedding.num_embeddings]
+        generation = self.source.root / "generation_config.json"
+        generation = read_json(generation) if generation.exists() else {}
+        generation["eos_token_id"] = ends  # with the one that the chat template adds
         write = partial(
             export,
             self.source,
             self.policy.module.rows,
             self.merged_weights(),
+            notes={"generation_config.json": json.dumps(generation, indent=2) + "\n"},
             choice=self.cfg.export,
             seed=self.cfg.seed,
         )
-        publish_folder(self.fabric, write, folder)
-        return folder
+        publish_folder(self.fabric, write, folder / name)
+        if self.fabric.global_rank == 0:
+            for other in folder.glob("policy-*"):
+                if other.name != name:
+                    shutil.rmtree(other)
+        return folder / name
 
     # ---- checkpoints, and the end
 

@@ -28,6 +28,7 @@ from objective import Baseline, Objective
 from records.examples import Example
 from rollout import (
     LOST,
+    gap_text,
     iteration_file,
     iterations,
     policy_answers,
@@ -124,7 +125,7 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
 
 def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     """Print the iteration's counts and a few of its pairs."""
-    say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs")
+    say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs{gap_text(run)}")
     rows = []
     for example in pairs[:4]:
         cells = (example.prompt, *example.completions)

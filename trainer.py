@@ -447,6 +447,8 @@ class Trainer:
             "epoch": (done - plan.begin) / plan.per_epoch,
             "samples": done * step.size,
         }
+        if self.run.engine_gap is not None:
+            row["engine/gap"] = self.run.engine_gap
         return join_columns(of_objective, row)
 
     def metrics(self, columns: Columns, baseline: Baseline) -> dict[str, float | None]:

@@ -283,7 +283,7 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
     blocks = [
         textwrap.dedent(x) for x in re.findall(r"^ *```python\n(.*?)^ *```", text, re.M | re.S)
     ]
-    *blocks, loop, _engine = blocks  # the engine: test_readme.py
+    *blocks, loop = blocks
     compile(loop, "forks.md", "exec")
     (tmp_path / "as_in_forks_md.py").write_text("\n".join(blocks).replace('"folder"', f'"{tiny}"'))
     (tmp_path / "texts.jsonl").write_text('{"id": 7, "question": "Q", "answer": "A"}\n')

@@ -10,12 +10,9 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import foreign
 import pytest
-import torch
-import transformers
 import yaml
 from conftest import ROOT, ranks
 
@@ -24,7 +21,6 @@ from infra.parse import parse
 
 README = (ROOT / "README.md").read_text()
 COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text()
-FORKS = (ROOT / "docs" / "forks.md").read_text()
 COMMANDS = [
     shlex.split(line.split("#")[0])
     for block in re.findall(r"^```bash\n(.*?)^```", README + COMMANDS_PAGE, re.M | re.S)
@@ -143,31 +139,3 @@ def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings,
     monkeypatch.chdir(ROOT)
     cfg = parse(kto.Settings, shlex.split(command), kto.KTO, demo="demo.yaml")
     assert (cfg.strategy, cfg.devices) == ("fsdp", 8)
-
-
-def test_the_readmes_engine_answers(tiny, ratings, tmp_path, monkeypatch):
-    """Its code as it stands, with a stand-in for vLLM."""
-    code = re.findall(r"^```python\n(.*?)^```", FORKS, re.M | re.S)[-1]
-    asked = []
-
-    class LLM:
-        def __init__(self, folder: str, gpu_memory_utilization: float):
-            self.policy = transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-        def generate(self, prompts, params):
-            asked.extend(params)
-            for p, sampling in zip(prompts, params, strict=True):
-                logits = self.policy(torch.tensor([p["prompt_token_ids"]])).logits
-                tokens = [logits[0, -1].argmax()] * sampling.max_tokens
-                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
-
-    vllm = ModuleType("vllm")
-    vllm.LLM, vllm.SamplingParams = LLM, lambda **kw: SimpleNamespace(**kw)
-    argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=4", "--online.max_iterations=1",
-            "--online.max_new_tokens=4", f"--out_dir={tmp_path / 'run'}", "--progress=false"]  # fmt: skip
-    monkeypatch.setitem(sys.modules, "vllm", vllm)  # patch.dict would forget what this imports
-    monkeypatch.setattr(sys, "argv", ["online.py", *argv])
-    exec(compile(code, "forks.md", "exec"), {"__name__": "__main__"})
-    seeds = {params.seed for params in asked}
-    assert len(seeds) == len(asked) > 1, "else equal prompts would get equal answers"
-    assert asked[0].max_tokens == 4 and (tmp_path / "run" / "final").is_dir()

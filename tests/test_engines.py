@@ -1,0 +1,287 @@
+"""Answers by a server: examples/vllm_server.py against a stand-in that has what spoils a run (fake_engine.py), and what
+is done with an engine's log-probs."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+
+import fake_engine
+import pytest
+from conftest import (
+    ROOT,
+    Started,
+    assert_same,
+    even,
+    killed,
+    numbers,
+    ranks,
+    result,
+    start,
+    train,
+    until,
+)
+
+import rollout
+from infra.console import BadInput, Failed
+from rollout import WithLogps
+
+sys.path.append(str(ROOT / "examples"))
+
+from vllm_server import EngineSettings, Server, Settings, WithServer  # noqa: E402
+
+RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=2", "--online.prompts_per_iteration=null",
+       "--online.num_generations=2", "--online.max_new_tokens=6", "--online.rollout_batch_size=5", "--save_interval=1",
+       "--precision=32-true", "--keep_last=99", "--eval.samples=0", "--data.max_completion=12", "--progress=false",
+       "--engine.timeout=60")  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(folder: Path, log: Path, port: int | None = None, fault: str = ""):
+    """A server in a process of its own, until the end of the context. -> its address"""
+    if port is None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a broken connection prints
+            fake_engine.serve(folder, port, fault, log)
+        os._exit(1)
+    address = f"http://127.0.0.1:{port}"
+
+    def runs() -> bool:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{address}/health", timeout=1).close()
+            return True
+        return False
+
+    try:
+        until(runs)
+        yield address
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def arguments(tiny, data, out: Path, server: str, *argv: str) -> list[str]:
+    where = [f"--model={tiny}", f"--data.train={data}", f"--out_dir={out}"]
+    return [*where, *RUN, f"--engine.server={server}", *argv]
+
+
+def go(tiny, data, out: Path, server: str, *argv: str) -> dict:
+    argv = arguments(tiny, data, out, server, *argv)
+    start("online", argv, settings=Settings, trainer=WithServer, checker=even)
+    return result(out)
+
+
+def asked(log: Path, path: str) -> list[dict]:
+    """The bodies of the requests to this path."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [body for at, body in lines if at == path]
+
+
+def answers(out: Path, i: int) -> list[dict]:
+    lines = (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# ---- a server that does what it should -----------------------------------------------------------
+
+
+def test_both_kinds_of_server_answer_with_the_policy_of_each_iteration(
+    tiny, demos, tmp_path, capsys
+):
+    runs = {}
+    for kind in ("vllm", "sglang"):
+        with running(tiny, tmp_path / kind) as server:
+            runs[kind] = go(tiny, demos, tmp_path / f"run-{kind}", server, f"--engine.kind={kind}")
+        said = capsys.readouterr().out
+        gaps = [row["engine/gap"] for row in runs[kind]["rows"]]
+        assert len(gaps) == 8 and 0 < max(gaps) < 1e-5, "the policy's own log-probs"
+        assert len(set(gaps)) == 2, "one for each iteration"
+        assert re.search(r"iteration 1: 16 answers, .* off by \de-\d+ nats a token", said)
+        one, two = (answers(tmp_path / f"run-{kind}", i) for i in (1, 2))
+        assert one != two and [a["ids"] for a in one[::2]] != [a["ids"] for a in one[1::2]]
+    assert_same(*runs.values())
+    seeds = [body["seed"] for body in asked(tmp_path / "vllm", "/v1/completions")]
+    assert len(set(seeds)) == len(seeds) == 32, "a seed is one request's"
+    folders = [p.name for p in (tmp_path / "run-vllm" / "iterations").glob("policy-*")]
+    assert len(folders) == 1 and folders[0].startswith("policy-2-"), "the last one is gone"
+
+
+def test_all_settings_of_sampling_reach_the_server_and_an_answer_keeps_its_end(
+    tiny, demos, tmp_path
+):
+    argv = ("--online.temperature=0.7", "--online.top_k=9", "--online.top_p=0.9", "--online.min_new_tokens=2",
+            '--online.stop=["e","the"]', "--online.repetition_penalty=1.2", "--online.max_iterations=1")  # fmt: skip
+    with running(tiny, tmp_path / "log") as server:
+        run = go(tiny, demos, tmp_path / "run", server, *argv)
+    assert run["rows"][0]["engine/gap"] < 1e-5, "log-probs are those of temperature 1"
+    body = asked(tmp_path / "log", "/v1/completions")[0]
+    expected = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_tokens": 2, "stop": ["e", "the"], "max_tokens": 6,
+                "repetition_penalty": 1.2, "stop_token_ids": [0], "include_stop_str_in_output": True}  # fmt: skip
+    assert {name: body[name] for name in expected} == expected
+    ends = [a["ids"] for a in answers(tmp_path / "run", 1) if len(a["ids"]) < 6]
+    assert ends and all("e" not in a["completion"] for a in answers(tmp_path / "run", 1))
+
+
+def test_the_end_that_a_chat_template_adds_is_the_servers_too(tiny, demos, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    (base / "generation_config.json").write_text('{"eos_token_id": [0, 7], "top_k": 3}')
+    with running(base, tmp_path / "log") as server:
+        go(base, demos, tmp_path / "run", server, "--online.max_iterations=1")
+    (folder,) = (tmp_path / "run" / "iterations").glob("policy-*")
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [0, 7], "top_k": 3}
+    assert asked(tmp_path / "log", "/v1/completions")[0]["stop_token_ids"] == [0, 7]
+
+
+def test_two_processes_with_a_sharded_policy_ask_once_and_measure_the_same(tiny, demos, tmp_path):
+    with running(tiny, tmp_path / "log") as server:
+        one = go(tiny, demos, tmp_path / "one", server)
+    argv = ("--strategy=fsdp", "--micro_batch_size=2")
+    with running(tiny, tmp_path / "log-2") as server:
+        two = ranks(2, lambda rank: numbers(go(tiny, demos, tmp_path / "two", server, *argv)))[0]
+    for a, b in zip(numbers(one), two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4) and b["engine/gap"] < 1e-5
+    assert len(asked(tmp_path / "log-2", "/v1/completions")) == 32
+
+
+def test_spin_takes_the_same_server(tiny, demos, tmp_path, capsys):
+    argv = ("--batch_size=4", "--spin.max_iterations=2", "--spin.max_new_tokens=5", "--eval.samples=0",
+            "--precision=32-true", "--optim.lr=1e-2")  # fmt: skip
+    with running(tiny, tmp_path / "log") as address:
+        server = Server(EngineSettings(server=address))
+        rows = train(tiny, demos, tmp_path / "run", *argv, program="spin", rollout=server)["rows"]
+    assert all(row["engine/gap"] < 1e-5 for row in rows)
+    assert re.search(r"8 pairs, engine off by \de-\d+ nats a token", capsys.readouterr().out)
+
+
+# ---- a server that does not ----------------------------------------------------------------------
+
+FAULTS = {  # what the server does -> what the run says
+    "dies": r"server http://127.0.0.1:\d+: /v1/completions: .*",
+    "hangs": r"server http://127.0.0.1:\d+: /v1/completions: timed out",
+    "refuses": r"server http://127.0.0.1:\d+: /v1/completions: HTTP Error 400: .*too long\\nby far.*",
+    "drops a request": r"server http://127.0.0.1:\d+: /v1/completions: Remote end closed .*",
+    "answers with fewer tokens": r"server http://127.0.0.1:\d+: broke an answer off, \d tokens: length",
+    "breaks off": r"server http://127.0.0.1:\d+: broke an answer off, \d tokens: abort",
+    "starts anew": r"server http://127.0.0.1:\d+: has the weights default, not .*: it has started anew, .*",
+    "keeps its cache": r"server http://127.0.0.1:\d+: policy-1-.*: not loaded: {'success': False}",
+    "loads half": "rollout: the engine answers with other weights, another tokenizer or template: its .*",
+    "loads nothing": "rollout: the engine answers with other weights, another tokenizer or template: its .*",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_is_one_line_and_a_mended_one_makes_it_the_same_run(
+    fault, tiny, demos, tmp_path
+):
+    with running(tiny, tmp_path / "log") as server:
+        whole = go(tiny, demos, tmp_path / "whole", server)
+    with running(tiny, tmp_path / "log-2", fault=fault) as server:
+        with pytest.raises(Failed, match=f"^{FAULTS[fault]}$") as said:
+            go(tiny, demos, tmp_path / "run", server, "--engine.timeout=2")
+    assert "\n" not in str(said.value)
+    rows = len(result(tmp_path / "run")["rows"]) if fault.startswith("loads") else 0
+    if rows == 0 and fault != "keeps its cache":
+        assert len(answers(tmp_path / "run", 1)) == 5, "the first rollout batch stays"
+    with running(tiny, tmp_path / "log-3") as server:
+        run = go(tiny, demos, tmp_path / "run", server, "--resume=auto")
+    if rows == 0 and fault != "keeps its cache":
+        assert len(asked(tmp_path / "log-3", "/v1/completions")) == 27
+    assert_same(run, whole)
+
+
+@pytest.mark.parametrize("call", [2, 6])  # after the first write of each iteration's answers
+def test_a_run_that_is_killed_in_a_rollout_goes_on_as_the_same_run(call, tiny, demos, tmp_path):
+    with running(tiny, tmp_path / "log") as server:
+        whole = go(tiny, demos, tmp_path / "whole", server)
+        out = tmp_path / "run"
+        killed((rollout, "write_whole"), call, lambda: go(tiny, demos, out, server))
+        assert_same(go(tiny, demos, out, server, "--resume=auto"), whole)
+        go(
+            tiny, demos, tmp_path / "stopped", server, "--stop_at=5"
+        )  # in the middle of an iteration
+    assert_same(go(tiny, demos, tmp_path / "stopped", "http://nobody", "--resume=auto"), whole)
+
+
+def test_the_command_that_starts_the_server_is_said_and_the_run_waits_for_it(tiny, demos, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = arguments(tiny, demos, tmp_path / "run", f"http://127.0.0.1:{port}")
+    argv += ["--eval.check=demo", "--online.max_iterations=1"]
+    child = Started(tmp_path, str(ROOT / "examples" / "vllm_server.py"), argv)
+    stdout = tmp_path / "stdout-0"
+    command = re.compile(
+        r"^  VLLM_SERVER_DEV_MODE=1 vllm serve (\S+) .* --host 127.0.0.1 --port (\d+)$", re.M
+    )
+    until(lambda: stdout.exists() and command.search(stdout.read_text()))
+    folder, said_port = command.search(stdout.read_text()).groups()
+    with running(Path(folder), tmp_path / "log", int(said_port)):
+        code, said, stderr = child.ended()
+    assert code == 0 and stderr == "" and "exported to" in said
+    assert re.search(r"has policy-1-\w+ after \d", said)
+
+
+def test_a_server_that_never_starts_or_lacks_the_development_mode_is_one_line(
+    tiny, demos, tmp_path
+):
+    with pytest.raises(Failed, match="^server http://127.0.0.1:9: did not start within 1 s$"):
+        go(tiny, demos, tmp_path / "a", "http://127.0.0.1:9", "--engine.timeout=1")
+    with running(tiny, tmp_path / "log") as server:
+        with pytest.raises(Failed, match="^server .*/nowhere: /pause: HTTP Error 404: Not Found"):
+            Server(EngineSettings(server=f"{server}/nowhere")).load(tmp_path)
+
+
+# ---- log-probs of any engine ---------------------------------------------------------------------
+
+
+def test_log_probs_that_are_not_the_policys_are_refused_before_anything_is_written(
+    tiny, demos, tmp_path
+):
+    logps = []
+
+    def engine(folder, prompts, *_):
+        return WithLogps([[5, 6]] * len(prompts), logps[: len(prompts)])
+
+    given = dict(program="online", rollout=engine, checker=even)
+    argv = [x for x in RUN if "engine" not in x]
+    for wrong in (-1.0, float("nan"), float("-inf")):
+        logps[:] = [[wrong, wrong]] * 16
+        with pytest.raises(
+            Failed, match="nats a token off the policy's, and at most 0.1 are allowed"
+        ):
+            train(tiny, demos, tmp_path / f"run{wrong}", *argv, **given)
+        assert not list((tmp_path / f"run{wrong}").glob("iterations/answers*"))
+    for wrong in ([[-1.0]] * 16, [[-1.0, None]] * 16, []):
+        logps[:] = wrong
+        with pytest.raises(BadInput, match="^rollout: expected a log-prob for each token of each"):
+            train(tiny, demos, tmp_path / "other", *argv, **given)
+
+
+def test_of_many_answers_about_sixty_four_are_compared(tiny, demos, tmp_path, monkeypatch):
+    compared = []
+    real = rollout.check_gap
+
+    def check(gaps, *rest):
+        compared.append(sum(gap is not None for gap in gaps))
+        real(gaps, *rest)
+
+    monkeypatch.setattr(rollout, "check_gap", check)
+    argv = ("--online.num_generations=19", "--online.rollout_batch_size=150", "--online.max_iterations=1",
+            "--online.max_new_tokens=2", "--max_steps=1")  # fmt: skip
+    with running(tiny, tmp_path / "log") as server:
+        go(tiny, demos, tmp_path / "run", server, *argv)
+    assert compared == [75, 2], "of 150 each second one, of 2 both"
+    assert sum("gap" in a for a in answers(tmp_path / "run", 1)) == 77
