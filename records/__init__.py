@@ -2,8 +2,12 @@
 
 examples.py   load_examples reads a file record by record and calls the others: read it first;
               then splits, the table before training, the hash of the data, `python data.py FILE`
-foreign.py    a record of another form becomes none, one or several of ours, as the settings say
-paths.py      where its fields lie, and what their values mean
+foreign.py    a record of another form becomes none, one or several of ours, as the settings say; by
+  layout.py        what the settings say: where its fields lie, and what their values mean
+  paths.py         one path of data.columns, and the words of data.labels
+  conversation.py  a conversation whose messages carry ratings, or with a pointer to the rated one
+  answers.py       one answer, two with a verdict, lists of answers; pairs
+  dialogues.py     messages, and texts that hold a dialogue
 forms.py      one record of any known form becomes a Record: prompt, completions, label
 tokenizer.py  a Record becomes text, and then token ids
 template.py   what tokenizer.py asks for the text of messages: the model's chat template, and the check

@@ -103,7 +103,7 @@ def fits(preset: Data, records: list, kind: str) -> bool:
 
 def texts(reader: Reader) -> list[str]:
     """The marks of turns as they look in the text of a list."""
-    return [repr(mark)[1:-1] for mark in reader.marks]
+    return [repr(mark)[1:-1] for mark in reader.layout.marks]
 
 
 def suggestion(records: list, data: Data) -> str:

@@ -1,0 +1,282 @@
+"""Messages and dialogues of foreign records, in our form: a list of {"role", "content"}.
+
+A field may hold a text, messages under other names, a list of texts by turns, a text of JSON, or a text in which
+marks begin the turns; and an answer may be a whole dialogue, of which only the last turn is the answer.
+
+Reading order: turns_or_text (what a field of a record becomes); message and text_of (one message); texts in which
+marks begin the turns (data.turns); with_dialogue (an answer that is a dialogue); with_its_prompt (a record of our own
+form whose prompt is elsewhere).
+"""
+
+import re
+
+from infra.console import BadInput
+from records.forms import ALIASES, PROMPTS, ROLES, as_text, as_turns
+from records.layout import PAIR, Layout
+from records.paths import Skipped, is_there, opened
+
+# fields of ours that hold an answer, and all that hold texts of a dialogue
+ANSWERS = ("completion", "messages", *PAIR)
+TEXTS = (*PROMPTS, *ANSWERS)
+# a reasoning that was flattened into the text of an answer (Open WebUI before 0.10)
+REASONING = re.compile(r'^\s*<details type="reasoning".*?</details>\s*', re.DOTALL)
+LEFT_OUT = re.compile("think|reason|tool")  # parts of a message that are no part of its text
+
+
+# ---- a field that holds a text or messages -------------------------------------------------------
+
+
+def turns_or_text(layout: Layout, name: str, value: object) -> object:
+    """What the column `name` of a prompt or an answer leads to: a text, messages in our form, or a list of texts
+    (see with_dialogue, alternating). Raises Skipped, BadInput."""
+    if isinstance(value, str):
+        try:
+            content = opened(value)
+        except BadInput as e:
+            raise BadInput(f"{name}: {e}") from None
+        if not is_message(content) and not is_list_of_messages(content):
+            return REASONING.sub("", value) if layout.is_foreign else value
+        value = content
+    messages = value if isinstance(value, list) else [value]
+    if messages and all(isinstance(x, str) for x in messages):
+        return messages
+    if all(isinstance(x, dict) for x in messages):
+        return [message(layout, x) for x in messages]
+    return value
+
+
+def alternating(prompt: object) -> object:
+    """A list of texts as turns, of which the last is the user's; anything else as it is."""
+    if not isinstance(prompt, list) or not all(isinstance(x, str) for x in prompt):
+        return prompt
+    roles = ("user", "assistant")
+    last = len(prompt) - 1
+    return [{"role": roles[(last - i) % 2], "content": text} for i, text in enumerate(prompt)]
+
+
+def is_message(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.keys() >= {"role", "content"} or value.keys() >= {"from", "value"}
+
+
+def is_list_of_messages(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
+
+
+# ---- one message ---------------------------------------------------------------------------------
+
+
+def message(layout: Layout, raw: object) -> dict:
+    """One message in our form. Raises Skipped, BadInput."""
+    content = content_value(layout, raw)
+    role = role_of(layout, raw)
+    if role is None:
+        value = role_value(layout, raw)
+        known = ", ".join(dict.fromkeys(layout.roles))
+        raise BadInput(f"role: {value!r:.50}: not one of {known} (see data.roles)")
+    calls = {}
+    if isinstance(raw, dict):
+        calls = {x: raw[x] for x in ("tool_calls", "tool_call_id") if is_there(raw.get(x))}
+        if role == "tool" and is_there(raw.get("name")):
+            calls["name"] = raw["name"]
+    if isinstance(content, str) and REASONING.match(content):
+        layout.counts["messages, whose <details> of reasoning was taken off"] += 1
+    text = text_of(content)
+    if not text and not calls:
+        raise Skipped("with an empty message")
+    return {"role": role, "content": text or None, **calls}
+
+
+def role_of(layout: Layout, raw: object) -> str | None:
+    """The role of a message, by our name; None for one that is not known."""
+    return layout.roles.get(as_text(role_value(layout, raw)).lower())
+
+
+def role_value(layout: Layout, raw: object) -> object:
+    """The role of a message as it stands there."""
+    return field_of_message(layout, raw, "role", ("role", "from"))
+
+
+def content_value(layout: Layout, raw: object) -> object:
+    """The content of a message as it stands there."""
+    return field_of_message(layout, raw, "content", ("content", "value", "text"))
+
+
+def field_of_message(layout: Layout, raw: object, column: str, names: tuple[str, ...]) -> object:
+    """What a column of data.columns leads to in a message; without this column the first of these fields."""
+    if column in layout.columns:
+        return layout.columns[column].one(raw)
+    if isinstance(raw, dict):
+        for name in names:
+            if raw.get(name) is not None:
+                return raw[name]
+    return None
+
+
+def text_of(content: object) -> str:
+    """The text of a message: its parts joined, without reasoning and tools. Raises Skipped for a part that
+    is no text, such as an image: the answer was to more than the text."""
+    if isinstance(content, str):
+        return REASONING.sub("", content)
+    if content is None:
+        return ""
+    parts = content if isinstance(content, list) else [content]
+    return "".join([text_of_part(part) for part in parts])
+
+
+def text_of_part(part: object) -> str:
+    """The text of one part; empty for reasoning and tools. Raises Skipped."""
+    if isinstance(part, str):
+        return part
+    kind = type(part).__name__
+    if isinstance(part, dict):
+        named_kind = str(part.get("type", "text"))
+        if LEFT_OUT.search(named_kind):
+            return ""
+        text = part.get("text")
+        if isinstance(text, dict):
+            text = text.get("value")
+        if isinstance(text, str):
+            return text
+        kind = named_kind or kind
+    raise Skipped(f"with a part of a message that is no text ({kind})")
+
+
+# ---- texts in which marks begin the turns (data.turns) -------------------------------------------
+
+
+def split_turns(value: object, marks: dict[str, str]) -> object:
+    """The messages of a text in which marks begin the turns. A text without marks stays one, and what is no text
+    stays as it is. marks: {mark: role}; none where data.turns is not given."""
+    if not marks or not isinstance(value, str):
+        return value
+    # the longest first: a mark may begin with another one
+    longest_first = sorted(marks, key=len, reverse=True)
+    pattern = "|".join(re.escape(mark) for mark in longest_first)
+    # re.split gives what stands before the first mark, and then mark, words, mark, words, ...
+    before, *parts = re.split(f"({pattern})", value)
+    if not parts:
+        return value.strip()
+    turns = []
+    if before.strip():
+        turns.append({"role": "user", "content": before.strip()})
+    for mark, words in zip(parts[::2], parts[1::2]):
+        turns.append({"role": marks[mark], "content": words.strip()})
+    last = turns[-1]
+    if len(turns) > 1 and last["role"] == "assistant" and not last["content"]:
+        turns.pop()  # a prompt that ends where the answer begins
+    return turns
+
+
+def with_split_turns(layout: Layout, fields: dict) -> dict:
+    """The fields of a record; the texts of them that hold a dialogue become messages. Raises Skipped."""
+    if not layout.marks:
+        return fields
+    result = {}
+    for name, value in fields.items():
+        our_name = ALIASES.get(name, name)
+        if our_name in TEXTS and isinstance(value, str):
+            value = split_turns(value, layout.marks)
+            if our_name in PROMPTS:
+                value = as_turns(value)
+        result[name] = value
+    dialogues = [result[name] for name in PAIR if isinstance(result.get(name), list)]
+    for turns in dialogues:
+        if not turns or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
+            raise Skipped("whose last turn is not the assistant's")
+    if len(dialogues) == 2 and dialogues[0][:-1] != dialogues[1][:-1]:
+        raise Skipped("whose earlier turns differ")
+    return result
+
+
+# ---- an answer that is a dialogue ----------------------------------------------------------------
+
+
+def with_dialogue(fields: dict, answer: object, turn: object) -> tuple[dict, object]:
+    """The fields of the prompt, and the answer. An answer may be a whole dialogue: messages, or a list of
+    texts beside a list of prompts. turn: which answer of the dialogue counts, from 1; None: the last.
+    Raises Skipped, BadInput."""
+    name = prompt_name(fields)
+    prompt = fields.get(name)
+    if not isinstance(answer, list):
+        if prompt is None:
+            return fields, answer
+        return {**fields, name: alternating(prompt)}, answer
+    if not all(map(is_there, answer)):
+        raise Skipped("with an empty answer")
+    if all(isinstance(x, str) for x in answer):
+        answer = join_lists(name, prompt, answer)
+        prompt = None  # the dialogue has it now
+    if turn is not None:
+        answer = answer[: end_of_turn(answer, turn)]
+    if not answer or answer[-1]["role"] != "assistant" or not answer[-1].get("content"):
+        raise Skipped("with an empty answer")
+    *before, last = answer
+    if not before:
+        return fields, last
+    if prompt is not None and before[0]["role"] not in ("user", "system"):
+        # the dialogue goes on from the prompt; else it begins with it
+        return {**fields, "prompt": [*as_turns(prompt), *before]}, last
+    others = {key: value for key, value in fields.items() if key not in PROMPTS}
+    return {**others, "prompt": before}, last
+
+
+def prompt_name(fields: dict) -> str:
+    """The name of the field that holds the prompt."""
+    return next((name for name in PROMPTS if name in fields), "prompt")
+
+
+def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:
+    """The messages of a list of prompts (the field `name`) and a list of their answers. Raises BadInput."""
+    if not isinstance(prompts, list) or not prompts or not isinstance(prompts[0], str):
+        prompts = []
+    if len(prompts) != len(answers):
+        raise BadInput(f"{name}: {len(prompts)} texts beside {len(answers)} answers")
+    messages = []
+    for prompt, answer in zip(prompts, answers):
+        messages += as_turns(prompt)
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def end_of_turn(messages: list[dict], turn: object) -> int:
+    """How many messages there are up to the assistant's answer number `turn`, from 1. Raises BadInput."""
+    ends = [i + 1 for i, x in enumerate(messages) if x["role"] == "assistant"]
+    if not str(turn).isdecimal() or not 1 <= int(turn) <= len(ends):
+        raise BadInput(f"turn: {turn}: the dialogue has {len(ends)} answers")
+    return ends[int(turn) - 1]
+
+
+# ---- a record of our own form whose prompt is elsewhere ------------------------------------------
+
+
+def with_its_prompt(record: dict) -> dict:
+    """A record whose prompt is elsewhere: in `conversations` beside chosen and rejected (LLaMA-Factory), or
+    in the answers, which are whole dialogues, while `prompt` repeats their last question."""
+    answers = [record[name] for name in (*PAIR, "completion") if is_there(record.get(name))]
+    dialogue = record.get("conversations") or record.get("messages")
+    has_prompt = any(name in record for name in (*PROMPTS, "question"))
+    if len(answers) == 2 and not has_prompt and ends_before_the_answer(dialogue):
+        others = {x: y for x, y in record.items() if x not in ("conversations", "messages")}
+        return {**others, "prompt": dialogue}
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and answers and all(is_long_dialogue(x) for x in answers):
+        questions = {x[-2].get("content", x[-2].get("value")) for x in answers}
+        if questions == {prompt}:
+            return {x: y for x, y in record.items() if x != "prompt"}
+    return record
+
+
+def ends_before_the_answer(dialogue: object) -> bool:
+    """Whether this is a dialogue whose last turn is not the assistant's."""
+    if not isinstance(dialogue, list) or not is_message(dialogue[-1]):
+        return False
+    last = dialogue[-1]
+    role = str(last.get("role", last.get("from")))
+    return ROLES.get(role.lower()) != "assistant"
+
+
+def is_long_dialogue(value: object) -> bool:
+    """Whether this is a dialogue of more than a question and an answer."""
+    return isinstance(value, list) and len(value) > 2 and is_message(value[-2])
