@@ -10,10 +10,10 @@ import torch
 
 from data import Part, Step
 from infra.console import BadInput, Failed, say
-from infra.settings import RunSettings, Sampling
+from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
 from model import Scores
 from objective import Objective
-from records.examples import Example
+from records.examples import Example, files_of, split_share, split_sources
 
 
 def check_objective(objective: Objective) -> None:
@@ -58,6 +58,18 @@ def check_settings(objective: Objective, cfg: RunSettings) -> None:
         raise BadInput(
             f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion"
         )
+
+
+def check_files(data: Data) -> None:
+    """Refuse a file of records that is not there, before a model is fetched. What has no ending of a file may be an
+    id of the Hub."""
+    for split in ("train", "val", "test"):
+        for source in split_sources(getattr(data, split)):
+            name, _ = split_share(source)
+            for file in files_of(name):
+                path = find_path(file)
+                is_file = path.suffix.lower() in (".jsonl", ".json", ".csv", ".parquet")
+                refuse_unless(path.exists() or not is_file, f"data.{split}: {file}: no such file")
 
 
 def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from checks import (
+    check_files,
     check_limits,
     check_objective,
     check_optimizer,
@@ -336,6 +337,7 @@ def setup(
     console.shows_progress = cfg.progress
     check_objective(objective)
     check_settings(objective, cfg)
+    check_files(cfg.data)
     folder = run_folder(cfg)
     checkpoint = find_checkpoint(folder, cfg.resume)  # refuses a folder that holds another run
 

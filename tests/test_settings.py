@@ -195,6 +195,14 @@ def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
     assert err == "error: kto.bta: no such setting; did you mean kto.beta?\n"
 
 
+def test_a_file_of_records_that_is_not_there_is_refused_before_the_model_is_looked_for(tmp_path):
+    argv = ["--model=no/model", f"--out_dir={tmp_path / 'run'}"]
+    code, _, err = Started(tmp_path, "kto", [*argv, "--data.train=demo/trian.jsonl"]).ended()
+    assert (code, err) == (2, "error: data.train: demo/trian.jsonl: no such file\n")
+    code, _, err = Started(tmp_path, "kto", [*argv, "--data.train=no/data.set"]).ended()
+    assert code == 2 and err.startswith("error: model: no/model: no such folder here"), err
+
+
 # ---- the manual, and every setting in use --------------------------------------------------------
 
 
