@@ -443,10 +443,11 @@ class Stop:
         self.deadline = time.monotonic() + max_time.total_seconds() if max_time else math.inf
         self.signal = 0
         self.reason = ""
-        # a terminal that closes sends SIGHUP, unless nohup has it ignored; sbatch --signal=USR1@90 sends SIGUSR1
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        heard = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
-        self.before = {n: signal.signal(n, self._on_signal) for n in heard}
+        # sbatch --signal=USR1@90 sends SIGUSR1; a terminal that closes sends SIGHUP, which nohup has ignored
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
 
     def close(self) -> None:
         """Give the signals back to the handlers that they had before."""
