@@ -1,4 +1,4 @@
-"""Turn a checkpoint of a run, running, stopped or finished, into a Hugging Face folder.
+"""Turn a checkpoint into a Hugging Face folder. (PEFT's adapters: models/lora.py, at the end of a run.)
 
     python export.py out/run/checkpoints/step-00000100 --out FOLDER
 

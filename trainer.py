@@ -1,5 +1,6 @@
-"""THE loop: a Trainer trains the policy of a Run (run.py, which owns all that lives during a run) by an
-Objective (objective.py).
+"""The loop: steps, their gradients, and when z is computed.
+
+A Trainer trains the policy of a Run (run.py, which owns all that lives during a run) by an Objective (objective.py).
 
 Reading order: Trainer.fit; gradient, with its two orders of the passes; the parts of a step, where
 `step_baseline` makes z. Validation and the end of a run are in validation.py.
