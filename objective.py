@@ -103,8 +103,8 @@ class Objective:
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
         """Called once a training step, after `metrics` and before the weights move, with the columns of all G
-        examples, equal on all ranks: the place to update what the objective remembers, of the step or of each
-        example (step.examples[i].number). Validation never calls it."""
+        examples, on the CPU and equal on all ranks: the place to update what the objective remembers, of the
+        step or of each example (step.examples[i].number). Validation never calls it."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
         """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
@@ -130,6 +130,21 @@ class Objective:
 def mean(x: torch.Tensor) -> float | None:
     """The mean of a 1-D tensor. None, which is an empty cell, when the tensor is empty."""
     return x.mean().item() if len(x) else None
+
+
+def copied_to_cpu(
+    columns: dict[str, torch.Tensor], baseline: Baseline, *others: torch.Tensor
+) -> tuple[dict | Baseline | torch.Tensor, ...]:
+    """The same on the CPU. All numbers are copied in one piece: so a step waits for the device once."""
+    tensors = [*columns.values(), *baseline, *others]
+    numbers = torch.cat([x.detach().double().flatten() for x in tensors]).cpu()
+    parts = numbers.split([x.numel() for x in tensors])
+    copies = [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)]
+    n = len(columns)
+    n_baseline = len(baseline)
+    new_columns = dict(zip(columns, copies[:n]))
+    new_baseline = Baseline(*copies[n : n + n_baseline])
+    return new_columns, new_baseline, *copies[n + n_baseline :]
 
 
 def join_columns(first: dict, second: dict) -> dict:

@@ -41,7 +41,7 @@ from infra.console import (
 from infra.devices import ANOTHER_FAILED, all_reduce, known_to_all, raise_together
 from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
 from model import Scores
-from objective import Baseline, join_columns
+from objective import Baseline, copied_to_cpu, join_columns
 from packing import PackedBatch
 from records.examples import Example
 from run import Run
@@ -142,19 +142,19 @@ class Trainer:
             columns, baseline = self.gradient(step, micro_batches, needs_row)
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
+        columns, baseline, grad_norm = copied_to_cpu(columns, baseline, grad_norm)
         of_objective, error = self.call_objective(step, columns, baseline, needs_row)
-        grad_norm = self.check_step(step, columns, baseline, grad_norm, error)
+        self.check_step(step, columns, baseline, grad_norm, error)
         self.weights_move = True
         lr = self.optimizer_step(plan)
         self.weights_move = False
         self.before_step = None
-        row = {"grad_norm": grad_norm, "lr": lr}
-        if needs_row:
-            row = self.training_row(step, columns, of_objective, row, plan)
-        # only now: on a GPU the row has waited for the step's end
+        # on a GPU the weights may still be moving: the next step waits for them
         seconds = time.perf_counter() - began
         run.throughput.add(step.examples, seconds)
         if needs_row:  # it is of this step; its speed alone is of all steps since the last row
+            row = {"grad_norm": grad_norm.item(), "lr": lr}
+            row = self.training_row(step, columns, of_objective, row, plan)
             run.logger.step(number, join_columns(row, run.throughput.read()), seconds)
         if is_first:
             say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
@@ -401,19 +401,21 @@ class Trainer:
         baseline: Baseline,
         grad_norm: torch.Tensor,
         error: Exception | None,
-    ) -> float:
-        """Raise Failed if the norm, z or a loss is not finite, and the error, if there is one on any rank. This is
-        the step's one wait for the device, in which the ranks also agree on whether to stop. -> the norm"""
+    ) -> None:
+        """Raise Failed if the norm, z or a loss is not finite, and the error, if there is one on any rank. Here the
+        ranks also agree on whether to stop."""
         run = self.run
-        losses = columns["loss"]
+        losses = columns["loss"].tolist()
         # a loss may be infinite where its gradient is not, as by a constant
-        sums = [grad_norm.double(), baseline.z_G.double().sum(), losses.sum()]
-        codes = [run.stop.code(), float(error is not None)]
-        codes = [losses.new_full((), code) for code in codes]
-        *numbers, stop_code, has_error = all_reduce(torch.stack(sums + codes), "max").tolist()
+        numbers = [grad_norm.item(), baseline.z_G.double().sum().item(), sum(losses)]
+        is_finite = all(map(math.isfinite, numbers))
+        codes = torch.tensor([run.stop.code(), not is_finite, error is not None]).double()
+        if run.fabric.world_size > 1:
+            codes = all_reduce(codes.to(run.fabric.device), "max")
+        stop_code, is_not_finite, has_error = codes.tolist()
         run.stop.set_agreed(stop_code)
-        if not all(map(math.isfinite, numbers)):
-            pairs = zip(step.examples, losses.tolist())
+        if is_not_finite:
+            pairs = zip(step.examples, losses)
             bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
             not_finite = Failed(
                 f"step {run.state.step + 1}: not finite (gradient norm, sum of z, of losses: {numbers}): "
@@ -422,7 +424,6 @@ class Trainer:
             raise_together(not_finite)
         if has_error:
             raise_together(error or Failed(ANOTHER_FAILED))
-        return numbers[0]
 
     def optimizer_step(self, plan: Plan) -> float:
         """Change the weights. -> the learning rate of the step"""
@@ -441,7 +442,7 @@ class Trainer:
         """The columns of metrics.csv that describe the step which was just done, but for its speed. of_objective,
         row: those that are known already."""
         # a mean over tokens, from the means over each example's
-        entropy_G, tokens_G = (columns[name].cpu() for name in OF_TOKENS)
+        entropy_G, tokens_G = (columns[name] for name in OF_TOKENS)
         done = self.run.state.step
         row |= {
             "entropy": float(np.average(entropy_G, weights=tokens_G)),
@@ -453,9 +454,7 @@ class Trainer:
         return join_columns(of_objective, row)
 
     def metrics(self, columns: Columns, baseline: Baseline) -> dict[str, float | None]:
-        """A row by the objective's metrics. Raises Failed."""
-        columns = {name: x.cpu() for name, x in columns.items()}
-        baseline = Baseline(*(x.cpu() for x in baseline))
+        """A row by the objective's metrics. All tensors are on the CPU. Raises Failed."""
         with own_code("metrics"):
             try:
                 return self.run.objective.metrics(columns, baseline)

@@ -15,7 +15,7 @@ from infra.console import say
 from infra.devices import all_reduce, on_all_ranks
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
-from objective import join_columns
+from objective import copied_to_cpu, join_columns
 from records.examples import Example
 
 OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
@@ -69,7 +69,7 @@ def row_of(loop: Any, examples: list[Example], title: str) -> dict:
     checker has something to say. A collective."""
     if not examples[0].completions:
         return {}
-    columns, baseline = loop.score_examples(examples, title)
+    columns, baseline = copied_to_cpu(*loop.score_examples(examples, title))
     return on_all_ranks(loop.run.fabric, lambda: loop.metrics(columns, baseline))
 
 
