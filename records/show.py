@@ -15,7 +15,7 @@ from infra.console import BadInput
 from infra.settings import ROOT, Data, split_commas
 from records.foreign import Reader
 from records.forms import Record, as_text, as_turns, content_of, understand_record
-from records.paths import Column, is_there, names_in, number
+from records.paths import Column, elements, is_there, names_in, number
 
 PRESETS = ROOT / "config" / "data"
 LINES = 8  # of a turn, at most
@@ -91,9 +91,7 @@ def fits(preset: Data, records: list, kind: str) -> bool:
         ours = list(reader.read(((str(i), x) for i, x in enumerate(records)), faults))
         if faults or not ours or reader.path_that_finds_nothing():
             return False
-        if preset.turns and not any(
-            mark in str(list(x.values())) for x in records for mark in texts(reader)
-        ):
+        if preset.turns and not has_marks(records, reader):
             return False
         understand_record(ours[0][1], kind)
     except BadInput:
@@ -101,13 +99,21 @@ def fits(preset: Data, records: list, kind: str) -> bool:
     return True
 
 
-def texts(reader: Reader) -> list[str]:
-    """The marks of turns as they look in the text of a list."""
-    return [repr(mark)[1:-1] for mark in reader.layout.marks]
+def has_marks(records: list, reader: Reader) -> bool:
+    """Whether one of the marks that begin a turn is in a value of these raw records."""
+    text = str([elements(record, "") for record in records])
+    for mark in reader.layout.marks:
+        as_in_a_list = repr(mark)[1:-1]
+        if as_in_a_list in text:
+            return True
+    return False
 
 
 def suggestion(records: list, data: Data) -> str:
-    """A line that says with which settings these raw records may be read."""
+    """A line that says with which settings these raw records may be read; empty where settings are not what is
+    wrong."""
+    if not all(isinstance(record, dict) for record in records):
+        return ""
     if not records or fits(data, records, data.kind):
         return ""
     preset = fitting_preset(records, data)

@@ -490,6 +490,13 @@ def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monke
         assert line in shown(tmp_path, monkeypatch, capsys, source)
 
 
+@pytest.mark.parametrize("line", ["[1, 2]", "3", '"text"', "null"])
+def test_of_a_record_that_is_no_object_data_py_says_only_this(tmp_path, monkeypatch, capsys, line):
+    source = saved(tmp_path, "d.jsonl", [line, rated()])
+    said = shown(tmp_path, monkeypatch, capsys, source)
+    assert said == f"{source}:1: record: expected an object, got {json.loads(line)!r}"
+
+
 def test_the_table_points_at_what_an_export_has_damaged(tmp_path, monkeypatch, capsys):
     whole = [rated(f"p{i}", f"answer {i}") for i in range(6)]
     cases = {
