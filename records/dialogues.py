@@ -270,7 +270,7 @@ def with_its_prompt(record: dict) -> dict:
 
 def ends_before_the_answer(dialogue: object) -> bool:
     """Whether this is a dialogue whose last turn is not the assistant's."""
-    if not isinstance(dialogue, list) or not is_message(dialogue[-1]):
+    if not is_list_of_messages(dialogue):
         return False
     last = dialogue[-1]
     role = str(last.get("role", last.get("from")))

@@ -424,6 +424,11 @@ REFUSED = {  # records, settings, the line
         dict(labels=UP_DOWN),
         ":1: record: both a rating and a pair",
     ),
+    "a pair without messages": (
+        [{"messages": [], "chosen": "x", "rejected": "y"}],
+        {},
+        ":1: prompt: missing; there is messages, chosen, rejected",
+    ),
     "a value with two meanings": ([Q], dict(labels="up=1,down=1"), "data.labels: up=1,down=1: "),
     "too many": ([rated()], {}, "1 records, but #2 asks for 2", "#2"),
     "no share": (
