@@ -535,6 +535,17 @@ def test_a_share_of_a_source_is_the_same_each_time_and_in_the_order_of_the_file(
     assert len(read(odd)[0]) == 1
 
 
+@pytest.mark.parametrize("settings", [{}, dict(repeated="last"), dict(raters="agree")])
+def test_records_without_a_field_are_counted_over_all_sources(tmp_path, settings):
+    clicks = [{"q": f"q{i}", "a": f"a{i}", "l": i % 2} for i in range(8)]
+    first = write(tmp_path / "d.jsonl", *clicks[:5])
+    second = write(tmp_path / "e.jsonl", *clicks[5:])
+    columns = "prompt=q,completion=a,label=l,system=s"
+    settings = dict(columns=columns, labels=UP_DOWN) | settings
+    _, counts = load(f"{first},{second}", chat(), **ROOM, **settings)
+    assert counts["records without system=s"] == 8
+
+
 def test_a_fork_makes_records_of_a_raw_one_and_a_resume_compares_them(tiny, tmp_path):
     texts = {f"{i}": f"answer {i}" for i in range(8)}
     source = write(tmp_path / "clicks.jsonl", *({"of": f"{i}", "up": i % 2} for i in range(9)))
