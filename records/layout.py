@@ -81,6 +81,9 @@ class Layout:
             for other in needed:
                 if name in columns and other not in columns:
                     raise BadInput(f"data.columns: {name}: it needs {other}, too")
+        chosen = columns.get("chosen")
+        if chosen is not None and chosen.is_several and "rejected" not in columns:
+            raise BadInput("data.columns: chosen: a list of answers needs rejected, too")
         has_verdict = "verdict" in columns
         ratings = columns.get("label", columns.get("verdict"))
         # of a field that only has another name, the values may be those of our own labels

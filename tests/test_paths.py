@@ -424,6 +424,34 @@ REFUSED = {  # records, settings, the line
         dict(labels=UP_DOWN),
         ":1: record: both a rating and a pair",
     ),
+    "a text among messages": (
+        [{"q": "Q", "x": [user("Q"), "A"], "y": "A", "w": "x"}],
+        dict(columns="prompt=q,a=x,b=y,verdict=w", labels="a=x,b=y"),
+        ":1: a: expected a text, texts or messages; got [{",
+    ),
+    "numbers as messages": (
+        [{"q": "Q", "x": "A", "y": [1, 2], "w": "x"}],
+        dict(columns="prompt=q,a=x,b=y,verdict=w", labels="a=x,b=y"),
+        ":1: b: expected a text, texts or messages; got [1, 2]",
+    ),
+    "numbers as messages of a pair": (
+        [{"prompt": "Q", "chosen": [1, 2], "rejected": "A"}],
+        dict(turns="hh"),
+        ":1: chosen: expected a string, or messages with a known role and a text; got 1",
+    ),
+    "parts of a message in a pair": (
+        [
+            dict.fromkeys(("chosen", "rejected"), [user("P"), bot("A"), user(["Q"]), bot("B")])
+            | {"prompt": "Q"}
+        ],
+        {},
+        ":1: chosen: expected a string, or messages with a known role and a text; got {",
+    ),
+    "good answers without bad ones": (
+        [{"q": "Q", "x": ["A", "B"]}],
+        dict(columns="prompt=q,chosen=x.*"),
+        "data.columns: chosen: a list of answers needs rejected, too",
+    ),
     "a pair without messages": (
         [{"messages": [], "chosen": "x", "rejected": "y"}],
         {},
@@ -500,6 +528,13 @@ def test_of_a_record_that_is_no_object_data_py_says_only_this(tmp_path, monkeypa
     source = saved(tmp_path, "d.jsonl", [line, rated()])
     said = shown(tmp_path, monkeypatch, capsys, source)
     assert said == f"{source}:1: record: expected an object, got {json.loads(line)!r}"
+
+
+def test_data_py_tries_its_files_of_settings_on_a_pair_of_messages(tmp_path, monkeypatch, capsys):
+    sides = {name: [{"from": "gpt", "value": name}] for name in ("chosen", "rejected")}
+    source = write(tmp_path / "d.jsonl", {"prompt": "Q"} | sides)
+    said = shown(tmp_path, monkeypatch, capsys, source, "--kind=paired")
+    assert "train: 1 examples of 1 prompts" in said and "another way" not in said
 
 
 def test_the_table_points_at_what_an_export_has_damaged(tmp_path, monkeypatch, capsys):
