@@ -31,6 +31,8 @@ TOGETHER = {
     "verdict": ("a", "b"),
     "rated": ("messages",),
 }
+# what data.labels may make of a verdict
+VERDICTS = {"a", "b", "both", "neither"}
 HH = {"\n\nHuman:": "user", "\n\nAssistant:": "assistant"}
 
 
@@ -92,10 +94,15 @@ class Layout:
             raise BadInput(
                 f"data.labels: missing: what do the values of {ratings.text} mean? 0 may be down, no vote or a draw"
             )
+        if has_verdict and "label" in columns:
+            raise BadInput("data.columns: label: there is a verdict, too: which rating is meant?")
         names = self.labels.wanted.keys()
         if has_verdict and not names & {"a", "b"}:
             raise BadInput("data.labels: a verdict needs a=..., b=... (and both=..., neither=...)")
-        if not has_verdict and names & {"a", "b", "both", "neither"}:
+        if has_verdict and names - VERDICTS:
+            other = ", ".join(names - VERDICTS)
+            raise BadInput(f"data.labels: {other}: a verdict is a, b, both or neither")
+        if not has_verdict and names & VERDICTS:
             raise BadInput("data.labels: a, b, both, neither: only with data.columns verdict=...")
 
     def _replaced_fields(self) -> set[str]:

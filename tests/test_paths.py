@@ -452,6 +452,16 @@ REFUSED = {  # records, settings, the line
         dict(columns="prompt=q,chosen=x.*"),
         "data.columns: chosen: a list of answers needs rejected, too",
     ),
+    "a verdict beside ratings of messages": (
+        [{"ms": TALK, "x": "A", "y": "B", "w": 1}],
+        dict(columns="messages=ms,label=.rating,a=x,b=y,verdict=w", labels="a=1,b=0"),
+        "data.columns: label: there is a verdict, too: which rating is meant?",
+    ),
+    "a verdict that is a thumb": (
+        [{"q": "Q", "x": "A", "y": "B", "w": 2}],
+        dict(columns="prompt=q,a=x,b=y,verdict=w", labels="a=1,b=0,up=2"),
+        "data.labels: up: a verdict is a, b, both or neither",
+    ),
     "a pair without messages": (
         [{"messages": [], "chosen": "x", "rejected": "y"}],
         {},
