@@ -126,12 +126,12 @@ def load_file(
             record = understand_record(ours, kind, extra)
             for name in record.ignored:  # the table prints it
                 refuse_half_characters("record", name)
-                counts[f"with {name}, which nothing reads"] += 1
             records[where] = record
-            for what in what_looks_wrong(record, tokenizer):
-                counts[what] += 1
     records = seeded_share(file, records, share)
-    note_what_looks_wrong(records.values(), counts)
+    for record in records.values():
+        for what in what_looks_wrong(record, tokenizer):
+            counts[what] += 1
+    note_damaged_answers(records.values(), counts)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it. It must write all that a record says.
     by_template = any(
@@ -201,6 +201,8 @@ def decoded_records(
 def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     """What is right in some files and a mistake in others, such as an answer that repeats its prompt: the
     table counts it. A special token in a text of the record is read as this token, not as its letters."""
+    for name in record.ignored:
+        yield f"with {name}, which nothing reads"
     answers = []
     for completion in record.completions:
         if isinstance(completion, str) or not completion.get("tool_calls"):
@@ -283,7 +285,7 @@ WARNINGS = (CUT_ANSWERS, REASONING_IN_SOME, ONE_ANSWER)
 MARKUP = ("<think", '<details type="reasoning"', "<reasoning>", "<thought>", "◁think▷")
 
 
-def note_what_looks_wrong(records: Iterable[Record], counts: Counter) -> None:
+def note_damaged_answers(records: Iterable[Record], counts: Counter) -> None:
     """Count the answers that an export has damaged, as far as numbers show it."""
     answers = []
     for record in records:

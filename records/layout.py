@@ -100,7 +100,7 @@ class Layout:
         if has_verdict and not names & {"a", "b"}:
             raise BadInput("data.labels: a verdict needs a=..., b=... (and both=..., neither=...)")
         if has_verdict and names - VERDICTS:
-            other = ", ".join(names - VERDICTS)
+            other = ", ".join(sorted(names - VERDICTS))
             raise BadInput(f"data.labels: {other}: a verdict is a, b, both or neither")
         if not has_verdict and names & VERDICTS:
             raise BadInput("data.labels: a, b, both, neither: only with data.columns verdict=...")

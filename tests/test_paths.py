@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT, train
 from foreign import COFFEE, COFFEES, MATH, PRESETS, nested
 from test_data import load, refusal
-from tokens import CHATML, bot, chat, folder, rated, user, write
+from tokens import CHATML, bot, chat, folder, plain, rated, user, write
 
 from infra.console import BadInput
 from infra.settings import Data
@@ -578,6 +578,19 @@ def test_a_share_of_a_source_is_the_same_each_time_and_in_the_order_of_the_file(
     assert len(read(f"{pairs}#4")[0]) == 8, "records, not ratings"
     odd = write(tmp_path / "f#3.jsonl", rated())
     assert len(read(odd)[0]) == 1
+
+
+def test_of_a_share_the_table_counts_only_what_is_taken(tmp_path):
+    odd = [rated("p", "", i, weight=2, note=1) for i in (0, 1)] * 10
+    source = write(tmp_path / "d.jsonl", *odd)
+    for taken in (20, 4):
+        _, counts = load(f"{source}#{taken}", plain(), **ROOM)
+        names = (
+            "with note, which nothing reads",
+            "with an empty completion",
+            "with a weight other than 1",
+        )
+        assert [counts[name] for name in names] == [taken] * 3
 
 
 @pytest.mark.parametrize("settings", [{}, dict(repeated="last"), dict(raters="agree")])
