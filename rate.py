@@ -21,11 +21,11 @@ import sys
 import threading
 import traceback
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,7 @@ from infra.checkpoint import write_whole
 from infra.console import BadInput, Failed, run_cli, say, user_error
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.parse import parse_command
+from infra.server import Server
 from infra.settings import ROOT, Sampling, refuse_unless
 from models.hub import find_model
 from models.load import load_model
@@ -273,15 +274,15 @@ class OtherServer:
 
     def __init__(self, args: RateSettings):
         self.args = args
-        self.url = args.server.rstrip("/").removesuffix("/v1") + "/v1"
         refuse_unless(
-            urlsplit(self.url).scheme in ("http", "https"),
+            urlsplit(args.server).scheme in ("http", "https"),
             f"server: {args.server}: expected an address that begins with http:// or https://",
         )
+        self.server = Server(args.server, os.environ.get("OPENAI_API_KEY"))
         self.name = args.model
         if not self.name:
             models = self.call("/models")
-            with user_error("server", f"{self.url}/models: expected a list of models"):
+            with user_error("server", f"{self.server.url}/models: expected a list of models"):
                 self.name = models["data"][0]["id"]
 
     def answer(self, prompt: Turns) -> Reply:
@@ -293,27 +294,24 @@ class OtherServer:
         body |= {"seed": secrets.randbelow(2**31)}
         if args.stop:
             body["stop"] = args.stop
-        answer = self.call("/chat/completions", body)
+        answer = self.call("/chat/completions", json.dumps(body))
         with user_error("server", "an answer without choices[0].message.content"):
             choice = answer["choices"][0]
             text = choice["message"]["content"] or ""
             return Reply(text, choice.get("finish_reason") == "length")
 
-    def call(self, path: str, body: dict | None = None) -> dict:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = json.dumps(body).encode() if body else None
-        request = urllib.request.Request(self.url + path, data, headers)
+    def call(self, path: str, body: str | None = None) -> dict:
+        """What the server says to this JSON. Raises BadInput."""
+        where = f"server: {self.server.url}{path}"
         try:
-            with urllib.request.urlopen(request, timeout=600) as reply:
+            with self.server.open(path, body, timeout=600) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as e:
             said = " ".join(e.read(2000).decode(errors="replace").split())[:300]
-            raise BadInput(f"server: {self.url}{path}: {e.code} {e.reason}: {said}") from None
-        except (OSError, ValueError) as e:
-            reason = getattr(e, "reason", e)
-            raise BadInput(f"server: {self.url}{path}: no answer: {reason}") from None
+            raise BadInput(f"{where}: {e.code} {e.reason}: {said}") from None
+        except (OSError, HTTPException, ValueError) as e:
+            reason = getattr(e, "reason", e)  # URLError hides it in itself
+            raise BadInput(f"{where}: no answer: {reason}") from None
 
     def close(self) -> None:
         pass
