@@ -46,8 +46,8 @@ from infra.server import Server
 from infra.settings import ROOT, Sampling, refuse_unless
 from models.hub import find_model
 from models.load import load_model
-from records.examples import collect, decoded_records
 from records.forms import Record, Turns, understand_record
+from records.sources import collect, decoded_records
 from records.tokenizer import Tokenizer
 
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch

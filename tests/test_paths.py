@@ -17,9 +17,11 @@ from tokens import CHATML, bot, chat, folder, plain, rated, user, write
 
 from infra.console import BadInput
 from infra.settings import Data
-from records.examples import Example, PageSettings, decoded_records, page
+from records.examples import Example
 from records.foreign import Reader
+from records.page import PageSettings, page
 from records.show import fitting_preset
+from records.sources import decoded_records
 
 FILES = ROOT / "config" / "data"
 ROOM = dict(max_prompt=9999, max_completion=9999)
