@@ -15,4 +15,5 @@ template.py   what tokenizer.py asks for the text of messages: the model's chat 
               that it leaves nothing out
 page.py       `python data.py FILE`: a file as a run would see it
 show.py       what page.py prints: records as turns, and settings that may read a file
+ratings.py    a file of thumbs that rate.py writes
 """
