@@ -87,7 +87,8 @@ def load_examples(
             dropped = [f", {n:,} {what}" for what, n in counts.items() if "dropped" in what]
             raise BadInput(f"{name}: no records{''.join(dropped)}")
     if kind == "prompts":
-        examples = [examples[first] for first, *_ in prompt_groups(e.prompt for e in examples)]
+        groups = prompt_groups([e.prompt for e in examples])
+        examples = [examples[group[0]] for group in groups]
     return examples, counts
 
 
@@ -101,12 +102,10 @@ def load_file(
     share: int | float | None = None,
 ) -> list[Example]:
     """The examples of one file, or of a share of its records; adds to the counts. Raises BadInput."""
-    extra = split_commas(data.extra)
-    records: dict[str, Record] = {}
-    texts: dict[str, tuple[str, list[str]]] = {}
-    examples: list[Example] = []
     faults: list[str] = []
     # 1. understand: what a line of the file holds becomes Records
+    records: dict[str, Record] = {}
+    extra = split_commas(data.extra)
     for where, ours in reader.read(decoded_records(file, faults, counts), faults):
         with collect(faults, where):
             record = understand_record(ours, kind, extra)
@@ -120,56 +119,82 @@ def load_file(
     note_damaged_answers(records.values(), counts)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it. It must write all that a record says.
-    by_template = any(
-        record.needs_template or record.instruct and tokenizer.template
-        for record in records.values()
-    )
+    by_template = any(record.needs_template for record in records.values())
+    if tokenizer.template and not by_template:
+        by_template = any(record.instruct for record in records.values())
     counts["by the chat template" if by_template else "plain"] += len(records)
+    texts: dict[str, tuple[str, list[str]]] = {}
     for where, record in records.items():
         with collect(faults, where):
             try:
-                prompt, completions = tokenizer.render(record, by_template, counts)
+                texts[where] = render_record(record, tokenizer, by_template, counts)
             except LeftOut:
                 if data.left_out == "refuse":
                     raise
                 counts["dropped by data.left_out"] += 1
-                continue
-            names = ("chosen", "rejected") if len(completions) == 2 else ("completion",)
-            for name, text in zip(("prompt", *names), (prompt, *completions)):
-                refuse_half_characters(name, text)
-            texts[where] = (prompt, completions)
     if faults:
         fault = reader.path_that_finds_nothing()
         raise BadInput(f"{file}: {fault}" if fault else "\n".join(faults[:20]))
-    # 3. encode: texts become token ids, with BOS and EOS
-    encoded = encode_texts(texts, tokenizer, by_template)
-    for where, (prompt, completions) in zip(texts, encoded):
-        record = records[where]
+    # 3. encode: texts become token ids, with BOS and EOS, and are cut
+    examples: list[Example] = []
+    for where, (prompt, completions) in zip(texts, encode_texts(texts, tokenizer, by_template)):
         if not prompt or not all(completions):
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
-        # 4. cut a prompt's beginning, but not its BOS, and completions' ends
-        too_many = max(0, len(prompt) - data.max_prompt)
-        n_first = tokenizer.first_tokens(prompt)
-        del prompt[n_first : n_first + too_many]
-        counts["prompts cut"] += too_many > 0
-        counts["completions cut"] += sum(len(ids) > data.max_completion for ids in completions)
-        prompt = np.array(prompt, np.int32)
-        completions = tuple(np.array(ids[: data.max_completion], np.int32) for ids in completions)
+        record = records[where]
+        whole = Example(
+            np.array(prompt, np.int32),
+            tuple(np.array(ids, np.int32) for ids in completions),
+            record.label is not False,
+            record.rewards,
+            where,
+            record.weight,
+            record.extra,
+        )
+        example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
         # a preference between equal answers teaches nothing
-        if len(completions) == 2 and np.array_equal(*completions):
+        if len(example.completions) == 2 and np.array_equal(*example.completions):
             counts["equal pairs, left out"] += 1
-            continue
-        label, rewards = record.label is not False, record.rewards
-        example = Example(prompt, completions, label, rewards, where, record.weight, record.extra)
-        if kind == "rated" and record.label is None:  # a pair: two ratings, which share its prompt
-            for ids, label, reward in zip(completions, (True, False), rewards):
-                rating = dict(completions=(ids,), label=label, rewards=(reward, None))
-                examples.append(example._replace(**rating))
+        elif kind == "rated" and len(example.completions) == 2:
+            examples += two_ratings(example)
         else:
             examples.append(example)
     if texts and not examples:
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs")
     return examples
+
+
+def render_record(
+    record: Record, tokenizer: Tokenizer, by_template: bool, counts: Counter
+) -> tuple[str, list[str]]:
+    """The texts of a record's prompt and completions. Raises LeftOut, BadInput."""
+    prompt, completions = tokenizer.render(record, by_template, counts)
+    refuse_half_characters("prompt", prompt)
+    names = ("chosen", "rejected") if len(completions) == 2 else ("completion",)
+    for name, text in zip(names, completions):
+        refuse_half_characters(name, text)
+    return prompt, completions
+
+
+def cut_example(example: Example, n_first: int, data: Data, counts: Counter) -> Example:
+    """The example without a long prompt's beginning, but with its first n_first tokens, and without long completions'
+    ends."""
+    too_many = max(0, len(example.prompt) - data.max_prompt)
+    counts["prompts cut"] += too_many > 0
+    counts["completions cut"] += sum(len(ids) > data.max_completion for ids in example.completions)
+    return example._replace(
+        prompt=np.delete(example.prompt, slice(n_first, n_first + too_many)),
+        # a view would keep all of the ids
+        completions=tuple(ids[: data.max_completion].copy() for ids in example.completions),
+    )
+
+
+def two_ratings(pair: Example) -> list[Example]:
+    """The ratings that a pair makes: of its chosen completion, and of its rejected one."""
+    ratings = []
+    for ids, label, reward in zip(pair.completions, (True, False), pair.rewards):
+        rating = pair._replace(completions=(ids,), label=label, rewards=(reward, None))
+        ratings.append(rating)
+    return ratings
 
 
 def encode_texts(
@@ -181,9 +206,9 @@ def encode_texts(
         yield from tokenizer.encode_all(list(texts.values()), by_template)
     except Exception:  # of any kind; it was raised for thousands of texts together
         faults = []
-        for where, one in texts.items():
+        for where, texts_of_record in texts.items():
             with collect(faults, where), user_error("tokenizer"):
-                list(tokenizer.encode_all([one], by_template))
+                list(tokenizer.encode_all([texts_of_record], by_template))
         if not faults:
             raise
         raise BadInput("\n".join(faults[:20])) from None
@@ -231,8 +256,10 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     if record.weight != 1:
         yield "with a weight other than 1"
     texts = answers + [turn["content"] for turn in as_turns(record.prompt)]
-    found = {token for text in texts for token in tokenizer.special_tokens_in(text or "")}
-    for token in sorted(found):
+    tokens: set[str] = set()
+    for text in texts:
+        tokens.update(tokenizer.special_tokens_in(text or ""))
+    for token in sorted(tokens):
         yield f"with {token} in a text"
 
 
@@ -275,9 +302,9 @@ def load_splits(
 ) -> dict[str, list[Example]]:
     """{"train", "val", "test": examples}, each described in a table. A part that the settings do not
     name is empty. `data` as in load_examples. Raises BadInput."""
-    parts, counts = {}, {}
-    for name in ("train", "val", "test"):
-        source = getattr(data, name)
+    parts = {}
+    counts = {}
+    for name, source in {"train": data.train, "val": data.val, "test": data.test}.items():
         parts[name], counts[name] = load_examples(source, tokenizer, kind, data, make_records)
     if any(count["by the chat template"] for count in counts.values()):
         tokenizer.end_as_the_template_does()
@@ -309,7 +336,8 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
         sizes = np.array(split_commas(parts), float)
         if len(sizes) not in (2, 3):
             raise ValueError
-    upper_edges, split = sizes.cumsum() / sizes.sum(), [[], [], []]
+    upper_edges = sizes.cumsum() / sizes.sum()
+    split: list[list[Example]] = [[], [], []]
     for example in examples:
         digest = hashlib.sha256(example.prompt.tobytes()).digest()
         position = int.from_bytes(digest[:8], "big") / 2**64  # in [0, 1)
@@ -320,22 +348,31 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
 def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) -> None:
     """Say, in a table, what is about to be learned from, for a person to check before it starts."""
     keys = [e.keys for e in examples]
-    head = f"{name}: {len(keys):,} examples of {len({prompt for prompt, *_ in keys}):,} prompts"
-    labels = [e.label for e in examples] if kind == "rated" else []
-    up, down = sum(labels), len(labels) - sum(labels)
-    say(f"{head}, {up:,} desirable, {down:,} undesirable" if labels else head)
-    for what, lengths in {
+    n_prompts = len({prompt for prompt, *_ in keys})
+    head = f"{name}: {len(keys):,} examples of {n_prompts:,} prompts"
+    up = down = 0
+    if kind == "rated":
+        up = sum(e.label for e in examples)
+        down = len(examples) - up
+        head += f", {up:,} desirable, {down:,} undesirable"
+    say(head)
+    completions: list[np.ndarray] = []
+    for e in examples:
+        completions += e.completions
+    all_lengths = {
         "prompt": [len(e.prompt) for e in examples],
-        "completion": [len(ids) for e in examples for ids in e.completions],
-    }.items():
+        "completion": [len(ids) for ids in completions],
+    }
+    for what, lengths in all_lengths.items():
         if lengths:
-            numbers = np.percentile(lengths, [50, 95, 100]).astype(int)
-            say("  {} tokens: median {}, 95% below {}, longest {}".format(what, *numbers))
+            median, most, longest = np.percentile(lengths, [50, 95, 100]).astype(int)
+            say(f"  {what} tokens: median {median}, 95% below {most}, longest {longest}")
     # duplicates repeat prompt, completions and label; contradictions repeat all but the label
     distinct = len(set(keys))
     with_label = len({(key, e.label) for key, e in zip(keys, examples)})
-    found = {"duplicates": len(keys) - with_label, "contradictions": with_label - distinct} | counts
-    say("  " + ", ".join(f"{n:,} {what}" for what, n in found.items() if what not in WARNINGS))
+    numbers = {"duplicates": len(keys) - with_label, "contradictions": with_label - distinct}
+    numbers |= counts
+    say("  " + ", ".join(f"{n:,} {what}" for what, n in numbers.items() if what not in WARNINGS))
     for warning in WARNINGS:
         if counts[warning]:
             say(f"  look at them: {counts[warning]:,} {warning}")

@@ -61,7 +61,8 @@ def parse_page(words: list[str]) -> PageSettings:
     --data.columns is --columns."""
     if words and not words[0].startswith("--"):
         words = ["--train", *words]
-    plain, presets = [], {}
+    plain: list[str] = []
+    presets: dict[str, object] = {}
     for head, *values in split_options(words)[1:]:
         name, has_value, value = head.partition("=")
         values = [value, *values] if has_value else values
@@ -71,7 +72,9 @@ def parse_page(words: list[str]) -> PageSettings:
             with user_error("config", str(file)):
                 group = yaml.safe_load(file.read_text(encoding="utf-8"))
         if isinstance(group, dict) and isinstance(group.get("data"), dict):
-            presets |= group["data"] | {x: y for x, y in group.items() if x == "model"}
+            presets |= group["data"]
+            if "model" in group:
+                presets["model"] = group["model"]
         else:
             plain += [name.replace("--data.", "--"), *values]
     return parse_command(PageSettings, page.__doc__, plain, presets)
@@ -80,7 +83,8 @@ def parse_page(words: list[str]) -> PageSettings:
 def first_records(data: Data, n: int = 200) -> list:
     """The first raw records of data.train; none if it cannot be read."""
     with suppress(BadInput):
-        return [raw for _, raw in islice(decoded_records(first_files(data)[0], []), n)]
+        records = decoded_records(first_files(data)[0], [])
+        return [raw for _, raw in islice(records, n)]
     return []
 
 

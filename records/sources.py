@@ -103,7 +103,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
     path = find_path(source)
     suffix = path.suffix.lower()
     with user_error(None, source):
-        if suffix == ".jsonl" or suffix == ".json" and has_lines(path):
+        if suffix == ".jsonl" or (suffix == ".json" and has_lines(path)):
             with open(path, "rb") as lines:
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         elif suffix == ".json":
@@ -136,11 +136,12 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
 def has_lines(path: Path) -> bool:
     """Whether a .json file has several lines, each of which is an object: so Dataset.to_json writes."""
     with open(path, "rb") as file:
-        first, second = file.readline(), file.readline()
+        first = file.readline()
+        second = file.readline()
+    if not second.strip():
+        return False
     try:
-        return bool(second.strip()) and all(
-            isinstance(json.loads(x), dict) for x in (first, second)
-        )
+        return all(isinstance(json.loads(line), dict) for line in (first, second))
     except ValueError:
         return False
 
