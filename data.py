@@ -2,8 +2,8 @@
 
 This file knows no model and no loss. Reading order: which examples a step has (step_examples); Step;
 MicroBatch, which is what a loss sees; how a step is split (split_into_parts). How a micro-batch becomes one row
-of tokens: packing.py. How the records of a file become examples, and `python data.py FILE`:
-records/examples.py.
+of tokens: packing.py. How the records of a file become examples: records/examples.py. `python data.py FILE`:
+records/page.py.
 
 Shape letters: G examples of a step, on all ranks together; B of a micro-batch; K completions of an example;
 L tokens of the longest completion; n mismatched pairs of a step. packing.py has those of the row.
@@ -375,6 +375,6 @@ def fill(items: Sequence[int], sizes: list[int], room: int, first_fit: bool) -> 
 
 if __name__ == "__main__":  # python data.py FILE [--model M] shows a file as a run would see it
     from infra.console import run_cli
-    from records.examples import page
+    from records.page import page
 
     run_cli(page)

@@ -8,11 +8,10 @@ The thumbs are in ratings.jsonl, in a form that kto.py reads. This file is the w
 anew for each thumb, so a killed server loses none, and a page that is still open goes on with the next server.
 The page, rate.html, shows the command that trains on the thumbs.
 
-Reading order: Ratings (the file), training_advice (the command), the two who answer, Desk (what the page may
-ask), PageHandler (HTTP). examples/human.py shows another desk.
+Reading order: training_advice (the command), the two who answer, Desk (what the page may ask), PageHandler (HTTP).
+The file of thumbs: records/ratings.py. examples/human.py shows another desk.
 """
 
-import fcntl
 import json
 import os
 import secrets
@@ -21,14 +20,13 @@ import sys
 import threading
 import traceback
 import urllib.error
-import urllib.request
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -38,15 +36,16 @@ from lightning.fabric import Fabric
 
 from checks import sampling_faults
 from generate import generate, read_answer
-from infra.checkpoint import write_whole
 from infra.console import BadInput, Failed, run_cli, say, user_error
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.parse import parse_command
+from infra.server import Server
 from infra.settings import ROOT, Sampling, refuse_unless
 from models.hub import find_model
 from models.load import load_model
-from records.examples import collect, decoded_records
 from records.forms import Record, Turns, understand_record
+from records.ratings import Ratings, count_labels, prompt_key
+from records.sources import collect, decoded_records
 from records.tokenizer import Tokenizer
 
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
@@ -78,107 +77,14 @@ class RateSettings(Sampling):
     """true: leave the chat template aside, as for a run on plain records. Each prompt is then alone."""
 
 
-# ---- the file of ratings ---------------------------------------------------------------------------
-
-
-class Rating(NamedTuple):
-    record: dict
-    """As it stands in the file."""
-    label: bool
-
-
-def prompt_key(prompt: Turns) -> str:
-    return json.dumps(prompt, sort_keys=True)
-
-
-def answer_key(record: Record) -> tuple[str, str]:
-    """What two ratings of one answer have in common, in whichever form the records are."""
-    (answer,) = record.completions
-    if isinstance(answer, str):
-        answer = {"role": "assistant", "content": answer}
-    return prompt_key(record.prompt), json.dumps(answer, sort_keys=True)
-
-
-def page_record(prompt: Turns, completion: str, label: bool) -> dict:
-    """The record that is written for a thumb: of messages, or of texts."""
-    is_dialogue = isinstance(prompt, list)
-    answer = [{"role": "assistant", "content": completion}] if is_dialogue else completion
-    return {"prompt": prompt, "completion": answer, "label": label}
-
-
-def shown_key(prompt: Turns, completion: str) -> tuple[str, str]:
-    """The answer_key of an answer that the page shows. Raises BadInput."""
-    record = page_record(prompt, completion, True)  # any label: the key does not depend on it
-    return answer_key(understand_record(record, "rated"))
-
-
-@dataclass(frozen=True)
-class Ratings:
-    """A jsonl file of ratings, at most one for each prompt and answer."""
-
-    file: Path
-
-    def read(self) -> dict[tuple[str, str], Rating]:
-        """The ratings by answer_key, in the order of the file. Raises BadInput, with the line."""
-        ratings, lines, faults = {}, {}, []
-        if not self.file.exists():
-            return ratings
-        for where, raw in decoded_records(str(self.file), faults):
-            with collect(faults, where):
-                record = understand_record(raw, "rated")
-                refuse_unless(record.label is not None, "record: a pair has no thumb of its own")
-                key = answer_key(record)
-                first = ratings.setdefault(key, Rating(raw, record.label))
-                lines.setdefault(key, where.rpartition(":")[2])
-                refuse_unless(
-                    first.label == record.label,
-                    f"label: the same answer has the other label in line {lines[key]}",
-                )
-        refuse_unless(not faults, "\n".join(faults[:20]))
-        return ratings
-
-    def set(self, prompt: Turns, completion: str, label: bool | None) -> tuple[int, int]:
-        """Write a thumb, or with None withdraw it. -> numbers of thumbs up and down. Raises BadInput."""
-        key = shown_key(prompt, completion)
-        with self.locked():
-            ratings = self.read()
-            if label is None:
-                ratings.pop(key, None)
-            elif key not in ratings or ratings[key].label != label:
-                ratings[key] = Rating(page_record(prompt, completion, label), label)
-            rows = [json.dumps(x.record, ensure_ascii=False) + "\n" for x in ratings.values()]
-            write_whole(self.file, "".join(rows))
-        return count_labels(ratings)
-
-    def label(self, prompt: Turns, completion: str) -> bool | None:
-        """The thumb that this answer has."""
-        rating = self.read().get(shown_key(prompt, completion))
-        return rating.label if rating else None
-
-    @contextmanager
-    def locked(self):
-        """Keep out other servers of files in this folder, while this one changes its file."""
-        folder = os.open(self.file.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
-
-
-def count_labels(ratings: dict) -> tuple[int, int]:
-    up = sum(rating.label for rating in ratings.values())
-    return up, len(ratings) - up
-
-
 # ---- the command that trains -----------------------------------------------------------------------
 
 
 def training_command(model: str, file: Path, up: int, down: int, out_dir: str) -> list[str]:
     """The words of the command that trains on a file with so many thumbs. Where one kind is rare, its class weight
     makes both count alike, as the KTO paper advises."""
-    program, config = (os.path.relpath(ROOT / x) for x in ("kto.py", "config/thumbs.yaml"))
-    words = ["python", program, "--config", config, "--model", model]
+    words = ["python", os.path.relpath(ROOT / "kto.py")]
+    words += ["--config", os.path.relpath(ROOT / "config/thumbs.yaml"), "--model", model]
     words += ["--data.train", str(file), "--out_dir", out_dir]
     if up < down * 3 / 4:
         words += ["--kto.desirable_weight", f"{down / up:.3g}"]
@@ -219,7 +125,8 @@ class OwnModel:
     def __init__(self, args: RateSettings):
         source = find_model(args.model)
         prepare_machine()
-        self.args, self.name = args, args.model
+        self.args = args
+        self.name = args.model
         self.fabric = Fabric(devices=1)
         device = self.fabric.device
         in_bfloat16 = device.type == "cuda" and multiplies_bfloat16(device)
@@ -227,7 +134,8 @@ class OwnModel:
         self.tokenizer = Tokenizer(source, date=date.today().isoformat())
         self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
         self.chat = bool(self.tokenizer.template) and not args.plain
-        self.answering, self.closed = threading.Lock(), threading.Event()
+        self.answering = threading.Lock()
+        self.closed = threading.Event()
 
     def answer(self, prompt: Turns) -> Reply:
         """Raises BadInput for a prompt that does not fit, and Failed when the program ends."""
@@ -240,20 +148,19 @@ class OwnModel:
             f"This conversation has {len(ids)} tokens, and the model reads 1 to {context - 1}: "
             "begin a new chat.",
         )
-        args, seed = self.args, secrets.randbelow(2**31)
-        prompts = [np.array(ids)]
+        args = self.args
         with self.answering:  # one answer at a time
-            (new,) = generate(
+            (answer,) = generate(
                 self.fabric,
                 self.policy,
-                prompts,
+                [np.array(ids)],
                 self.tokenizer,
                 args,
                 args.max_new_tokens,
-                seed,
+                secrets.randbelow(2**31),  # a seed
                 self.check_open,
             )
-        return Reply(*read_answer(self.tokenizer, new, args.stop))
+        return Reply(*read_answer(self.tokenizer, answer, args.stop))
 
     def check_open(self) -> None:
         if self.closed.is_set():
@@ -273,47 +180,49 @@ class OtherServer:
 
     def __init__(self, args: RateSettings):
         self.args = args
-        self.url = args.server.rstrip("/").removesuffix("/v1") + "/v1"
         refuse_unless(
-            urlsplit(self.url).scheme in ("http", "https"),
+            urlsplit(args.server).scheme in ("http", "https"),
             f"server: {args.server}: expected an address that begins with http:// or https://",
         )
+        self.server = Server(args.server, os.environ.get("OPENAI_API_KEY"))
         self.name = args.model
         if not self.name:
             models = self.call("/models")
-            with user_error("server", f"{self.url}/models: expected a list of models"):
+            with user_error("server", f"{self.server.url}/models: expected a list of models"):
                 self.name = models["data"][0]["id"]
 
     def answer(self, prompt: Turns) -> Reply:
         """Raises BadInput with what the server says."""
         args = self.args
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        body = {"model": self.name, "messages": turns, "temperature": args.temperature}
-        body |= {"max_tokens": args.max_new_tokens, "top_p": args.top_p}
-        body |= {"seed": secrets.randbelow(2**31)}
+        body = {
+            "model": self.name,
+            "messages": turns,
+            "temperature": args.temperature,
+            "max_tokens": args.max_new_tokens,
+            "top_p": args.top_p,
+            "seed": secrets.randbelow(2**31),
+        }
         if args.stop:
             body["stop"] = args.stop
-        answer = self.call("/chat/completions", body)
+        answer = self.call("/chat/completions", json.dumps(body))
         with user_error("server", "an answer without choices[0].message.content"):
             choice = answer["choices"][0]
             text = choice["message"]["content"] or ""
             return Reply(text, choice.get("finish_reason") == "length")
 
-    def call(self, path: str, body: dict | None = None) -> dict:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = json.dumps(body).encode() if body else None
-        request = urllib.request.Request(self.url + path, data, headers)
+    def call(self, path: str, body: str | None = None) -> dict:
+        """What the server says to this JSON. Raises BadInput."""
+        where = f"server: {self.server.url}{path}"
         try:
-            with urllib.request.urlopen(request, timeout=600) as reply:
+            with self.server.open(path, body, timeout=600) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as e:
-            said = " ".join(e.read(2000).decode(errors="replace").split())[:300]
-            raise BadInput(f"server: {self.url}{path}: {e.code} {e.reason}: {said}") from None
-        except (OSError, ValueError) as e:
-            reason = getattr(e, "reason", e)
-            raise BadInput(f"server: {self.url}{path}: no answer: {reason}") from None
+            words = e.read(2000).decode(errors="replace").split()
+            raise BadInput(f"{where}: {e.code} {e.reason}: {' '.join(words)[:300]}") from None
+        except (OSError, HTTPException, ValueError) as e:
+            reason = getattr(e, "reason", e)  # URLError hides it in itself
+            raise BadInput(f"{where}: no answer: {reason}") from None
 
     def close(self) -> None:
         pass
@@ -326,7 +235,9 @@ class Desk:
     """The state of the page, and its requests: an answer, the thumb that an answer has, a new thumb."""
 
     def __init__(self, model: OwnModel | OtherServer, ratings: Ratings, prompts: list[Turns]):
-        self.model, self.ratings, self.prompts = model, ratings, prompts
+        self.model = model
+        self.ratings = ratings
+        self.prompts = prompts
 
     def state(self) -> dict:
         """What the page shows: the mode (chat or cards), whether the model has a chat template (chat) and can be
@@ -337,8 +248,14 @@ class Desk:
         for i, prompt in enumerate(self.prompts):
             if prompt_key(prompt) not in rated:
                 cards.append({"id": i, "prompt": prompt})
-        state = {"mode": "cards" if self.prompts else "chat", "model": self.model.name}
-        state |= {"chat": self.model.chat, "asks": True, "cards": cards, "waiting": False}
+        state = {
+            "mode": "cards" if self.prompts else "chat",
+            "model": self.model.name,
+            "chat": self.model.chat,
+            "asks": True,
+            "cards": cards,
+            "waiting": False,
+        }
         return state | self.counts(*count_labels(ratings))
 
     def counts(self, up: int, down: int) -> dict:
@@ -360,7 +277,8 @@ class Desk:
 
 def read_prompts(source: str, chat: bool) -> list[Turns]:
     """The distinct prompts of records, in their order: texts, or turns if the model has a chat. Raises BadInput."""
-    prompts, faults = {}, []
+    prompts: dict[str, Turns] = {}
+    faults: list[str] = []
     for where, raw in decoded_records(source, faults):
         with collect(faults, where):
             prompt = understand_record(raw, "prompts").prompt
@@ -368,7 +286,8 @@ def read_prompts(source: str, chat: bool) -> list[Turns]:
                 prompt = [{"role": "user", "content": prompt}]
             refuse_unless(chat or isinstance(prompt, str), "prompt: the model has no chat template")
             prompts[prompt_key(prompt)] = prompt
-    refuse_unless(not faults, "\n".join(faults[:20]))
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
     refuse_unless(prompts, f"prompts: {source}: no records")
     return list(prompts.values())
 
@@ -382,7 +301,8 @@ class RateServer(ThreadingHTTPServer):
     # requests that wait to be taken; with the default, 5, some of a burst are lost
     request_queue_size = 64
 
-    def __init__(self, desk, port: int):
+    def __init__(self, desk: Any, port: int):
+        """desk: a Desk, or another object with those of its methods that the page asks."""
         self.desk = desk
         with user_error("port", f"{port}"):
             super().__init__(("127.0.0.1", port), PageHandler)
@@ -412,10 +332,11 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def rate(self) -> dict:
         body = self.body("prompt", "completion", "label")
-        prompt, completion, label = body["prompt"], body["completion"], body["label"]
+        completion = body["completion"]
         refuse_unless(isinstance(completion, str), "completion: expected a text")
+        label = body["label"]
         refuse_unless(label in (True, False, None), "label: expected true, false or null")
-        return self.server.desk.rate(prompt, completion, label)
+        return self.server.desk.rate(body["prompt"], completion, label)
 
     def body(self, *names: str) -> dict:
         """The request's JSON object, which has these fields. Raises BadInput."""
@@ -435,23 +356,32 @@ class PageHandler(BaseHTTPRequestHandler):
         """Send what the action for this path returns, or what is wrong, in words."""
         action = actions.get(self.path)
         if not self.is_from_here():
-            code, result = 403, {"error": "This page answers to 127.0.0.1 and localhost alone."}
-        elif action is None:
-            code, result = 404, {"error": f"{self.path}: there is no such page"}
+            self.send_fault(403, "This page answers to 127.0.0.1 and localhost alone.")
+            return
+        if action is None:
+            self.send_fault(404, f"{self.path}: there is no such page")
+            return
+        try:
+            result = action()
+        except BadInput as e:
+            self.send_fault(400, str(e))
+        except Failed as e:
+            self.send_fault(503, str(e))
+        except Exception as e:
+            traceback.print_exc()
+            self.send_fault(500, f"rate.py failed: {type(e).__name__}: {e}")
         else:
-            try:
-                code, result = 200, action()
-            except BadInput as e:
-                code, result = 400, {"error": str(e)}
-            except Failed as e:
-                code, result = 503, {"error": str(e)}
-            except Exception as e:
-                traceback.print_exc()
-                code, result = 500, {"error": f"rate.py failed: {type(e).__name__}: {e}"}
+            self.send(200, result)
+
+    def send_fault(self, code: int, text: str) -> None:
+        self.send(code, {"error": text})
+
+    def send(self, code: int, result: dict | bytes) -> None:
+        """Send a page (bytes), or JSON."""
         is_page = isinstance(result, bytes)
         content = result if is_page else json.dumps(result).encode()
-        self.send_response(code)
         kind = "text/html" if is_page else "application/json"
+        self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
@@ -470,7 +400,8 @@ class PageHandler(BaseHTTPRequestHandler):
     def is_from_here(self) -> bool:
         """Whether the page itself asks. Another site in the same browser reaches 127.0.0.1 too, but not under
         this Origin; and a name that an attacker points at 127.0.0.1 stands in Host."""
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin")
         is_local = urlsplit(f"//{host}").hostname in ("127.0.0.1", "localhost")
         return is_local and origin in (None, f"http://{host}")
 
@@ -484,7 +415,8 @@ class PageHandler(BaseHTTPRequestHandler):
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(RateSettings, __doc__, sys.argv[1:] if argv is None else argv)
     faults = sampling_faults(args, args.max_new_tokens)
-    refuse_unless(not faults, "\n".join(faults))
+    if faults:
+        raise BadInput("\n".join(faults))
     refuse_unless(
         args.model or args.server, "model: missing: --model, or --server for one elsewhere"
     )

@@ -75,13 +75,13 @@ from models.lora import gather_adapters, merged_weights, reset_adapters, write_p
 from objective import Objective
 from records.examples import (
     Example,
-    absolute_sources,
     examples_hash,
     load_examples,
     load_splits,
     numbered,
     with_limits,
 )
+from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
 from reference import AdaptersOff, CachedReference, FrozenModel, Reference, exported_weights
 

@@ -125,7 +125,8 @@ def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
     import torch
     import transformers
 
-    from rate import Ratings, count_labels, training_command
+    from rate import training_command
+    from records.ratings import Ratings, count_labels
 
     began = time.time()
     row = {"thumbs": n, "seed": seed, "lr": lr}

@@ -19,8 +19,9 @@ import online
 from evaluate import as_answers, with_answers
 from infra.console import run_cli, say
 from infra.settings import free, refuse_unless
-from rate import RateServer, Ratings, count_labels, shown_key
+from rate import RateServer
 from records.examples import Example
+from records.ratings import Ratings, count_labels, shown_key
 
 LOOKS = 0.2  # seconds between two looks at a signal and at the thumbs
 

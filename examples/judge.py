@@ -15,7 +15,6 @@ import re
 import threading
 import time
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 import online
 from evaluate import Answer
 from infra.console import BadInput, Failed, advance, progress, run_cli, user_error
+from infra.server import Server
 from infra.settings import free, refuse_unless
 from trainer import Trainer
 
@@ -78,22 +78,14 @@ class Settings(online.Settings):
     judge: JudgeSettings
 
 
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_):
-        """A redirect is an error: it could take the key to another server."""
-
-
 class Judge:
     """The checker; `begin` says whom it asks."""
 
     def begin(self, run) -> None:
         self.args = run.cfg.judge
         self.run = run
-        self.url = self.args.server.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
-        self.headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.args.key or ""):
-            self.headers["Authorization"] = f"Bearer {key}"
-        self.opener = urllib.request.build_opener(NoRedirect)
+        self.server = Server(self.args.server, os.environ.get(self.args.key or ""))
+        self.where = f"judge.server: {self.server.url}"  # for messages
         self.file = Path(self.args.cache or run.folder / "judge.jsonl").expanduser()
         self.lock = threading.Lock()
 
@@ -136,20 +128,19 @@ class Judge:
             file.write("\n" + json.dumps(row))  # a new line first: the last one may be half a line
 
     def reply(self, body: str) -> str:
-        request = urllib.request.Request(self.url, body.encode(), self.headers)
         for wait in (*WAITS, None):
             try:
-                with self.opener.open(request, timeout=self.args.timeout) as reply:
+                with self.server.open("/chat/completions", body, self.args.timeout) as reply:
                     return json.load(reply)["choices"][0]["message"]["content"] or ""
             except urllib.error.HTTPError as e:
                 fault = f"{e.code} {e.reason}: {e.read(300).decode(errors='replace')!r}"
                 if e.code != 429 and e.code < 500:
-                    raise BadInput(f"judge.server: {self.url}: {fault}") from None
+                    raise BadInput(f"{self.where}: {fault}") from None
             except (OSError, HTTPException, ValueError, LookupError, TypeError) as e:
                 fault = f"no reply as expected: {e!r}"
             if wait is not None:
                 time.sleep(wait)
-        raise Failed(f"judge.server: {self.url}: {len(WAITS) + 1} times {fault}")
+        raise Failed(f"{self.where}: {len(WAITS) + 1} times {fault}")
 
 
 def key_of(body: str) -> str:

@@ -176,7 +176,7 @@ def answer_to(
     """The fields of the prompt and the answer, from what the column `name` leads to. prompt: see prompt_fields;
     turn: see with_dialogue."""
     answer = split_turns(turns_or_text(layout, name, value), layout.marks)
-    return with_dialogue(prompt, answer, turn)
+    return with_dialogue(prompt, name, answer, turn)
 
 
 def fields_beside(layout: Layout, raw: dict) -> dict:

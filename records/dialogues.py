@@ -174,14 +174,16 @@ def with_split_turns(layout: Layout, fields: dict) -> dict:
     if not layout.marks:
         return fields
     result = {}
+    dialogues = []  # of chosen and rejected
     for name, value in fields.items():
         our_name = ALIASES.get(name, name)
         if our_name in TEXTS and isinstance(value, str):
             value = split_turns(value, layout.marks)
             if our_name in PROMPTS:
                 value = as_turns(value)
+            if name in PAIR and isinstance(value, list):
+                dialogues.append(value)
         result[name] = value
-    dialogues = [result[name] for name in PAIR if isinstance(result.get(name), list)]
     for turns in dialogues:
         if not turns or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
             raise Skipped("whose last turn is not the assistant's")
@@ -193,21 +195,23 @@ def with_split_turns(layout: Layout, fields: dict) -> dict:
 # ---- an answer that is a dialogue ----------------------------------------------------------------
 
 
-def with_dialogue(fields: dict, answer: object, turn: object) -> tuple[dict, object]:
-    """The fields of the prompt, and the answer. An answer may be a whole dialogue: messages, or a list of
-    texts beside a list of prompts. turn: which answer of the dialogue counts, from 1; None: the last.
-    Raises Skipped, BadInput."""
-    name = prompt_name(fields)
-    prompt = fields.get(name)
+def with_dialogue(fields: dict, name: str, answer: object, turn: object) -> tuple[dict, object]:
+    """The fields of the prompt, and the answer, to which the column `name` leads. An answer may be a whole dialogue:
+    messages, or a list of texts beside a list of prompts. turn: which answer of the dialogue counts, from 1; None:
+    the last. Raises Skipped, BadInput."""
+    prompt_field = prompt_name(fields)
+    prompt = fields.get(prompt_field)
     if not isinstance(answer, list):
         if prompt is None:
             return fields, answer
-        return {**fields, name: alternating(prompt)}, answer
+        return {**fields, prompt_field: alternating(prompt)}, answer
     if not all(map(is_there, answer)):
         raise Skipped("with an empty answer")
     if all(isinstance(x, str) for x in answer):
-        answer = join_lists(name, prompt, answer)
+        answer = join_lists(prompt_field, prompt, answer)
         prompt = None  # the dialogue has it now
+    if not all(isinstance(x, dict) for x in answer):
+        raise BadInput(f"{name}: expected a text, texts or messages; got {answer!r:.50}")
     if turn is not None:
         answer = answer[: end_of_turn(answer, turn)]
     if not answer or answer[-1]["role"] != "assistant" or not answer[-1].get("content"):
@@ -262,15 +266,15 @@ def with_its_prompt(record: dict) -> dict:
         return {**others, "prompt": dialogue}
     prompt = record.get("prompt")
     if isinstance(prompt, str) and answers and all(is_long_dialogue(x) for x in answers):
-        questions = {x[-2].get("content", x[-2].get("value")) for x in answers}
-        if questions == {prompt}:
+        questions = [x[-2].get("content", x[-2].get("value")) for x in answers]
+        if all(question == prompt for question in questions):
             return {x: y for x, y in record.items() if x != "prompt"}
     return record
 
 
 def ends_before_the_answer(dialogue: object) -> bool:
     """Whether this is a dialogue whose last turn is not the assistant's."""
-    if not isinstance(dialogue, list) or not is_message(dialogue[-1]):
+    if not is_list_of_messages(dialogue):
         return False
     last = dialogue[-1]
     role = str(last.get("role", last.get("from")))

@@ -228,6 +228,7 @@ class Reader:
         if self.layout.kind != "rated" or not (self.layout.repeated or is_by_raters):
             return
         counts = Counter(self.counts)
+        n_records = self.n_records
         for where, record in self._our_records(records, []):
             if isinstance(record, dict) and "label" in record:
                 votes = self.votes.setdefault(rating_key(record), [])
@@ -235,7 +236,7 @@ class Reader:
         # `read` counts the same records again
         self.counts.clear()
         self.counts.update(counts)
-        self.n_records = 0
+        self.n_records = n_records
 
     def _settled(self, where: str, record: dict) -> Iterator[tuple[str, dict]]:
         """The record, unless another one of the same prompt and answer counts."""

@@ -129,14 +129,16 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
         fields.clear()  # nothing else is wanted, so nothing is ignored
         return Record(prompt, [], continues=is_open and has_prompt)
     # 1. which fields hold the completions, and how they are rated
-    is_pair, is_rated = "chosen" in fields or "rejected" in fields, "label" in fields
+    is_pair = "chosen" in fields or "rejected" in fields
+    is_rated = "label" in fields
     if is_pair and is_rated:
         raise BadInput("record: both a rating and a pair: which one is meant?")
-    label, rewards = None, (None, None)
-    if kind == "paired" or is_pair and kind == "rated":
-        names = "chosen", "rejected"
-        graded = "chosen_reward", "rejected_reward"
-        rewards = tuple(_number(fields.pop(x), x) if x in fields else None for x in graded)
+    label = None
+    rewards = (None, None)
+    names: tuple[str, ...]
+    if kind == "paired" or (is_pair and kind == "rated"):
+        names = ("chosen", "rejected")
+        rewards = (_reward(fields, "chosen_reward"), _reward(fields, "rejected_reward"))
     else:
         is_dialogue = "messages" in fields and "completion" not in fields
         names = ("messages" if is_dialogue else "completion",)
@@ -207,7 +209,8 @@ def refuse_half_characters(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        half, before = text[e.start], text[max(0, e.start - 20) : e.start]
+        half = text[e.start]
+        before = text[max(0, e.start - 20) : e.start]
         raise BadInput(
             f"{name}: {half!r} is half of a character (of a surrogate pair); it stands after {before!r}"
         ) from None
@@ -220,8 +223,9 @@ def _prompt(fields: dict) -> Turns:
     prompt = _text_or_messages(fields, name)
     if name not in PROMPTS and isinstance(prompt, str):
         return []  # an answer alone
-    if name == "instruction" and isinstance(prompt, str) and (more := fields.pop("input", "")):
-        return f"{prompt}\n{more}"
+    if name == "instruction" and isinstance(prompt, str):
+        more = fields.pop("input", "")
+        return f"{prompt}\n{more}" if more else prompt
     return prompt
 
 
@@ -240,7 +244,8 @@ def _text_or_messages(fields: dict, name: str) -> Turns:
     value = _take(fields, name)
     if isinstance(value, str):
         return value
-    return [_message(x, name) for x in (value if isinstance(value, list) else [value])]
+    messages = value if isinstance(value, list) else [value]
+    return [_message(message, name) for message in messages]
 
 
 def _message(value: object, name: str) -> dict:
@@ -272,9 +277,11 @@ def as_text(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    # a probability of 0.9999999 is not 1
-    if isinstance(value, float) and (value.is_integer() or not float(f"{value:g}").is_integer()):
-        return f"{value:g}"
+    if isinstance(value, float):
+        short = f"{value:g}"
+        # a probability of 0.9999999 is not 1
+        if value.is_integer() or not float(short).is_integer():
+            return short
     return str(value)
 
 
@@ -287,9 +294,15 @@ def _label(fields: dict) -> bool:
     raise BadInput(f"label: expected {expected}; got {value!r:.50} (see data.labels)")
 
 
+def _reward(fields: dict, name: str) -> float | None:
+    """The grade of a pair's completion; None where it has none."""
+    return _number(fields.pop(name), name) if name in fields else None
+
+
 def _number(value: object, name: str, lowest: float = -1e30) -> float:
     """A number, or its text as in a csv file. Below 1e30 it is finite in float32, too."""
-    with suppress(ValueError):  # by its text: those of True, [1], ... are no numbers
-        if lowest <= (number := float(str(value))) < 1e30:
+    with suppress(ValueError):
+        number = float(str(value))  # by its text: those of True, [1], ... are no numbers
+        if lowest <= number < 1e30:
             return number
     raise BadInput(f"{name}: expected a finite number from {lowest:g} on, got {value!r:.50}")

@@ -31,6 +31,8 @@ TOGETHER = {
     "verdict": ("a", "b"),
     "rated": ("messages",),
 }
+# what data.labels may make of a verdict
+VERDICTS = {"a", "b", "both", "neither"}
 HH = {"\n\nHuman:": "user", "\n\nAssistant:": "assistant"}
 
 
@@ -81,6 +83,9 @@ class Layout:
             for other in needed:
                 if name in columns and other not in columns:
                     raise BadInput(f"data.columns: {name}: it needs {other}, too")
+        chosen = columns.get("chosen")
+        if chosen is not None and chosen.is_several and "rejected" not in columns:
+            raise BadInput("data.columns: chosen: a list of answers needs rejected, too")
         has_verdict = "verdict" in columns
         ratings = columns.get("label", columns.get("verdict"))
         # of a field that only has another name, the values may be those of our own labels
@@ -89,10 +94,15 @@ class Layout:
             raise BadInput(
                 f"data.labels: missing: what do the values of {ratings.text} mean? 0 may be down, no vote or a draw"
             )
+        if has_verdict and "label" in columns:
+            raise BadInput("data.columns: label: there is a verdict, too: which rating is meant?")
         names = self.labels.wanted.keys()
         if has_verdict and not names & {"a", "b"}:
             raise BadInput("data.labels: a verdict needs a=..., b=... (and both=..., neither=...)")
-        if not has_verdict and names & {"a", "b", "both", "neither"}:
+        if has_verdict and names - VERDICTS:
+            other = ", ".join(sorted(names - VERDICTS))
+            raise BadInput(f"data.labels: {other}: a verdict is a, b, both or neither")
+        if not has_verdict and names & VERDICTS:
             raise BadInput("data.labels: a, b, both, neither: only with data.columns verdict=...")
 
     def _replaced_fields(self) -> set[str]:

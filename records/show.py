@@ -7,6 +7,7 @@ import re
 import textwrap
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import yaml
@@ -15,7 +16,7 @@ from infra.console import BadInput
 from infra.settings import ROOT, Data, split_commas
 from records.foreign import Reader
 from records.forms import Record, as_text, as_turns, content_of, understand_record
-from records.paths import Column, is_there, names_in, number
+from records.paths import Column, elements, is_there, names_in, number
 
 PRESETS = ROOT / "config" / "data"
 LINES = 8  # of a turn, at most
@@ -50,7 +51,9 @@ def show_record(where: str, record: Record) -> None:
     names = ["chosen", "rejected"] if len(record.completions) == 2 else ["answer"]
     for name, completion in zip(names, record.completions):
         text = content_of(completion)
-        show_turn(name, text or ("(empty)" if text == "" else "(a call of tools)"))
+        if text is None:
+            text = "(a call of tools)"
+        show_turn(name, text or "(empty)")
 
 
 def show_turn(name: str, text: str) -> None:
@@ -60,9 +63,14 @@ def show_turn(name: str, text: str) -> None:
         lines += textwrap.wrap(line, 34 if wide else 68, replace_whitespace=False) or [""]
     if len(lines) > LINES:
         lines[LINES:] = [f"[{len(lines) - LINES:,} more lines]"]
-    for i, line in enumerate(lines or [""]):
-        line = "".join(x if x.isprintable() else "?" for x in line)
-        print(f"  {name if i == 0 else '':10}{line}".rstrip())
+    for line in lines or [""]:
+        letters = "".join(map(printable, line))
+        print(f"  {name:10}{letters}".rstrip())
+        name = ""  # it stands before the first line only
+
+
+def printable(letter: str) -> str:
+    return letter if letter.isprintable() else "?"
 
 
 # ---- which settings may read a file --------------------------------------------------------------
@@ -74,7 +82,9 @@ def fitting_preset(records: list, data: Data) -> str | None:
     for file in sorted(PRESETS.glob("*.yaml")):
         preset = replace(data, **yaml.safe_load(file.read_text(encoding="utf-8"))["data"])
         is_for_pairs = file.stem.endswith("_pairs")
-        if is_for_pairs and data.kind == "rated" or not fits(preset, records, data.kind):
+        if is_for_pairs and data.kind == "rated":
+            continue
+        if not fits(preset, records, data.kind):
             continue
         n_paths = len(split_commas(preset.columns))
         rank = (is_for_pairs and data.kind == "paired", n_paths)
@@ -88,12 +98,11 @@ def fits(preset: Data, records: list, kind: str) -> bool:
     try:
         reader = Reader(replace(preset, extra=None), kind, Counter())
         faults: list[str] = []
-        ours = list(reader.read(((str(i), x) for i, x in enumerate(records)), faults))
+        numbered = [(str(i), record) for i, record in enumerate(records)]
+        ours = list(reader.read(iter(numbered), faults))
         if faults or not ours or reader.path_that_finds_nothing():
             return False
-        if preset.turns and not any(
-            mark in str(list(x.values())) for x in records for mark in texts(reader)
-        ):
+        if preset.turns and not has_marks(records, reader):
             return False
         understand_record(ours[0][1], kind)
     except BadInput:
@@ -101,13 +110,21 @@ def fits(preset: Data, records: list, kind: str) -> bool:
     return True
 
 
-def texts(reader: Reader) -> list[str]:
-    """The marks of turns as they look in the text of a list."""
-    return [repr(mark)[1:-1] for mark in reader.layout.marks]
+def has_marks(records: list, reader: Reader) -> bool:
+    """Whether one of the marks that begin a turn is in a value of these raw records."""
+    text = str([elements(record, "") for record in records])
+    for mark in reader.layout.marks:
+        as_in_a_list = repr(mark)[1:-1]
+        if as_in_a_list in text:
+            return True
+    return False
 
 
 def suggestion(records: list, data: Data) -> str:
-    """A line that says with which settings these raw records may be read."""
+    """A line that says with which settings these raw records may be read; empty where settings are not what is
+    wrong."""
+    if not all(isinstance(record, dict) for record in records):
+        return ""
     if not records or fits(data, records, data.kind):
         return ""
     preset = fitting_preset(records, data)
@@ -119,10 +136,10 @@ def suggestion(records: list, data: Data) -> str:
     line = ",".join(f"{name}={path}" for name, path in columns.items())
     label = columns.get("label") or columns.get("verdict") or "?"
     words = "a=?,b=?" if "verdict" in columns else "up=?,down=?"
-    found = "?" if label == "?" else values_of(columns, label, records)
+    values = "?" if label == "?" else values_of(columns, label, records)
     return (
         f"no file of config/data fits. Perhaps: --data.columns {line} --data.labels {words} "
-        f"(values of {label}: {found})"
+        f"(values of {label}: {values})"
     )
 
 
@@ -131,15 +148,20 @@ def values_of(columns: dict[str, str], label: str, records: list) -> str:
     owners = records
     if label.startswith("."):
         messages = Column(columns["messages"])
-        owners = [x for record in records for x in messages.one(record) or []]
+        owners = []
+        for record in records:
+            owners += messages.one(record) or []
     column = Column(label)
-    counts = Counter(as_text(x) for owner in owners for _, x in column.all(owner))
+    counts: Counter = Counter()
+    for owner in owners:
+        counts.update(as_text(value) for _, value in column.all(owner))
     shown = ", ".join(text[:30] for text, _ in counts.most_common(5))
     return shown + (", ..." if len(counts) > 5 else "")
 
 
-def candidates(records: list, words: str, accept) -> list[str]:
-    """The paths whose last name is one of these words, or has one in it, in the order of the words."""
+def candidates(records: list, words: str, accept: Callable[[object], bool]) -> list[str]:
+    """The paths whose last name is one of these words, and then those whose last name has one in it; each in the
+    order of the words. accept: whether a value may be what is looked for."""
     paths: dict[str, object] = {}
     for record in records[:20]:
         for path in names_in(record):
@@ -147,14 +169,16 @@ def candidates(records: list, words: str, accept) -> list[str]:
                 value = Column(path).one(record)
                 if is_there(value) and accept(value):
                     paths[path] = value
-    found = []
-    for exact in (True, False):
-        for word in words.split():
-            for path in paths:
-                last = path.split(".")[-1].lower()
-                if last == word or not exact and word in re.split(r"[^a-z0-9]+", last):
-                    found.append(path)
-    return list(dict.fromkeys(found))
+    exact = []
+    partial = []
+    for word in words.split():
+        for path in paths:
+            last = path.split(".")[-1].lower()
+            if last == word:
+                exact.append(path)
+            elif word in re.split(r"[^a-z0-9]+", last):
+                partial.append(path)
+    return list(dict.fromkeys(exact + partial))
 
 
 def is_words(value: object) -> bool:
@@ -162,21 +186,26 @@ def is_words(value: object) -> bool:
 
 
 def is_mark(value: object) -> bool:
-    return isinstance(value, bool | int | float) or isinstance(value, str) and len(value) < 30
+    if isinstance(value, str):
+        return len(value) < 30
+    return isinstance(value, bool | int | float)
 
 
 def one_answer_columns(records: list) -> dict[str, str]:
     columns = {}
     for name in ("prompt", "completion", "label"):
         accept = is_mark if name == "label" else is_words
-        found = [x for x in candidates(records, NAMES[name], accept) if x not in columns.values()]
-        columns[name] = found[0] if found else "?"
+        paths = candidates(records, NAMES[name], accept)
+        free = [path for path in paths if path not in columns.values()]
+        columns[name] = free[0] if free else "?"
     return columns
 
 
 def two_answers_columns(records: list) -> dict[str, str]:
     """Two fields whose names differ only in their end, such as answer_a and answer_b."""
-    paths = dict.fromkeys(x for record in records[:20] for x in names_in(record))
+    paths: dict[str, None] = {}  # in the order of the records
+    for record in records[:20]:
+        paths |= dict.fromkeys(names_in(record))
     for path in paths:
         twins = [path.removesuffix(a) + b for a, b in SIDES if path.endswith(a)]
         twins = [twin for twin in twins if twin in paths]

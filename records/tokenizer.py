@@ -7,7 +7,7 @@ record goes through, render (a record to text) and encode_all (text to ids, with
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -53,12 +53,15 @@ class Tokenizer:
         stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
-        self.eos, self.stops = stops[0], tuple(dict.fromkeys(stops))
+        self.eos = stops[0]
+        self.stops = tuple(dict.fromkeys(stops))
         self.stops_of_template: tuple[int, ...] = ()  # those that the chat template adds
         self.bos = self.hf.bos_token_id
-        whole, (letter,) = self.hf("a").input_ids, self.encode(["a"])
-        starts = [i for i in range(len(whole)) if whole[i : i + len(letter)] == letter]
-        self.prefix = whole[: starts[0]] if starts else []
+        # what stands before a letter that is encoded with all that the tokenizer adds
+        ids = self.hf("a").input_ids
+        (letter,) = self.encode(["a"])
+        starts = [i for i in range(len(ids)) if ids[i : i + len(letter)] == letter]
+        self.prefix = ids[: starts[0]] if starts else []
         added = self.hf.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special]
         # the longest first: one may begin as another one does
@@ -130,21 +133,23 @@ class Tokenizer:
         completion is encoded as one text, and the completion's ids are those after the prompt's.
         """
         for start in range(0, len(texts), BATCH):
-            batch, pieces = texts[start : start + BATCH], []
+            batch = texts[start : start + BATCH]
+            pieces = []
             for prompt, completions in batch:
                 prefix = prompt if self.adds_space else ""
                 pieces += [prompt, *(prefix + completion for completion in completions)]
             encoded = iter(self.encode(pieces))
             for _, completions in batch:
-                prompt, answers = next(encoded), []
+                prompt = next(encoded)
+                answers = []
                 # in this order zip takes no text too many
                 for completion, ids in zip(completions, encoded):
-                    known = prompt if self.adds_space else []
-                    if ids[: len(known)] != known:
+                    before = prompt if self.adds_space else []
+                    if ids[: len(before)] != before:
                         # One token has characters of both: the prompt keeps its own ids, and the
                         # completion is encoded behind a mark, so that it gets no space.
-                        known, ids = self.encode([MARK, MARK + completion])
-                    answers.append(ids[len(known) :])
+                        before, ids = self.encode([MARK, MARK + completion])
+                    answers.append(ids[len(before) :])
                 if not by_template:  # what stands in the text already is not doubled
                     if prompt[: len(self.prefix)] != self.prefix:
                         prompt = [*self.prefix, *prompt]
@@ -165,7 +170,7 @@ class Tokenizer:
         """The ids of each text, with nothing added."""
         return self.hf(texts, add_special_tokens=False, return_attention_mask=False).input_ids
 
-    def decode(self, ids, special_tokens: bool = False) -> str:
+    def decode(self, ids: Sequence[int], special_tokens: bool = False) -> str:
         """The text of these ids, with special tokens or without."""
         options = dict(skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
         return self.hf.decode(ids, **options)

@@ -17,8 +17,9 @@ from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
 from records import tokenizer
-from records.examples import Example, load_examples, page
+from records.examples import Example, load_examples
 from records.forms import Record
+from records.page import page
 from records.tokenizer import Tokenizer
 
 sys.path.append(str(tokens.CHAT))

@@ -27,12 +27,12 @@ from infra.settings import Data
 from models.hub import Source
 from records.examples import (
     Example,
-    absolute_sources,
     examples_hash,
     load_examples,
     load_splits,
     with_limits,
 )
+from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
 
 

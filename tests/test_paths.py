@@ -13,13 +13,15 @@ import yaml
 from conftest import ROOT, train
 from foreign import COFFEE, COFFEES, MATH, PRESETS, nested
 from test_data import load, refusal
-from tokens import CHATML, bot, chat, folder, rated, user, write
+from tokens import CHATML, bot, chat, folder, plain, rated, user, write
 
 from infra.console import BadInput
 from infra.settings import Data
-from records.examples import Example, PageSettings, decoded_records, page
+from records.examples import Example
 from records.foreign import Reader
+from records.page import PageSettings, page
 from records.show import fitting_preset
+from records.sources import decoded_records
 
 FILES = ROOT / "config" / "data"
 ROOM = dict(max_prompt=9999, max_completion=9999)
@@ -424,6 +426,49 @@ REFUSED = {  # records, settings, the line
         dict(labels=UP_DOWN),
         ":1: record: both a rating and a pair",
     ),
+    "a text among messages": (
+        [{"q": "Q", "x": [user("Q"), "A"], "y": "A", "w": "x"}],
+        dict(columns="prompt=q,a=x,b=y,verdict=w", labels="a=x,b=y"),
+        ":1: a: expected a text, texts or messages; got [{",
+    ),
+    "numbers as messages": (
+        [{"q": "Q", "x": "A", "y": [1, 2], "w": "x"}],
+        dict(columns="prompt=q,a=x,b=y,verdict=w", labels="a=x,b=y"),
+        ":1: b: expected a text, texts or messages; got [1, 2]",
+    ),
+    "numbers as messages of a pair": (
+        [{"prompt": "Q", "chosen": [1, 2], "rejected": "A"}],
+        dict(turns="hh"),
+        ":1: chosen: expected a string, or messages with a known role and a text; got 1",
+    ),
+    "parts of a message in a pair": (
+        [
+            dict.fromkeys(("chosen", "rejected"), [user("P"), bot("A"), user(["Q"]), bot("B")])
+            | {"prompt": "Q"}
+        ],
+        {},
+        ":1: chosen: expected a string, or messages with a known role and a text; got {",
+    ),
+    "good answers without bad ones": (
+        [{"q": "Q", "x": ["A", "B"]}],
+        dict(columns="prompt=q,chosen=x.*"),
+        "data.columns: chosen: a list of answers needs rejected, too",
+    ),
+    "a verdict beside ratings of messages": (
+        [{"ms": TALK, "x": "A", "y": "B", "w": 1}],
+        dict(columns="messages=ms,label=.rating,a=x,b=y,verdict=w", labels="a=1,b=0"),
+        "data.columns: label: there is a verdict, too: which rating is meant?",
+    ),
+    "a verdict that is a thumb": (
+        [{"q": "Q", "x": "A", "y": "B", "w": 2}],
+        dict(columns="prompt=q,a=x,b=y,verdict=w", labels="a=1,b=0,up=2"),
+        "data.labels: up: a verdict is a, b, both or neither",
+    ),
+    "a pair without messages": (
+        [{"messages": [], "chosen": "x", "rejected": "y"}],
+        {},
+        ":1: prompt: missing; there is messages, chosen, rejected",
+    ),
     "a value with two meanings": ([Q], dict(labels="up=1,down=1"), "data.labels: up=1,down=1: "),
     "too many": ([rated()], {}, "1 records, but #2 asks for 2", "#2"),
     "no share": (
@@ -490,6 +535,20 @@ def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monke
         assert line in shown(tmp_path, monkeypatch, capsys, source)
 
 
+@pytest.mark.parametrize("line", ["[1, 2]", "3", '"text"', "null"])
+def test_of_a_record_that_is_no_object_data_py_says_only_this(tmp_path, monkeypatch, capsys, line):
+    source = saved(tmp_path, "d.jsonl", [line, rated()])
+    said = shown(tmp_path, monkeypatch, capsys, source)
+    assert said == f"{source}:1: record: expected an object, got {json.loads(line)!r}"
+
+
+def test_data_py_tries_its_files_of_settings_on_a_pair_of_messages(tmp_path, monkeypatch, capsys):
+    sides = {name: [{"from": "gpt", "value": name}] for name in ("chosen", "rejected")}
+    source = write(tmp_path / "d.jsonl", {"prompt": "Q"} | sides)
+    said = shown(tmp_path, monkeypatch, capsys, source, "--kind=paired")
+    assert "train: 1 examples of 1 prompts" in said and "another way" not in said
+
+
 def test_the_table_points_at_what_an_export_has_damaged(tmp_path, monkeypatch, capsys):
     whole = [rated(f"p{i}", f"answer {i}") for i in range(6)]
     cases = {
@@ -521,6 +580,30 @@ def test_a_share_of_a_source_is_the_same_each_time_and_in_the_order_of_the_file(
     assert len(read(f"{pairs}#4")[0]) == 8, "records, not ratings"
     odd = write(tmp_path / "f#3.jsonl", rated())
     assert len(read(odd)[0]) == 1
+
+
+def test_of_a_share_the_table_counts_only_what_is_taken(tmp_path):
+    odd = [rated("p", "", i, weight=2, note=1) for i in (0, 1)] * 10
+    source = write(tmp_path / "d.jsonl", *odd)
+    for taken in (20, 4):
+        _, counts = load(f"{source}#{taken}", plain(), **ROOM)
+        names = (
+            "with note, which nothing reads",
+            "with an empty completion",
+            "with a weight other than 1",
+        )
+        assert [counts[name] for name in names] == [taken] * 3
+
+
+@pytest.mark.parametrize("settings", [{}, dict(repeated="last"), dict(raters="agree")])
+def test_records_without_a_field_are_counted_over_all_sources(tmp_path, settings):
+    clicks = [{"q": f"q{i}", "a": f"a{i}", "l": i % 2} for i in range(8)]
+    first = write(tmp_path / "d.jsonl", *clicks[:5])
+    second = write(tmp_path / "e.jsonl", *clicks[5:])
+    columns = "prompt=q,completion=a,label=l,system=s"
+    settings = dict(columns=columns, labels=UP_DOWN) | settings
+    _, counts = load(f"{first},{second}", chat(), **ROOM, **settings)
+    assert counts["records without system=s"] == 8
 
 
 def test_a_fork_makes_records_of_a_raw_one_and_a_resume_compares_them(tiny, tmp_path):

@@ -264,6 +264,40 @@ def test_what_goes_wrong_is_said_in_words_and_the_page_goes_on(opened, other):
     assert page("/rate", {"prompt": QUESTION, "completion": "a"})[1]["error"] == "label: missing"
 
 
+def test_a_redirect_of_the_server_is_a_fault_and_takes_the_key_nowhere(
+    opened, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{server.server_port}/elsewhere")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    page = opened(f"--server={url}", "--model=m")
+    code, reply = page("/answer", {"prompt": QUESTION})
+    assert code == 400 and reply["error"].startswith(
+        f"server: {url}/v1/chat/completions: 302 Found"
+    )
+    code, _, said = Started(tmp_path / "out", "rate", [f"--server={url}"]).ended()
+    assert code == 2 and said.startswith(f"error: server: {url}/v1/models: 302 Found")
+    assert said.count("\n") == 1
+    assert asked == [("/v1/chat/completions", "Bearer secret"), ("/v1/models", "Bearer secret")]
+    server.shutdown()
+    server.server_close()
+
+
 # ---- prompts -------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,9 @@ from tokens import bot, rated, user
 
 from infra.console import BadInput
 from infra.settings import Data
-from records.examples import read_records
 from records.foreign import Reader
 from records.forms import Record, understand_record
+from records.sources import read_records
 
 
 def raw_records(source) -> list:

@@ -19,7 +19,7 @@ import kto
 from infra import parse as parse_module
 from infra import settings
 from infra.console import BadInput, rank
-from records.examples import absolute_sources
+from records.sources import absolute_sources
 
 DEMO = ROOT / "config" / "demo.yaml"
 KINDS = settings.flatten(kto.Settings)  # dotted name -> type

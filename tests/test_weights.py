@@ -15,7 +15,7 @@ from tiny_models import HF, IDS, logits, made, refused, same, same_weights
 
 from models import load
 from models.hub import Source, export, find_model
-from records.examples import page
+from records.page import page
 from run import weights_hash
 
 

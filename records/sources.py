@@ -1,0 +1,209 @@
+"""Where records are read: files, folders and data sets of the Hub, and the settings that name them.
+
+Reading order: split_sources, split_share and files_of (what `a.jsonl,more/*.csv#0.5` names); decoded_records and
+read_records (a file); read_table (tables, which are more than their rows).
+"""
+
+import csv
+import glob
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from pathlib import Path
+
+from infra.console import BadInput, user_error
+from infra.settings import find_path, split_commas
+from records.forms import unique_keys
+
+# ---- what a setting names ------------------------------------------------------------------------
+
+
+def split_sources(sources: str | None) -> list[str]:
+    """The parts of a setting that names several files, `a.jsonl,more/*.csv#0.5`. A name that is there as it
+    stands is taken as it stands: it may have a comma, as those of sweep.py do."""
+    if sources and find_path(sources).exists():
+        return [sources]
+    return split_commas(sources)
+
+
+def split_share(source: str) -> tuple[str, int | float | None]:
+    """(source, share) of `a.jsonl#2000` (a number of records) or `a.jsonl#0.3` (a part of them); None: all.
+    Raises BadInput."""
+    name, has_share, text = source.rpartition("#")
+    if not has_share or find_path(source).exists():
+        return source, None
+    with user_error(None, f"{source}: expected a number of records after #, or a part such as 0.3"):
+        share = int(text) if text.isdecimal() else float(text)
+        if share < 1 and not 0 < share:
+            raise ValueError
+        if isinstance(share, float) and share >= 1:
+            raise ValueError
+    return name, share
+
+
+def files_of(name: str) -> list[str]:
+    """The files of a pattern, or the file, folder or id itself. A name that is there may have brackets."""
+    path = find_path(name)
+    if path.exists():
+        return [str(path)]
+    return sorted(glob.glob(str(path))) or [name]
+
+
+def absolute_sources(sources: str | None) -> str | None:
+    """The same sources with absolute paths of files, folders and patterns, but ids of the Hub as they
+    are: settings.yaml then means the same from any folder."""
+    if not sources:
+        return None
+    absolute = []
+    for part in split_sources(sources):
+        name, _ = split_share(part)
+        if not find_path(name).exists():
+            name = name.partition(":")[0]
+        path = find_path(name)
+        is_here = path.exists() or glob.glob(str(path))
+        absolute.append(os.path.abspath(find_path(part)) if is_here else part)
+    return ",".join(absolute)
+
+
+# ---- the records of a file -----------------------------------------------------------------------
+
+
+def decoded_records(
+    file: str, faults: list[str], counts: Counter | None = None
+) -> Iterator[tuple[str, object]]:
+    """(file:place, record) of each record of a file. What is no JSON becomes a line in `faults`."""
+    for place, raw in read_records(file, counts):
+        where = f"{file}:{place}"
+        with collect(faults, where):
+            if isinstance(raw, bytes):
+                raw = json.loads(raw, object_pairs_hook=unique_keys)
+            yield where, raw
+
+
+@contextmanager
+def collect(faults: list[str], where: str):
+    """What is wrong with a record becomes a line in `faults`."""
+    try:
+        yield
+    except ValueError as e:  # BadInput, or Python's own for a text that is no JSON or no Unicode
+        # json counts lines within the line that it gets
+        faults.append(f"{where}: {e}".replace("line 1 ", ""))
+
+
+def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int, object]]:
+    """(place, raw record) for each record of a file, a folder of save_to_disk or a Hub data set.
+
+    The place is a line (in a csv file that on which the row ends), or the record's number in a JSON
+    array or a table. The raw record is a line of JSON as bytes, or what it holds. What a table is
+    read otherwise than it stands goes into the counts. Raises BadInput.
+    """
+    path = find_path(source)
+    suffix = path.suffix.lower()
+    with user_error(None, source):
+        if suffix == ".jsonl" or (suffix == ".json" and has_lines(path)):
+            with open(path, "rb") as lines:
+                yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
+        elif suffix == ".json":
+            records = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
+            if isinstance(records, dict):  # an export of one conversation
+                records = [records]
+            if not isinstance(records, list):
+                raise BadInput(f"{source}: expected an array of records, got {records!r:.50}")
+            yield from enumerate(records, 1)
+        elif suffix == ".csv":
+            # Python's csv, not one that guesses types: that makes 1 of 01 and nothing of NA
+            csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
+            options = dict(encoding="utf-8-sig", errors="surrogateescape", newline="")
+            with open(path, **options) as file:
+                rows = csv.reader(file, strict=True)
+                try:
+                    names = next(rows, [])
+                    for cells in filter(None, rows):  # a blank line has no cells
+                        if len(cells) != len(names):
+                            raise ValueError("not as many cells as columns")
+                        # as it stands in the file: a decoder of the file knows no line
+                        "\n".join(names + cells).encode(errors="surrogateescape").decode()
+                        yield rows.line_num, unique_keys(zip(names, cells))
+                except (csv.Error, ValueError) as e:
+                    raise BadInput(f"{source}:{rows.line_num}: {e}") from None
+        else:
+            yield from read_table(source, Counter() if counts is None else counts)
+
+
+def has_lines(path: Path) -> bool:
+    """Whether a .json file has several lines, each of which is an object: so Dataset.to_json writes."""
+    with open(path, "rb") as file:
+        first = file.readline()
+        second = file.readline()
+    if not second.strip():
+        return False
+    try:
+        return all(isinstance(json.loads(line), dict) for line in (first, second))
+    except ValueError:
+        return False
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def read_table(source: str, counts: Counter) -> Iterator[tuple[int, dict]]:
+    """(number, record) for each row of a table. The record is what a line of JSON would hold, as far
+    as the table knows it. Nulls that are taken for gaps are counted. Raises BadInput."""
+    rows = open_table(source)
+    features = rows.features  # a deep copy, at each look
+    number = 0
+    try:
+        for row in rows.with_format(None):  # a folder of save_to_disk may name a format
+            number += 1
+            record = {}
+            for column, value in row.items():
+                gaps: list[str] = []
+                record[column] = as_in_json(value, features[column], gaps)
+                if gaps:
+                    counts[f"with null in {column}, read as a key that is not there"] += 1
+            yield number, record
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{source}:{number + 1}: {e}") from None
+
+
+def as_in_json(value: object, feature: object, gaps: list[str]) -> object:
+    """A value of a table, as a line of JSON would hold it. `feature`: what the datasets package knows
+    about its column.
+
+    A class is its name, not the number of its name. A decimal is a number. A struct has the keys of
+    all rows, and null where a row has not this key: the key goes, and is added to `gaps`.
+    """
+    names = getattr(feature, "names", None)
+    if names and value is not None:  # ClassLabel
+        return names[value] if value >= 0 else None  # -1: no class
+    if isinstance(value, Decimal):
+        return json.loads(str(value))
+    if isinstance(value, dict) and isinstance(feature, dict):
+        gaps += [key for key, x in value.items() if x is None]
+        return {key: as_in_json(x, feature[key], gaps) for key, x in value.items() if x is not None}
+    if isinstance(value, list):
+        # older releases of datasets write the feature of a list as a list
+        item = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [as_in_json(x, item, gaps) for x in value]
+    return value
+
+
+def open_table(source: str):
+    """The datasets.Dataset of a parquet file, of a folder of save_to_disk (`folder` or `folder:split`)
+    or of a Hub data set (`id`, `id:split` or `id:config:split`)."""
+    import datasets  # slow to import
+
+    name, *rest = [source] if find_path(source).exists() else source.split(":")
+    *config, split = rest or ["train"]
+    path = find_path(name)
+    if path.suffix.lower() == ".parquet":
+        return datasets.Dataset.from_parquet(glob.escape(str(path)))  # it looks for a pattern
+    nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
+    with user_error(f"{source}: {nothing}", name):
+        if not path.is_dir():
+            return datasets.load_dataset(name, *config, split=split)
+        rows = datasets.load_from_disk(path)
+        return rows[split] if isinstance(rows, dict) else rows
