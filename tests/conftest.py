@@ -269,6 +269,7 @@ class Started:
                 ]:  # an earlier run in this process has set some
                     os.environ.pop(name, None)
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup started the tests
                 os.environ |= env
                 for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):
                     os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)

@@ -96,9 +96,9 @@ MOMENTS = {
     ],
     "online": [
         ((rollout, "generate"), 2),
-        ((Evaluator, "judge"), 2),  # the first answers are there, and no ratings
+        ((Evaluator, "verdicts"), 2),  # the first answers are there, and no ratings
         ((trainer, "clip_gradient"), 3),
-        ((Evaluator, "judge"), 2),  # in the check at an iteration's end
+        ((Evaluator, "verdicts"), 2),  # in the check at an iteration's end
         ((os, "fsync"), 1),
     ],
 }
@@ -169,8 +169,8 @@ STOPS = {
         (("--stop_at=5",), None, 0, 0, "stop_at at step 5"),
     ],
     "online": [
-        ((), ((Evaluator, "judge"), 1), signal.SIGUSR1, 138, "SIGUSR1 at step 0"),
-        ((), ((Evaluator, "judge"), 5), signal.SIGINT, 130, "SIGINT at step 8"),
+        ((), ((Evaluator, "verdicts"), 1), signal.SIGUSR1, 138, "SIGUSR1 at step 0"),
+        ((), ((Evaluator, "verdicts"), 5), signal.SIGINT, 130, "SIGINT at step 8"),
     ],
 }
 
