@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from infra.console import BadInput
+from infra.console import BadInput, Failed, own_code
 from infra.settings import Data
 from records.answers import (
     Rating,
@@ -120,7 +120,12 @@ class Reader:
         """What main(records=...) makes of these."""
         result = []
         for where, raw in records:
-            made = self.make_records(raw) or []
+            try:
+                with own_code("main(records=...)"):
+                    made = self.make_records(raw) or []
+            except (BadInput, Failed) as e:
+                faults.append(f"{where}: {e}")
+                continue
             if not isinstance(made, list) or not all(isinstance(x, dict) for x in made):
                 faults.append(
                     f"{where}: main(records=...): expected a list of records, got {made!r:.50}"
