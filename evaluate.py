@@ -157,11 +157,12 @@ class Evaluator:
             "step": step,
             "right": sum(judged),
             "of": len(judged),
-            "unjudged": len(answers) - len(judged),
             "cut": sum(a.cut for a in answers),
             "by": count_by_field(answers, verdicts),
             "answers": [a._asdict() | {"right": v} for a, v in zip(answers, verdicts)],
         }
+        if len(judged) < len(answers):
+            check["unjudged"] = len(answers) - len(judged)
         if self.fabric.global_rank == 0:
             write_json(self.file(step), check)
         return check["right"] / check["of"], answered
@@ -237,7 +238,7 @@ def format_before_after(before: dict, after: dict) -> str:
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         # a sum of numbers from 0 to 1 has many digits
         line = f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}"
-        if check["unjudged"]:
+        if "unjudged" in check:
             line += f", {check['unjudged']} without a verdict"
         lines.append(line)
     gain = 100 * (shares[1] - shares[0])

@@ -306,7 +306,7 @@ def answers(*texts):
 
 def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_changed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    check = {"of": 10, "unjudged": 0, "by": {}}
+    check = {"of": 10, "by": {}}
     before = {**check, "right": 5, "answers": answers("same", "a\nb", "c")}
     after = {**check, "right": 8, "answers": answers("same", "x" * 99, "d")}
     text = format_before_after(before, after)
@@ -321,7 +321,7 @@ def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_c
 
 def test_shares_are_of_the_answers_with_a_verdict():
     before = {"right": 2, "of": 8, "unjudged": 2, "by": {"kind": {"a": [2, 8], "b": [0, 0]}}}
-    after = {"right": 6, "of": 10, "unjudged": 0, "by": {"kind": {"a": [5, 8], "b": [1, 2]}}}
+    after = {"right": 6, "of": 10, "by": {"kind": {"a": [5, 8], "b": [1, 2]}}}
     text = format_before_after(before | {"answers": []}, after | {"answers": []})
     assert ")  2 of 8, 2 without a verdict\n" in text and ")  6 of 10\n" in text
     assert "  gain    +35.0 points\n" in text
