@@ -350,13 +350,13 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 def agreement(votes: list[list[tuple[int, int, int]]]) -> dict[str, float]:
     """How often an annotator names the answer that the other two name; a tie is one half. votes: of each prompt, of
-    each of its pairs."""
+    each of its pairs, which has a majority for one answer."""
     agreed = []
     for pair in (pair for prompt in votes for pair in prompt):
         for i in range(3):
             one = pair[i]
             other, another = pair[:i] + pair[i + 1 :]
-            if other == another != 0:
+            if other == another:
                 agreed.append(0.5 if one == 0 else float(one == other))
     return {"pairs": mean(np.array(agreed))}
 

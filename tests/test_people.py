@@ -21,7 +21,7 @@ PAIRS = [
     ("Say hello.", "in one word", "hello", "oh hello", (1, 0, 1)),
     ("Count.", "", "one two", "one", (1, 1, 1)),
     ("Count.", "", "one two", "two one", (0, 0, 1)),  # a tie
-    ("Count.", "", "one two", "two", (0, 1, 2)),  # nobody agrees
+    ("Count.", "", "one two", "two", (1, 0, 2)),  # nobody agrees
     ("Count.", "", "", "one", (2, 2, 2)),  # an empty answer
     ("Count.", "", True, "one", (2, 2, 2)),  # no text
 ]
@@ -79,18 +79,18 @@ def test_the_measures_are_those_by_hand():
         good = np.array([True, False] * 2)
         return people.Judged(np.array(value, float), np.array(tokens, float), good, pairs)
 
-    # better and worse answer: 2 > 1 and shorter; -1 < 3 and longer; 1 = 1 and as long; -2 > -4 and longer
-    both = [judged([2, 1, -1, 3], [3, 5, 6, 2]), judged([1, 1, -2, -4], [4, 4, 9, 8])]
+    # better and worse answer: 2 > 1 and shorter; -1 < 3 and longer; 1 = 1 and as long; 0 > -4 and shorter
+    both = [judged([2, 1, -1, 3], [3, 5, 6, 2]), judged([1, 1, 0, -4], [4, 4, 8, 9])]
     got = people.measure(both)
     assert got["pairs"] == (1 + 0 + 0.5 + 1) / 4
-    assert got["better_shorter"] == 1 and got["better_longer"] == (0 + 1) / 2
-    assert got["above_longer"] == got["pairs"] - (0 + 1 + 0.5 + 1) / 4
-    # good 2, -1, 1, -2 beside bad 1, 3, 1, -4
+    assert got["better_shorter"] == 1 and got["better_longer"] == 0
+    assert got["above_longer"] == got["pairs"] - (0 + 1 + 0.5 + 0) / 4
+    # good 2, -1, 1, 0 beside bad 1, 3, 1, -4
     above = (1 + 0 + 1 + 1) + (0 + 0 + 0 + 1) + (0.5 + 0 + 0.5 + 1) + (0 + 0 + 0 + 1)
     assert got["auc"] == pytest.approx(above / 16)
     assert got["sign"] == (2 + 1) / 8  # good 2 and 1, bad -4
-    assert (got["r_good"], got["r_bad"]) == (0, 0.25)
-    by_hand = np.corrcoef([2, 1, -1, 3, 1, 1, -2, -4], [3, 5, 6, 2, 4, 4, 9, 8])[0, 1]
+    assert (got["r_good"], got["r_bad"]) == (0.5, 0.25)
+    by_hand = np.corrcoef([2, 1, -1, 3, 1, 1, 0, -4], [3, 5, 6, 2, 4, 4, 8, 9])[0, 1]
     assert got["length"] == pytest.approx(by_hand) and by_hand < -0.5
 
 
