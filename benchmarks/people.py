@@ -15,8 +15,8 @@ Two public files, which are not part of this project:
   answers, unequal numbers of them for each question: single ratings, the form that KTO is made for.
 
 A seed is a split and an order. Held out are whole instructions (with all their inputs) or questions. Each method learns
-from the same prompts, and sees the same number of completions, in steps of 16, with LoRA of rank 16 and one
-learning rate, which was not tuned:
+from the same prompts, and sees the same number of completions, with LoRA of rank 16 and one learning rate, which
+was not tuned:
 
 - KTO, KTO with z = 0 and BCO see each rating once;
 - DPO sees the same answers of PandaLM as pairs. For TruthfulQA a question with n answers gives n / 2 pairs of a true
@@ -59,11 +59,12 @@ from methods import read_records, run_logged, write_records
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "people.jsonl"
 OUT = HERE.parent / "out" / "people"
-BATCH = 16
-RATINGS = {"pandalm": 240, "truthfulqa": 480}  # completions that a method sees
+RATINGS = {"pandalm": 160, "truthfulqa": 480}  # completions that a method sees
+BATCH = {"pandalm": 8, "truthfulqa": 16}  # completions in a step
 HELD_OUT = {"pandalm": 30, "truthfulqa": 60}  # prompts
 MAX_PROMPT, MAX_COMPLETION = 512, 128  # tokens; a longer answer loses its end
 RESAMPLES = 1000
+PACKED = 16  # answers that are scored at once
 CHECKED = 3  # scores that transformers computes, too
 
 COMMON = {
@@ -82,13 +83,13 @@ COMMON = {
 }
 ZERO = {"kto.loss": "apo_zero_unpaired"}
 SFT = {"kto.preference_loss_weight": 0, "kto.sft_loss_weight": 1}
-# name -> (program, what it learns from, examples in a step, settings)
+# name -> (program, what it learns from, completions of an example, settings)
 METHODS = {
-    "kto": ("kto.py", "ratings", BATCH, {}),
-    "dpo": ("dpo.py", "pairs", BATCH // 2, {}),
-    "sft": ("kto.py", "good", BATCH, ZERO | SFT),
-    "bco": ("examples/bco.py", "ratings", BATCH, {}),
-    "apo_zero_unpaired": ("kto.py", "ratings", BATCH, ZERO),
+    "kto": ("kto.py", "ratings", 1, {}),
+    "dpo": ("dpo.py", "pairs", 2, {}),
+    "sft": ("kto.py", "good", 1, ZERO | SFT),
+    "bco": ("examples/bco.py", "ratings", 1, {}),
+    "apo_zero_unpaired": ("kto.py", "ratings", 1, ZERO),
 }
 
 
@@ -254,8 +255,8 @@ def score(folder: Path, file: Path) -> Scores:
     policy = fabric.setup_module(load_model(source)).eval()
     logps = []
     with torch.no_grad():
-        for i in range(0, len(examples), BATCH):
-            part = examples[i : i + BATCH]
+        for i in range(0, len(examples), PACKED):
+            part = examples[i : i + PACKED]
             packed = pack([e.prompt for e in part], [e.completions for e in part])
             logps += policy(packed).logps[:, 0].double().tolist()
     tokens = [len(e.completions[0]) for e in examples]
@@ -407,14 +408,14 @@ def floors(data: str, held_out: list[Question], base: Scores) -> dict[str, dict]
 
 def train(data: str, method: str, seed: int, model: Path) -> tuple[Path, float]:
     """-> the run's folder, CPU seconds"""
-    program, kind, batch, settings = METHODS[method]
+    program, kind, completions, settings = METHODS[method]
     out = OUT / f"{data}-{seed}" / method
     settings = COMMON | settings | {
         "model": model,
         "data.train": out.with_name(f"{kind}.jsonl"),
         "reference_cache": OUT / "reference",  # the methods share most of it
-        "batch_size": batch,
-        "max_steps": RATINGS[data] // BATCH,
+        "batch_size": BATCH[data] // completions,
+        "max_steps": RATINGS[data] // BATCH[data],
         "seed": seed,
         "out_dir": out,
         "resume": "auto",

@@ -143,15 +143,19 @@ def test_runs_from_the_command_line_are_rows_and_are_not_run_again(
     """A tiny model with random weights, 8 steps of SFT at a high rate: the held-out answers are those of training."""
     monkeypatch.setattr(people, "OUT", tmp_path / "out")
     monkeypatch.setattr(people, "RESULTS", tmp_path / "people.jsonl")
-    monkeypatch.setattr(people, "RATINGS", {"truthfulqa": 24})
+    monkeypatch.setattr(people, "RATINGS", {"truthfulqa": 64})
     monkeypatch.setattr(people, "HELD_OUT", {"truthfulqa": 2})
-    monkeypatch.setattr(people, "BATCH", 3)
+    monkeypatch.setattr(people, "BATCH", {"truthfulqa": 8})
     monkeypatch.setattr(people, "MAX_PROMPT", 64)
     monkeypatch.setattr(people, "MAX_COMPLETION", 32)
-    small = {"optim.lr": 0.05, "optim.warmup": 0, "data.max_prompt": 64, "data.max_completion": 32}
+    small = {
+        "epochs": 8,
+        "optim.lr": 0.05,
+        "optim.warmup": 0,
+        "data.max_prompt": 64,
+        "data.max_completion": 32,
+    }
     monkeypatch.setattr(people, "COMMON", people.COMMON | small | {"lora.rank": 4})
-    program, kind, _, settings = people.METHODS["sft"]
-    monkeypatch.setitem(people.METHODS, "sft", (program, kind, 8, settings))
     file, model = write_truthfulqa(tmp_path), write_model(tiny, tmp_path / "model")
     command = ["people.py", "run", "sft", "--seeds", "1"]
     command += ["--truthfulqa", str(file), "--model", str(model)]
