@@ -3,7 +3,8 @@
     python examples/smollm2.py                                   # the model, once
     python benchmarks/people.py run --pandalm testset-v1.json --truthfulqa TruthfulQA.csv
     python benchmarks/people.py run kto dpo --seeds 2 --pandalm testset-v1.json
-    python benchmarks/people.py table                            # the table for RESULTS.md
+    python benchmarks/people.py compare --pandalm ... --truthfulqa ...    # each method beside KTO
+    python benchmarks/people.py table                            # the tables for RESULTS.md
 
 Two public files, which are not part of this project:
 
@@ -311,6 +312,13 @@ def judge(questions: list[Question], of_answer: dict, tokens: dict) -> list[Judg
     return judged
 
 
+def judge_by_r(questions: list[Question], scores: Scores, base: Scores) -> list[Judged]:
+    """The judge r = log pi - log ref, of a trained model's scores and the base's."""
+    keys = distinct(questions)
+    r = {key: x - ref for key, x, ref in zip(keys, scores.logps, base.logps)}
+    return judge(questions, r, dict(zip(keys, base.tokens)))
+
+
 def wins(value: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     """Of each pair 1 where the better answer has the larger number, 1/2 where both have the same, else 0."""
     better, worse = value[pairs[:, 0]], value[pairs[:, 1]]
@@ -433,11 +441,8 @@ def run(data: str, method: str, seed: int, held_out: list[Question], model: Path
     scores = score(out / "final", out.with_name("held-out.jsonl"))
     out.with_name(f"{method}.json").write_text(json.dumps(scores))
     shutil.rmtree(out / "final")
-    keys = distinct(held_out)
-    r = {key: x - ref for key, x, ref in zip(keys, scores.logps, base.logps)}
-    judged = judge(held_out, r, dict(zip(keys, base.tokens)))
     return {
-        "measures": with_intervals(measure, judged),
+        "measures": with_intervals(measure, judge_by_r(held_out, scores, base)),
         "off": scores.off,
         "cpu_seconds": round(cpu_seconds),
         "seconds": round(time.time() - began),
@@ -480,7 +485,45 @@ def run_missing(files: dict[str, Path], methods: list[str], seeds: list[int], mo
                     add_row(data, method, seed, held_out, row)
 
 
-# ---- the table -----------------------------------------------------------------------------------
+# ---- two methods, and the table -----------------------------------------------------------------------------------
+
+
+def compare(files: dict[str, Path], seeds: list[int]) -> None:
+    """How far each method is above KTO on the same held-out answers: pairs and auc, with intervals that draw the same
+    prompts for both."""
+    print(
+        "| data | seed | method | pairs above KTO's | auc above KTO's |\n| --- | --- | --- | --- | --- |"
+    )
+    for seed in seeds:
+        for data, file in files.items():
+            _, held_out = split(READ[data](file), HELD_OUT[data], seed)
+            kto = read_judged(data, "kto", seed, held_out)
+            for method in METHODS:
+                other = read_judged(data, method, seed, held_out)
+                if method == "kto" or not kto or not other:
+                    continue
+                measures = with_intervals(measure_above, list(zip(other, kto)))
+                cells = [data, str(seed), method]
+                cells += [cell(measures, name) for name in ("pairs", "auc")]
+                print(f"| {' | '.join(cells)} |")
+
+
+def read_judged(data: str, method: str, seed: int, held_out: list[Question]) -> list[Judged]:
+    """r of the held-out answers, from the files of a finished run; [] if there is none."""
+    folder = OUT / f"{data}-{seed}"
+    if not (folder / f"{method}.json").exists():
+        return []
+    base, scores = (
+        Scores(*json.loads((folder / f"{name}.json").read_text())) for name in ("base", method)
+    )
+    return judge_by_r(held_out, scores, base)
+
+
+def measure_above(both: list[tuple[Judged, Judged]]) -> dict[str, float]:
+    """How far the first of two judges is above the second one."""
+    one, other = (measure(list(judged)) for judged in zip(*both))
+    return {name: one[name] - other[name] for name in ("pairs", "auc")}
+
 
 SHARES = ("pairs", "auc", "sign", "better_shorter", "better_longer", "above_longer")
 
@@ -512,17 +555,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("what", choices=["run", "compare", "table"])
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--pandalm", type=Path, help="testset-v1.json")
     parser.add_argument("--truthfulqa", type=Path, help="TruthfulQA.csv")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--model", type=Path, default=HERE.parent / "out" / "smollm2-135m")
     args = parser.parse_args()
+    given = {"truthfulqa": args.truthfulqa, "pandalm": args.pandalm}
+    files = {data: file for data, file in given.items() if file}
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    if args.what == "compare":
+        compare(files, seeds)
+        return
     if args.what == "run":
-        given = {"truthfulqa": args.truthfulqa, "pandalm": args.pandalm}
-        files = {data: file for data, file in given.items() if file}
-        seeds = [int(seed) for seed in args.seeds.split(",")]
         run_missing(files, args.methods or list(METHODS), seeds, args.model)
     print_table()
 
