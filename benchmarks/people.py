@@ -33,9 +33,12 @@ interval (a bootstrap over prompts, for the model and the split as they are):
 - auc: the same for any good and any bad answer, of different prompts too; sign: how often r > 0 is the label;
 - better_shorter, better_longer: pairs, where the better answer has fewer or more tokens; length: the correlation of r
   with the number of tokens. A judge who only counts tokens has 0, 1 and 1;
+- alike: pairs, where both answers or none have a negation. Of TruthfulQA's pairs the true answer alone says "no" or
+  "not" far more often than the false one alone, and this is easily learned;
 - above_longer: pairs minus what "the longer one is better" has on the same pairs.
 
-Floors are "the longer one is better" and the base's own log-prob, of the answer and a token. The ceiling is an
+Floors are "the longer one is better", "the one with a negation is better", and the base's own log-prob, of the
+answer and a token. The ceiling is an
 annotator: how often one agrees with the other two, where these agree.
 
 A finished run is a line of people.jsonl and is not run again. Its folder under out/people/ has the scores; the model
@@ -46,6 +49,7 @@ import argparse
 import csv
 import json
 import random
+import re
 import shutil
 import sys
 import time
@@ -66,6 +70,9 @@ HELD_OUT = {"pandalm": 30, "truthfulqa": 60}  # prompts
 MAX_PROMPT, MAX_COMPLETION = 512, 128  # tokens; a longer answer loses its end
 RESAMPLES = 1000
 PACKED = 16  # answers that are scored at once
+NEGATION = re.compile(
+    r"\b(no|not|nothing|never|none|nobody|neither|nor|cannot)\b|n['’]t\b", re.IGNORECASE
+)
 CHECKED = 3  # scores that transformers computes, too
 
 COMMON = {
@@ -298,6 +305,7 @@ class Judged(NamedTuple):
 
     value: np.ndarray
     tokens: np.ndarray
+    negates: np.ndarray
     good: np.ndarray
     pairs: np.ndarray  # (pairs, 2)
 
@@ -308,8 +316,14 @@ def judge(questions: list[Question], of_answer: dict, tokens: dict) -> list[Judg
     for q in questions:
         value = np.array([of_answer[q.prompt, text] for text in q.answers], float)
         length = np.array([tokens[q.prompt, text] for text in q.answers], float)
-        judged.append(Judged(value, length, np.array(q.good), np.array(q.pairs).reshape(-1, 2)))
+        negates = np.array([has_negation(text) for text in q.answers])
+        pairs = np.array(q.pairs).reshape(-1, 2)
+        judged.append(Judged(value, length, negates, np.array(q.good), pairs))
     return judged
+
+
+def has_negation(text: str) -> bool:
+    return bool(NEGATION.search(text))
 
 
 def judge_by_r(questions: list[Question], scores: Scores, base: Scores) -> list[Judged]:
@@ -334,12 +348,14 @@ def measure(judged: list[Judged]) -> dict[str, float]:
     good = np.concatenate([j.good for j in judged])
     won = np.concatenate([wins(j.value, j.pairs) for j in judged])
     longer_won = np.concatenate([wins(j.tokens, j.pairs) for j in judged])
+    negation_won = np.concatenate([wins(j.negates, j.pairs) for j in judged])
     return {
         "pairs": won.mean(),
         "auc": auc(torch.tensor(value[good]), torch.tensor(value[~good])),
         "sign": ((value > 0) == good).mean(),
         "better_shorter": mean(won[longer_won == 0]),
         "better_longer": mean(won[longer_won == 1]),
+        "alike": mean(won[negation_won == 0.5]),
         "above_longer": (won - longer_won).mean(),
         "length": correlation(value, tokens),
         "r_good": value[good].mean(),
@@ -372,12 +388,14 @@ def agreement(votes: list[list[tuple[int, int, int]]]) -> dict[str, float]:
 
 def with_intervals(measured, prompts: list) -> dict[str, list[float]]:
     """{name: [value, low, high]} of a function of a list with something of each prompt: 95% intervals, by drawing
-    prompts with replacement."""
+    prompts with replacement. What is nan is left out."""
     rng = np.random.default_rng(1)
     n = len(prompts)
     draws = [measured([prompts[i] for i in rng.integers(n, size=n)]) for _ in range(RESAMPLES)]
     result = {}
     for name, value in measured(prompts).items():
+        if np.isnan(value):
+            continue
         drawn = np.array([draw[name] for draw in draws])
         low, high = np.nanpercentile(drawn, [2.5, 97.5])
         result[name] = [round(float(x), 4) for x in (value, low, high)]
@@ -402,6 +420,7 @@ def floors(data: str, held_out: list[Question], base: Scores) -> dict[str, dict]
     tokens = dict(zip(keys, base.tokens))
     judges = {
         "longer": tokens,
+        "has a negation": {(prompt, text): has_negation(text) for prompt, text in keys},
         "base's log-prob": dict(zip(keys, base.logps)),
         "base's log-prob a token": {k: x / tokens[k] for k, x in zip(keys, base.logps)},
     }
@@ -525,7 +544,7 @@ def measure_above(both: list[tuple[Judged, Judged]]) -> dict[str, float]:
     return {name: one[name] - other[name] for name in ("pairs", "auc")}
 
 
-SHARES = ("pairs", "auc", "sign", "better_shorter", "better_longer", "above_longer")
+SHARES = ("pairs", "auc", "sign", "better_shorter", "better_longer", "alike", "above_longer")
 
 
 def cell(measures: dict, name: str) -> str:

@@ -45,7 +45,9 @@ def write_truthfulqa(folder, questions=6):
         writer = csv.writer(lines)
         writer.writerow(["Question", "Correct Answers", "Incorrect Answers"])
         for i in range(questions):
-            writer.writerow([f"Is {i} a word?", "No; It is not; No", "Yes; yes, it is; It is; so"])
+            writer.writerow(
+                [f"Is {i} a word?", "No; It is false; No", "Yes; yes, it is; It is; so"]
+            )
     return file
 
 
@@ -60,7 +62,7 @@ def test_pairs_without_a_majority_ties_and_answers_without_text_are_left_out(tmp
 
 def test_a_cell_of_answers_is_a_list_in_which_each_stands_once(tmp_path):
     first, *_ = people.read_truthfulqa(write_truthfulqa(tmp_path))
-    assert first.answers == ["No", "It is not", "Yes", "yes, it is", "It is", "so"]
+    assert first.answers == ["No", "It is false", "Yes", "yes, it is", "It is", "so"]
     assert first.good == [True, True, False, False, False, False]
     assert first.pairs == [(i, j) for i in (0, 1) for j in (2, 3, 4, 5)]
 
@@ -74,16 +76,21 @@ def test_the_ceiling_is_how_often_one_annotator_names_what_the_other_two_name(tm
 
 
 def test_the_measures_are_those_by_hand():
-    def judged(value, tokens):
+    def judged(value, tokens, negates):
         pairs = np.array([(0, 1), (2, 3)])
         good = np.array([True, False] * 2)
-        return people.Judged(np.array(value, float), np.array(tokens, float), good, pairs)
+        value, tokens = np.array(value, float), np.array(tokens, float)
+        return people.Judged(value, tokens, np.array(negates), good, pairs)
 
     # better and worse answer: 2 > 1 and shorter; -1 < 3 and longer; 1 = 1 and as long; 0 > -4 and shorter
-    both = [judged([2, 1, -1, 3], [3, 5, 6, 2]), judged([1, 1, 0, -4], [4, 4, 8, 9])]
+    both = [
+        judged([2, 1, -1, 3], [3, 5, 6, 2], [True, False, False, False]),
+        judged([1, 1, 0, -4], [4, 4, 8, 9], [True, True, False, True]),
+    ]
     got = people.measure(both)
     assert got["pairs"] == (1 + 0 + 0.5 + 1) / 4
     assert got["better_shorter"] == 1 and got["better_longer"] == 0
+    assert got["alike"] == (0 + 0.5) / 2
     assert got["above_longer"] == got["pairs"] - (0 + 1 + 0.5 + 0) / 4
     # good 2, -1, 1, 0 beside bad 1, 3, 1, -4
     above = (1 + 0 + 1 + 1) + (0 + 0 + 0 + 1) + (0.5 + 0 + 0.5 + 1) + (0 + 0 + 0 + 1)
@@ -92,6 +99,11 @@ def test_the_measures_are_those_by_hand():
     assert (got["r_good"], got["r_bad"]) == (0.5, 0.25)
     by_hand = np.corrcoef([2, 1, -1, 3, 1, 1, 0, -4], [3, 5, 6, 2, 4, 4, 8, 9])[0, 1]
     assert got["length"] == pytest.approx(by_hand) and by_hand < -0.5
+
+
+def test_a_negation_is_a_word_that_says_no():
+    assert people.has_negation("No, it isn't") and people.has_negation("it isn’t")
+    assert people.has_negation("They cannot.") and not people.has_negation("Nobel knows the north")
 
 
 def test_an_interval_draws_prompts_and_not_answers():
@@ -122,7 +134,7 @@ def test_a_split_never_divides_an_instruction_and_every_method_learns_from_the_s
     assert {prompt for prompt, *_ in ratings} == {prompt for prompt, *_ in pairs}
     # the rarer kind comes again
     first = [(better, worse) for prompt, better, worse in pairs if "0" in prompt]
-    assert first == [("No", "Yes"), ("It is not", "yes, it is"), ("No", "It is")]
+    assert first == [("No", "Yes"), ("It is false", "yes, it is"), ("No", "It is")]
 
 
 def write_model(tiny, folder):
@@ -164,7 +176,13 @@ def test_runs_from_the_command_line_are_rows_and_are_not_run_again(
     first = capsys.readouterr().out
     lines = (tmp_path / "people.jsonl").read_text().splitlines()
     rows = {row["method"]: row for row in map(json.loads, lines)}
-    assert list(rows) == ["longer", "base's log-prob", "base's log-prob a token", "sft"]
+    assert list(rows) == [
+        "longer",
+        "has a negation",
+        "base's log-prob",
+        "base's log-prob a token",
+        "sft",
+    ]
     assert all(row["off"] < 1e-3 for row in rows.values())
     # SFT is the mean over the good answers of -log pi(y|x), all 8 in one step
     good = people.read_records(tmp_path / "out" / "truthfulqa-1" / "good.jsonl")
@@ -175,6 +193,8 @@ def test_runs_from_the_command_line_are_rows_and_are_not_run_again(
     # and it learns them, so r of the good answers is above that of the bad ones
     measures = rows["sft"]["measures"]
     assert measures["pairs"][0] > 0.5 and measures["r_good"][0] > max(0, measures["r_bad"][0])
+    # of 8 pairs 2 have the negation in the good answer alone, none in the bad one alone
+    assert rows["has a negation"]["measures"]["pairs"][0] == (4 + 4 * 0.5) / 8
     # the first of the good answers is as long as the shortest bad ones
     assert rows["longer"]["measures"]["length"] == [1, 1, 1]
     people.main()
