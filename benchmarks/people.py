@@ -545,6 +545,17 @@ def measure_above(both: list[tuple[Judged, Judged]]) -> dict[str, float]:
 
 
 SHARES = ("pairs", "auc", "sign", "better_shorter", "better_longer", "alike", "above_longer")
+# the table's columns
+COLUMNS = {
+    "pairs": "pairs",
+    "above_longer": "above longer",
+    "auc": "auc",
+    "sign": "sign",
+    "better_shorter": "better is shorter",
+    "better_longer": "better is longer",
+    "alike": "alike",
+    "length": "length",
+}
 
 
 def cell(measures: dict, name: str) -> str:
@@ -558,16 +569,21 @@ def cell(measures: dict, name: str) -> str:
 
 
 def print_table() -> None:
-    names = (*SHARES, "length", "r_good", "r_bad")
     for data in READ:
-        print(f"\n| {data} | seed | {' | '.join(names)} |\n{'| --- ' * (len(names) + 2)}|")
+        names = [data, "seed", *COLUMNS.values(), "r of good, of bad"]
+        print(f"\n| {' | '.join(names)} |\n{'| --- ' * len(names)}|")
         for row in sorted(read_results(), key=lambda row: row["seed"]):
-            if row["data"] == data:
-                cells = [row["method"], str(row["seed"])]
-                cells += [cell(row["measures"], name) for name in names]
-                if row["method"] not in METHODS:  # r and its sign are those of a trained model
-                    cells[4] = cells[-1] = cells[-2] = ""
-                print(f"| {' | '.join(cells)} |")
+            if row["data"] != data:
+                continue
+            measures = row["measures"]
+            r = ""
+            if row["method"] in METHODS:
+                r = f"{measures['r_good'][0]:.1f}, {measures['r_bad'][0]:.1f}"
+            else:  # its numbers are no log-ratios, so 0 says nothing
+                measures.pop("sign", None)
+            cells = [row["method"], str(row["seed"])]
+            cells += [cell(measures, name) for name in COLUMNS] + [r]
+            print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
