@@ -508,22 +508,27 @@ def run_missing(files: dict[str, Path], methods: list[str], seeds: list[int], mo
 
 
 def compare(files: dict[str, Path], seeds: list[int]) -> None:
-    """How far each method is above KTO on the same held-out answers: pairs and auc, with intervals that draw the same
-    prompts for both."""
-    print(
-        "| data | seed | method | pairs above KTO's | auc above KTO's |\n| --- | --- | --- | --- | --- |"
-    )
+    """How far each method is above KTO, and above the floor of negations, on the same held-out answers: intervals draw
+    the same prompts for both."""
+    columns = ["data", "seed", "method", "pairs: above KTO", "auc: above KTO"]
+    columns += ["pairs: above negations", "auc: above negations"]
+    print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
     for seed in seeds:
         for data, file in files.items():
             _, held_out = split(READ[data](file), HELD_OUT[data], seed)
+            negates = {key: has_negation(key[1]) for key in distinct(held_out)}
+            floor = judge(held_out, negates, negates)
             kto = read_judged(data, "kto", seed, held_out)
             for method in METHODS:
-                other = read_judged(data, method, seed, held_out)
-                if method == "kto" or not kto or not other:
+                judged = read_judged(data, method, seed, held_out)
+                if not judged:
                     continue
-                measures = with_intervals(measure_above, list(zip(other, kto)))
                 cells = [data, str(seed), method]
-                cells += [cell(measures, name) for name in ("pairs", "auc")]
+                for other in (kto, floor):
+                    measures = {}
+                    if other and (other is floor or method != "kto"):
+                        measures = with_intervals(measure_above, list(zip(judged, other)))
+                    cells += [cell(measures, name) for name in ("pairs", "auc")]
                 print(f"| {' | '.join(cells)} |")
 
 
