@@ -508,8 +508,8 @@ def run_missing(files: dict[str, Path], methods: list[str], seeds: list[int], mo
 
 
 def compare(files: dict[str, Path], seeds: list[int]) -> None:
-    """How far each method is above KTO, and above the floor of negations, on the same held-out answers: intervals draw
-    the same prompts for both."""
+    """How far each method is above KTO with z = 0, and above the floor of negations, on the same held-out answers:
+    intervals draw the same prompts for both. Without files of KTO with z = 0: above KTO."""
     columns = ["data", "seed", "method", "pairs: above KTO", "auc: above KTO"]
     columns += ["pairs: above negations", "auc: above negations"]
     print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
@@ -518,16 +518,15 @@ def compare(files: dict[str, Path], seeds: list[int]) -> None:
             _, held_out = split(READ[data](file), HELD_OUT[data], seed)
             negates = {key: has_negation(key[1]) for key in distinct(held_out)}
             floor = judge(held_out, negates, negates)
-            kto = read_judged(data, "kto", seed, held_out)
+            kto = read_judged(data, "apo_zero_unpaired", seed, held_out)
+            kto = kto or read_judged(data, "kto", seed, held_out)
             for method in METHODS:
                 judged = read_judged(data, method, seed, held_out)
-                if not judged:
+                if not judged or not kto:
                     continue
                 cells = [data, str(seed), method]
                 for other in (kto, floor):
-                    measures = {}
-                    if other and (other is floor or method != "kto"):
-                        measures = with_intervals(measure_above, list(zip(judged, other)))
+                    measures = with_intervals(measure_above, list(zip(judged, other)))
                     cells += [cell(measures, name) for name in ("pairs", "auc")]
                 print(f"| {' | '.join(cells)} |")
 
