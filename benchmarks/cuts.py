@@ -222,6 +222,8 @@ def trl(spec: dict) -> None:
         per_device_train_batch_size=cut,
         gradient_accumulation_steps=settings["batch_size"] // cut,
         train_sampling_strategy="sequential",
+        precompute_ref_log_probs=True,  # once, not in each epoch: the same numbers up to rounding
+        precompute_ref_batch_size=settings["batch_size"],
         max_length=settings["data.max_prompt"] + settings["data.max_completion"],
         gradient_checkpointing=False,
         logging_steps=1,
