@@ -36,6 +36,7 @@ import random
 import shutil
 import statistics
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from itertools import product
@@ -49,6 +50,7 @@ ROOT = HERE.parent
 RESULTS = HERE / "cuts.jsonl"
 OUT = ROOT / "out" / "cuts"
 SIDES = ("ours", "trl", "trl-zero")
+START = 51.0  # % of the demo's held-out answers that are right before training (RESULTS.md)
 TASKS = {
     "demo": {
         "model": ROOT / "demo" / "base",
@@ -410,25 +412,28 @@ def percent(counts: list[int]) -> str:
 
 
 def print_table() -> None:
-    """A line for each task, order, side and seed; the cuts in its cells, the uncut run first."""
+    """A line for each task, order, side and seed; in its cells the cuts, the uncut run first."""
     for name, task in TASKS.items():
         cuts = task["cuts"]
         batch = task["settings"]["batch_size"]
         what = "right" if task["measured"] else "sign"
         names = ", ".join(f"{cut}x{batch // cut}" for cut in cuts)
-        head = f"{name}: order, side, seed | {what} of {names}, % | margin | distance from uncut"
-        print(f"\n| {head} | z, nats | z = 0, % | CPU s |\n{'| --- ' * 7}|")
+        head = f"{name}: order, side, seed | {what} of {names}, %"
+        print(f"\n| {head} | margin | distance | z, nats | z = 0, % |\n{'| --- ' * 6}|")
         for order, side in product(task["orders"], SIDES):
             for seed in sorted({r["seed"] for r in rows_of(task=name, side=side, order=order)}):
-                rows = rows_of(task=name, side=side, order=order, seed=seed)
+                rows = {r["cut"]: r for r in rows_of(task=name, side=side, order=order, seed=seed)}
+
+                def cell(text: Callable[[dict], str]) -> str:
+                    return ", ".join(text(rows[cut]) if cut in rows else "-" for cut in cuts)
+
                 cells = [
                     f"{order}, {side}, {seed}",
-                    ", ".join(percent(r[what]) for r in rows),
-                    ", ".join(f"{r['margin']:.2f}" for r in rows),
-                    ", ".join(f"{r['distance']:.2g}" for r in rows if r["cut"] != cuts[0]),
-                    ", ".join(f"{r['z']:.2f}" for r in rows),
-                    ", ".join(f"{100 * r['z_zero']:.0f}" for r in rows),
-                    ", ".join(f"{r['cpu_seconds']:.0f}" for r in rows),
+                    cell(lambda r: percent(r[what])),
+                    cell(lambda r: f"{r['margin']:.2f}"),
+                    cell(lambda r: f"{r['distance']:.2g}"),
+                    cell(lambda r: f"{r['z']:.2f}"),
+                    cell(lambda r: f"{100 * r['z_zero']:.0f}"),
                 ]
                 print(f"| {' | '.join(cells)} |")
         print_agreement(name)
@@ -445,9 +450,12 @@ def print_agreement(task: str) -> None:
 
 
 def draw(file: Path) -> None:
-    """The demo: right answers at the end of each run, against its cut; a panel for each order."""
+    """The demo: right answers at the end of each run with their 95% interval, against its cut. A line is a
+    seed; a panel for each order."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
+
+    from evaluate import wilson_interval
 
     rcParams["svg.hashsalt"] = "cuts"  # the same file each time
     task = TASKS["demo"]
@@ -455,21 +463,27 @@ def draw(file: Path) -> None:
     figure = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
     titles = {"shuffled": "shuffled", "file": "ratings of a prompt side by side"}
     for axes, order in zip(figure.subplots(1, 2, sharey=True), task["orders"]):
+        axes.axhline(START, color="0.5", linestyle=":", label="before training")
         for side, color, name in (("trl", "C1", "TRL 1.16"), ("ours", "C0", "ours")):
-            for seed in (1, 2, 3):
-                rows = {
-                    r["cut"]: r for r in rows_of(task="demo", side=side, order=order, seed=seed)
+            for seed, marker in zip((1, 2, 3), "osD"):
+                counts = {
+                    cuts.index(r["cut"]): r["right"]
+                    for r in rows_of(task="demo", side=side, order=order, seed=seed)
                 }
-                at = [i for i, cut in enumerate(cuts) if cut in rows]
-                right = [100 * rows[cuts[i]]["right"][0] / rows[cuts[i]]["right"][1] for i in at]
-                label = name if seed == 1 else None
-                axes.plot(at, right, f"{'.osD'[seed]}-", color=color, label=label, markersize=5)
+                at = sorted(counts)
+                shares = [100 * counts[i][0] / counts[i][1] for i in at]
+                label = f"{name}, seed {seed}"
+                axes.plot(at, shares, f"{marker}-", color=color, label=label, markersize=4)
+                for i in at:
+                    low, high = wilson_interval(*counts[i])
+                    axes.vlines(i, 100 * low, 100 * high, color, linewidth=1, alpha=0.4)
         axes.set_xticks(range(len(cuts)), [f"{cut}×{batch // cut}" for cut in cuts])
         axes.set(xlabel="examples of a micro-batch × micro-batches of a step", title=titles[order])
+        axes.set_ylim(45, 100)
         axes.grid(axis="y", color="0.9")
-        axes.legend(loc="lower left")
+    axes.legend(loc="lower left", fontsize=8, ncols=2)
     figure.axes[0].set_ylabel("right held-out answers, %")
-    figure.savefig(file, metadata={"Date": None})
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def main() -> None:
