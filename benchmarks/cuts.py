@@ -39,7 +39,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 from methods import read_records, run_logged, write_records
@@ -437,6 +437,7 @@ def print_table() -> None:
                 ]
                 print(f"| {' | '.join(cells)} |")
         print_agreement(name)
+        print_scale(name)
 
 
 def print_agreement(task: str) -> None:
@@ -447,6 +448,17 @@ def print_agreement(task: str) -> None:
             pairs = zip(ours["first_losses"], row["first_losses"])
             off = ", ".join(f"{abs(a - b) / b:.0e}" for a, b in pairs)
             print(f"\nseed {row['seed']}, uncut: losses of steps 1 to 10 differ by {off}")
+
+
+def print_scale(task: str) -> None:
+    """How far apart two seeds' uncut runs end, where their weights are still in out/cuts/."""
+    uncut = TASKS[task]["cuts"][0]
+    for order, side in product(TASKS[task]["orders"], SIDES):
+        folders = [folder_of(task, side, order, seed, uncut) / "final" for seed in (1, 2, 3)]
+        for a, b in combinations([folder for folder in folders if folder.exists()], 2):
+            start, end = weights_of(TASKS[task]["model"]), weights_of(a)
+            apart = distance(weights_of(b), end) / distance(end, start)
+            print(f"\n{a.parent.name} and {b.parent.name}: {apart:.2f} apart")
 
 
 def draw(file: Path) -> None:
