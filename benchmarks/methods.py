@@ -145,14 +145,15 @@ def data_file(kind: str, seed: int, model: str) -> Path:
         return task_file("train")
     file = OUT / f"data-{seed}" / f"{kind}.jsonl"
     if kind == "prompts":  # as many of each kind of instruction
-        records = read_records(task_file("train"))[seed * PROMPTS : (seed + 1) * PROMPTS]
+        task = read_records(task_file("train"))
+        records = [task[(seed * PROMPTS + i) % len(task)] for i in range(PROMPTS)]
     elif kind == "rated":
         if file.exists():  # its answers take minutes
             return file
         records = sample_rated(data_file("prompts", seed, model), seed, model)
     else:
-        rated = read_records(data_file("rated", seed, model))
-        records = make_pairs(rated) if kind == "pairs" else find_demonstrations(rated)
+        makers = {"pairs": make_pairs, "demonstrations": find_demonstrations, "right": find_right}
+        records = makers[kind](read_records(data_file("rated", seed, model)))
     return write_records(file, records)
 
 
@@ -180,6 +181,10 @@ def make_pairs(rated: list[dict]) -> list[dict]:
             for rejected in wrong
         ]
     return pairs
+
+
+def find_right(rated: list[dict]) -> list[dict]:
+    return [record for record in rated if record["label"]]
 
 
 def find_demonstrations(rated: list[dict]) -> list[dict]:
@@ -315,7 +320,7 @@ def run(name: str, seed: int, model: str, lr: float | None) -> dict:
         command = [sys.executable, HERE.parent / f"{program}.py"]
         command += [f"--{key}={x}" for key, x in settings.items()]
     row["cpu_seconds"] = run_logged(list(map(str, command)), OUT / f"{out.name}.log")
-    if kind in ("rated", "pairs", "demonstrations"):
+    if kind in ("rated", "pairs", "demonstrations", "right"):
         row["base's answers"] = read_records(data.with_name("cost.json"))[0]
         row["cpu_seconds"] += row["base's answers"]["cpu_seconds"]
     return row | last_check(out / "final", model, seed)

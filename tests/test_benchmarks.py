@@ -13,6 +13,8 @@ from test_instructions import chatty  # noqa: F401
 from examples import instructions as task
 
 sys.path.append(str(ROOT / "benchmarks"))
+import answers  # noqa: E402
+import cuts  # noqa: E402
 import gpu  # noqa: E402
 import methods  # noqa: E402
 import regimes  # noqa: E402
@@ -120,3 +122,71 @@ def test_a_regime_draws_the_ratings_that_it_was_asked_for():
     assert np.allclose(sums, 30)
     with pytest.raises(BadInput, match="^kto.up: the data have"):
         draw(ratings=5000)
+
+
+def test_an_order_of_records_is_a_seeds_and_keeps_a_prompts_ratings_together_where_asked():
+    records = [{"prompt": f"p{i // 3}", "completion": f"c{i}"} for i in range(31)]
+    shuffled = cuts.ordered(records, "shuffled", 1, 4)
+    grouped = cuts.ordered(records, "file", 1, 4)
+    assert len(shuffled) == len(grouped) == 28
+    assert shuffled == cuts.ordered(records, "shuffled", 1, 4)
+    assert shuffled != cuts.ordered(records, "shuffled", 2, 4)
+    assert grouped != cuts.ordered(records, "file", 2, 4)
+
+    def neighbours_of_one_prompt(rows):
+        return sum(a["prompt"] == b["prompt"] for a, b in zip(rows, rows[1:]))
+
+    assert neighbours_of_one_prompt(shuffled) < 8
+    assert neighbours_of_one_prompt(grouped) >= 17
+    assert cuts.reversed_steps([1, 2, 3, 4, 5, 6], 3) == [3, 2, 1, 6, 5, 4]
+
+
+def test_our_run_does_not_depend_on_its_cut_and_makes_a_line_once(tmp_path, monkeypatch, capsys):
+    small = {"batch_size": 8, "epochs": 1, "optim.warmup": 1}
+    task = cuts.TASKS["demo"]
+    few = tmp_path / "few.jsonl"
+    lines = (ROOT / "demo" / "train.jsonl").read_text().splitlines(keepends=True)
+    few.write_text("".join(lines[:24]))
+    task = task | {"records": few, "held_out": few, "cuts": (8, 2), "measured": 2}
+    monkeypatch.setattr(cuts, "TASKS", {"demo": task | {"settings": task["settings"] | small}})
+    monkeypatch.setattr(cuts, "OUT", tmp_path / "cuts")
+    monkeypatch.setattr(cuts, "RESULTS", tmp_path / "cuts.jsonl")
+    cuts.held_out_of.cache_clear()
+    argv = ["cuts.py", "run", "--seeds", "1", "--orders", "file", "--sides", "ours"]
+    monkeypatch.setattr(sys, "argv", argv)
+    cuts.main()
+    cuts.held_out_of.cache_clear()  # its task is this test's
+    uncut, cut = cuts.finished()
+    assert uncut["distance"] == 0 < cut["distance"] < 0.01
+    assert cut["margin"] == pytest.approx(uncut["margin"], abs=1e-3) and uncut["margin"] > 0
+    assert uncut["right"][1] == 24 and uncut["sign"][1] == 24
+    assert [point["step"] for point in uncut["curve"]] == [2]
+    assert "demo, ours, file, seed 1, 2 ..." in capsys.readouterr().out
+    cuts.main()
+    assert "..." not in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["cuts.py", "table"])
+    cuts.main()
+    assert "| file, ours, 1 | " in capsys.readouterr().out
+    cuts.draw(tmp_path / "cuts.svg")
+    assert "shuffled" in (tmp_path / "cuts.svg").read_text()
+
+
+def test_answers_has_no_dpo_where_each_prompt_has_one_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(answers, "RESULTS", tmp_path / "answers.jsonl")
+    shapes = []
+
+    def run(name, seed, model, lr):
+        shapes.append((methods.PROMPTS, methods.ANSWERS, name))
+        return {"method": name, "seed": seed, "val": [90, 360]}
+
+    for name in ("PROMPTS", "ANSWERS", "OUT"):  # put back at the end
+        monkeypatch.setattr(methods, name, getattr(methods, name))
+    monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
+    monkeypatch.setattr(methods, "run", run)
+    monkeypatch.setattr(sys, "argv", ["answers.py", "run", "kto", "dpo", "--shapes", "1,8"])
+    answers.main()
+    assert shapes == [(576, 1, "kto"), (72, 8, "kto"), (72, 8, "dpo")]
+    answers.main()
+    assert len(shapes) == 3, "a finished run is not run again"
+    text = capsys.readouterr().out
+    assert "| dpo |  |  |  | 25.0; 25.0% (21 to 30) |" in text
