@@ -337,9 +337,9 @@ def setup(
     console.shows_progress = cfg.progress
     check_objective(objective)
     check_settings(objective, cfg)
-    check_files(cfg.data)
     folder = run_folder(cfg)
     checkpoint = find_checkpoint(folder, cfg.resume)  # refuses a folder that holds another run
+    check_files(cfg.data)
 
     # the model that the settings name, its tokenizer, and the records
     source = find_model(cfg.model)
