@@ -13,7 +13,8 @@ from infra.console import BadInput, Failed, say
 from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
 from model import Scores
 from objective import Objective
-from records.examples import Example, files_of, split_share, split_sources
+from records.examples import Example
+from records.sources import ENDINGS, files_of, split_share, split_sources
 
 
 def check_objective(objective: Objective) -> None:
@@ -61,14 +62,13 @@ def check_settings(objective: Objective, cfg: RunSettings) -> None:
 
 
 def check_files(data: Data) -> None:
-    """Refuse a file of records that is not there, before a model is fetched. What has no ending of a file may be an
-    id of the Hub."""
+    """Refuse a file of records that is not there, before a model is fetched."""
     for split in ("train", "val", "test"):
         for source in split_sources(getattr(data, split)):
             name, _ = split_share(source)
             for file in files_of(name):
                 path = find_path(file)
-                is_file = path.suffix.lower() in (".jsonl", ".json", ".csv", ".parquet")
+                is_file = path.suffix.lower() in ENDINGS
                 refuse_unless(path.exists() or not is_file, f"data.{split}: {file}: no such file")
 
 

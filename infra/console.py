@@ -112,9 +112,12 @@ def own_code(what: str) -> Iterator[None]:
     except (BadInput, Failed):  # the function has said itself what is wrong
         raise
     except Exception as e:
-        text = " ".join(str(e).split())[:300]
-        reason = f"{type(e).__name__}: {text}" if text else type(e).__name__
-        raise Failed(f"{what}: {own_line(e)}: {reason}") from e
+        parts = [what, own_line(e), type(e).__name__, text_in_one_line(e)]
+        raise Failed(": ".join(filter(None, parts))) from e
+
+
+def text_in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def own_line(error: Exception) -> str:
@@ -136,7 +139,7 @@ def user_error(setting: str | None, path: Path | str | None = None) -> Iterator[
         raise
     except Exception as e:
         where = getattr(e, "filename", None) or path
-        text = " ".join(str(e).split())[:300]
+        text = text_in_one_line(e)
         reason = getattr(e, "strerror", None) or text or type(e).__name__
         parts = [str(part) for part in (setting, where, reason) if part]
         raise BadInput(": ".join(parts)) from None

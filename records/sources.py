@@ -133,6 +133,10 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
             yield from read_table(source, Counter() if counts is None else counts)
 
 
+# of the files that read_records reads; what has no such ending may be an id of the Hub
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+
+
 def has_lines(path: Path) -> bool:
     """Whether a .json file has several lines, each of which is an object: so Dataset.to_json writes."""
     with open(path, "rb") as file:
