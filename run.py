@@ -117,7 +117,7 @@ class Run:
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the best step
-    and `unvalidated` by validation.validate, the iteration's fields by begin_iteration,
+    and `unvalidated` by evaluate.validate, the iteration's fields by begin_iteration,
     `reference_has_moved` by new_reference, `hashes` by load_records, all else by save."""
     folder: Path
     """The run's own folder. Never changed."""

@@ -3,7 +3,7 @@
 A Trainer trains the policy of a Run (run.py, which owns all that lives during a run) by an Objective (objective.py).
 
 Reading order: Trainer.fit; gradient, with its two orders of the passes; the parts of a step, where
-`step_baseline` makes z. Validation and the end of a run are in validation.py.
+`step_baseline` makes z. Validation and the end of a run are in evaluate.py.
 
 How a step is split into micro-batches, devices and shards never changes the loss, the baseline z or
 the gradient. So z is made once for the whole step, and the loss is a sum over the step's G examples,
@@ -23,7 +23,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-import validation
+import evaluate
 from attention import Prompts
 from checks import check_mixing, check_start, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
@@ -38,7 +38,7 @@ from infra.console import (
     progress,
     say,
 )
-from infra.devices import ANOTHER_FAILED, all_reduce, known_to_all, raise_together
+from infra.devices import all_reduce, known_to_all, raise_together
 from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
 from model import Scores
 from objective import Baseline, copied_to_cpu, join_columns
@@ -117,7 +117,7 @@ class Trainer:
             is_best = False
             checks = run.evaluator.checker and is_due(number, run.cfg.eval.check_interval, plan)
             if checks or is_due(number, run.cfg.val_interval, plan):
-                is_best = validation.validate(self, plan)
+                is_best = evaluate.validate(self, plan)
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
                 run.save()
             if number == run.cfg.stop_at:
@@ -423,7 +423,7 @@ class Trainer:
             )
             raise_together(not_finite)
         if has_error:
-            raise_together(error or Failed(ANOTHER_FAILED))
+            raise_together(error)
 
     def optimizer_step(self, plan: Plan) -> float:
         """Change the weights. -> the learning rate of the step"""
@@ -518,7 +518,7 @@ class Trainer:
         if run.cfg.reference_cache and not run.reference.released:
             self.precompute(examples, plan)
         if run.state.step == 0 or run.state.unvalidated:
-            validation.validate(self, plan)
+            evaluate.validate(self, plan)
 
     @torch.no_grad()
     def check_start(self, step: Step) -> None:
@@ -565,4 +565,4 @@ class Trainer:
     def finish(self) -> None:
         """Compare the answers of the last weights with those before the run; export the last and the best weights, and
         score the test split with each."""
-        validation.finish(self)
+        evaluate.finish(self)

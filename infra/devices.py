@@ -358,8 +358,10 @@ def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
     return answer
 
 
-def raise_together(error: Exception) -> NoReturn:
-    """Raise an error of which every rank knows, on each rank. So the ranks can still save together."""
+def raise_together(error: Exception | None) -> NoReturn:
+    """Raise an error of which every rank knows, on each rank. So the ranks can still save together. None: it is
+    another rank's."""
+    error = error or Failed("another process of this run has failed")
     error.on_all_ranks = True
     raise error
 
@@ -373,11 +375,8 @@ def on_all_ranks(fabric: Fabric, work: Callable[[], Any]) -> Any:
     except (BadInput, Failed, OSError) as e:
         error = e
     if reduce_number(float(error is not None), "max", fabric.device):
-        raise_together(error or Failed(ANOTHER_FAILED))
+        raise_together(error)
     return answer
-
-
-ANOTHER_FAILED = "another process of this run has failed"
 
 
 def known_to_all(fabric: Fabric, error: BaseException | None) -> bool:

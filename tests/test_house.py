@@ -23,7 +23,7 @@ FLOORS = [
     "checks generate",
     "rollout",
     "evaluate",
-    "run validation",
+    "run",
     "trainer",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
