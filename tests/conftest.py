@@ -248,6 +248,12 @@ def start(program: str, argv: list[str], **given) -> None:
         module.main(argv, **given)
 
 
+def make_thread_pool() -> None:
+    """After a fork torch makes its thread pool anew, at the next call that asks for threads. Where two threads ask at
+    once, as those of transformers that read weights, one finds none: "Invalid thread pool"."""
+    torch.set_num_threads(torch.get_num_threads())
+
+
 class Started:
     """A program in a process of its own. It is forked, so that it need not import anything again.
 
@@ -274,6 +280,7 @@ class Started:
                 for fd, name, path in ((1, "stdout", self.files[0]), (2, "stderr", self.files[1])):
                     os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), fd)
                     setattr(sys, name, open(fd, "w", closefd=False))
+                make_thread_pool()
                 if first:
                     first()
                 self._run(program, [str(x) for x in argv])
@@ -361,6 +368,7 @@ def killed(point: Point, call: int, work) -> None:
     pid = os.fork()
     if pid == 0:
         try:
+            make_thread_pool()
             at_call(point, call, die)
             work()
         finally:

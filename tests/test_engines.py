@@ -20,6 +20,7 @@ from conftest import (
     assert_same,
     even,
     killed,
+    make_thread_pool,
     numbers,
     ranks,
     result,
@@ -53,6 +54,7 @@ def running(folder: Path, log: Path, port: int | None = None, fault: str = ""):
     if pid == 0:
         with contextlib.suppress(BaseException):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a broken connection prints
+            make_thread_pool()
             fake_engine.serve(folder, port, fault, log)
         os._exit(1)
     address = f"http://127.0.0.1:{port}"
