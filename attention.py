@@ -19,13 +19,16 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
 """
 
 import inspect
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 
+from head import autocast
 from packing import PackedBatch, to_device
 
 # Prompts (with their completions) of up to so many tokens together share one tile of attention. A larger tile means
@@ -407,3 +410,48 @@ class KVCache:
             mask = torch.zeros(is_seen.shape, dtype=dtype, device=slot.device)
             self.masks[window, dtype] = mask.masked_fill_(~is_seen, -torch.inf)[..., : self.length]
         return self.masks[window, dtype]
+
+
+# ---- our attention in transformers' own classes ---------------------------------------------------
+
+ATTENTION = "packed"  # the name under which transformers finds our attention
+# The current forward's attention, and the layers that have called it. A global, because not every class
+# of transformers hands arguments on to its layers.
+FORWARD = SimpleNamespace(attention=None, called=set())
+
+
+def _window_as_mask(
+    local_size: int | None = None, use_vmap: bool = False, **_unused: object
+) -> int | None:
+    """What transformers hands to layers in place of a mask: their window (see Layer)."""
+    if use_vmap:
+        raise ValueError("attention: a mask of its own is not supported")
+    return local_size
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_unused: object,
+) -> tuple[torch.Tensor, None]:
+    """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
+    D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of models/load.py sees it."""
+    window = attention_mask  # see _window_as_mask
+    layer = Layer(module, window, scaling, softcap)
+    FORWARD.called.add(module)
+    # Under autocast transformers rotates queries and keys in float32. Attention would cast them anyway, but
+    # flash attention is chosen by their dtype, and a cache stores that dtype.
+    out = FORWARD.attention.attend(layer, autocast(query), autocast(key), autocast(value))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def replace_attention(hf: transformers.PreTrainedModel) -> None:
+    """Let all layers of transformers' model call our attention, that of FORWARD."""
+    transformers.AttentionInterface.register(ATTENTION, _attend)
+    transformers.AttentionMaskInterface.register(ATTENTION, _window_as_mask)
+    hf.set_attn_implementation(ATTENTION)

@@ -3,16 +3,22 @@ in setup (run.py) or before the first step (trainer.py)."""
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from itertools import chain
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from data import Part, Step
 from infra.console import BadInput, Failed, say
+from infra.optimizer import iteration_plans
 from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
 from model import Scores
-from objective import Objective
+from models.hub import context_of, find_model, read_config
+from objective import Baseline, Objective
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_share, split_sources
 
@@ -70,6 +76,27 @@ def check_files(data: Data) -> None:
                 path = find_path(file)
                 is_file = path.suffix.lower() in ENDINGS
                 refuse_unless(path.exists() or not is_file, f"data.{split}: {file}: no such file")
+
+
+def check_examples(
+    cfg: RunSettings,
+    config: PretrainedConfig,
+    objective: Objective,
+    examples: dict[str, list[Example]],
+) -> None:
+    """Refuse records that do not fit the models or the settings. config: the model's text config."""
+    configs = {"model": config}
+    if cfg.reference:
+        configs["reference"] = read_config(find_model(cfg.reference, "reference")).get_text_config()
+    for name, of_model in configs.items():
+        check_tokens(chain(*examples.values()), of_model.vocab_size, getattr(cfg, name))
+    contexts = {name: context_of(of_model) for name, of_model in configs.items()}
+    check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
+    if objective.records != "prompts":
+        # refuses a batch that is larger than the data
+        iteration_plans(cfg, [len(examples["train"])])
+    if cfg.keep_best and not examples["val"]:
+        raise BadInput("keep_best: data.val: no examples")
 
 
 def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> None:
@@ -173,7 +200,78 @@ def saved_state(objective: Objective) -> dict:
     return state
 
 
-def check_start(logps: list[torch.Tensor], ref_logps: list[torch.Tensor], step_number: int) -> None:
+def check_z(z: torch.Tensor, step: Step) -> None:
+    """Refuse what an objective's baseline returned, unless it is one number, or one for each example."""
+    if z.shape not in ((), (step.size,)):
+        raise BadInput(
+            f"baseline: one number or ({step.size},), one for each example, not {tuple(z.shape)}"
+        )
+
+
+def check_column(name: str, x: object, B: int) -> None:
+    """Refuse losses or columns of a micro-batch that are not one number an example: a mean, for one, would silently
+    scale the gradient."""
+    shape = tuple(getattr(x, "shape", ()))
+    if shape != (B,):
+        raise BadInput(
+            f"loss: {name}: expected a tensor ({B},), one number an example, got {shape}"
+        )
+
+
+def find_not_finite(
+    step: Step,
+    loss_G: torch.Tensor,
+    baseline: Baseline,
+    grad_norm: torch.Tensor,
+    step_number: int,
+) -> Failed | None:
+    """-> the error to raise if the norm, z or a loss of a step is not finite. All tensors are on the CPU."""
+    losses = loss_G.tolist()
+    # a loss may be infinite where its gradient is not, as by a constant
+    numbers = [grad_norm.item(), baseline.z_G.double().sum().item(), sum(losses)]
+    if all(map(math.isfinite, numbers)):
+        return None
+    pairs = zip(step.examples, losses)
+    bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
+    return Failed(
+        f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): "
+        f"{', '.join(bad[:8]) or 'no loss of a single example'}; the weights are unchanged"
+    )
+
+
+# ---- the start of a run, or of an iteration --------------------------------------------------------
+
+CHECKED = 4  # examples of a rank: more would make the first step wait
+
+
+@torch.no_grad()
+def check_start(loop: Any, step: Step) -> None:
+    """On a few examples of each rank: refuse a reference that is not the model that the run starts from (r must be
+    exactly 0 on own completions and on mismatched ones), and a loss that mixes examples. Say the log-prob a token.
+    loop: a trainer.Trainer, which imports this file."""
+    run = loop.run
+    by_token = run.objective.by_token
+    step.to(run.fabric.device)
+    few = Part(step.parts[0].index[:CHECKED])
+    micro = step.micro_batch(few).to(run.fabric.device)
+    scores = loop.forward(micro.packed, by_token=by_token)
+    agree = ""
+    if run.objective.needs_reference and not run.cfg.reference:
+        logps = [scores.logps]
+        # compute: never from the cache
+        ref_logps = [run.reference.compute(micro.packed, by_token=by_token).logps]
+        if micro.mismatched is not None:
+            mismatched = micro.mismatched.to(run.fabric.device)
+            logps.append(loop.forward(mismatched, by_token=by_token).logps)
+            ref_logps.append(run.reference.compute(mismatched, by_token=by_token).logps)
+        check_same(logps, ref_logps, run.state.step)
+        agree = "policy and reference agree to the bit; "
+    check_mixing(step, few, scores, run.objective.needs_reference, loop.micro_batch_loss)
+    nats = scores.logps.double().sum() / micro.length.sum()
+    say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
+
+
+def check_same(logps: list[torch.Tensor], ref_logps: list[torch.Tensor], step_number: int) -> None:
     """Raise Failed unless policy and reference give the same log-probs, to the bit."""
     r = [policy - reference for policy, reference in zip(logps, ref_logps)]
     largest = torch.cat(r, dim=1).abs().max().item()

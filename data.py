@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric import Fabric
+from transformers import PretrainedConfig
 
 from infra.console import BadInput
 from infra.optimizer import Plan
@@ -137,6 +139,17 @@ def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
         return DEFAULT_TOKENS
     tokens = int(CPU_ACTIVATIONS / (80 * n_layer * n_embd)) // 256 * 256
     return min(DEFAULT_TOKENS, max(256, tokens))
+
+
+def make_budget(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> Budget:
+    """How a step of this run is split over ranks and micro-batches. config: transformers' text config."""
+    most = most_tokens(cfg, config.num_hidden_layers, config.hidden_size)
+    return Budget(
+        fabric.global_rank,
+        fabric.world_size,
+        room=cfg.micro_batch_size or most,
+        by_tokens=not cfg.micro_batch_size,
+    )
 
 
 class Part(NamedTuple):

@@ -1,12 +1,14 @@
 """What is measured of the policy: answers to held-out prompts, what a checker says of them, validation, a run's end.
 
-Reading order: Evaluator (answers and their verdicts); validate (a row of val.csv); finish (exports and the test split).
+Reading order: Evaluator (answers and their verdicts); validate (a row of val.csv); finish (the test split, and what
+other programs load: final, best, final_adapter).
 
-A parameter `loop` is a trainer.Trainer, and trainer.py imports this file.
+A parameter `loop` is a trainer.Trainer and `run` a run.Run, whose files import this one.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +19,20 @@ import torch
 
 from data import Step
 from generate import generate, read_answer
-from infra.checkpoint import checkpoint_folder
+from infra.checkpoint import checkpoint_folder, publish_folder
 from infra.console import BadInput, Failed, own_code, progress, say
 from infra.devices import Stop, all_reduce, on_all_ranks, on_rank_0
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
-from infra.settings import RunSettings, refuse_unless
-from models.hub import read_json
+from infra.settings import RunSettings, find_path, refuse_unless
+from models.hub import Source, exported_type, read_json
+from models.load import export_checkpoint, load_model
+from models.lora import gather_adapters, write_peft
 from objective import copied_to_cpu, join_columns
 from packing import prompt_groups
 from records.examples import Example
 from records.tokenizer import Tokenizer
+from reference import AdaptersOff, other_weights
 
 
 class Answer(NamedTuple):
@@ -277,14 +282,14 @@ def validate(loop: Any, plan: Plan) -> bool:
     if not loop.val:
         return False
     run.state.unvalidated = True
-    is_rounded = done == plan.total and run.export_rounds
+    is_rounded = done == plan.total and export_rounds(run)
     is_saved = done > 0 and (done == plan.end or is_due(done, run.cfg.save_interval, plan))
     if is_saved:
         run.save()  # as not validated: a resume after an error in here begins it again
     if is_rounded:
-        run.export("final", done)
+        export_step(run, "final", done)
         trained = row_of(loop, loop.val, "validation")
-        with run.exported_weights("final"):
+        with exported_weights(run, "final"):
             row, samples = validation_row(loop, plan)
         say_what_is_left("validation", trained, row)
     else:
@@ -345,14 +350,14 @@ def finish(loop: Any) -> None:
     run = loop.run
     run.evaluator.compare(run.state.step)
     if run.cfg.lora.rank:
-        run.export_adapters()
+        export_adapters(run)
     exports = {"final": run.state.step, "best": run.state.best_step}
     test = run.examples["test"]
     scores = {}
     for name, step in exports.items():
         if step is None:
             continue
-        run.export(name, step)
+        export_step(run, name, step)
         say(f"\nexported to {run.folder / name}")
         if test and test[0].completions:
             run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
@@ -367,10 +372,10 @@ def test_row(loop: Any, name: str) -> dict:
     run = loop.run
     test = run.examples["test"]
     row = row_of(loop, test, "the test split")
-    if not run.export_rounds:
+    if not export_rounds(run):
         return row
     trained = row
-    with run.exported_weights(name):
+    with exported_weights(run, name):
         row = row_of(loop, test, "the test split")
     say_what_is_left(f"test, {name} weights", trained, row)
     return row
@@ -391,3 +396,58 @@ def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
             f"{what}: {name} is {after:.4g} for the exported weights and {before:.4g} for the trained ones, "
             f"before they were rounded ({share:.0%}); --export.dtype float32 exports those"
         )
+
+
+# ---- exports ---------------------------------------------------------------------------------------
+
+
+def export_step(run: Any, name: str, step: int) -> None:
+    """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has done so. A
+    collective."""
+    if run.exported.get(name) == step:
+        return
+    # the base is run.source: the folder that the checkpoint's settings name may have moved
+    source = Source(checkpoint_folder(run.folder, step), run.source)
+    write = partial(export_checkpoint, source, choice=run.cfg.export)
+    publish_folder(run.fabric, write, run.folder / name)
+    run.exported[name] = step
+
+
+def export_rounds(run: Any) -> bool:
+    """Whether the exported weights differ from the policy's by rounding, and the policy can take them: a base in 4
+    bits cannot."""
+    return exported_type(run.source, run.cfg) is not None and not run.cfg.lora.quantize
+
+
+@contextmanager
+def exported_weights(run: Any, name: str) -> Iterator[None]:
+    """Within this context the policy computes with the weights in the folder `name`, final or best. A
+    collective."""
+    weights = None
+    if run.fabric.global_rank == 0 or run.cfg.strategy != "fsdp":
+        weights = load_model(Source(run.folder / name)).unique_parameters()
+    dtype = exported_type(run.source, run.cfg)
+    with other_weights(run.policy, run.reference, weights, dtype):
+        yield
+
+
+def export_adapters(run: Any) -> None:
+    """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and of the
+    adapters of the PEFT folders that the run started from. A collective."""
+    model = run.policy.module
+    source = run.source
+    base = run.cfg.model  # its path or id
+    while source.base:
+        file = source.folder / "adapter_config.json"
+        if not file.exists():
+            break
+        source = source.base
+        base = read_json(file)["base_model_name_or_path"]
+    # a frozen reference moves without the base
+    base_has_moved = run.state.reference_has_moved and isinstance(run.reference, AdaptersOff)
+    if source.base or base_has_moved:
+        return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
+    if find_path(base).exists():
+        base = str(source.root.resolve())
+    write = partial(write_peft, gather_adapters(model), model, run.source, base, run.cfg.lora)
+    publish_folder(run.fabric, write, run.folder / "final_adapter")

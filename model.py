@@ -13,7 +13,6 @@ Shape letters, besides those of attention.py:
 import functools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import litgpt
@@ -21,14 +20,21 @@ import litgpt.model
 import torch
 import transformers
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from attention import KVCache, Layer, PackedAttention, Prompts
+from attention import (
+    FORWARD,
+    KVCache,
+    Layer,
+    PackedAttention,
+    Prompts,
+    replace_attention,
+)
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from infra.console import BadInput, Failed
-from models.hub import Rows, context_of, litgpt_rows
+from infra.kernels import RMSNorm, Rotation, SwiGLU
+from models.hub import Rows, experts_per_token, sizes
 from packing import PackedBatch
 
 
@@ -381,69 +387,6 @@ class Norm(nn.Module):
             return RMSNorm.apply(x.to(dtype), self.weight, self.eps).to(x.dtype)
 
 
-class RMSNorm(torch.autograd.Function):
-    """x / sqrt(mean of x^2 + eps) * weight over the last dimension (arXiv 1910.07467). On a GPU each way is one
-    kernel; on a CPU torch has none for the backward, which is the formula then."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        y, inverse_rms = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        x, weight, inverse_rms = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:2]
-        try:
-            grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
-                grad, x, weight.shape, inverse_rms, weight, needed
-            )
-            return grad_x, grad_weight, None
-        except NotImplementedError:
-            pass
-        normal = x * inverse_rms
-        scaled = grad * weight
-        mean = (scaled * normal).mean(-1, keepdim=True)
-        grad_x = inverse_rms * (scaled - normal * mean)
-        grad_weight = None
-        if needed[1]:
-            grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        return grad_x.to(x.dtype), grad_weight, None
-
-
-class Rotation(torch.autograd.Function):
-    """Rotary positions: of a head's D numbers, i and i + D / 2 are turned as one point of a plane.
-    A function of its own because autograd's backward would also negate, join and copy halves of heads."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor
-    ) -> torch.Tensor:
-        """x: (R, heads, Q, D)"""
-        ctx.save_for_backward(cos_RQD, sin_RQD)
-        return rotate(x, cos_RQD, sin_RQD)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos_RQD, sin_RQD = ctx.saved_tensors
-        return rotate(grad, cos_RQD, -sin_RQD), None, None
-
-
-def rotate(x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor) -> torch.Tensor:
-    """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
-    the two dtypes, then rounded to the dtype of x."""
-    y = x * cos_RQD[:, None]
-    x_1, x_2 = x.chunk(2, -1)
-    y_1, y_2 = y.chunk(2, -1)
-    sin_1, sin_2 = sin_RQD[:, None].chunk(2, -1)
-    y_1 -= x_2 * sin_1
-    y_2 += x_1 * sin_2
-    return y.to(x.dtype)
-
-
 class GatedMLP(litgpt.model.LLaMAMLP):
     """The Llama shape's MLP."""
 
@@ -451,102 +394,7 @@ class GatedMLP(litgpt.model.LLaMAMLP):
         return self.proj(SwiGLU.apply(self.fc_1(x_RQC), self.fc_2(x_RQC)))
 
 
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. The backward computes silu(gate) again. Autograd would save silu(gate), which is as
-    wide as the MLP, for each layer beside gate, up and the product."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        return nn.functional.silu(gate).mul_(up)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, nn.functional.silu(gate).mul_(grad)
-
-
-def _sizes(c: transformers.PretrainedConfig) -> dict:
-    """The fields of litgpt's Config that every model needs, from a text config of transformers."""
-    return dict(
-        block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
-        n_head=c.num_attention_heads, n_query_groups=getattr(c, "num_key_value_heads", None),
-        head_size=getattr(c, "head_dim", None), vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size,
-        final_logit_softcapping=getattr(c, "final_logit_softcapping", None),
-    )  # fmt: skip
-
-
-def litgpt_config(c: transformers.PretrainedConfig) -> litgpt.Config | None:
-    """litgpt's Config for a config of transformers; None where GPT would compute something
-    else."""
-    kind = c.model_type
-    if kind == "gpt2" and c.activation_function == "gelu_new":
-        shape = dict(
-            rotary_percentage=0.0, bias=True, norm_class_name="LayerNorm", norm_eps=c.layer_norm_epsilon,
-            mlp_class_name="GptNeoxMLP", gelu_approximate="tanh", intermediate_size=c.n_inner,
-        )  # fmt: skip
-    elif kind in ("llama", "mistral", "qwen2", "qwen3") and c.hidden_act == "silu":
-        shape = dict(
-            rotary_percentage=1.0, bias=getattr(c, "mlp_bias", False), norm_class_name="RMSNorm",
-            norm_eps=c.rms_norm_eps, mlp_class_name="LLaMAMLP", intermediate_size=c.intermediate_size,
-            attn_bias=kind == "qwen2" or getattr(c, "attention_bias", False), norm_qk=kind == "qwen3",
-        )  # fmt: skip
-    else:
-        return None
-    layers = getattr(c, "layer_types", None) or [kind] * c.num_hidden_layers
-    # mistral has no layer_types, and a window in all layers
-    is_windowed = [layer in ("sliding_attention", "mistral") for layer in layers]
-    window = c.sliding_window if any(is_windowed) else None
-    return litgpt.Config(
-        **_sizes(c), **shape, parallel_residual=False,
-        sliding_window_size=window, sliding_window_indices=is_windowed,
-    )  # fmt: skip
-
-
-def litgpt_model(hf: transformers.PreTrainedModel) -> GPT | None:
-    """A GPT of the shape of transformers' model, on the meta device; None where it does not fit."""
-    config = litgpt_config(hf.config)
-    if config is None:
-        return None
-    with torch.device("meta"):
-        gpt = GPT(config).to(hf.dtype)
-    if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight:
-        gpt.lm_head.weight = gpt.embedding.weight
-    gpt.rows = litgpt_rows(hf.state_dict())
-    # of each of our weights all rows must come from transformers' weights
-    ends = {rows.name: rows.span.stop for rows in gpt.rows.values()}
-    if ends != {name: len(weight) for name, weight in gpt.state_dict().items()}:
-        return None  # for example if only the attention's output has a bias
-    if config.rope_n_elem and 2 * len(hf.model.rotary_emb.inv_freq) != config.head_size:
-        return None  # only a part of each head is rotated
-    return gpt
-
-
-@torch.no_grad()
-def copy_from(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
-    """Copy the weights of transformers' model, and its tables of rotary positions, into a model that
-    litgpt_model made."""
-    hf_weights = hf.state_dict()
-    gpt.to_empty(device="cpu")
-    gpt_weights = gpt.state_dict()
-    for name, rows in gpt.rows.items():
-        rows.of(gpt_weights[rows.name]).copy_(hf_weights[name])
-    if gpt.config.rope_n_elem:
-        position_1N = torch.arange(gpt.config.block_size)[None]
-        # rotary_emb returns the dtype of its first argument
-        cos_1ND, sin_1ND = hf.model.rotary_emb(hf.lm_head.weight, position_1N)
-        gpt.cos = cos_1ND[0]
-        gpt.sin = sin_1ND[0]
-
-
 # ---- transformers' own class ---------------------------------------------------------------------
-
-ATTENTION = "packed"  # the name under which transformers finds our attention
-# The current forward's attention, and the layers that have called it. A global, because not every class
-# of transformers hands arguments on to its layers.
-FORWARD = SimpleNamespace(attention=None, called=set())
 
 
 class TransformersGPT(Packed, nn.Module):
@@ -556,11 +404,9 @@ class TransformersGPT(Packed, nn.Module):
     def __init__(self, hf: transformers.PreTrainedModel):
         super().__init__()
         self.objective_module = None
-        transformers.AttentionInterface.register(ATTENTION, _attend)
-        transformers.AttentionMaskInterface.register(ATTENTION, _window_as_mask)
-        hf.set_attn_implementation(ATTENTION)
+        replace_attention(hf)
         c = hf.config.get_text_config()
-        self.config = litgpt.Config(**_sizes(c), n_expert_per_token=_experts_per_token(c))
+        self.config = litgpt.Config(**sizes(c), n_expert_per_token=experts_per_token(c))
         self.max_seq_length = self.config.block_size
         self.decoder = hf.get_decoder()
         self.lm_head = hf.get_output_embeddings()
@@ -614,36 +460,6 @@ class TransformersGPT(Packed, nn.Module):
         return y.last_hidden_state * self.hidden_scale
 
 
-def _window_as_mask(
-    local_size: int | None = None, use_vmap: bool = False, **_unused: object
-) -> int | None:
-    """What transformers hands to layers in place of a mask: their window (see attention.Layer)."""
-    if use_vmap:
-        raise ValueError("attention: a mask of its own is not supported")
-    return local_size
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: int | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **_unused: object,
-) -> tuple[torch.Tensor, None]:
-    """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
-    D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of models/load.py sees it."""
-    window = attention_mask  # see _window_as_mask
-    layer = Layer(module, window, scaling, softcap)
-    FORWARD.called.add(module)
-    # Under autocast transformers rotates queries and keys in float32. Attention would cast them anyway, but
-    # flash attention is chosen by their dtype, and a cache stores that dtype.
-    out = FORWARD.attention.attend(layer, autocast(query), autocast(key), autocast(value))
-    return out.transpose(1, 2).contiguous(), None
-
-
 class _InAutocast:
     """A module whose weights are read in the dtype in which autocast computes products."""
 
@@ -662,17 +478,6 @@ def _experts_forward(experts: nn.Module, *inputs: object, **options: object) -> 
     and transformers would cast its input to the weights' float32. A GPU then has a fifteenth of its speed
     in bfloat16, and the program waits for the device."""
     return type(experts).forward(_InAutocast(experts), *inputs, **options)
-
-
-def _experts_per_token(c: transformers.PretrainedConfig) -> int:
-    """How many experts a token uses, by a text config of transformers; 0 without experts."""
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k"):
-        n = getattr(c, name, None)
-        if isinstance(n, list):
-            return n[-1]  # HunYuan has a number for each layer
-        if n is not None:
-            return n
-    return 0
 
 
 def _block_forward(

@@ -7,19 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import nn
 
 from attention import Prompts
+from data import step_examples
 from infra.checkpoint import write_whole
-from infra.console import BadInput, rank, say, user_error
+from infra.console import BadInput, progress, rank, say, user_error
 from infra.devices import all_reduce, local_part, place_like, set_weights
+from infra.optimizer import Plan
 from infra.settings import RunSettings
 from model import Scores
 from models.lora import disable_adapters, plain_name
+from objective import Objective
 from packing import PackedBatch, to_device
+from records.examples import Example
 
 
 class FrozenModel:
@@ -58,7 +63,7 @@ class AdaptersOff:
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
-        # a context with the policy's own base, where exported_weights has put another one there
+        # a context with the policy's own base, where other_weights has put another one there
         self.own_base: Callable[[], AbstractContextManager] = nullcontext
 
     def compute(
@@ -179,11 +184,47 @@ class CachedReference:
 Reference = FrozenModel | AdaptersOff | CachedReference
 
 
+def make_reference(
+    cfg: RunSettings,
+    fabric: Fabric,
+    objective: Objective,
+    policy: nn.Module,
+    frozen: nn.Module | None,
+    hashes: dict[str, str],
+) -> Reference | None:
+    """The reference of a run; None if the objective needs none. frozen: the reference's own model, if it has one.
+    hashes: of what the run learns from, and of the weights."""
+    if not objective.needs_reference:
+        return None
+    reference = AdaptersOff(policy) if frozen is None else FrozenModel(fabric, frozen)
+    if cfg.reference_cache:
+        return CachedReference(reference, fabric, cfg, hashes)
+    return reference
+
+
+@torch.no_grad()
+def precompute(loop: Any, examples: list[Example], plan: Plan) -> None:
+    """Compute all log-probs of a cached reference that the run will need, and release it. loop: a
+    trainer.Trainer, which imports this file."""
+    run = loop.run
+    of_steps = list(step_examples(examples, run.cfg, plan, run.state.step))
+    of_steps += [part for part in (loop.val, run.examples["test"]) if part]
+    n = sum(map(len, of_steps))
+    with progress("precomputing log-probs", n // run.fabric.world_size):
+        for part in of_steps:
+            step = loop.make_step(part)
+            for micro in loop.on_device(loop.packed_parts(step)):
+                run.reference(micro.packed)
+                if micro.mismatched is not None:
+                    run.reference(micro.mismatched.to(run.fabric.device))
+    run.reference.release()
+
+
 # ---- other weights for a while --------------------------------------------------------------------
 
 
 @contextmanager
-def exported_weights(
+def other_weights(
     policy: nn.Module,
     reference: Reference | None,
     weights: dict[str, torch.Tensor] | None,

@@ -21,6 +21,7 @@ whole batches. iterations/rated-N.jsonl has a line a rated example.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,11 +33,12 @@ import torch
 
 from data import Step
 from generate import generate, read_answer
-from infra.checkpoint import write_whole
+from infra.checkpoint import publish_folder, write_whole
 from infra.console import BadInput, Failed, advance, own_code, progress, user_error
 from infra.devices import all_reduce, on_rank_0
 from infra.optimizer import Plan
 from infra.settings import RunSettings, Sampling, refuse_unless
+from models.hub import export, read_json
 from records.examples import Example, examples_hash
 
 COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
@@ -109,6 +111,35 @@ def as_lines(rows: list[dict]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def export_policy(run: Any) -> Path:
+    """The policy as it is now, as a Hugging Face folder of this iteration, which an engine loads. The last
+    iteration's is removed. A collective."""
+    folder = run.folder / "iterations"
+    # Engines keep what they have read under one path, so other weights have another name: also
+    # those of a run that is begun anew in this folder.
+    name = f"policy-{run.state.iteration}-{run.state.started_from[:8]}"
+    model = run.policy.module
+    ends = [i for i in run.tokenizer.stops if i < model.embedding.num_embeddings]
+    generation = run.source.root / "generation_config.json"
+    generation = read_json(generation) if generation.exists() else {}
+    generation["eos_token_id"] = ends  # with the one that the chat template adds
+    write = partial(
+        export,
+        run.source,
+        model.rows,
+        run.merged_weights(),
+        notes={"generation_config.json": json.dumps(generation, indent=2) + "\n"},
+        choice=run.cfg.export,
+        seed=run.cfg.seed,
+    )
+    publish_folder(run.fabric, write, folder / name)
+    if run.fabric.global_rank == 0:
+        for other in folder.glob("policy-*"):
+            if other.name != name:
+                shutil.rmtree(other)
+    return folder / name
+
+
 def policy_answers(
     run: Any, i: int, plan: Plan, examples: list[Example], args: Sampling
 ) -> list[list[int]]:
@@ -131,7 +162,7 @@ def policy_answers(
     text = as_lines(rows)
     if len(rows) < len(examples):
         refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
-        folder = run.publish_policy() if run.rollout else None
+        folder = export_policy(run) if run.rollout else None
     # the time limit, too, may end the run here: a resume keeps the answers
     check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
     longest = max(len(e.prompt) for e in examples)

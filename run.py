@@ -4,17 +4,12 @@ Reading order: Run (what lives during a run), setup (how it is made, on one scre
 order of their calls. Nobody needs this file to change an algorithm.
 """
 
-import contextlib
 import hashlib
-import json
 import shlex
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +19,14 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from checks import (
+    check_examples,
     check_files,
-    check_limits,
     check_objective,
     check_optimizer,
     check_settings,
-    check_tokens,
     saved_state,
 )
-from data import Budget, most_tokens
+from data import Budget, make_budget
 from evaluate import Checker, Evaluator
 from infra import console
 from infra.checkpoint import (
@@ -40,11 +34,10 @@ from infra.checkpoint import (
     begin_run,
     check_resumed_hashes,
     check_resumed_settings,
-    checkpoint_folder,
     find_checkpoint,
     load_checkpoint,
-    publish_folder,
     read_state,
+    run_folder,
     save_checkpoint,
     save_state,
     take_folder,
@@ -60,18 +53,11 @@ from infra.devices import (
     resolve_devices,
 )
 from infra.logger import Logger, Throughput
-from infra.optimizer import iteration_plans, make_optimizer
-from infra.settings import RunSettings, find_path
-from models.hub import Source, context_of, export, find_model, read_config, read_json
-from models.load import (
-    export_checkpoint,
-    exported_type,
-    load_model,
-    load_policy_and_reference,
-    shard_module,
-    weights_hash,
-)
-from models.lora import gather_adapters, merged_weights, reset_adapters, write_peft
+from infra.optimizer import make_optimizer
+from infra.settings import RunSettings
+from models.hub import Source, context_of, find_model, read_config, weights_hash
+from models.load import load_model, load_policy_and_reference, shard_module
+from models.lora import merged_weights, reset_adapters
 from objective import Objective
 from records.examples import (
     Example,
@@ -83,7 +69,7 @@ from records.examples import (
 )
 from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, CachedReference, FrozenModel, Reference, exported_weights
+from reference import AdaptersOff, FrozenModel, Reference, make_reference
 
 # ---- what lives during a run ---------------------------------------------------------------------
 
@@ -144,7 +130,8 @@ class Run:
     """The last step after which policy and reference were equal, in this process. Changed by
     new_reference."""
     exported: dict[str, int] = field(default_factory=dict)
-    """The folders that this process has exported, final and best, and of which step. Changed by export."""
+    """The folders that this process has exported, final and best, and of which step. Changed by
+    evaluate.export_step."""
 
     # ---- what an outer loop may change
 
@@ -201,33 +188,6 @@ class Run:
         base = self.first_weights() if self.cfg.lora.quantize else None
         return merged_weights(self.policy.module, base)
 
-    def publish_policy(self) -> Path:
-        """The policy as it is now, as a Hugging Face folder of this iteration. The last iteration's is removed. A
-        collective."""
-        folder = self.folder / "iterations"
-        # Engines keep what they have read under one path, so other weights have another name: also
-        # those of a run that is begun anew in this folder.
-        name = f"policy-{self.state.iteration}-{self.state.started_from[:8]}"
-        ends = [i for i in self.tokenizer.stops if i < self.policy.module.embedding.num_embeddings]
-        generation = self.source.root / "generation_config.json"
-        generation = read_json(generation) if generation.exists() else {}
-        generation["eos_token_id"] = ends  # with the one that the chat template adds
-        write = partial(
-            export,
-            self.source,
-            self.policy.module.rows,
-            self.merged_weights(),
-            notes={"generation_config.json": json.dumps(generation, indent=2) + "\n"},
-            choice=self.cfg.export,
-            seed=self.cfg.seed,
-        )
-        publish_folder(self.fabric, write, folder / name)
-        if self.fabric.global_rank == 0:
-            for other in folder.glob("policy-*"):
-                if other.name != name:
-                    shutil.rmtree(other)
-        return folder / name
-
     # ---- checkpoints, and the end
 
     def save(self) -> None:
@@ -258,55 +218,6 @@ class Run:
             of_reference = isinstance(self.reference, FrozenModel)
             self.reference.set_weights(self.first_weights(of_reference))
         load_checkpoint(self, folder)
-
-    def export(self, name: str, step: int) -> None:
-        """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has
-        done so. A collective."""
-        if self.exported.get(name) == step:
-            return
-        # the base is self.source: the folder that the checkpoint's settings name may have moved
-        source = Source(checkpoint_folder(self.folder, step), self.source)
-        write = partial(export_checkpoint, source, choice=self.cfg.export)
-        publish_folder(self.fabric, write, self.folder / name)
-        self.exported[name] = step
-
-    @contextlib.contextmanager
-    def exported_weights(self, name: str) -> Iterator[None]:
-        """Within this context the policy computes with the weights in the folder `name`, final or best. A
-        collective."""
-        weights = None
-        if self.fabric.global_rank == 0 or self.cfg.strategy != "fsdp":
-            weights = load_model(Source(self.folder / name)).unique_parameters()
-        dtype = exported_type(self.source, self.cfg)
-        with exported_weights(self.policy, self.reference, weights, dtype):
-            yield
-
-    @property
-    def export_rounds(self) -> bool:
-        """Whether the exported weights differ from the policy's by rounding, and the policy can take them: a base
-        in 4 bits cannot."""
-        return exported_type(self.source, self.cfg) is not None and not self.cfg.lora.quantize
-
-    def export_adapters(self) -> None:
-        """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and of the
-        adapters of the PEFT folders that the run started from. A collective."""
-        model = self.policy.module
-        source = self.source
-        base = self.cfg.model  # its path or id
-        while source.base:
-            file = source.folder / "adapter_config.json"
-            if not file.exists():
-                break
-            source = source.base
-            base = read_json(file)["base_model_name_or_path"]
-        # a frozen reference moves without the base
-        base_has_moved = self.state.reference_has_moved and isinstance(self.reference, AdaptersOff)
-        if source.base or base_has_moved:
-            return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
-        if find_path(base).exists():
-            base = str(source.root.resolve())
-        write = partial(write_peft, gather_adapters(model), model, self.source, base, self.cfg.lora)
-        publish_folder(self.fabric, write, self.folder / "final_adapter")
 
     def close(self, failed: bool) -> None:
         """Close the files and, unless the run has failed, end the processes together."""
@@ -348,19 +259,7 @@ def setup(
     check_resumed_settings(checkpoint, cfg, Path(sys.argv[0]).name)
     tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
     examples = load_splits(cfg.data, tokenizer, objective.records, make_records)
-    configs = {"model": config}
-    if cfg.reference:
-        configs["reference"] = read_config(find_model(cfg.reference, "reference")).get_text_config()
-    for name, of_model in configs.items():
-        check_tokens(chain(*examples.values()), of_model.vocab_size, getattr(cfg, name))
-    contexts = {name: context_of(of_model) for name, of_model in configs.items()}
-    check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
-    if objective.records != "prompts":
-        iteration_plans(
-            cfg, [len(examples["train"])]
-        )  # refuses a batch that is larger than the data
-    if cfg.keep_best and not examples["val"]:
-        raise BadInput("keep_best: data.val: no examples")
+    check_examples(cfg, config, objective, examples)
 
     # the processes, and the run's folder, which the first of them locks
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
@@ -389,7 +288,7 @@ def setup(
     run = Run(
         cfg=cfg,
         fabric=fabric,
-        budget=budget_of(cfg, fabric, config),
+        budget=make_budget(cfg, fabric, config),
         source=source,
         tokenizer=tokenizer,
         examples=examples,
@@ -411,12 +310,6 @@ def setup(
         run.load(checkpoint)
         run.save()  # a branch begins with a checkpoint of its own
     return run
-
-
-def run_folder(cfg: RunSettings) -> Path:
-    """The run's own folder: out_dir, or a new one that is named by program and time."""
-    now = datetime.now()
-    return Path(cfg.out_dir or f"out/{Path(sys.argv[0]).stem}-{now:%Y%m%d-%H%M%S-%f}").resolve()
 
 
 def resolve(cfg: RunSettings, config: PretrainedConfig) -> RunSettings:
@@ -453,31 +346,3 @@ def hash_inputs(
             "data: the processes have read different files: all nodes need the same ones"
         )
     return hashes
-
-
-def make_reference(
-    cfg: RunSettings,
-    fabric: Fabric,
-    objective: Objective,
-    policy: nn.Module,
-    frozen: nn.Module | None,
-    hashes: dict[str, str],
-) -> Reference | None:
-    """The reference of the run; None if the objective needs none."""
-    if not objective.needs_reference:
-        return None
-    reference = AdaptersOff(policy) if frozen is None else FrozenModel(fabric, frozen)
-    if cfg.reference_cache:
-        return CachedReference(reference, fabric, cfg, hashes)
-    return reference
-
-
-def budget_of(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> Budget:
-    """How a step is split over ranks and micro-batches. config: transformers' text config."""
-    most = most_tokens(cfg, config.num_hidden_layers, config.hidden_size)
-    return Budget(
-        fabric.global_rank,
-        fabric.world_size,
-        room=cfg.micro_batch_size or most,
-        by_tokens=not cfg.micro_batch_size,
-    )

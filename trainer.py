@@ -13,7 +13,6 @@ Shape letters: G examples of a step, B of a micro-batch, K completions of a prom
 """
 
 import copy
-import math
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ import torch
 
 import evaluate
 from attention import Prompts
-from checks import check_mixing, check_start, saved_state
+from checks import check_column, check_start, check_z, find_not_finite, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from infra.checkpoint import generator_of
 from infra.console import (
@@ -44,9 +43,8 @@ from model import Scores
 from objective import Baseline, copied_to_cpu, join_columns
 from packing import PackedBatch
 from records.examples import Example
+from reference import precompute
 from run import Run
-
-CHECKED = 4  # examples of the start check: more would make the first step wait
 
 also_called("train", __name__)
 
@@ -144,7 +142,8 @@ class Trainer:
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         columns, baseline, grad_norm = copied_to_cpu(columns, baseline, grad_norm)
         of_objective, error = self.call_objective(step, columns, baseline, needs_row)
-        self.check_step(step, columns, baseline, grad_norm, error)
+        not_finite = find_not_finite(step, columns["loss"], baseline, grad_norm, number)
+        self.check_step(not_finite, error)
         self.weights_move = True
         lr = self.optimizer_step(plan)
         self.weights_move = False
@@ -283,10 +282,7 @@ class Trainer:
         logratio_n = mismatched_logratio_G[step.mismatched_index]
         z = self.run.objective.baseline(logratio_n, step)
         z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
-        if z.shape not in ((), (step.size,)):
-            raise BadInput(
-                f"baseline: one number or ({step.size},), one for each example, not {tuple(z.shape)}"
-            )
+        check_z(z, step)
         return Baseline(z.expand(step.size), logratio_n)
 
     def forward(
@@ -321,13 +317,8 @@ class Trainer:
         logps, ref_logps = objective.reduce(scores.logps, ref_logps, micro.length)
         batch = micro.with_outputs(scores.outputs)
         loss_B, of_objective = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
-        B = len(micro.part.index)
         for name, x in {"losses": loss_B, **of_objective}.items():
-            shape = tuple(getattr(x, "shape", ()))
-            if shape != (B,):  # a mean, for one, would silently scale the gradient
-                raise BadInput(
-                    f"loss: {name}: expected a tensor ({B},), one number an example, got {shape}"
-                )
+            check_column(name, x, B=len(micro.part.index))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
         if scores.entropy is not None:
@@ -394,33 +385,17 @@ class Trainer:
             return {}, e
         return row, None
 
-    def check_step(
-        self,
-        step: Step,
-        columns: Columns,
-        baseline: Baseline,
-        grad_norm: torch.Tensor,
-        error: Exception | None,
-    ) -> None:
-        """Raise Failed if the norm, z or a loss is not finite, and the error, if there is one on any rank. Here the
-        ranks also agree on whether to stop."""
+    def check_step(self, not_finite: Failed | None, error: Exception | None) -> None:
+        """Raise what is wrong with the step on any rank: a number that is not finite, or an error of the fork's own
+        functions. Here the ranks also agree on whether to stop."""
         run = self.run
-        losses = columns["loss"].tolist()
-        # a loss may be infinite where its gradient is not, as by a constant
-        numbers = [grad_norm.item(), baseline.z_G.double().sum().item(), sum(losses)]
-        is_finite = all(map(math.isfinite, numbers))
-        codes = torch.tensor([run.stop.code(), not is_finite, error is not None]).double()
+        codes = [run.stop.code(), not_finite is not None, error is not None]
+        codes = torch.tensor(codes, dtype=torch.float64)
         if run.fabric.world_size > 1:
             codes = all_reduce(codes.to(run.fabric.device), "max")
         stop_code, is_not_finite, has_error = codes.tolist()
         run.stop.set_agreed(stop_code)
         if is_not_finite:
-            pairs = zip(step.examples, losses)
-            bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
-            not_finite = Failed(
-                f"step {run.state.step + 1}: not finite (gradient norm, sum of z, of losses: {numbers}): "
-                f"{', '.join(bad[:8]) or 'no loss of a single example'}; the weights are unchanged"
-            )
             raise_together(not_finite)
         if has_error:
             raise_together(error)
@@ -514,55 +489,12 @@ class Trainer:
         run = self.run
         run.logger.begin(plan, len(examples))
         if run.state.step == run.reference_step:
-            self.check_start(self.make_step(examples[: run.cfg.batch_size]))
+            check_start(self, self.make_step(examples[: run.cfg.batch_size]))
         if run.cfg.reference_cache and not run.reference.released:
-            self.precompute(examples, plan)
+            precompute(self, examples, plan)
         if run.state.step == 0 or run.state.unvalidated:
             evaluate.validate(self, plan)
 
-    @torch.no_grad()
-    def check_start(self, step: Step) -> None:
-        """On a few examples of each rank: refuse a reference that is not the model that the run starts
-        from (r must be exactly 0 on own completions and on mismatched ones), and a loss that mixes
-        examples. Say the log-prob a token."""
-        run = self.run
-        by_token = run.objective.by_token
-        step.to(run.fabric.device)
-        few = Part(step.parts[0].index[:CHECKED])
-        micro = step.micro_batch(few).to(run.fabric.device)
-        scores = self.forward(micro.packed, by_token=by_token)
-        agree = ""
-        if run.objective.needs_reference and not run.cfg.reference:
-            logps = [scores.logps]
-            # compute: never from the cache
-            ref_logps = [run.reference.compute(micro.packed, by_token=by_token).logps]
-            if micro.mismatched is not None:
-                mismatched = micro.mismatched.to(run.fabric.device)
-                logps.append(self.forward(mismatched, by_token=by_token).logps)
-                ref_logps.append(run.reference.compute(mismatched, by_token=by_token).logps)
-            check_start(logps, ref_logps, run.state.step)
-            agree = "policy and reference agree to the bit; "
-        check_mixing(step, few, scores, run.objective.needs_reference, self.micro_batch_loss)
-        nats = scores.logps.double().sum() / micro.length.sum()
-        say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
-
-    @torch.no_grad()
-    def precompute(self, examples: list[Example], plan: Plan) -> None:
-        """Compute all log-probs of the reference that the run will need, and release it."""
-        run = self.run
-        of_steps = list(step_examples(examples, run.cfg, plan, run.state.step))
-        of_steps += [part for part in (self.val, run.examples["test"]) if part]
-        n = sum(map(len, of_steps))
-        with progress("precomputing log-probs", n // run.fabric.world_size):
-            for part in of_steps:
-                step = self.make_step(part)
-                for micro in self.on_device(self.packed_parts(step)):
-                    run.reference(micro.packed)
-                    if micro.mismatched is not None:
-                        run.reference(micro.mismatched.to(run.fabric.device))
-        run.reference.release()
-
     def finish(self) -> None:
-        """Compare the answers of the last weights with those before the run; export the last and the best weights, and
-        score the test split with each."""
+        """Compare answers before and after; export; score the test split: see evaluate.finish."""
         evaluate.finish(self)

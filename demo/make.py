@@ -167,7 +167,7 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     tokenizer = tokens.Tokenizer(Source(folder))
     config = CONFIG | {"vocab_size": len(tokenizer.hf)}
     hf_config = transformers.GPT2Config(**config)
-    gpt = model.GPT(model.litgpt_config(hf_config))
+    gpt = model.GPT(load.litgpt_config(hf_config))
     gpt.apply(gpt._init_weights)
     gpt.lm_head.weight = gpt.transformer.wte.weight
     optimizer = torch.optim.AdamW(gpt.parameters(), LR, (0.9, 0.99), weight_decay=0.0)

@@ -28,9 +28,11 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,12 @@ def checkpoints_by_step(out: Path) -> dict[int, Path]:
     paths = sorted((out / "checkpoints").glob("step-*"))
     steps = {path: path.name.removeprefix("step-") for path in paths}
     return {int(step): path for path, step in steps.items() if step.isdecimal()}
+
+
+def run_folder(cfg: RunSettings) -> Path:
+    """The run's own folder: out_dir, or a new one that is named by program and time."""
+    now = datetime.now()
+    return Path(cfg.out_dir or f"out/{Path(sys.argv[0]).stem}-{now:%Y%m%d-%H%M%S-%f}").resolve()
 
 
 def checkpoint_folder(out: Path, step: int) -> Path:

@@ -1,6 +1,6 @@
-"""A model on disk: where it lies, its config, the names of its weights, its export.
+"""A model on disk: where it lies, its config, the names of its weights, the log-probs that it gives, its export.
 
-transformers reads and writes all of it. A checkpoint and a PEFT folder hold only trained weights:
+transformers reads, computes and writes all of it. A checkpoint and a PEFT folder hold only trained weights:
 their Source has a base, and models/load.py puts the trained weights into the base's model. This file
 does not import our model classes."""
 
@@ -10,18 +10,21 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import huggingface_hub
+import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
 
+from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
-from infra.settings import Export, find_path
+from infra.rounding import dtype_of, is_narrower, round_at_random, widest
+from infra.settings import Export, RunSettings, find_path
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
@@ -215,6 +218,27 @@ def context_of(config: transformers.PretrainedConfig) -> int:
 # ---- names of weights ----------------------------------------------------------------------------
 
 
+def sizes(c: transformers.PretrainedConfig) -> dict:
+    """The fields of litgpt's Config that every model needs, from a text config of transformers."""
+    return dict(
+        block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
+        n_head=c.num_attention_heads, n_query_groups=getattr(c, "num_key_value_heads", None),
+        head_size=getattr(c, "head_dim", None), vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size,
+        final_logit_softcapping=getattr(c, "final_logit_softcapping", None),
+    )  # fmt: skip
+
+
+def experts_per_token(c: transformers.PretrainedConfig) -> int:
+    """How many experts a token uses, by a text config of transformers; 0 without experts."""
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k"):
+        n = getattr(c, name, None)
+        if isinstance(n, list):
+            return n[-1]  # HunYuan has a number for each layer
+        if n is not None:
+            return n
+    return 0
+
+
 class Rows(NamedTuple):
     """Where a weight of transformers' model lies in ours."""
 
@@ -318,37 +342,12 @@ def export_types(source: Source, choice: Export, trained: torch.dtype) -> dict[s
     return dict.fromkeys(types, torch.float64) if trained == torch.float64 else types
 
 
-def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether `dtype` does not have all numbers of the other type."""
-    return torch.promote_types(dtype, other) != dtype
-
-
-def widest(types: Iterable[torch.dtype]) -> torch.dtype:
-    """A type that has all numbers of these types."""
-    wide, *rest = set(types)
-    for dtype in rest:
-        wide = torch.promote_types(wide, dtype)
-    return wide
-
-
-def round_at_random(x: torch.Tensor, dtype: torch.dtype, seed: int, name: str) -> torch.Tensor:
-    """x in bfloat16 or float16: each number becomes one of its two neighbours in this type, with the
-    probabilities that make x the mean. A number that the type has stays the same. The draws depend on the
-    seed and the weight's name alone."""
-    x = x.float().contiguous()
-    rounded = x.to(dtype)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    limits = torch.finfo(dtype)
-    # in parts: the temporary tensors of a whole embedding would take gigabytes
-    for part, out in zip(x.view(-1).split(2**24), rounded.view(-1).split(2**24)):
-        # the bits of the exponent alone: the largest power of 2 that is not above |part|
-        power = (part.view(torch.int32) & 0x7F800000).view(torch.float32)
-        spacing = (power * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
-        share = torch.rand(part.shape, generator=generator, dtype=torch.float32)
-        random = torch.floor(part / spacing + share) * spacing
-        out.copy_(torch.where(out == part, part, random))
-    return rounded
+def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
+    """The type to which an export rounds trained weights; None if it rounds none of them."""
+    trained = torch.promote_types(dtype_of(cfg.precision), torch.float32)
+    types = export_types(source, cfg.export, trained).values()
+    narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
+    return widest(narrow) if narrow else None
 
 
 def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
@@ -370,6 +369,62 @@ def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
     config = read_json(file)
     if correct(config):
         file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def weights_hash(weights: dict[str, torch.Tensor]) -> str:
+    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
+    h = hashlib.sha256()
+    for name, x in sorted(weights.items()):
+        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        h.update(x.detach().flatten().view(torch.uint8).numpy())
+    return h.hexdigest()
+
+
+# ---- what transformers computes -------------------------------------------------------------------
+
+# Largest difference of a log-prob, in nats. All are compared in float32 or float64: a model that is
+# to be held in bfloat16 is read in float32, compared, and then rounded.
+TOLERANCE = 1e-4
+
+
+def short_texts(
+    hf: transformers.PreTrainedModel,
+) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+    """Three prompts of random ids, with two completions each."""
+    random = np.random.default_rng(0)
+    n_vocab = hf.config.get_text_config().vocab_size
+    texts = [random.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
+    return texts[::3], list(zip(texts[1::3], texts[2::3]))
+
+
+@torch.no_grad()
+def plain_logps(
+    hf: transformers.PreTrainedModel,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> torch.Tensor:
+    """transformers' log-probs of the completions' tokens (T,): one forward for each text."""
+    logps = []
+    for prompt, pair in zip(prompts, completions):
+        for completion in pair:
+            ids = torch.tensor(np.concatenate([prompt, completion]))
+            logits_LV = hf(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+            logps.append(logp_of(logits_LV.double(), ids[len(prompt) :])[0])
+    return torch.cat(logps)
+
+
+def check_logps(
+    name: str, logp: torch.Tensor, expected: torch.Tensor, rule: str, has_experts: bool
+) -> None:
+    """Raise ValueError if log-probs differ from the expected ones by more than TOLERANCE. rule: where the
+    expected ones come from."""
+    # of two experts with almost equal scores a mixture may choose the other: so only most tokens must agree
+    share = 0.75 if has_experts else 1.0
+    largest = (logp - expected).abs().quantile(share).item()
+    if not largest <= TOLERANCE:  # nan, too
+        raise ValueError(
+            f"log-probs {name} are up to {largest:.2g} nats from {rule}, expected at most {TOLERANCE:g}"
+        )
 
 
 # ---- export --------------------------------------------------------------------------------------

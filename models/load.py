@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import litgpt
 import numpy as np
 import torch
 import transformers
@@ -26,28 +27,35 @@ from head import logp_of
 from infra.checkpoint import read_settings, read_state, read_tensors
 from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
+from infra.rounding import dtype_of
 from infra.settings import Export, Lora, RunSettings
-from model import GPT, Block, Packed, TransformersGPT, copy_from, litgpt_model
+from model import GPT, Block, Packed, TransformersGPT
 from models.hub import (
     Source,
     blocks_of,
+    check_logps,
     export,
-    export_types,
     find_model,
-    is_narrower,
+    litgpt_rows,
     mark_blocks,
+    plain_logps,
     read_config,
     read_whole,
-    widest,
+    short_texts,
+    sizes,
+    weights_hash,
 )
-from models.lora import Adapter, add_adapters, fold_adapters, quantize_base, read_peft
+from models.lora import (
+    add_adapter_output,
+    add_adapters,
+    fold_adapters,
+    merge_adapter,
+    quantize_base,
+    read_peft,
+)
 from objective import Objective
 from packing import pack
 from records.tokenizer import Tokenizer
-
-# Largest difference of a log-prob, in nats. All are compared in float32 or float64: a model that is
-# to be held in bfloat16 is read in float32, compared, and then rounded.
-TOLERANCE = 1e-4
 
 
 def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) -> Packed:
@@ -74,8 +82,8 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         return gpt
     hf = _read_adapted(source, dtype)
     with user_error(f"model: {source.root}: {hf.config.model_type}"):
-        prompts, completions = _short_texts(hf)
-        expected_T = _plain_logps(hf, prompts, completions)
+        prompts, completions = short_texts(hf)
+        expected_T = plain_logps(hf, prompts, completions)
         gpt = litgpt_model(hf)
         if gpt is not None:
             copy_from(gpt, hf)
@@ -190,15 +198,15 @@ def _put_peft(hf: transformers.PreTrainedModel, source: Source) -> None:
         module, _ = weight_of(f"{layer}.weight")
         if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
             beside.append((module, adapter))
-            hooks.append(module.register_forward_hook(partial(_add_adapter, adapter)))
+            hooks.append(module.register_forward_hook(partial(add_adapter_output, adapter)))
         else:  # a matrix outside a linear layer (a mixture's router): PEFT, too, merges the adapter
-            _merge_adapter(adapter, module)
-    texts = _short_texts(hf)
-    expected_T = _plain_logps(hf, *texts)
+            merge_adapter(adapter, module)
+    texts = short_texts(hf)
+    expected_T = plain_logps(hf, *texts)
     for hook in hooks:
         hook.remove()
     for module, adapter in beside:
-        _merge_adapter(adapter, module)
+        merge_adapter(adapter, module)
     if is_tied and head.weight is not embedding.weight:
         if not torch.equal(head.weight, embedding.weight):
             raise BadInput(
@@ -207,58 +215,10 @@ def _put_peft(hf: transformers.PreTrainedModel, source: Source) -> None:
             )
         head.weight = embedding.weight
     has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())
-    _check_logps("merged", _plain_logps(hf, *texts), expected_T, "PEFT's rule", has_experts)
-
-
-def _merge_adapter(adapter: Adapter, module: nn.Module) -> None:
-    """Add an adapter to the matrix of one layer. A tied layer gets a matrix of its own, as in PEFT."""
-    a, b, scale = adapter
-    delta = b @ a * scale
-    if isinstance(module, Conv1D):
-        delta = delta.T
-    module.weight = nn.Parameter(module.weight + delta)
-
-
-def _add_adapter(
-    adapter: Adapter, module: nn.Module, inputs: tuple, output: torch.Tensor
-) -> torch.Tensor:
-    """A layer's output with an adapter beside its matrix: a hook of the layer's forward."""
-    a, b, scale = adapter
-    a = a.to(output.dtype)
-    b = b.to(output.dtype)
-    if isinstance(module, nn.Embedding):
-        scale = scale * getattr(module, "embed_scale", 1)  # Gemma's factor of the embedding
-        return output + nn.functional.embedding(inputs[0], b) @ a * scale
-    return output + inputs[0] @ a.T @ b.T * scale
+    check_logps("merged", plain_logps(hf, *texts), expected_T, "PEFT's rule", has_experts)
 
 
 # ---- the comparison ------------------------------------------------------------------------------
-
-
-def _short_texts(
-    hf: transformers.PreTrainedModel,
-) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
-    """Three prompts of random ids, with two completions each."""
-    random = np.random.default_rng(0)
-    n_vocab = hf.config.get_text_config().vocab_size
-    texts = [random.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
-    return texts[::3], list(zip(texts[1::3], texts[2::3]))
-
-
-@torch.no_grad()
-def _plain_logps(
-    hf: transformers.PreTrainedModel,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> torch.Tensor:
-    """transformers' log-probs of the completions' tokens (T,): one forward for each text."""
-    logps = []
-    for prompt, pair in zip(prompts, completions):
-        for completion in pair:
-            ids = torch.tensor(np.concatenate([prompt, completion]))
-            logits_LV = hf(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
-            logps.append(logp_of(logits_LV.double(), ids[len(prompt) :])[0])
-    return torch.cat(logps)
 
 
 @torch.no_grad()
@@ -289,21 +249,73 @@ def _compare(
         ("with cached prompts", cached, expected_BKL),
         ("token by token", sampled_B, expected_BKL[:, 0, 1]),
     ):
-        _check_logps(name, logp, expected, "transformers' own", gpt.has_experts)
+        check_logps(name, logp, expected, "transformers' own", gpt.has_experts)
 
 
-def _check_logps(
-    name: str, logp: torch.Tensor, expected: torch.Tensor, rule: str, has_experts: bool
-) -> None:
-    """Raise ValueError if log-probs differ from the expected ones by more than TOLERANCE. rule: where the
-    expected ones come from."""
-    # of two experts with almost equal scores a mixture may choose the other: so only most tokens must agree
-    share = 0.75 if has_experts else 1.0
-    largest = (logp - expected).abs().quantile(share).item()
-    if not largest <= TOLERANCE:  # nan, too
-        raise ValueError(
-            f"log-probs {name} are up to {largest:.2g} nats from {rule}, expected at most {TOLERANCE:g}"
-        )
+# ---- our GPT of transformers' model ---------------------------------------------------------------
+
+
+def litgpt_config(c: transformers.PretrainedConfig) -> litgpt.Config | None:
+    """litgpt's Config for a config of transformers; None where GPT would compute something
+    else."""
+    kind = c.model_type
+    if kind == "gpt2" and c.activation_function == "gelu_new":
+        shape = dict(
+            rotary_percentage=0.0, bias=True, norm_class_name="LayerNorm", norm_eps=c.layer_norm_epsilon,
+            mlp_class_name="GptNeoxMLP", gelu_approximate="tanh", intermediate_size=c.n_inner,
+        )  # fmt: skip
+    elif kind in ("llama", "mistral", "qwen2", "qwen3") and c.hidden_act == "silu":
+        shape = dict(
+            rotary_percentage=1.0, bias=getattr(c, "mlp_bias", False), norm_class_name="RMSNorm",
+            norm_eps=c.rms_norm_eps, mlp_class_name="LLaMAMLP", intermediate_size=c.intermediate_size,
+            attn_bias=kind == "qwen2" or getattr(c, "attention_bias", False), norm_qk=kind == "qwen3",
+        )  # fmt: skip
+    else:
+        return None
+    layers = getattr(c, "layer_types", None) or [kind] * c.num_hidden_layers
+    # mistral has no layer_types, and a window in all layers
+    is_windowed = [layer in ("sliding_attention", "mistral") for layer in layers]
+    window = c.sliding_window if any(is_windowed) else None
+    return litgpt.Config(
+        **sizes(c), **shape, parallel_residual=False,
+        sliding_window_size=window, sliding_window_indices=is_windowed,
+    )  # fmt: skip
+
+
+def litgpt_model(hf: transformers.PreTrainedModel) -> GPT | None:
+    """A GPT of the shape of transformers' model, on the meta device; None where it does not fit."""
+    config = litgpt_config(hf.config)
+    if config is None:
+        return None
+    with torch.device("meta"):
+        gpt = GPT(config).to(hf.dtype)
+    if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight:
+        gpt.lm_head.weight = gpt.embedding.weight
+    gpt.rows = litgpt_rows(hf.state_dict())
+    # of each of our weights all rows must come from transformers' weights
+    ends = {rows.name: rows.span.stop for rows in gpt.rows.values()}
+    if ends != {name: len(weight) for name, weight in gpt.state_dict().items()}:
+        return None  # for example if only the attention's output has a bias
+    if config.rope_n_elem and 2 * len(hf.model.rotary_emb.inv_freq) != config.head_size:
+        return None  # only a part of each head is rotated
+    return gpt
+
+
+@torch.no_grad()
+def copy_from(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
+    """Copy the weights of transformers' model, and its tables of rotary positions, into a model that
+    litgpt_model made."""
+    hf_weights = hf.state_dict()
+    gpt.to_empty(device="cpu")
+    gpt_weights = gpt.state_dict()
+    for name, rows in gpt.rows.items():
+        rows.of(gpt_weights[rows.name]).copy_(hf_weights[name])
+    if gpt.config.rope_n_elem:
+        position_1N = torch.arange(gpt.config.block_size)[None]
+        # rotary_emb returns the dtype of its first argument
+        cos_1ND, sin_1ND = hf.model.rotary_emb(hf.lm_head.weight, position_1N)
+        gpt.cos = cos_1ND[0]
+        gpt.sin = sin_1ND[0]
 
 
 # ---- sharding ------------------------------------------------------------------------------------
@@ -376,11 +388,6 @@ def shard_module(module: Packed, mesh: DeviceMesh, bf16: bool) -> Packed:
 # ---- the models of a run --------------------------------------------------------------------------
 
 
-def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of the weights in a run of this precision."""
-    return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
-
-
 def load_policy_and_reference(
     cfg: RunSettings,
     fabric: Fabric,
@@ -437,15 +444,6 @@ def load_policy_and_reference(
     return policy.eval(), frozen, hashes
 
 
-def weights_hash(weights: dict[str, torch.Tensor]) -> str:
-    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
-    h = hashlib.sha256()
-    for name, x in sorted(weights.items()):
-        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.detach().flatten().view(torch.uint8).numpy())
-    return h.hexdigest()
-
-
 @torch.no_grad()
 def freeze(model: nn.Module, precision: str) -> nn.Module:
     """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
@@ -459,14 +457,6 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
 
 
 # ---- and back: exports ----------------------------------------------------------------------------
-
-
-def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
-    """The type to which an export rounds trained weights; None if it rounds none of them."""
-    trained = torch.promote_types(dtype_of(cfg.precision), torch.float32)
-    types = export_types(source, cfg.export, trained).values()
-    narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
-    return widest(narrow) if narrow else None
 
 
 def export_checkpoint(source: Source, out: Path, choice: Export) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from head import autocast
 from infra.console import BadInput, rank, user_error
@@ -356,6 +357,28 @@ def _peft_scale(config: dict, layer: str, rank: int) -> float:
     if config.get("use_rslora"):
         return alpha / rank**0.5
     return alpha / rank
+
+
+def merge_adapter(adapter: Adapter, module: nn.Module) -> None:
+    """Add an adapter to the matrix of one layer. A tied layer gets a matrix of its own, as in PEFT."""
+    a, b, scale = adapter
+    delta = b @ a * scale
+    if isinstance(module, Conv1D):
+        delta = delta.T
+    module.weight = nn.Parameter(module.weight + delta)
+
+
+def add_adapter_output(
+    adapter: Adapter, module: nn.Module, inputs: tuple, output: torch.Tensor
+) -> torch.Tensor:
+    """A layer's output with an adapter beside its matrix: a hook of the layer's forward."""
+    a, b, scale = adapter
+    a = a.to(output.dtype)
+    b = b.to(output.dtype)
+    if isinstance(module, nn.Embedding):
+        scale = scale * getattr(module, "embed_scale", 1)  # Gemma's factor of the embedding
+        return output + nn.functional.embedding(inputs[0], b) @ a * scale
+    return output + inputs[0] @ a.T @ b.T * scale
 
 
 def write_peft(

@@ -92,8 +92,10 @@ def show_first_of_each_kind(data: PageSettings) -> None:
     """Print the first record of each kind (up, down, a pair, ...) as turns."""
     reader = Reader(data, data.kind, Counter())
     kinds = set()
-    for file in first_files(data):
+    files = first_files(data)
+    for file in files:  # as in a run: a later file may take a rating back
         reader.settle(decoded_records(file, []))
+    for file in files:
         for where, ours in islice(reader.read(decoded_records(file, []), []), 10_000):
             record = understand_record(ours, data.kind, split_commas(data.extra))
             kind = data.kind if record.label is None else record.label

@@ -1,13 +1,16 @@
 """What the tests share: a tiny model folder, small data files, forked ranks, and programs in processes of their own."""
 
 import atexit
+import contextlib
 import csv
 import functools
 import gc
 import io
 import json
 import os
+import random
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -167,7 +170,7 @@ def default_dtype():
 
 def ranks(n: int, work):
     """Call work(rank) in n forked processes that form a process group (gloo). -> their results, by rank. An error in
-    one of them fails the test."""
+    one of them fails the test; the others, which may wait for it, are then killed."""
     pipes, pids = [], []
     for rank, env in enumerate(environments_of_ranks(n)):
         read, write = os.pipe()
@@ -186,13 +189,29 @@ def ranks(n: int, work):
         os.close(write)
         pipes.append(read)
         pids.append(pid)
-    results = []
-    for read, pid in zip(pipes, pids):
-        with os.fdopen(read, "rb") as f:
-            blob = f.read()
+    results = [None] * n
+    blobs = {read: b"" for read in pipes}
+    ends = None  # when those that wait for a failed one are killed
+    while blobs:
+        for read in select.select(list(blobs), [], [], 1)[0]:
+            part = os.read(read, 2**20)
+            blobs[read] += part
+            if part:
+                continue
+            blob = blobs.pop(read)
+            os.close(read)
+            result = ("error", "died")
+            if blob:
+                result = torch.load(io.BytesIO(blob), weights_only=True)
+            results[pipes.index(read)] = result
+            if result[0] != "ok":
+                ends = ends or time.monotonic() + 30
+        if blobs and ends and time.monotonic() > ends:
+            for read in blobs:
+                os.kill(pids[pipes.index(read)], signal.SIGKILL)
+            ends = None
+    for pid in pids:
         os.waitpid(pid, 0)
-        died = ("error", "died")
-        results.append(torch.load(io.BytesIO(blob), weights_only=True) if blob else died)
     errors = [f"rank {i}: {value}" for i, (status, value) in enumerate(results) if status != "ok"]
     assert not errors, "\n".join(errors)
     return [value for _, value in results]
@@ -329,11 +348,19 @@ def started_ranks(n: int, folder: Path, program: str, argv, first=None) -> list[
     return children
 
 
+def free_port() -> int:
+    """A port on which nobody listens, below those (from 32768 on) that the system gives to sockets of other programs:
+    they could take it before the test's own process does."""
+    while True:
+        port = random.SystemRandom().randint(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
 def environments_of_ranks(n: int) -> list[dict[str, str]]:
     """What torchrun sets for each of n processes on one node."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     all_ranks = dict(NODE_RANK=0, GROUP_RANK=0, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
     all_ranks |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="test")
     envs = [all_ranks | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(n)]

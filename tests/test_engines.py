@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import urllib.request
 from pathlib import Path
@@ -19,6 +18,7 @@ from conftest import (
     Started,
     assert_same,
     even,
+    free_port,
     killed,
     make_thread_pool,
     numbers,
@@ -47,9 +47,7 @@ RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=2", "--onli
 def running(folder: Path, log: Path, port: int | None = None, fault: str = ""):
     """A server in a process of its own, until the end of the context. -> its address"""
     if port is None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -218,9 +216,7 @@ def test_a_run_that_is_killed_in_a_rollout_goes_on_as_the_same_run(call, tiny, d
 
 
 def test_the_command_that_starts_the_server_is_said_and_the_run_waits_for_it(tiny, demos, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     argv = arguments(tiny, demos, tmp_path / "run", f"http://127.0.0.1:{port}")
     argv += ["--eval.check=demo", "--online.max_iterations=1"]
     child = Started(tmp_path, str(ROOT / "examples" / "vllm_server.py"), argv)

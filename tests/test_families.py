@@ -31,6 +31,7 @@ from tiny_models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import attention
 import generate
 import model
 from attention import KVCache
@@ -339,8 +340,8 @@ def test_a_wrong_attention_is_seen_before_the_first_step(name, tmp_path, monkeyp
     """The window is left out: only sequences longer than it show that."""
     folder_of(name, tmp_path)
     load.load_model(tmp_path)
-    monkeypatch.setattr(model, "_window_as_mask", lambda **options: None)
-    build = model.litgpt_model
+    monkeypatch.setattr(attention, "_window_as_mask", lambda **options: None)
+    build = load.litgpt_model
 
     def without_windows(hf):
         if gpt := build(hf):

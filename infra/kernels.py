@@ -1,0 +1,85 @@
+"""Functions with a backward of our own, where autograd's would take more time or memory."""
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / sqrt(mean of x^2 + eps) * weight over the last dimension (arXiv 1910.07467). On a GPU each way is one
+    kernel; on a CPU torch has none for the backward, which is the formula then."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y, inverse_rms = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        x, weight, inverse_rms = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        try:
+            grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+                grad, x, weight.shape, inverse_rms, weight, needed
+            )
+            return grad_x, grad_weight, None
+        except NotImplementedError:
+            pass
+        normal = x * inverse_rms
+        scaled = grad * weight
+        mean = (scaled * normal).mean(-1, keepdim=True)
+        grad_x = inverse_rms * (scaled - normal * mean)
+        grad_weight = None
+        if needed[1]:
+            grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary positions: of a head's D numbers, i and i + D / 2 are turned as one point of a plane.
+    A function of its own because autograd's backward would also negate, join and copy halves of heads."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor
+    ) -> torch.Tensor:
+        """x: (R, heads, Q, D)"""
+        ctx.save_for_backward(cos_RQD, sin_RQD)
+        return rotate(x, cos_RQD, sin_RQD)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos_RQD, sin_RQD = ctx.saved_tensors
+        return rotate(grad, cos_RQD, -sin_RQD), None, None
+
+
+def rotate(x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor) -> torch.Tensor:
+    """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
+    the two dtypes, then rounded to the dtype of x."""
+    y = x * cos_RQD[:, None]
+    x_1, x_2 = x.chunk(2, -1)
+    y_1, y_2 = y.chunk(2, -1)
+    sin_1, sin_2 = sin_RQD[:, None].chunk(2, -1)
+    y_1 -= x_2 * sin_1
+    y_2 += x_1 * sin_2
+    return y.to(x.dtype)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up. The backward computes silu(gate) again. Autograd would save silu(gate), which is as
+    wide as the MLP, for each layer beside gate, up and the product."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, nn.functional.silu(gate).mul_(grad)

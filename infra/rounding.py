@@ -1,0 +1,44 @@
+"""Types of floating-point numbers, and stochastic rounding from one to another."""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of the weights in a run of this precision."""
+    return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+
+
+def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `dtype` does not have all numbers of the other type."""
+    return torch.promote_types(dtype, other) != dtype
+
+
+def widest(types: Iterable[torch.dtype]) -> torch.dtype:
+    """A type that has all numbers of these types."""
+    wide, *rest = set(types)
+    for dtype in rest:
+        wide = torch.promote_types(wide, dtype)
+    return wide
+
+
+def round_at_random(x: torch.Tensor, dtype: torch.dtype, seed: int, name: str) -> torch.Tensor:
+    """x in bfloat16 or float16: each number becomes one of its two neighbours in this type, with the
+    probabilities that make x the mean. A number that the type has stays the same. The draws depend on the
+    seed and the weight's name alone."""
+    x = x.float().contiguous()
+    rounded = x.to(dtype)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    limits = torch.finfo(dtype)
+    # in parts: the temporary tensors of a whole embedding would take gigabytes
+    for part, out in zip(x.view(-1).split(2**24), rounded.view(-1).split(2**24)):
+        # the bits of the exponent alone: the largest power of 2 that is not above |part|
+        power = (part.view(torch.int32) & 0x7F800000).view(torch.float32)
+        spacing = (power * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
+        share = torch.rand(part.shape, generator=generator, dtype=torch.float32)
+        random = torch.floor(part / spacing + share) * spacing
+        out.copy_(torch.where(out == part, part, random))
+    return rounded
