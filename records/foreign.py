@@ -31,8 +31,8 @@ from records.answers import (
 )
 from records.conversation import rated_messages
 from records.forms import ALIASES, PROMPTS, Kind
-from records.layout import Layout
-from records.paths import Column, Skipped, elements, is_there, names_in, nearest, opened
+from records.layout import REWARDS, Layout
+from records.paths import Column, Skipped, elements, is_there, names_in, nearest, number, opened
 
 # a file may have none of these
 OPTIONAL = ("system", "tools", "weight", "role", "content", "children")
@@ -219,7 +219,14 @@ class Reader:
             for i, (best, worst) in enumerate(pairs):
                 place = best.where if i == 0 else f"{best.where}:{i + 1}"
                 answers = {"chosen": best.completion, "rejected": worst.completion}
-                yield place, {**best.fields, **answers}
+                yield place, {**self._rewards(best, worst), **best.fields, **answers}
+
+    def _rewards(self, best: Rating, worst: Rating) -> dict[str, float]:
+        """The scores of a pair's answers, for losses that take true rewards (dpo.py's RPO)."""
+        values = (number(best.value), number(worst.value))
+        if None in values or not self.layout.labels.higher_is_better:
+            return {}
+        return dict(zip(REWARDS, values))
 
     # ---- one answer that is rated several times --------------------------------------------------
 

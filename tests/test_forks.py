@@ -66,6 +66,7 @@ HANDED = {
     "ema_z": (kto, {"objective": "EMA"}, ()),
     "token_kto": (kto, {"objective": "TokenKTO"}, ()),
     "z_by_source": (kto, {"objective": "ZBySource"}, ()),
+    "learned_z": (kto, {"objective": "LearnedZ"}, ()),
     "rating_head": (kto, {"objective": "RatingKTO", "settings": "Settings"}, ()),
     "muon": (kto, {"optimizer": "muon"}, ()),
     "simpo": (dpo, {"objective": "SimPO", "settings": "Settings"}, ()),

@@ -566,6 +566,16 @@ def test_the_table_points_at_what_an_export_has_damaged(tmp_path, monkeypatch, c
         assert ("look at them" in out) == bool(warning) and warning in out
 
 
+def test_the_scores_of_a_list_of_answers_are_the_true_rewards_of_its_pair(tmp_path):
+    answers = [{"text": " a", "score": 3}, {"text": " b", "score": 9}, {"text": " c", "score": 1.5}]
+    source = saved(tmp_path, "lists.jsonl", [{"prompt": "p", "answers": answers}])
+    columns = "prompt=prompt,completion=answers.*.text,label=answers.*.score"
+    for labels, rewards in (("up=>=0", (9, 1.5)), ("up=<=5,down=>5", (None, None))):
+        settings = ROOM | {"columns": columns, "labels": labels}
+        examples, _ = load(source, chat(), "paired", **settings)
+        assert [e.rewards for e in examples] == [rewards], labels
+
+
 def test_a_share_of_a_source_is_the_same_each_time_and_in_the_order_of_the_file(tmp_path):
     source = write(tmp_path / "d.jsonl", *(rated(f"p{i}", f"c{i}") for i in range(100)))
     every, _ = read(source)
