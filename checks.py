@@ -1,5 +1,5 @@
 """What is refused before it can do harm, with the sentence that the user reads. Each check is called in one place,
-in setup (run.py) or before the first step (trainer.py)."""
+in setup (run.py) or in the loop (trainer.py)."""
 
 import inspect
 import json
