@@ -23,18 +23,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from attention import (
-    FORWARD,
-    KVCache,
-    Layer,
-    PackedAttention,
-    Prompts,
-    replace_attention,
-)
+from attention import FORWARD, KVCache, Layer, PackedAttention, Prompts, replace_attention
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from infra.console import BadInput, Failed
 from infra.kernels import RMSNorm, Rotation, SwiGLU
-from models.hub import Rows, experts_per_token, sizes
+from models.hub import Rows, experts_per_token, litgpt_sizes
 from packing import PackedBatch
 
 
@@ -406,7 +399,7 @@ class TransformersGPT(Packed, nn.Module):
         self.objective_module = None
         replace_attention(hf)
         c = hf.config.get_text_config()
-        self.config = litgpt.Config(**sizes(c), n_expert_per_token=experts_per_token(c))
+        self.config = litgpt.Config(**litgpt_sizes(c), n_expert_per_token=experts_per_token(c))
         self.max_seq_length = self.config.block_size
         self.decoder = hf.get_decoder()
         self.lm_head = hf.get_output_embeddings()

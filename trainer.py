@@ -143,7 +143,7 @@ class Trainer:
         columns, baseline, grad_norm = copied_to_cpu(columns, baseline, grad_norm)
         of_objective, error = self.call_objective(step, columns, baseline, needs_row)
         not_finite = find_not_finite(step, columns["loss"], baseline, grad_norm, number)
-        self.check_step(not_finite, error)
+        self.check_step(not_finite or error)
         self.weights_move = True
         lr = self.optimizer_step(plan)
         self.weights_move = False
@@ -385,18 +385,15 @@ class Trainer:
             return {}, e
         return row, None
 
-    def check_step(self, not_finite: Failed | None, error: Exception | None) -> None:
-        """Raise what is wrong with the step on any rank: a number that is not finite, or an error of the fork's own
+    def check_step(self, error: Exception | None) -> None:
+        """Raise the error if a step has one on any rank: a number that is not finite, or one of the fork's own
         functions. Here the ranks also agree on whether to stop."""
         run = self.run
-        codes = [run.stop.code(), not_finite is not None, error is not None]
-        codes = torch.tensor(codes, dtype=torch.float64)
+        codes = torch.tensor([run.stop.code(), error is not None], dtype=torch.float64)
         if run.fabric.world_size > 1:
             codes = all_reduce(codes.to(run.fabric.device), "max")
-        stop_code, is_not_finite, has_error = codes.tolist()
+        stop_code, has_error = codes.tolist()
         run.stop.set_agreed(stop_code)
-        if is_not_finite:
-            raise_together(not_finite)
         if has_error:
             raise_together(error)
 

@@ -10,14 +10,18 @@ class RMSNorm(torch.autograd.Function):
     kernel; on a CPU torch has none for the backward, which is the formula then."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         y, inverse_rms = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
         try:

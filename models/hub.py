@@ -215,10 +215,7 @@ def context_of(config: transformers.PretrainedConfig) -> int:
     return text.max_position_embeddings
 
 
-# ---- names of weights ----------------------------------------------------------------------------
-
-
-def sizes(c: transformers.PretrainedConfig) -> dict:
+def litgpt_sizes(c: transformers.PretrainedConfig) -> dict:
     """The fields of litgpt's Config that every model needs, from a text config of transformers."""
     return dict(
         block_size=context_of(c), n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
@@ -237,6 +234,9 @@ def experts_per_token(c: transformers.PretrainedConfig) -> int:
         if n is not None:
             return n
     return 0
+
+
+# ---- names of weights, and their hash -------------------------------------------------------------
 
 
 class Rows(NamedTuple):
@@ -274,7 +274,16 @@ def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
     return rows
 
 
-# ---- read and write a whole model ----------------------------------------------------------------
+def weights_hash(weights: dict[str, torch.Tensor]) -> str:
+    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
+    h = hashlib.sha256()
+    for name, x in sorted(weights.items()):
+        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        h.update(x.detach().flatten().view(torch.uint8).numpy())
+    return h.hexdigest()
+
+
+# ---- read a whole model --------------------------------------------------------------------------
 
 
 def read_whole(
@@ -369,15 +378,6 @@ def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
     config = read_json(file)
     if correct(config):
         file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def weights_hash(weights: dict[str, torch.Tensor]) -> str:
-    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
-    h = hashlib.sha256()
-    for name, x in sorted(weights.items()):
-        h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.detach().flatten().view(torch.uint8).numpy())
-    return h.hexdigest()
 
 
 # ---- what transformers computes -------------------------------------------------------------------

@@ -37,19 +37,19 @@ from models.hub import (
     export,
     find_model,
     litgpt_rows,
+    litgpt_sizes,
     mark_blocks,
     plain_logps,
     read_config,
     read_whole,
     short_texts,
-    sizes,
     weights_hash,
 )
 from models.lora import (
-    add_adapter_output,
     add_adapters,
     fold_adapters,
-    merge_adapter,
+    fold_into_layer,
+    output_with_adapter,
     quantize_base,
     read_peft,
 )
@@ -198,15 +198,15 @@ def _put_peft(hf: transformers.PreTrainedModel, source: Source) -> None:
         module, _ = weight_of(f"{layer}.weight")
         if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
             beside.append((module, adapter))
-            hooks.append(module.register_forward_hook(partial(add_adapter_output, adapter)))
+            hooks.append(module.register_forward_hook(partial(output_with_adapter, adapter)))
         else:  # a matrix outside a linear layer (a mixture's router): PEFT, too, merges the adapter
-            merge_adapter(adapter, module)
+            fold_into_layer(adapter, module)
     texts = short_texts(hf)
     expected_T = plain_logps(hf, *texts)
     for hook in hooks:
         hook.remove()
     for module, adapter in beside:
-        merge_adapter(adapter, module)
+        fold_into_layer(adapter, module)
     if is_tied and head.weight is not embedding.weight:
         if not torch.equal(head.weight, embedding.weight):
             raise BadInput(
@@ -277,7 +277,7 @@ def litgpt_config(c: transformers.PretrainedConfig) -> litgpt.Config | None:
     is_windowed = [layer in ("sliding_attention", "mistral") for layer in layers]
     window = c.sliding_window if any(is_windowed) else None
     return litgpt.Config(
-        **sizes(c), **shape, parallel_residual=False,
+        **litgpt_sizes(c), **shape, parallel_residual=False,
         sliding_window_size=window, sliding_window_indices=is_windowed,
     )  # fmt: skip
 

@@ -359,7 +359,7 @@ def _peft_scale(config: dict, layer: str, rank: int) -> float:
     return alpha / rank
 
 
-def merge_adapter(adapter: Adapter, module: nn.Module) -> None:
+def fold_into_layer(adapter: Adapter, module: nn.Module) -> None:
     """Add an adapter to the matrix of one layer. A tied layer gets a matrix of its own, as in PEFT."""
     a, b, scale = adapter
     delta = b @ a * scale
@@ -368,7 +368,7 @@ def merge_adapter(adapter: Adapter, module: nn.Module) -> None:
     module.weight = nn.Parameter(module.weight + delta)
 
 
-def add_adapter_output(
+def output_with_adapter(
     adapter: Adapter, module: nn.Module, inputs: tuple, output: torch.Tensor
 ) -> torch.Tensor:
     """A layer's output with an adapter beside its matrix: a hook of the layer's forward."""
