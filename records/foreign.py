@@ -223,10 +223,11 @@ class Reader:
 
     def _rewards(self, best: Rating, worst: Rating) -> dict[str, float]:
         """The scores of a pair's answers, for losses that take true rewards (dpo.py's RPO)."""
+        labels = self.layout.labels
         values = (number(best.value), number(worst.value))
-        if None in values or not self.layout.labels.higher_is_better:
-            return {}
-        return dict(zip(REWARDS, values))
+        if labels.are_cuts and labels.higher_is_better and None not in values:
+            return dict(zip(REWARDS, values))
+        return {}
 
     # ---- one answer that is rated several times --------------------------------------------------
 

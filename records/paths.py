@@ -267,6 +267,11 @@ class Labels:
         return name
 
     @property
+    def are_cuts(self) -> bool:
+        """Whether `up` names a range of numbers: these are scores. A single number is a code, as 1 for a thumb up."""
+        return any(map(interval, self.wanted.get("up", "").split("|")))
+
+    @property
     def higher_is_better(self) -> bool:
         """Whether `up` names the larger numbers (scores), or the smaller ones (ranks)."""
         middles: dict[bool, list[float]] = {True: [], False: []}

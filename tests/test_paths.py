@@ -570,7 +570,8 @@ def test_the_scores_of_a_list_of_answers_are_the_true_rewards_of_its_pair(tmp_pa
     answers = [{"text": " a", "score": 3}, {"text": " b", "score": 9}, {"text": " c", "score": 1.5}]
     source = saved(tmp_path, "lists.jsonl", [{"prompt": "p", "answers": answers}])
     columns = "prompt=prompt,completion=answers.*.text,label=answers.*.score"
-    for labels, rewards in (("up=>=0", (9, 1.5)), ("up=<=5,down=>5", (None, None))):
+    cases = {"up=>=0": (9, 1.5), "up=<=5,down=>5": (None, None), "up=9,down=3|1.5": (None, None)}
+    for labels, rewards in cases.items():
         settings = ROOM | {"columns": columns, "labels": labels}
         examples, _ = load(source, chat(), "paired", **settings)
         assert [e.rewards for e in examples] == [rewards], labels
