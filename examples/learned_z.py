@@ -33,7 +33,8 @@ class LearnedZ(kto.KTO):
     def baseline(self, logratio_n, step):
         """-> (G,): r of each example's mismatched pair; the step's own z where it has none."""
         r_G = super().baseline(logratio_n, step).repeat(step.size)
-        r_G[step.mismatched_index] = logratio_n
+        # at the first step r is 0 but for rounding, of which AdamW would make a step of full size
+        r_G[step.mismatched_index] = logratio_n.round(decimals=4)
         return r_G
 
     def loss(self, logps, ref_logps, batch, z_B):
