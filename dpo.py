@@ -74,7 +74,7 @@ LOSSES = {
 
 @dataclass(frozen=True)
 class DPOSettings(PreferenceSettings):
-    """The objective."""
+    """The loss of pairs."""  # beta, average_logps and the SFT term come from PreferenceSettings
 
     loss: Literal[tuple(LOSSES)] = "dpo"
     """dpo (arXiv 2305.18290), ipo (2310.12036), rpo_sq, rpo_bwd_kl or rpo_fwd_kl (2406.11704,

@@ -7,13 +7,17 @@
 To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py). Or hand
 over to main what changes, in a short file of its own: examples/.
 
+A completion's log-ratio r = log policy - log reference says how much more probable it has become. The loss compares
+r with z, an estimate of KL(policy || reference) in nats: the mean r of mismatched pairs (a prompt with the completion
+of another prompt), or 0 if this mean is below 0.
+
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py;
 z comes from Trainer.step_baseline there. objective.py has the other methods that an algorithm may override:
 baseline (z), after_step (what it remembers from step to step).
 
 Where we differ from the paper and its ports: z is made once for the whole optimizer step, from all
 micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal
-prompt; the reference is checked before the first step.
+prompt; before the first step the start is checked: all r must be 0 there.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
 """
@@ -38,7 +42,7 @@ from trainer import Trainer
 
 @dataclass(frozen=True)
 class KTOSettings(PreferenceSettings):
-    """The objective."""
+    """The KTO loss."""  # beta, average_logps and the SFT term come from PreferenceSettings
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto, or apo_zero_unpaired (arXiv 2408.06266: z = 0, no mismatched pairs)."""
@@ -57,20 +61,23 @@ class Settings(RunSettings):
 def kto_loss(
     logratio_B: torch.Tensor, z_B: torch.Tensor, desirable_B: torch.Tensor, args: KTOSettings
 ) -> torch.Tensor:
-    """The loss of the paper: how far a completion's log-ratio (nats) is on the wrong side of z. -> (B,)"""
+    """The loss of the paper, lambda_y - v(x, y): near 0 where a completion's log-ratio is far on its label's side of z,
+    near its weight where it is far on the other side. -> (B,)
+
+    logratio_B, z_B: (B,) nats. desirable_B: (B,) bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
     weight_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
     return weight_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))
 
 
 class KTO(Objective):
-    """The loss of one rated completion. z's mismatched pairs, a prompt with another example's completion,
-    are scored by Trainer.mismatched_logratio; the loss does not see them."""
+    """The loss of rated completions. It gets z and does not see the mismatched pairs: these are scored by
+    Trainer.mismatched_logratio."""
 
     def __init__(self, args: KTOSettings):
         self.args = args
-        self.average_logps = args.average_logps
-        # apo_zero_unpaired is the same loss at z = 0
+        self.average_logps = args.average_logps  # for Objective.logratio
+        # apo_zero_unpaired is the same loss at z = 0, which is what Objective.baseline gives without pairs
         self.needs_mismatched_pairs = args.loss == "kto"
 
     def loss(
@@ -81,13 +88,15 @@ class KTO(Objective):
         z_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         args = self.args
-        logp_B = logps[:, 0]
+        logp_B = logps[:, 0]  # K is 1: a rated example has one completion
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
         preference_B = kto_loss(logratio_B, z_B, batch.label, args)
-        # a mean over the step's desirable examples, written as a mean over all G of them
-        share = batch.step.size / max(1, batch.step.n_desirable)
-        n_B = batch.length[:, 0] if args.divides_sft else 1
-        sft_B = -logp_B / n_B * batch.label * share
+        sft_B = -logp_B
+        if args.divides_sft:
+            sft_B = sft_B / batch.length[:, 0]
+        # A mean over the step's desirable examples alone. The loop divides the sum over all G by G, so each
+        # desirable one counts G / n_desirable times here.
+        sft_B = sft_B * batch.label * (batch.step.size / max(1, batch.step.n_desirable))
         loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
         return loss_B, {  # metrics needs logratio, logp and desirable
             "preference_loss": preference_B,
@@ -161,8 +170,8 @@ def main(
     which makes a list of records in our form of one in another."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=records)
-    with trainer(run) as loop:
-        if loop.fit():
+    with trainer(run) as loop:  # its end saves what is not saved yet, after an error too
+        if loop.fit():  # False: stopped early
             loop.finish()
 
 
