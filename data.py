@@ -59,6 +59,7 @@ def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int)
 
 def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
     """The shuffled order of an epoch's n examples. It depends on the arguments alone."""
+    # another generator for each seed and epoch; 1000003 is a prime above the number of epochs
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
     return torch.randperm(n, generator=generator).tolist()
 
@@ -125,14 +126,14 @@ class Budget(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    room: int = DEFAULT_TOKENS  # of a micro-batch, in tokens or in examples
-    by_tokens: bool = True
+    room: int = DEFAULT_TOKENS  # a micro-batch has at most so many tokens, or so many examples
+    by_tokens: bool = True  # room counts tokens
 
 
 def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
     """Tokens of a micro-batch, at most. On a CPU the default is smaller where the activations of so many
-    tokens would take more than 4 GB, at 20 numbers of 4 bytes for a token, a layer and a unit of its
-    width."""
+    tokens would take more than 4 GB: about 20 numbers of 4 bytes for each token, layer and unit of the
+    width. It is a multiple of 256."""
     if cfg.micro_batch_tokens:
         return cfg.micro_batch_tokens
     if cfg.accelerator != "cpu":
@@ -340,9 +341,10 @@ def split_into_parts(groups: list[list[int]], sizes: list[int], budget: Budget) 
     """The parts of each rank. groups: examples that stay together; sizes: of each group, in the unit of
     budget.room.
 
-    By tokens the longest group goes first, each to the rank with the fewest tokens so far. Otherwise ranks
-    take groups in turn. All ranks get equally many parts, because collectives inside a sharded forward must
-    match: a rank with fewer repeats group 0 as a filler.
+    By tokens each group goes to the rank with the fewest tokens so far, the longest group first: so the short
+    ones, which come last, even out what is left. Otherwise ranks take groups in turn. All ranks get equally
+    many parts, because collectives inside a sharded forward must match: a rank with fewer repeats group 0
+    as a filler.
     """
     shares = [range(rank, len(groups), budget.ranks) for rank in range(budget.ranks)]
     if budget.by_tokens:
@@ -370,8 +372,8 @@ def share_by_size(sizes: list[int], ranks: int) -> list[list[int]]:
 
 
 def fill(items: Sequence[int], sizes: list[int], room: int, first_fit: bool) -> list[list[int]]:
-    """Put each item into the last bin or, with first_fit, into the first one that has room for its
-    size; else into a new bin. An item that is larger than a bin has one of its own."""
+    """Put each item into the last bin if it has room for the item's size; with first_fit, into the first bin
+    that has room. If there is none, into a new bin. An item that is larger than a bin gets one of its own."""
     bins: list[list[int]] = []
     space: list[int] = []  # what each bin still takes
     for i in items:

@@ -53,21 +53,21 @@ class Objective:
         z_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
-        z_B: (B,) the examples' baseline. -> the loss (B,) of each example, not their mean; and
-        {column: (B,)}. The loop multiplies the loss by the examples' weights. These columns, with the loss
-        among them, reach `metrics`. Validation calls it too.
+        z_B: (B,) the baseline of each example. -> the loss (B,) of each example, not their mean; and
+        {column: (B,)}, which reach `metrics` for all examples of the step. The loop multiplies each loss by
+        the weight that its record may give, and adds it to the columns as `loss`. Validation calls it too.
 
         A micro-batch is any part of the step, so a loss must not mix its examples: sums over the step
-        come from batch.step. The start check compares the losses of a few examples with those of each
-        alone, with made-up log-probs of the reference."""
+        come from batch.step. The start check refuses a loss that does: it compares the losses of a few
+        examples together with the loss of each alone."""
         raise NotImplementedError
 
     def reduce(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """With by_token: log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end -> what
-        the loss, z and `logratio` get in their place: (B, K) where there are mismatched pairs or
-        average_logps, which divides by the full lengths; else anything. lengths: (B, K)."""
+        """With by_token, the log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end. -> what
+        the loss, z and `logratio` get in their place. It must be (B, K) if there are mismatched pairs, or
+        with average_logps, which divides by lengths (B, K). Without by_token it changes nothing."""
         return logps, ref_logps
 
     def mismatched_completions(
@@ -90,7 +90,8 @@ class Objective:
     def logratio(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """r = log pi - log ref, of which the loss, z and the rewards are made; all of one shape."""
+        """r = log pi - log ref in nats, of which the loss, z and the rewards are made. All arguments have the
+        shape of the result, such as (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / lengths if self.average_logps else r
 
@@ -99,7 +100,8 @@ class Objective:
         -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
         may be 0, and is 0 without needs_mismatched_pairs. Validation calls it too: it must not update what
         the objective remembers."""
-        return (logratio_n.sum() / max(1, len(logratio_n))).clamp(min=0)
+        mean = logratio_n.sum() / max(1, len(logratio_n))  # 0 if there are no pairs
+        return mean.clamp(min=0)
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
         """Called once a training step, after `metrics` and before the weights move, with the columns of all G
@@ -108,8 +110,8 @@ class Objective:
 
     def make_module(self, width: int) -> torch.nn.Module | None:
         """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
-        token of the completions, and gives (T, ...). The loss finds this in batch.outputs. A token's
-        state is the one that predicts it: it has read the prompt and the tokens before.
+        token of the completions, and gives (T, ...). The loss finds this in batch.outputs, as (B, K, L, ...).
+        The state at a token is the one that predicts it: it has read the prompt and the tokens before.
 
         The module becomes a part of the policy: trained by the same optimizer (its learning rate times
         the module's `lr_scale`, if it has one), sharded, saved and resumed, but not exported. Between

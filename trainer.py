@@ -64,7 +64,7 @@ class Trainer:
         # of the step that has begun: the random state before it, and what the objective remembered
         self.before_step: tuple[torch.Tensor, dict] | None = None
         self.weights_move = False  # within optimizer_step
-        self.first_step = 1  # of the fit that goes on
+        self.first_step = 1  # the number of the first step of the present fit
 
     def __enter__(self):
         return self
@@ -74,7 +74,7 @@ class Trainer:
         run = self.run
         failed = kind not in (None, Interrupted)
         if kind is Interrupted:
-            traceback.clear_frames(trace)  # these hold the model, which must be gone at the end
+            traceback.clear_frames(trace)  # they hold the model, which close must be able to free
             run.save_and_say_how_to_go_on(run.stop.reason)
         elif isinstance(error, Exception):
             self.save_after(error)
@@ -103,7 +103,7 @@ class Trainer:
         """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a second
         fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early."""
         run = self.run
-        assert plan or not run.last_step, "fit: the default plan has ended: give another one"
+        assert plan or run.last_step == 0, "fit: the default plan has ended: give another one"
         examples = run.examples["train"] if examples is None else examples
         plan = plan or iteration_plans(run.cfg, [len(examples)])[0]
         run.last_step = plan.total
@@ -136,8 +136,9 @@ class Trainer:
         remembered = copy.deepcopy(run.objective.state_dict())
         self.before_step = generator_of(run.fabric).get_state(), remembered
         run.policy.train()  # everywhere else it is in eval mode
+        # the first step, which is slow and comes before any row, shows sooner that the run is alive
         with self.progress(f"step {number}", step, silent=5 if is_first else 60):
-            columns, baseline = self.gradient(step, micro_batches, needs_row)
+            columns, baseline = self.gradient(step, micro_batches, entropy=needs_row)
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         columns, baseline, grad_norm = copied_to_cpu(columns, baseline, grad_norm)
@@ -245,14 +246,14 @@ class Trainer:
         """The reference's log-probs of each micro-batch's completions, and z. prompts: the policy's keys and
         values of the prompts, if they are known.
 
-        The reference runs the micro-batches of the policy, first the own completions, then the
-        mismatched ones. So both models round alike. Before the first update the log-ratio of an own
-        completion is exactly 0; of a mismatched one, too, if each device has one micro-batch, else it may
-        differ by rounding. In a training step the policy is in train mode here, too: lora.dropout
-        acts on z."""
+        The reference runs the same micro-batches as the policy, of each first the own completions, then the
+        mismatched ones. So both models round alike, and before the first update the log-ratio of an own
+        completion is exactly 0. That of a mismatched one is exactly 0 if both models read the keys and
+        values of the prompts (one micro-batch on each device); else the policy computes these anew, and it
+        may be off by rounding. In a training step lora.dropout acts on z as on the loss."""
         ref_logps = []
         # 0 where an example has no pair, or is another rank's: then the sum over ranks is a gather
-        mismatched_logratio_G = torch.zeros_like(step.weight, dtype=torch.float64)
+        mismatched_logratio_G = step.weight.new_zeros(step.size, dtype=torch.float64)
         for micro in micro_batches:
             has_pairs = micro.mismatched is not None
             reference = self.reference(micro.packed, keeps_prompts=has_pairs)
@@ -332,11 +333,13 @@ class Trainer:
         """Add a micro-batch's share of the step's gradient."""
         # DDP and FSDP2 average gradients over ranks
         share = self.run.fabric.world_size / micro.step.size
-        self.run.fabric.backward(loss_B.sum() * (0.0 if micro.part.filler else share))
+        if micro.part.filler:
+            share = 0.0  # a sharded backward is a collective, so it runs for a filler too
+        self.run.fabric.backward(loss_B.sum() * share)
 
     def synchronised(self, is_last: bool) -> AbstractContextManager:
         """A context for forward and backward of a micro-batch: ranks add up their gradients at the last one.
-        FSDP2 always synchronises: otherwise each rank would hold the whole, unsharded gradient until then."""
+        FSDP2 adds up at each: otherwise each rank would hold the whole, unsharded gradient until the last."""
         synchronises = is_last or self.run.cfg.strategy == "fsdp"
         return self.run.fabric.no_backward_sync(self.run.policy, enabled=not synchronises)
 
@@ -349,8 +352,8 @@ class Trainer:
         count as 0."""
         run = self.run
         first_columns = scored[0][2]
-        key = type(run.objective), run.policy.training, "entropy" in first_columns
-        if key not in self.column_names:  # rank 0's, in its order
+        key = (type(run.objective), run.policy.training, "entropy" in first_columns)
+        if key not in self.column_names:  # new on all ranks together. Rank 0's names, in its order
             self.column_names[key] = run.fabric.broadcast(list(first_columns))
         names = self.column_names[key]
         columns_G = first_columns["loss"].new_zeros(len(names), step.size)
@@ -465,7 +468,7 @@ class Trainer:
                 run.stop.check(run.fabric.device)
 
     def progress(self, title: str, step: Step, silent: float = 5) -> AbstractContextManager:
-        """Shows how far both passes over a step are; `silent` seconds nothing."""
+        """Shows how far the two passes over a step are; nothing in the first `silent` seconds."""
         return progress(title, 2 * step.size // self.run.fabric.world_size, silent)
 
     # ---- between steps --------------------------------------------------------------------------
