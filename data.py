@@ -6,7 +6,7 @@ of tokens: packing.py. How the records of a file become examples: records/exampl
 records/page.py.
 
 Shape letters: G examples of a step, on all ranks together; B of a micro-batch; K completions of an example;
-L tokens of the longest completion; n mismatched pairs of a step. packing.py has those of the row.
+L tokens of the longest completion; n mismatched pairs of a step. packing.py has further ones, of a packed row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,28 +32,34 @@ from records.examples import Example
 def step_examples(
     examples: Sequence[Example], cfg: RunSettings, plan: Plan, done: int
 ) -> Iterator[list[Example]]:
-    """The G examples of each step to come, until plan.end, when `done` steps are done. A step's examples are
-    a slice of its epoch's order, which depends on seed and epoch only: every rank draws the same, and a
-    resume needs no sampler state."""
+    """The G examples of each step to come: of those after the first `done` steps, until plan.end. A step's
+    examples are a slice of its epoch's order, which depends on seed and epoch only: every rank draws the
+    same, and a resume needs no sampler state. What is left at an epoch's end is no step (plan.per_epoch)."""
     G = cfg.batch_size
     order = None
     for step in range(done + 1, plan.end + 1):
-        epoch, i = divmod(step - 1 - plan.begin, plan.per_epoch)
-        if order is None or i == 0:
-            # unique over the whole run: an iteration has at least as many steps as epochs, so its
-            # numbers stay below the next iteration's plan.begin
-            order = order_of_examples(examples, cfg, plan.begin + epoch)
-        yield [examples[j] for j in order[i * G : (i + 1) * G]]
+        done_in_plan = step - 1 - plan.begin
+        epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
+        if order is None or step_in_epoch == 0:
+            # This number is another one for each epoch of the run: an iteration has at least as many steps
+            # as epochs, so its last epoch's number is below the next iteration's plan.begin.
+            epoch_number = plan.begin + epoch
+            order = order_of_examples(examples, cfg, epoch_number)
+        start = step_in_epoch * G
+        yield [examples[j] for j in order[start : start + G]]
 
 
-def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int) -> Sequence[int]:
-    """The numbers of the examples in the order of this epoch."""
+def order_of_examples(
+    examples: Sequence[Example], cfg: RunSettings, epoch_number: int
+) -> Sequence[int]:
+    """The indices of the examples in the order of an epoch."""
     order = range(len(examples))
     if cfg.data.shuffle:
-        order = epoch_order(len(examples), epoch, cfg.seed)
+        order = epoch_order(len(examples), epoch_number, cfg.seed)
     if cfg.data.group_by_prompt:
-        groups = prompt_groups([examples[j].prompt for j in order])
-        order = [order[k] for k in chain(*groups)]
+        # examples with one prompt side by side, so that a micro-batch computes it once
+        positions = chain(*prompt_groups([examples[j].prompt for j in order]))
+        order = [order[k] for k in positions]
     return order
 
 
@@ -64,8 +70,8 @@ def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
     return torch.randperm(n, generator=generator).tolist()
 
 
-def next_items(items: list, i: int, n: int, seed: int) -> list:
-    """The n items of iteration i, which counts from 1.
+def items_of_iteration(items: list, i: int, n: int, seed: int) -> list:
+    """The n items, such as prompts, of iteration i of online KTO. i counts from 1.
 
     Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
     """
@@ -76,7 +82,7 @@ def next_items(items: list, i: int, n: int, seed: int) -> list:
 def made_ahead(items: Iterator) -> Iterator:
     """The same items. While the caller works with one, a thread makes the next one."""
     with ThreadPoolExecutor(1) as thread:
-        upcoming = thread.submit(next, items, None)
+        upcoming = thread.submit(next, items, None)  # None at the end
         while (item := upcoming.result()) is not None:
             upcoming = thread.submit(next, items, None)
             yield item
@@ -92,14 +98,14 @@ def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | No
 
 
 def next_mismatched(examples: list[Example]) -> list[int | None]:
-    """For each example the number of the next one, in circular order, with another prompt and another
-    completion; None: there is none. Of a pair the chosen completion counts.
+    """For each example the index of the next one, in circular order, with another prompt and another
+    completion; None: there is none. An example with a chosen and a rejected completion counts by its chosen one.
 
     Shifting by one is not enough: two ratings of one prompt often stand side by side, and the mismatched
     completion could then equal the example's own one.
     """
     prompts = [e.keys[0] for e in examples]
-    completions = [e.keys[1] for e in examples]
+    completions = [e.keys[1] for e in examples]  # the first one's
     n = len(examples)
     if len(set(prompts)) == 1 or len(set(completions)) == 1:
         return [None] * n  # a shortcut: the search below would compare each example with all others
@@ -117,8 +123,11 @@ def next_mismatched(examples: list[Example]) -> list[int | None]:
 
 # ---- a step and its micro-batches ---------------------------------------------------------------
 
-DEFAULT_TOKENS = 16384  # per forward, given neither micro_batch_size nor micro_batch_tokens
+DEFAULT_TOKENS = (
+    16384  # of a micro-batch, where neither micro_batch_size nor micro_batch_tokens is set
+)
 CPU_ACTIVATIONS = 4e9  # bytes
+NUMBERS_KEPT = 20  # for the backward, of each token, layer and unit of the width: about so many
 
 
 class Budget(NamedTuple):
@@ -132,13 +141,13 @@ class Budget(NamedTuple):
 
 def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
     """Tokens of a micro-batch, at most. On a CPU the default is smaller where the activations of so many
-    tokens would take more than 4 GB: about 20 numbers of 4 bytes for each token, layer and unit of the
-    width. It is a multiple of 256."""
+    tokens would take more than 4 GB."""
     if cfg.micro_batch_tokens:
         return cfg.micro_batch_tokens
     if cfg.accelerator != "cpu":
         return DEFAULT_TOKENS
-    tokens = int(CPU_ACTIVATIONS / (80 * n_layer * n_embd)) // 256 * 256
+    bytes_per_token = 4 * NUMBERS_KEPT * n_layer * n_embd
+    tokens = int(CPU_ACTIVATIONS / bytes_per_token) // 256 * 256  # a round number
     return min(DEFAULT_TOKENS, max(256, tokens))
 
 
@@ -154,11 +163,12 @@ def make_budget(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> B
 
 
 class Part(NamedTuple):
-    """Which examples of a step form a micro-batch, by their numbers in the step."""
+    """Which examples of a step form a micro-batch, by their indices in the step."""
 
     index: list[int]
     filler: bool = False
-    """It runs only because a sharded forward is a collective; its weight in the loss is 0."""
+    """True: it repeats examples and counts nowhere. It runs because a sharded forward is a collective, so each
+    rank must have as many micro-batches as the others."""
 
 
 class Step:
@@ -168,18 +178,19 @@ class Step:
     size             G
     n_desirable      how many of them are desirable
     label            (G,) bool, True: desirable
-    reward           (G,) graded rewards; of an example without one 1 if it is desirable, else 0
+    reward           (G,) graded rewards; an example without one has 1 if it is desirable, else 0
     weight           (G,) the records' own weights, 1 where a record has none; the loop multiplies the loss by them
-    group            (G,) examples with one prompt have one number, from 0 on. A step may hold a part of a
-                     prompt's answers only
-    mismatched_index (n,) which of the G have a mismatched pair. Numbers, not a mask: a mask would make the
+    group            (G,) the number of each example's prompt, from 0 on: equal prompts, equal numbers. Not all
+                     answers to a prompt need be in one step
+    mismatched_index (n,) which of the G have a mismatched pair. Indices, not a mask: a mask would make the
                      host wait for a GPU
     score_prompt     whether the prompts' tokens are targets, too
-    mismatched_completions (G) token ids, or None: the step has no mismatched pairs
-    longest          L of every micro-batch: tokens of the longest completion, own or mismatched
-    parts            this rank's micro-batches. All ranks have equally many
+    mismatched_completions a list of G arrays of token ids, or None: the step has no mismatched pairs
+    longest          L of every micro-batch: tokens of the step's longest completion, own or mismatched. One
+                     number for all, so that a sum over L rounds alike however the step is split
+    parts            the examples of each of this rank's micro-batches. All ranks have equally many
 
-    The tensors are on the CPU until `to` moves them.
+    The tensors are on the CPU until `to` moves them, in place.
     """
 
     def __init__(
@@ -189,7 +200,7 @@ class Step:
         score_prompt: bool = False,
         budget: Budget | None = None,
     ):
-        """mismatched_completions: one for each example, None: it has no pair; or None as a whole: the
+        """mismatched_completions: of each example one, or None if it has no pair. None in place of the list: the
         step has no mismatched pairs. budget: default one rank, DEFAULT_TOKENS."""
         self.examples = examples
         self.size = len(examples)
@@ -203,29 +214,29 @@ class Step:
         self.group = torch.tensor([number_of_prompt[e.keys[0]] for e in examples])
         self.score_prompt = score_prompt
         self.mismatched_completions = None
-        has_pair: list[int] = []
+        with_pair: list[int] = []
         if mismatched_completions is not None:
-            has_pair = [i for i, ids in enumerate(mismatched_completions) if ids is not None]
-            # An example without a pair takes the completion of example 0, to keep the shape of the
-            # forward; baseline never sees its log-ratio.
-            stand_in = examples[0].completions[0] if examples else None
+            with_pair = [i for i, ids in enumerate(mismatched_completions) if ids is not None]
+            # An example without a pair takes the completion of example 0, so that the mismatched batch has
+            # the prompts of the own one. Objective.baseline never sees its log-ratio.
+            stand_in = examples[0].completions[0]
             self.mismatched_completions = [
                 stand_in if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        self.mismatched_index = torch.tensor(has_pair, dtype=torch.long)
+        self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
         completions = list(chain(*(e.completions for e in examples)))
         completions += self.mismatched_completions or []
         self.longest = max(map(len, completions), default=0)
-        self.parts = split_step(self, budget or Budget())
+        self.parts = split_step(self, budget or Budget())  # last: it reads what is above
 
     def to(self, device: torch.device) -> None:
-        """Move the tensors to a device. The copies do not wait for the work that is queued there."""
+        """Move the tensors to a device, in place. The copies do not wait for the work that is queued there."""
         for name in ("label", "reward", "weight", "group", "mismatched_index"):
             setattr(self, name, to_device(getattr(self, name), device))
 
     def extra(self, name: str) -> torch.Tensor | list[str]:
-        """A field that data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
+        """A field that the setting data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
         return extra_field(self.examples, name, self.label.device)
 
     def micro_batch(self, part: Part) -> "MicroBatch":
@@ -242,14 +253,14 @@ class Step:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B examples of a step that go through the models together: what a loss sees. Its tensors are on the
-    device of the log-probs."""
+    """B examples of a step that go through the models together: what a loss sees. There its tensors are on
+    the device of the log-probs, but for `mismatched`."""
 
     step: Step
     """The whole step: sums over examples come from here."""
     part: Part
     index_B: torch.Tensor
-    """The examples' numbers in the step."""
+    """The examples' indices in the step."""
     packed: PackedBatch
     """Their prompts with their own completions, as the models read them."""
     mismatched: PackedBatch | None
@@ -278,11 +289,11 @@ class MicroBatch:
 
     @property
     def length(self) -> torch.Tensor:
-        """(B, K) scored tokens."""
+        """(B, K) how many tokens are scored: those of the completion, with score_prompt the prompt's, too."""
         return self.packed.length_BK
 
     def extra(self, name: str) -> torch.Tensor | list[str]:
-        """A field that data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
+        """A field that the setting data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
         return extra_field(self.examples, name, self.index_B.device)
 
     def with_outputs(self, outputs: torch.Tensor | None) -> "MicroBatch":
@@ -297,14 +308,14 @@ class MicroBatch:
 
 def graded_reward(example: Example) -> float:
     """The record's own reward; without one 1 for a desirable example, else 0."""
-    reward = example.rewards[0]
+    reward = example.rewards[0]  # of the only completion, or of the chosen one
     return float(example.label if reward is None else reward)
 
 
 def extra_field(
     examples: list[Example], name: str, device: torch.device
 ) -> torch.Tensor | list[str]:
-    """A field of these examples that data.extra names: a tensor of numbers, or a list of texts."""
+    """A field of these examples that the setting data.extra names: a tensor of numbers, or a list of texts."""
     if not all(name in e.extra for e in examples):
         raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
     values = [e.extra[name] for e in examples]
@@ -319,8 +330,8 @@ def extra_field(
 def split_step(step: Step, budget: Budget) -> list[Part]:
     """The parts of this rank, for both passes over a step: with gradient and without."""
     examples = step.examples
-    # (G,) what an example adds to its prompt: tokens of its own completions or of its mismatched one,
-    # whichever are more: the same part must fit both passes
+    # What each example adds to its prompt: an example; or tokens, those of its own completions or those of its
+    # mismatched one. The larger number counts, since own and mismatched batch have the same examples.
     added = [1] * len(examples)
     if budget.by_tokens:
         added = [sum(map(len, e.completions)) for e in examples]
@@ -330,7 +341,8 @@ def split_step(step: Step, budget: Budget) -> list[Part]:
     sizes = []
     for group in prompt_groups([e.prompt for e in examples]):
         prompt_tokens = len(examples[group[0]].prompt) if budget.by_tokens else 0
-        # a group that is larger than a micro-batch is divided: each piece computes the prompt
+        # a group that is larger than a micro-batch is divided: each piece computes the prompt. A prompt that
+        # fills a micro-batch alone leaves no room: then each example is a piece
         for piece in fill(group, added, budget.room - prompt_tokens, first_fit=budget.by_tokens):
             groups.append(piece)
             sizes.append(prompt_tokens + sum(added[i] for i in piece))
@@ -346,14 +358,17 @@ def split_into_parts(groups: list[list[int]], sizes: list[int], budget: Budget) 
     many parts, because collectives inside a sharded forward must match: a rank with fewer repeats group 0
     as a filler.
     """
-    shares = [range(rank, len(groups), budget.ranks) for rank in range(budget.ranks)]
     if budget.by_tokens:
         shares = share_by_size(sizes, budget.ranks)
+    else:
+        shares = [range(rank, len(groups), budget.ranks) for rank in range(budget.ranks)]
     parts_of_rank = []
     for share in shares:
-        bins = fill(share, sizes, budget.room, first_fit=budget.by_tokens)
-        indices = [chain(*(groups[g] for g in numbers)) for numbers in bins]
-        parts_of_rank.append([Part(sorted(index)) for index in indices])
+        parts = []
+        for groups_of_part in fill(share, sizes, budget.room, first_fit=budget.by_tokens):
+            index = chain(*(groups[g] for g in groups_of_part))
+            parts.append(Part(sorted(index)))  # in the order of the step
+        parts_of_rank.append(parts)
     most = max(map(len, parts_of_rank))
     for parts in parts_of_rank:
         parts += [Part(groups[0], filler=True)] * (most - len(parts))
@@ -372,17 +387,19 @@ def share_by_size(sizes: list[int], ranks: int) -> list[list[int]]:
 
 
 def fill(items: Sequence[int], sizes: list[int], room: int, first_fit: bool) -> list[list[int]]:
-    """Put each item into the last bin if it has room for the item's size; with first_fit, into the first bin
-    that has room. If there is none, into a new bin. An item that is larger than a bin gets one of its own."""
+    """Put each item i, of size sizes[i], into the last bin if it has room for it; with first_fit, into the first
+    bin that has room. If there is none, into a new bin. An item larger than a bin gets one of its own."""
     bins: list[list[int]] = []
     space: list[int] = []  # what each bin still takes
     for i in items:
-        first = 0 if first_fit else max(0, len(bins) - 1)
-        fitting = (j for j in range(first, len(bins)) if space[j] >= sizes[i])
-        j = next(fitting, len(bins))
-        if j == len(bins):
+        candidates = range(len(bins)) if first_fit else range(len(bins))[-1:]
+        for j in candidates:
+            if space[j] >= sizes[i]:
+                break
+        else:  # none has room
             bins.append([])
             space.append(room)
+            j = len(bins) - 1
         bins[j].append(i)
         space[j] -= sizes[i]
     return bins

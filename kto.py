@@ -4,16 +4,16 @@
     python kto.py --config config/gpt2.yaml      # GPT-2 on rated data
     python kto.py --help                         # every setting
 
-To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py). Or hand
-over to main what changes, in a short file of its own: examples/.
+To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it (python mine.py). Or write a
+short file that gives `main` what changes (its arguments, below), as the files in examples/ do.
 
 A completion's log-ratio r = log policy - log reference says how much more probable it has become. The loss compares
 r with z, an estimate of KL(policy || reference) in nats: the mean r of mismatched pairs (a prompt with the completion
 of another prompt), or 0 if this mean is below 0.
 
-Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py;
-z comes from Trainer.step_baseline there. objective.py has the other methods that an algorithm may override:
-baseline (z), after_step (what it remembers from step to step).
+Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py.
+objective.py has the other methods that an algorithm may override: baseline, which makes z and which the loop
+calls in Trainer.step_baseline, and after_step, for what is remembered from step to step.
 
 Where we differ from the paper and its ports: z is made once for the whole optimizer step, from all
 micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal
@@ -47,8 +47,8 @@ class KTOSettings(PreferenceSettings):
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto, or apo_zero_unpaired (arXiv 2408.06266: z = 0, no mismatched pairs)."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of a thumbs up (the paper's lambda_D). python data.py FILE says what the paper
-    suggests."""
+    """Weight of a thumbs up (the paper's lambda_D). python data.py FILE prints what the paper
+    suggests for the file's numbers of thumbs up and down."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of a thumbs down (lambda_U)."""
 
@@ -64,7 +64,7 @@ def kto_loss(
     """The loss of the paper, lambda_y - v(x, y): near 0 where a completion's log-ratio is far on its label's side of z,
     near its weight where it is far on the other side. -> (B,)
 
-    logratio_B, z_B: (B,) nats. desirable_B: (B,) bool."""
+    logratio_B, z_B: (B,) nats; z_B has no gradient. desirable_B: (B,) bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
     weight_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
     return weight_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))
@@ -107,7 +107,7 @@ class KTO(Objective):
         }
 
     def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
-        desirable_G = columns["desirable"] > 0
+        desirable_G = columns["desirable"] > 0  # all columns are numbers here
         r_G = columns["logratio"]
         logp_G = columns["logp"]
         sign_G = torch.where(desirable_G, 1.0, -1.0)
@@ -117,10 +117,12 @@ class KTO(Objective):
         has_both = chosen is not None and rejected is not None
         z_G, logratio_n = baseline
         n = len(logratio_n)
-        mean_z = (z_G[0] + (z_G - z_G[0]).mean()).item()  # exact where all are one number
-        # before the first update r is 0 everywhere: no side to be on, and a mean below 0 is rounding
+        # a mean that is exact where all are one number: a z of 0 is recognised by == 0
+        mean_z = (z_G[0] + (z_G - z_G[0]).mean()).item()
+        # Before the first update r is 0 everywhere. Then no r is on a side of 0 or z, and the mean over the
+        # mismatched pairs is 0 but for rounding.
         has_moved = bool(r_G.any())
-        is_clamped = has_moved and mean_z == 0 and logratio_n.mean() < 0
+        is_clamped = n > 0 and has_moved and mean_z == 0 and logratio_n.mean().item() < 0
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
         row = {
@@ -135,7 +137,7 @@ class KTO(Objective):
             "rewards/std": reward_G.std().item() if len(r_G) > 1 else None,
             "logps/chosen": mean(logp_G[desirable_G]),
             "logps/rejected": mean(logp_G[~desirable_G]),
-            # whether r is on its label's side of 0; about_z: of z, as the loss sees it
+            # the share of r on its label's side of 0; and on its label's side of z, as the loss sees it
             "accuracy": mean((sign_G * r_G > 0).double()) if has_moved else None,
             "accuracy/about_z": mean((sign_G * (r_G - z_G) > 0).double()) if has_moved else None,
             # P(r of a thumbs up > r of a thumbs down)
@@ -150,9 +152,10 @@ def auc(high: torch.Tensor, low: torch.Tensor) -> float:
     Both are 1-D tensors with at least one value.
     """
     low = low.sort().values
-    # how many are below, plus how many are below or equal: a tie is counted once, the others twice
-    counts = sum(torch.searchsorted(low, high, right=right) for right in (False, True))
-    return (counts.double().mean() / 2 / len(low)).item()
+    n_below = torch.searchsorted(low, high)  # for each of `high`
+    n_below_or_equal = torch.searchsorted(low, high, right=True)
+    wins = (n_below + n_below_or_equal).double() / 2
+    return (wins.mean() / len(low)).item()
 
 
 def main(
@@ -164,10 +167,10 @@ def main(
     optimizer: Callable | None = None,
     records: Callable | None = None,
 ) -> None:
-    """What a fork hands over: objective(cfg.kto), an Objective; settings, a class like Settings with a
-    group kto; trainer, a subclass of Trainer; checker, which judges a list of held-out answers
-    (evaluate.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer; records(raw record),
-    which makes a list of records in our form of one in another."""
+    """What a file of your own may replace: objective, called with cfg.kto, gives an Objective; settings, a
+    class like Settings with a group kto; trainer, a subclass of Trainer; checker, a function that judges a
+    list of held-out answers (evaluate.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer;
+    records(raw record), which turns one record of the user's file into a list of records in our form."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=records)
     with trainer(run) as loop:  # its end saves what is not saved yet, after an error too

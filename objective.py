@@ -4,7 +4,7 @@ An algorithm is a subclass of Objective, in a file of its own (kto.py, dpo.py, e
 given. Reading order: Objective, then PreferenceSettings, what kto.py and dpo.py share.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, L tokens of the longest
-completion, T tokens, n mismatched pairs.
+completion, T tokens of a micro-batch's completions, n mismatched pairs.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,19 @@ from records.examples import Example
 
 
 class Baseline(NamedTuple):
-    """What the log-ratios of a step's examples are compared with. Equal on all ranks."""
+    """z, with which the log-ratios of a step's examples are compared, and what it was made of. Equal on all
+    ranks."""
 
     z_G: torch.Tensor
     """(G,) the baseline of each example, in nats: the same number for all, unless `Objective.baseline` says
-    otherwise. Its mean is the column `kl`, as the field calls it."""
+    otherwise. Its mean is the column `kl`, its name in other libraries."""
     logratio_n: torch.Tensor
     """(n,) the log-ratios of the mismatched pairs, in nats."""
 
 
 class Objective:
-    """An algorithm. Only `loss` must be given; all else has a default. The attributes below stay the same
-    during a fit: a thread that makes steps reads them ahead."""
+    """An algorithm. Only `loss` must be given; all else has a default. The attributes below must not change
+    during a fit: another thread, which makes the next step, reads them too."""
 
     records = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
@@ -43,7 +44,7 @@ class Objective:
     by_token = False
     """True: log-probs are those of each token, (B, K, L), until `reduce` makes them (B, K)."""
     average_logps = False
-    """Whether a log-ratio is divided by the number of scored tokens."""
+    """Whether a log-ratio is divided by the number of its scored tokens (MicroBatch.length)."""
 
     def loss(
         self,
@@ -73,14 +74,14 @@ class Objective:
     def mismatched_completions(
         self, examples: list[Example]
     ) -> Sequence[np.ndarray | list[int] | None]:
-        """With needs_mismatched_pairs, for each example the token ids of the completion that its prompt is
-        paired with for z; None: it has no pair. Here: the completion of the next example with another
-        prompt and another completion (data.py).
+        """With needs_mismatched_pairs: for each example the completion, as token ids, with which its prompt
+        makes a mismatched pair; None: it has no pair. Here it is the completion of the next example with
+        another prompt and another completion (data.py), chosen in another thread, a step ahead.
 
-        An override is called as each step begins, so it may use the policy (under torch.no_grad) and what
-        after_step has changed; also in each validation with all of val, and in the start check. What it
-        gives on rank 0 counts. With reference_cache it is called for all steps before the first one, and
-        must then give the same again."""
+        An override is called when its step begins, so it may use the policy (under torch.no_grad) and what
+        after_step has changed. It is also called in each validation, with all of val, and in the start check.
+        All ranks use what it gives on rank 0. With reference_cache the run calls it for every step before
+        training begins, and again in each step: it must then give the same."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
@@ -96,7 +97,9 @@ class Objective:
         return r / lengths if self.average_logps else r
 
     def baseline(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
-        """z of a step from the log-ratios (n,) of its mismatched pairs: first the mean, then the clamp.
+        """z of a step from the log-ratios (n,) of its mismatched pairs: their mean, an estimate of a KL
+        divergence, and 0 if it is negative. To clamp each log-ratio before the mean would make z too large.
+
         -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
         may be 0, and is 0 without needs_mismatched_pairs. Validation calls it too: it must not update what
         the objective remembers."""
@@ -105,13 +108,14 @@ class Objective:
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
         """Called once a training step, after `metrics` and before the weights move, with the columns of all G
-        examples, on the CPU and equal on all ranks: the place to update what the objective remembers, of the
-        step or of each example (step.examples[i].number). Validation never calls it."""
+        examples, on the CPU and equal on all ranks. Here an objective updates what it remembers; what belongs
+        to one example can be kept by step.examples[i].number, which is the same in each epoch. Validation
+        never calls it."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
         """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
         token of the completions, and gives (T, ...). The loss finds this in batch.outputs, as (B, K, L, ...).
-        The state at a token is the one that predicts it: it has read the prompt and the tokens before.
+        The state of a token is the one that predicts it, so it has read the prompt and the tokens before it.
 
         The module becomes a part of the policy: trained by the same optimizer (its learning rate times
         the module's `lr_scale`, if it has one), sharded, saved and resumed, but not exported. Between
@@ -137,7 +141,8 @@ def mean(x: torch.Tensor) -> float | None:
 def copied_to_cpu(
     columns: dict[str, torch.Tensor], baseline: Baseline, *others: torch.Tensor
 ) -> tuple[dict | Baseline | torch.Tensor, ...]:
-    """The same on the CPU. All numbers are copied in one piece: so a step waits for the device once."""
+    """-> columns, baseline and the other tensors, on the CPU. All numbers are copied as one float64 tensor:
+    so a step waits for the device once, not once for each of them."""
     tensors = [*columns.values(), *baseline, *others]
     numbers = torch.cat([x.detach().double().flatten() for x in tensors]).cpu()
     parts = numbers.split([x.numel() for x in tensors])
@@ -150,8 +155,8 @@ def copied_to_cpu(
 
 
 def join_columns(first: dict, second: dict) -> dict:
-    """The columns of both, refused if both have a name: one would silently replace the other. One of the two
-    is the program's own."""
+    """The columns of both. Raises BadInput if a name is in both: one column would silently replace the other.
+    One of the two is the program's own, so the message speaks to the author of the other."""
     shared = ", ".join(sorted(first.keys() & second.keys()))
     if shared:
         raise BadInput(f"loss: {shared}: the program has a column of this name: rename yours")

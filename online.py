@@ -16,7 +16,7 @@ from typing import Literal
 
 from jsonargparse.typing import PositiveInt
 
-from data import next_items
+from data import items_of_iteration
 from evaluate import Checker, as_answers, format_table, with_answers
 from infra.console import run_cli, say
 from infra.optimizer import iteration_plans
@@ -168,7 +168,7 @@ def main(
         n_answers = n_prompts * args.num_generations
         plans = iteration_plans(cfg, [n_answers] * args.max_iterations)
         for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
-            picked = next_items(prompts, i, n_prompts, cfg.seed)
+            picked = items_of_iteration(prompts, i, n_prompts, cfg.seed)
             repeated = []
             for example in picked:
                 repeated += [example] * args.num_generations

@@ -49,7 +49,7 @@ from run import Run
 also_called("train", __name__)
 
 Columns = dict[str, torch.Tensor]  # name: one number for each example
-OF_TOKENS = ("entropy", "scored_tokens")  # columns that no objective sees
+LOOP_COLUMNS = ("entropy", "scored_tokens")  # of the loop itself: no objective sees them
 
 
 class Trainer:
@@ -59,10 +59,10 @@ class Trainer:
     def __init__(self, run: Run):
         self.run = run
         self.val = run.examples["val"][: run.cfg.limit_val]
-        # of each objective's loss, in training and in validation
+        # the names of a loss's columns; for the keys see gather_columns
         self.column_names: dict[tuple, list[str]] = {}
-        # of the step that has begun: the random state before it, and what the objective remembered
-        self.before_step: tuple[torch.Tensor, dict] | None = None
+        # as it was before the step that has begun: the random state, and what the objective remembers
+        self.state_before_step: tuple[torch.Tensor, dict] | None = None
         self.weights_move = False  # within optimizer_step
         self.first_step = 1  # the number of the first step of the present fit
 
@@ -87,13 +87,15 @@ class Trainer:
         """Save the last whole step, if no weight is halfway through a change and all ranks know of the error. A
         resume then does the failed step, check or rollout again."""
         run = self.run
-        has_begun = run.state.step or run.state.iteration
+        has_begun = (
+            run.state.step > 0 or run.state.iteration > 0
+        )  # iterations of spin.py and online.py
         if not has_begun or self.weights_move or not known_to_all(run.fabric, error):
             return
-        if self.before_step:
-            random_state, remembered = self.before_step
+        if self.state_before_step:
+            random_state, remembered = self.state_before_step
             generator_of(run.fabric).set_state(random_state)
-            vars(run.objective).update(remembered)
+            vars(run.objective).update(remembered)  # its attributes, as a resume sets them
         try:
             run.save_and_say_how_to_go_on("an error")
         except Exception as e:
@@ -113,8 +115,9 @@ class Trainer:
             self.train_step(step, micro_batches, plan)
             number = run.state.step
             is_best = False
-            checks = run.evaluator.checker and is_due(number, run.cfg.eval.check_interval, plan)
-            if checks or is_due(number, run.cfg.val_interval, plan):
+            has_checker = run.evaluator.checker is not None
+            judges = has_checker and is_due(number, run.cfg.eval.check_interval, plan)
+            if judges or is_due(number, run.cfg.val_interval, plan):
                 is_best = evaluate.validate(self, plan)
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
                 run.save()
@@ -134,7 +137,7 @@ class Trainer:
         is_first = number == self.first_step
         needs_row = is_due(number, run.cfg.log_interval, plan)
         remembered = copy.deepcopy(run.objective.state_dict())
-        self.before_step = generator_of(run.fabric).get_state(), remembered
+        self.state_before_step = generator_of(run.fabric).get_state(), remembered
         run.policy.train()  # everywhere else it is in eval mode
         # the first step, which is slow and comes before any row, shows sooner that the run is alive
         with self.progress(f"step {number}", step, silent=5 if is_first else 60):
@@ -142,32 +145,31 @@ class Trainer:
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         columns, baseline, grad_norm = copied_to_cpu(columns, baseline, grad_norm)
-        of_objective, error = self.call_objective(step, columns, baseline, needs_row)
+        objective_row, error = self.call_objective(step, columns, baseline, needs_row)
         not_finite = find_not_finite(step, columns["loss"], baseline, grad_norm, number)
         self.check_step(not_finite or error)
         self.weights_move = True
         lr = self.optimizer_step(plan)
         self.weights_move = False
-        self.before_step = None
-        # on a GPU the weights may still be moving: the next step waits for them
+        self.state_before_step = None
+        # On a GPU the optimizer may still run. The next step waits for it, and its time counts there.
         seconds = time.perf_counter() - began
         run.throughput.add(step.examples, seconds)
-        if needs_row:  # it is of this step; its speed alone is of all steps since the last row
-            row = {"grad_norm": grad_norm.item(), "lr": lr}
-            row = self.training_row(step, columns, of_objective, row, plan)
-            run.logger.step(number, join_columns(row, run.throughput.read()), seconds)
+        if needs_row:
+            # all of it is of this step, but the speed, which is of all steps since the last row
+            of_step = {"grad_norm": grad_norm.item(), "lr": lr}
+            of_step |= self.loop_row(step, columns, plan) | run.throughput.read()
+            run.logger.step(number, join_columns(objective_row, of_step), seconds)
         if is_first:
             say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
-            saved_state(run.objective)  # what it cannot save is refused before hours are spent
+            saved_state(run.objective)  # raises if it cannot be saved, before hours are spent
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """The steps to come with this rank's micro-batches, packed. A thread makes the next one while a step
         runs, unless the objective chooses mismatched pairs by what the last step has changed."""
         run = self.run
-        made = (
-            self.pack_step(self.make_step(examples_of_step))
-            for examples_of_step in step_examples(examples, run.cfg, plan, run.state.step)
-        )
+        steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
+        made = ((step, list(self.packed_parts(step))) for step in steps)
         if run.objective.overrides("mismatched_completions"):
             return made
         return made_ahead(made)
@@ -178,7 +180,7 @@ class Trainer:
         self, step: Step, micro_batches: list[MicroBatch], entropy: bool = False
     ) -> tuple[Columns, Baseline]:
         """Add the step's gradient to the policy's. entropy: whether to compute it, for a column.
-        -> the columns of all G examples, and z; both of all ranks.
+        -> the columns of all G examples, and z; both are the same on all ranks.
 
         Every loss needs z, and z needs the mismatched pairs of the whole step. With several micro-batches
         the pass without gradient comes first: to keep the graphs of all forwards until z is known would
@@ -187,6 +189,7 @@ class Trainer:
         same numbers, up to rounding.
         """
         step.to(self.run.fabric.device)
+        # all ranks have equally many micro-batches, so they take the same way
         if step.mismatched_completions is not None and len(micro_batches) == 1:
             return self.forward_first(step, micro_batches[0], entropy)
         return self.no_gradient_first(step, micro_batches, entropy)
@@ -209,7 +212,8 @@ class Trainer:
     def forward_first(
         self, step: Step, micro: MicroBatch, entropy: bool
     ) -> tuple[Columns, Baseline]:
-        """One micro-batch: the forward with gradient, z from its prompts, then the backward."""
+        """One micro-batch: the forward with gradient, z from its prompts, then the backward. The forwards without
+        gradient in between prepare no backward: DDP and FSDP2 only do so where gradients are on."""
         by_token = self.run.objective.by_token
         micro = micro.to(self.run.fabric.device)
         with self.synchronised(True):
@@ -221,7 +225,7 @@ class Trainer:
             )
             loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[0], baseline.z_G)
             self.backward(loss_B, micro)
-        advance(len(micro.part.index))
+        advance(len(micro.part.index))  # of this pass; on_device has counted the other one
         return self.gather_columns(step, [(micro.part, micro.index_B, columns)]), baseline
 
     @torch.no_grad()
@@ -237,6 +241,15 @@ class Trainer:
             scored.append((micro.part, micro.index_B, columns))
         return self.gather_columns(step, scored), baseline
 
+    def score_examples(
+        self, examples: list[Example], title: str = "scoring"
+    ) -> tuple[Columns, Baseline]:
+        """Score all these examples as one step, with one z for all of them: the numbers depend on
+        neither batch size nor ranks. -> columns and z, of all ranks. A collective."""
+        step = self.make_step(examples)
+        with self.progress(title, step):
+            return self.score(step)
+
     # ---- parts of a step -------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -244,23 +257,23 @@ class Trainer:
         self, step: Step, micro_batches: Iterable[MicroBatch], prompts: Prompts | None = None
     ) -> tuple[list[torch.Tensor | None], Baseline]:
         """The reference's log-probs of each micro-batch's completions, and z. prompts: the policy's keys and
-        values of the prompts, if they are known.
+        values of the prompts, if they are known; given for one micro-batch only.
 
-        The reference runs the same micro-batches as the policy, of each first the own completions, then the
-        mismatched ones. So both models round alike, and before the first update the log-ratio of an own
-        completion is exactly 0. That of a mismatched one is exactly 0 if both models read the keys and
-        values of the prompts (one micro-batch on each device); else the policy computes these anew, and it
-        may be off by rounding. In a training step lora.dropout acts on z as on the loss."""
+        The reference runs the same micro-batches as the policy, so both round alike: before the first update
+        the log-ratio of an own completion is exactly 0. That of a mismatched one is exactly 0 if both models
+        read the keys and values of the prompts; with several micro-batches the policy computes these anew,
+        and rounding may show. In a training step lora.dropout acts on z as on the loss."""
         ref_logps = []
-        # 0 where an example has no pair, or is another rank's: then the sum over ranks is a gather
+        # 0 at the examples of other ranks, so a sum over ranks puts them together. An example without a pair has
+        # the log-ratio of its stand-in, which step_baseline leaves out
         mismatched_logratio_G = step.weight.new_zeros(step.size, dtype=torch.float64)
         for micro in micro_batches:
             has_pairs = micro.mismatched is not None
-            reference = self.reference(micro.packed, keeps_prompts=has_pairs)
-            ref_logps.append(reference.logps)
+            ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
+            ref_logps.append(ref_scores.logps)
             if has_pairs:
                 mismatched = micro.mismatched.to(self.run.fabric.device)
-                logratio_B = self.mismatched_logratio(mismatched, prompts, reference.prompts)
+                logratio_B = self.mismatched_logratio(mismatched, prompts, ref_scores.prompts)
                 if not micro.part.filler:
                     mismatched_logratio_G[micro.index_B] = logratio_B.double()
         all_reduce(mismatched_logratio_G)
@@ -273,15 +286,18 @@ class Trainer:
         policy and reference, if they are known."""
         objective = self.run.objective
         logps = self.forward(packed, prompts, by_token=objective.by_token).logps
-        ref_logps = self.reference(packed, ref_prompts).logps
+        ref_logps = self.reference_forward(packed, ref_prompts).logps
         logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
-        return objective.logratio(logps, ref_logps, packed.length_BK)[:, 0]
+        return objective.logratio(logps, ref_logps, packed.length_BK)[
+            :, 0
+        ]  # one completion each: K is 1
 
     def step_baseline(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Baseline:
         """z from the log-ratios of the mismatched pairs of all ranks."""
         # without the examples that have no pair
         logratio_n = mismatched_logratio_G[step.mismatched_index]
-        z = self.run.objective.baseline(logratio_n, step)
+        z = self.run.objective.baseline(logratio_n, step)  # a number, or (G,)
+        # in the type in which the losses are computed
         z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
         check_z(z, step)
         return Baseline(z.expand(step.size), logratio_n)
@@ -297,7 +313,7 @@ class Trainer:
         """The policy's log-probs of a packed batch, with gradient in training: see model.Packed.forward."""
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
-    def reference(
+    def reference_forward(
         self, packed: PackedBatch, prompts: Prompts | None = None, keeps_prompts: bool = False
     ) -> Scores:
         """The reference's log-probs of a packed batch; none if the objective needs no reference."""
@@ -317,8 +333,8 @@ class Trainer:
         objective = self.run.objective
         logps, ref_logps = objective.reduce(scores.logps, ref_logps, micro.length)
         batch = micro.with_outputs(scores.outputs)
-        loss_B, of_objective = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
-        for name, x in {"losses": loss_B, **of_objective}.items():
+        loss_B, own_columns = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
+        for name, x in [("losses", loss_B), *own_columns.items()]:
             check_column(name, x, B=len(micro.part.index))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
@@ -326,7 +342,8 @@ class Trainer:
             tokens_B = micro.length.sum(1)
             columns["entropy"] = scores.entropy.sum(1) / tokens_B
             columns["scored_tokens"] = tokens_B
-        columns = join_columns(columns, of_objective)
+        columns = join_columns(columns, own_columns)
+        # as float64, labels too: they become rows of one matrix
         return loss_B, {name: x.detach().double() for name, x in columns.items()}
 
     def backward(self, loss_B: torch.Tensor, micro: MicroBatch) -> None:
@@ -340,18 +357,17 @@ class Trainer:
     def synchronised(self, is_last: bool) -> AbstractContextManager:
         """A context for forward and backward of a micro-batch: ranks add up their gradients at the last one.
         FSDP2 adds up at each: otherwise each rank would hold the whole, unsharded gradient until the last."""
-        synchronises = is_last or self.run.cfg.strategy == "fsdp"
-        return self.run.fabric.no_backward_sync(self.run.policy, enabled=not synchronises)
+        waits = not is_last and self.run.cfg.strategy != "fsdp"
+        return self.run.fabric.no_backward_sync(self.run.policy, enabled=waits)
 
     def gather_columns(
         self, step: Step, scored: list[tuple[Part, torch.Tensor, Columns]]
     ) -> Columns:
         """The columns (G,) of a step's examples, of all ranks. scored: of each of this rank's micro-batches
-        its part, its examples' numbers and its columns. Raises BadInput unless each micro-batch, of all
-        ranks and steps, has the same ones: in a column that only some have, the others' examples would
-        count as 0."""
+        its part, its examples' indices and its columns. Raises BadInput if the micro-batches of training (or
+        of validation) differ in their columns: where one has none, its examples would count as 0."""
         run = self.run
-        first_columns = scored[0][2]
+        _, _, first_columns = scored[0]
         key = (type(run.objective), run.policy.training, "entropy" in first_columns)
         if key not in self.column_names:  # new on all ranks together. Rank 0's names, in its order
             self.column_names[key] = run.fabric.broadcast(list(first_columns))
@@ -365,26 +381,26 @@ class Trainer:
                 )
             if not part.filler:
                 columns_G[:, index_B] = torch.stack([columns[name] for name in names])
-        return dict(zip(names, all_reduce(columns_G)))
+        all_reduce(columns_G)
+        return dict(zip(names, columns_G))  # its rows
 
     # ---- after the gradient ----------------------------------------------------------------------
 
     def call_objective(
         self, step: Step, columns: Columns, baseline: Baseline, needs_row: bool
     ) -> tuple[dict, Exception | None]:
-        """Call what a fork may override: metrics, where a row is due, and then after_step, so that metrics see
-        what the objective remembers as the loss saw it. Both are called before a weight moves: if one fails, a
-        resume does the step again. -> metrics' columns, and the error, of which the other ranks learn in
-        check_step"""
+        """metrics, where a row is due; then after_step, which may change what the objective remembers. Both come
+        before a weight moves: if one fails, a resume does the step again. -> metrics' columns, and the error, of
+        which the other ranks learn in check_step"""
         objective = self.run.objective
-        of_loss = {name: x for name, x in columns.items() if name not in OF_TOKENS}
+        visible = {name: x for name, x in columns.items() if name not in LOOP_COLUMNS}
         row = {}
         try:
             if needs_row:
-                row = self.metrics(of_loss, baseline)
+                row = self.metrics(visible, baseline)
             with own_code("after_step"):
-                objective.after_step(step, of_loss, baseline)
-        except (BadInput, Failed) as e:
+                objective.after_step(step, visible, baseline)
+        except (BadInput, Failed) as e:  # own_code makes Failed of all other errors
             return {}, e
         return row, None
 
@@ -392,7 +408,8 @@ class Trainer:
         """Raise the error if a step has one on any rank: a number that is not finite, or one of the fork's own
         functions. Here the ranks also agree on whether to stop."""
         run = self.run
-        codes = torch.tensor([run.stop.code(), error is not None], dtype=torch.float64)
+        # of all ranks the larger numbers count: 0 is to go on, and no error
+        codes = torch.tensor([run.stop.code(), float(error is not None)], dtype=torch.float64)
         if run.fabric.world_size > 1:
             codes = all_reduce(codes.to(run.fabric.device), "max")
         stop_code, has_error = codes.tolist()
@@ -411,22 +428,18 @@ class Trainer:
         run.state.step += 1
         return lr
 
-    def training_row(
-        self, step: Step, columns: Columns, of_objective: dict, row: dict, plan: Plan
-    ) -> dict[str, float | None]:
-        """The columns of metrics.csv that describe the step which was just done, but for its speed. of_objective,
-        row: those that are known already."""
-        # a mean over tokens, from the means over each example's
-        entropy_G, tokens_G = (columns[name] for name in OF_TOKENS)
+    def loop_row(self, step: Step, columns: Columns, plan: Plan) -> dict[str, float | None]:
+        """The loop's own columns of metrics.csv, of the step that was just done."""
         done = self.run.state.step
-        row |= {
-            "entropy": float(np.average(entropy_G, weights=tokens_G)),
+        tokens_G = columns["scored_tokens"]
+        row = {  # entropy_G are means over an example's tokens
+            "entropy": float(np.average(columns["entropy"], weights=tokens_G)),
             "epoch": (done - plan.begin) / plan.per_epoch,
             "samples": done * step.size,
         }
-        if self.run.engine_gap is not None:
+        if self.run.engine_gap is not None:  # answers come from an engine (rollout.py)
             row["engine/gap"] = self.run.engine_gap
-        return join_columns(of_objective, row)
+        return row
 
     def metrics(self, columns: Columns, baseline: Baseline) -> dict[str, float | None]:
         """A row by the objective's metrics. All tensors are on the CPU. Raises Failed."""
@@ -445,20 +458,17 @@ class Trainer:
         if run.objective.needs_mismatched_pairs:
             completions = run.objective.mismatched_completions(examples)
             if run.objective.overrides("mismatched_completions"):
-                # ranks may draw other random numbers: rank 0's count
+                # ranks may draw different random numbers: all use what rank 0 has drawn
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.cfg.data.score_prompt, run.budget)
-
-    def pack_step(self, step: Step) -> tuple[Step, list[MicroBatch]]:
-        return step, list(self.packed_parts(step))
 
     def packed_parts(self, step: Step) -> Iterator[MicroBatch]:
         """This rank's micro-batches, each packed when it is asked for."""
         return map(step.micro_batch, step.parts)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Each micro-batch on the device, while it is worked on; then count it in the progress bar. Where
-        nothing is trained a signal may end the work between two; a step is never left in its middle
+        """Each micro-batch on the device, while it is worked on; then count it in the progress bar. In a
+        validation a signal may end the work between two; a training step is never left in its middle
         (devices.Stop)."""
         run = self.run
         for micro in micro_batches:
@@ -471,28 +481,17 @@ class Trainer:
         """Shows how far the two passes over a step are; nothing in the first `silent` seconds."""
         return progress(title, 2 * step.size // self.run.fabric.world_size, silent)
 
-    # ---- between steps --------------------------------------------------------------------------
-
-    def score_examples(
-        self, examples: list[Example], title: str = "scoring"
-    ) -> tuple[Columns, Baseline]:
-        """Score all these examples as one step, with one z for all of them: the numbers depend on
-        neither batch size nor ranks. -> columns and z, of all ranks. A collective."""
-        step = self.make_step(examples)
-        with self.progress(title, step):
-            return self.score(step)
-
     # ---- before the first step, and after the last one ------------------------------------------
 
     def before_first_step(self, examples: list[Example], plan: Plan) -> None:
-        """Of a run, or of an iteration: check the start, precompute, evaluate at step 0."""
+        """At the start of a run or of an iteration: check it, fill the reference cache, evaluate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        if run.state.step == run.reference_step:
+        if run.state.step == run.reference_step:  # policy and reference are equal now
             check_start(self, self.make_step(examples[: run.cfg.batch_size]))
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
-        if run.state.step == 0 or run.state.unvalidated:
+        if run.state.step == 0 or run.state.unvalidated:  # a validation was interrupted
             evaluate.validate(self, plan)
 
     def finish(self) -> None:

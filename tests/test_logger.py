@@ -415,10 +415,10 @@ def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
     by_hand = []
 
     class Seen(Trainer):
-        def training_row(self, step, columns, *rest):
+        def loop_row(self, step, columns, plan):
             n = torch.tensor([len(e.completions[0]) for e in step.examples])
             by_hand.append(((columns["entropy"] * n).sum() / n.sum()).item())
-            return super().training_row(step, columns, *rest)
+            return super().loop_row(step, columns, plan)
 
     run = train(tiny, ratings, tmp_path, "--batch_size=6", "--max_steps=2", trainer=Seen)
     assert [row["entropy"] for row in run["rows"]] == pytest.approx(by_hand)

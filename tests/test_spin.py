@@ -86,13 +86,13 @@ def test_each_iteration_and_rollout_batch_draws_random_numbers_of_its_own(tiny, 
 def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     tiny, demos, tmp_path, monkeypatch, capsys
 ):
-    seen, real = [], Trainer.pack_step
+    seen, real = [], Trainer.train_step
 
-    def pack_step(self, step):
+    def train_step(self, step, *rest):
         seen.append((self.run.objective.args.beta, step.examples))
-        return real(self, step)
+        return real(self, step, *rest)
 
-    monkeypatch.setattr(Trainer, "pack_step", pack_step)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
     argv = ("--spin.max_iterations=2", "--spin.beta=[0.2,0.7]", "--spin.mix=0.5", "--epochs=1")
     go(tiny, demos, tmp_path, *argv)
     own = [ids_of(tmp_path, i) for i in (1, 2)]
