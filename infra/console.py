@@ -60,12 +60,15 @@ _bars = []  # the bars of the work that is going on, the innermost last
 
 
 class Lines:
-    """Where the output is no terminal, tqdm writes to this: each refresh of a bar is a line."""
+    """Where the output is no terminal, tqdm writes to this: each refresh of a bar that has moved is a line."""
+
+    last = ""
 
     def write(self, text: str) -> None:
         line = text.strip()
-        if line:
+        if line and line != self.last:
             say(line)
+            self.last = line
 
 
 def make_bar(**options: Any) -> tqdm:

@@ -21,7 +21,7 @@ import kto
 from evaluate import format_before_after, wilson_interval
 from infra import console
 from infra.checkpoint import RunState
-from infra.console import BadInput
+from infra.console import BadInput, advance, progress
 from infra.logger import Logger, Throughput, add_row, cut_rows
 from infra.optimizer import Plan
 from infra.settings import Data, Lora
@@ -424,6 +424,16 @@ def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
     assert [row["entropy"] for row in run["rows"]] == pytest.approx(by_hand)
     assert 1 < by_hand[0] < 7, "a token's, not an example's"
     assert [row["samples"] for row in run["rows"]] == [6, 12]
+
+
+def test_a_bar_that_does_not_move_is_one_line(capsys):
+    """As while one long answer is sampled: `advance` is called for each token."""
+    with progress("samples", 4, silent=0.05):
+        for n in (1, 1, 0, 0, 0):
+            time.sleep(0.1)
+            advance(n)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["samples: 25%, 00:00 left", "samples: 50%, 00:00 left"]
 
 
 def test_limit_val_takes_the_first_examples(tiny, ratings, tmp_path):
