@@ -41,8 +41,8 @@ def step_examples(
         done_in_plan = step - 1 - plan.begin
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # This number is another one for each epoch of the run: an iteration has at least as many steps
-            # as epochs, so its last epoch's number is below the next iteration's plan.begin.
+            # Another number for each epoch of the run. plan.begin counts steps, and an iteration has at least as
+            # many steps as epochs: one of 2 epochs and 10 steps has 0 and 1, the next one 10 and 11.
             epoch_number = plan.begin + epoch
             order = order_of_examples(examples, cfg, epoch_number)
         start = step_in_epoch * G
@@ -65,7 +65,7 @@ def order_of_examples(
 
 def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
     """The shuffled order of an epoch's n examples. It depends on the arguments alone."""
-    # another generator for each seed and epoch; 1000003 is a prime above the number of epochs
+    # another number for each seed and epoch, as long as `epoch` is below 1000003
     generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
     return torch.randperm(n, generator=generator).tolist()
 
@@ -135,7 +135,9 @@ class Budget(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    room: int = DEFAULT_TOKENS  # a micro-batch has at most so many tokens, or so many examples
+    room: int = (
+        DEFAULT_TOKENS  # tokens or examples of a micro-batch; a larger example has one of its own
+    )
     by_tokens: bool = True  # room counts tokens
 
 
@@ -167,8 +169,8 @@ class Part(NamedTuple):
 
     index: list[int]
     filler: bool = False
-    """True: it repeats examples and counts nowhere. It runs because a sharded forward is a collective, so each
-    rank must have as many micro-batches as the others."""
+    """True: it repeats examples and counts nowhere. It gives each rank as many micro-batches as the others have: a
+    sharded forward is a collective."""
 
 
 class Step:

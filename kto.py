@@ -8,8 +8,8 @@ To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run it 
 short file that gives `main` what changes (its arguments, below), as the files in examples/ do.
 
 A completion's log-ratio r = log policy - log reference says how much more probable it has become. The loss compares
-r with z, an estimate of KL(policy || reference) in nats: the mean r of mismatched pairs (a prompt with the completion
-of another prompt), or 0 if this mean is below 0.
+r with z, the paper's estimate of KL(policy || reference) in nats: the mean r of mismatched pairs (a prompt with the
+completion of another prompt), which cost no sampling. A KL is never negative, this mean may be: then z is 0.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py.
 objective.py has the other methods that an algorithm may override: baseline, which makes z and which the loop
@@ -17,9 +17,10 @@ calls in Trainer.step_baseline, and after_step, for what is remembered from step
 
 Where we differ from the paper and its ports: z is made once for the whole optimizer step, from all
 micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal
-prompt; before the first step the start is checked: all r must be 0 there.
+prompt; before the first step a few examples are scored, and if the reference is the model that the run starts from,
+all r must be 0.
 
-Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
+Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
 
 import math
@@ -117,10 +118,10 @@ class KTO(Objective):
         has_both = chosen is not None and rejected is not None
         z_G, logratio_n = baseline
         n = len(logratio_n)
-        # a mean that is exact where all are one number: a z of 0 is recognised by == 0
+        # exact where all are one number, as they mostly are
         mean_z = (z_G[0] + (z_G - z_G[0]).mean()).item()
-        # Before the first update r is 0 everywhere. Then no r is on a side of 0 or z, and the mean over the
-        # mismatched pairs is 0 but for rounding.
+        # Before the first update r is 0 everywhere (but with a --reference of its own). Then no r is on a side
+        # of 0 or z, and the mean over the mismatched pairs is 0 but for rounding.
         has_moved = bool(r_G.any())
         is_clamped = n > 0 and has_moved and mean_z == 0 and logratio_n.mean().item() < 0
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
@@ -173,7 +174,7 @@ def main(
     records(raw record), which turns one record of the user's file into a list of records in our form."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=records)
-    with trainer(run) as loop:  # its end saves what is not saved yet, after an error too
+    with trainer(run) as loop:  # its end saves the last whole step, after an error too
         if loop.fit():  # False: stopped early
             loop.finish()
 

@@ -3,7 +3,7 @@
 An algorithm is a subclass of Objective, in a file of its own (kto.py, dpo.py, examples/). Only `loss` must be
 given. Reading order: Objective, then PreferenceSettings, what kto.py and dpo.py share.
 
-Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, L tokens of the longest
+Shape letters: G examples of a step, B of a micro-batch, K completions of an example, L tokens of the longest
 completion, T tokens of a micro-batch's completions, n mismatched pairs.
 """
 
@@ -42,7 +42,7 @@ class Objective:
     needs_reference = True
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
-    """True: log-probs are those of each token, (B, K, L), until `reduce` makes them (B, K)."""
+    """True: `reduce` gets the log-probs of each token, (B, K, L), and the loss what it makes of them."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its scored tokens (MicroBatch.length)."""
 

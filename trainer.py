@@ -5,11 +5,11 @@ A Trainer trains the policy of a Run (run.py, which owns all that lives during a
 Reading order: Trainer.fit; gradient, with its two orders of the passes; the parts of a step, where
 `step_baseline` makes z. Validation and the end of a run are in evaluate.py.
 
-How a step is split into micro-batches, devices and shards never changes the loss, the baseline z or
-the gradient. So z is made once for the whole step, and the loss is a sum over the step's G examples,
+How a step is split into micro-batches, devices and shards changes the loss, the baseline z and the gradient
+by rounding at most. So z is made once for the whole step, and the loss is a sum over the step's G examples,
 divided by G once.
 
-Shape letters: G examples of a step, B of a micro-batch, K completions of a prompt, n mismatched pairs.
+Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
 
 import copy
@@ -70,7 +70,8 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
-        """The end of a run, of whatever kind. The state so far is saved. Interrupted is no error."""
+        """The end of a run, of whatever kind. What is not saved yet is saved, if it can be (save_after).
+        Interrupted is no error."""
         run = self.run
         failed = kind not in (None, Interrupted)
         if kind is Interrupted:
@@ -129,8 +130,8 @@ class Trainer:
         return True
 
     def train_step(self, step: Step, micro_batches: list[MicroBatch], plan: Plan) -> None:
-        """An optimizer step, and its row of metrics.csv if one is due. The fork's own functions are called before a
-        weight moves: if one fails, the run is saved as it was before the step."""
+        """An optimizer step, and its row of metrics.csv if one is due. The objective's functions are called before
+        a weight moves: if one fails, save_after saves the run as it was before the step."""
         run = self.run
         began = time.perf_counter()
         number = run.state.step + 1
@@ -182,11 +183,11 @@ class Trainer:
         """Add the step's gradient to the policy's. entropy: whether to compute it, for a column.
         -> the columns of all G examples, and z; both are the same on all ranks.
 
-        Every loss needs z, and z needs the mismatched pairs of the whole step. With several micro-batches
-        the pass without gradient comes first: to keep the graphs of all forwards until z is known would
-        take too much memory. With one, the policy's forward comes first: it leaves the keys and values of
-        its prompts, the mismatched pairs read them, and no prompt is computed twice. Both orders give the
-        same numbers, up to rounding.
+        A loss may need z, and z needs the mismatched pairs of the whole step. With several micro-batches the
+        pass without gradient comes first: to keep the graphs of all forwards until z is known would take too
+        much memory. With one micro-batch and pairs the policy's forward comes first: it leaves the keys and
+        values of its prompts, the pairs read them, and no prompt is computed twice. Both orders give the same
+        numbers, up to rounding.
         """
         step.to(self.run.fabric.device)
         # all ranks have equally many micro-batches, so they take the same way
@@ -259,7 +260,7 @@ class Trainer:
         """The reference's log-probs of each micro-batch's completions, and z. prompts: the policy's keys and
         values of the prompts, if they are known; given for one micro-batch only.
 
-        The reference runs the same micro-batches as the policy, so both round alike: before the first update
+        The reference runs the same micro-batches as the policy, so both round alike: as long as both are equal
         the log-ratio of an own completion is exactly 0. That of a mismatched one is exactly 0 if both models
         read the keys and values of the prompts; with several micro-batches the policy computes these anew,
         and rounding may show. In a training step lora.dropout acts on z as on the loss."""
@@ -487,7 +488,7 @@ class Trainer:
         """At the start of a run or of an iteration: check it, fill the reference cache, evaluate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        if run.state.step == run.reference_step:  # policy and reference are equal now
+        if run.state.step == run.reference_step:  # at the start, or the reference is new
             check_start(self, self.make_step(examples[: run.cfg.batch_size]))
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
