@@ -266,9 +266,9 @@ def test_a_gradient_waits_for_no_device_and_experts_multiply_as_autocast_does(
     folder_of(name, tmp_path / "source")
     watch, real = Watch(), Trainer.gradient
 
-    def watched(self, *args):
+    def watched(self, *args, **named):
         with watch:
-            return real(self, *args)
+            return real(self, *args, **named)
 
     monkeypatch.setattr(Trainer, "gradient", watched)
     train(tmp_path / "source", ratings, tmp_path / "run", *STEPS, "--precision=bf16-mixed")
