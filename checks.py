@@ -96,7 +96,9 @@ def check_examples(
         # refuses a batch that is larger than the data
         iteration_plans(cfg, [len(examples["train"])])
     if cfg.keep_best and not examples["val"]:
-        raise BadInput("keep_best: data.val: no examples")
+        raise BadInput(
+            "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"
+        )
 
 
 def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> None:

@@ -433,6 +433,11 @@ def main(argv: list[str] | None = None) -> None:
     desk = Desk(model, ratings, prompts)
     server = RateServer(desk, args.port)
     say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {ratings.file}")
+    up, down = count_labels(ratings.read())
+    if up or down:
+        say(
+            f"it has {up} up and {down} down already; a run renders all records of a file alike (docs/data.md)"
+        )
     try:
         server.serve_forever()
     except KeyboardInterrupt:

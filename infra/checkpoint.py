@@ -254,8 +254,10 @@ def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> Non
         return
     began_with = read_state(checkpoint).hashes
     changed = [name for name, x in hashes.items() if x != began_with.get(name)]
+    settings = {"records": " (data.train, val, test and how they are read)"}
     if changed:
-        raise BadInput("\n".join(f"{name}: not what this run began with" for name in changed))
+        message = "{}: not what this run began with{}"
+        raise BadInput("\n".join(message.format(x, settings.get(x, "")) for x in changed))
 
 
 def begin_run(

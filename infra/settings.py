@@ -38,9 +38,10 @@ Interval = PositiveInt | Steps | Epochs
 
 
 def find_path(source: str) -> Path:
-    """A path as given. The demo's own files are also found from another working directory."""
+    """A path as given. The project's own files in demo/ and config/ are also found from another working
+    directory."""
     path = Path(source).expanduser()
-    if source.startswith("demo/") and not path.exists():
+    if source.startswith(("demo/", "config/")) and not path.exists():
         return ROOT / source
     return path
 

@@ -384,6 +384,8 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
             "  for this balance the KTO paper suggests kto.desirable_weight / kto.undesirable_weight "
             f"from {ratio:.2f} to {4 / 3 * ratio:.2f}"
         )
+    elif name == "train" and (up or down):
+        say(f"  no thumbs {'down' if up else 'up'}: KTO is made for both")
 
 
 def examples_hash(parts: dict[str, list[Example]]) -> str:

@@ -7,7 +7,7 @@ turns, and finds settings that may read a file.
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import yaml
@@ -23,13 +23,16 @@ from records.show import fitting_preset, show_record, suggestion
 from records.sources import decoded_records, files_of, split_share, split_sources
 from records.tokenizer import Tokenizer
 
+UNLIMITED = 10**9  # tokens
+
 
 @dataclass(frozen=True)
 class PageSettings(Data):
     """Which file to show, and for which model."""
 
-    model: str = "demo/base"
-    """Whose tokenizer, chat template and context to take."""
+    model: str | None = None
+    """Whose tokenizer, chat template and context to take. Default: the demo's tokenizer, and no text is cut
+    unless a limit is given."""
     kind: Kind = "rated"
     """What is learned from: rated (kto.py), paired (dpo.py), demonstrations (spin.py), prompts (online.py)."""
 
@@ -37,8 +40,16 @@ class PageSettings(Data):
 def page() -> None:
     """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
     data = parse_page(sys.argv[1:])
-    source = find_model(data.model, weights=False)
-    data = with_limits(data, context_of(read_config(source)))
+    source = find_model(data.model or "demo/base", weights=False)
+    if data.model:
+        data = with_limits(data, context_of(read_config(source)))
+    else:
+        print("tokens are those of the demo's tokenizer: give --model, the one that you train")
+        data = replace(
+            data,
+            max_prompt=data.max_prompt or UNLIMITED,
+            max_completion=data.max_completion or UNLIMITED,
+        )
     tokenizer = Tokenizer(source, data.chat_template, data.date)
     try:
         first = load_splits(data, tokenizer, data.kind)["train"][0]

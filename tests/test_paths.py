@@ -16,7 +16,7 @@ from test_data import load, refusal
 from tokens import CHATML, bot, chat, folder, plain, rated, user, write
 
 from infra.console import BadInput
-from infra.settings import Data
+from infra.settings import Data, find_path
 from records.examples import Example
 from records.foreign import Reader
 from records.page import PageSettings, page
@@ -686,3 +686,25 @@ def test_the_table_of_the_document_reads_every_file_by_the_command_that_it_gives
         source = saved(tmp_path, *PRESETS[name][:2])
         out = shown(tmp_path, monkeypatch, capsys, source, *rows[names.index(name)].split())
         assert f"train: {len(PRESETS[name][2])} examples" in out
+
+
+def test_without_a_model_data_py_cuts_nothing_and_says_whose_tokens_it_counts(
+    tmp_path, monkeypatch, capsys
+):
+    """The demo's model has room for 64 tokens: texts of a user's own model are longer."""
+    records = [rated("one prompt " * 40 + str(i), "an answer " * 40) for i in range(3)]
+    file = write(tmp_path / "d.jsonl", *records)
+    monkeypatch.setattr(sys, "argv", ["data.py", str(file)])
+    page()
+    out = capsys.readouterr().out
+    assert "3 examples of 3 prompts" in out and "0 prompts cut, 0 completions cut" in out
+    assert out.startswith("tokens are those of the demo's tokenizer: give --model")
+    assert "no thumbs down" in out, "and that only one kind of thumb is there"
+
+
+def test_files_of_the_project_that_a_config_names_are_found_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_path("config/dialogue.jinja").exists()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "dialogue.jinja").write_text("mine")
+    assert find_path("config/dialogue.jinja").read_text() == "mine"
