@@ -205,7 +205,7 @@ def open_table(source: str):
     path = find_path(name)
     if path.suffix.lower() == ".parquet":
         return datasets.Dataset.from_parquet(glob.escape(str(path)))  # it looks for a pattern
-    nothing = "no file of a known form, no folder of save_to_disk, not found on huggingface.co"
+    nothing = "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co"
     with user_error(f"{source}: {nothing}", name):
         if not path.is_dir():
             return datasets.load_dataset(name, *config, split=split)
