@@ -172,7 +172,11 @@ def test_our_run_does_not_depend_on_its_cut_and_makes_a_line_once(tmp_path, monk
 
 
 def test_answers_has_no_dpo_where_each_prompt_has_one_answer(tmp_path, monkeypatch, capsys):
+    """Its 144 prompts with 4 answers are those of methods.py; runs at another learning rate are not counted."""
     monkeypatch.setattr(answers, "RESULTS", tmp_path / "answers.jsonl")
+    rows = [{"method": "dpo", "seed": 1, "lr": lr, "val": [90, 360]} for lr in (None, 1e-4)]
+    methods.write_records(tmp_path / "methods.jsonl", rows)
+    monkeypatch.setattr(methods, "RESULTS", tmp_path / "methods.jsonl")
     shapes = []
 
     def run(name, seed, model, lr):
@@ -189,4 +193,4 @@ def test_answers_has_no_dpo_where_each_prompt_has_one_answer(tmp_path, monkeypat
     answers.main()
     assert len(shapes) == 3, "a finished run is not run again"
     text = capsys.readouterr().out
-    assert "| dpo |  |  |  | 25.0; 25.0% (21 to 30) |" in text
+    assert "| dpo |  |  | 25.0; 25.0% (21 to 30) | 25.0; 25.0% (21 to 30) |" in text

@@ -384,7 +384,7 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown)
     dated = ("--chat_template", tmp_path / "day.jinja", "--date", "2031-01-31")
     assert "2031" in shown(source, "--model", zephyr, *dated)
     pair = write(tmp_path / "p.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"})
-    assert shown(pair, "--kind", "paired").startswith("train: 1 examples of 1 prompts\n")
+    assert "\ntrain: 1 examples of 1 prompts\n" in shown(pair, "--kind", "paired")
 
 
 def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, capsys):
