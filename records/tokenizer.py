@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infra.console import BadInput, say, user_error
 from infra.settings import find_path
@@ -41,7 +41,7 @@ class Tokenizer:
         ask for it with strftime_now. Raises BadInput."""
         folder = source.tokenizer
         with user_error("tokenizer", folder):
-            self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self.hf = load_tokenizer(folder)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
         with user_error("data.chat_template"):
             if file := find_path(chat_template) if chat_template else source.chat_template:
@@ -174,6 +174,18 @@ class Tokenizer:
         """The text of these ids, with special tokens or without."""
         options = dict(skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
         return self.hf.decode(ids, **options)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of a folder; tokenizer.json is read as it stands.
+
+    transformers 5 builds some classes anew, with splits of their own in place of the file's: DeepSeek's
+    texts lose their blanks, Granite's numbers their groups of three digits (huggingface/transformers
+    #45488, #45920). So AutoTokenizer is for folders without the file: there it makes one of the vocabulary.
+    """
+    if (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def model_stops(folder: Path) -> list[int | None]:

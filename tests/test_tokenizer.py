@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
 import tokens
 from tokenizers.processors import TemplateProcessing
 from tokens import CHATML, EOS, bot, folder, ids_of, user
@@ -104,6 +105,35 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
     ):
         with pytest.raises(BadInput, match=f"^{re.escape(reason)}[^\n]*$"):
             Tokenizer(Source(path))
+
+
+@pytest.mark.parametrize(
+    "name, kind, model",
+    [
+        ("r1-distill", "LlamaTokenizerFast", "llama"),  # a Llama's class over bytes
+        ("llama-3", "GPT2Tokenizer", "granite"),  # GPT-2's class over other splits
+        ("llama-2", "LlamaTokenizer", "llama"),
+        ("tinyllama", "LlamaTokenizer", "llama"),
+    ],
+)
+def test_tokenizer_json_is_read_as_it_stands_whatever_class_the_config_names(
+    tmp_path, name, kind, model
+):
+    """By the tokenizers package, which knows no classes: transformers 5 builds these anew, otherwise."""
+    path = tokens.real(name, tmp_path)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": kind}))
+    (path / "config.json").write_text(json.dumps({"model_type": model}))
+    tokenizer = Tokenizer(Source(path))
+    oracle = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    chat = tokenizer.hf.apply_chat_template([user("a best")], tokenize=False)
+    for text in ("In 2024, 1234 don't", "a best", chat):
+        assert tokenizer.encode([text])[0] == oracle.encode(text, add_special_tokens=False).ids
+    source = tokens.write(path / "d.jsonl", tokens.rated("a best", " In 2024, 1234 don't"))
+    limits = dict(max_prompt=20, max_completion=40)
+    (e,), _ = load_examples(source, tokenizer, "rated", Data(source, **limits))
+    assert e.prompt.tolist() == oracle.encode("a best").ids
+    assert oracle.decode(e.completions[0].tolist()).strip() == "In 2024, 1234 don't"
 
 
 def test_tokenizer_model_alone_is_read(tmp_path):

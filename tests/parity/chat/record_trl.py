@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import tokens
 from chat_records import RECORDS
 from datasets import Dataset, disable_progress_bars
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import KTOTrainer
 
 ARGS = dict(max_length=None, dataset_num_proc=None, loss_type="apo_zero_unpaired")
@@ -34,9 +34,13 @@ def main():
     disable_progress_bars()
     out = {}
     for name in tokens.REAL:
-        tokenizer = AutoTokenizer.from_pretrained(tokens.real(name, Path(tempfile.mkdtemp())))
-        ids = {k: [tokenised(tokenizer, r) for r in some] for k, some in RECORDS.items()}
-        out[name] = {"auto": ids}
+        folder = tokens.real(name, Path(tempfile.mkdtemp()))
+        out[name] = {}
+        for key, kind in {"auto": AutoTokenizer, "tokenizer.json": PreTrainedTokenizerFast}.items():
+            tokenizer = kind.from_pretrained(folder)
+            ids = {k: [tokenised(tokenizer, r) for r in some] for k, some in RECORDS.items()}
+            if ids not in out[name].values():
+                out[name][key] = ids
     lines = (f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in out.items())
     file = Path(__file__).with_name("trl.json")
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
