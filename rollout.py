@@ -38,7 +38,7 @@ from infra.console import BadInput, Failed, advance, own_code, progress, user_er
 from infra.devices import all_reduce, on_rank_0
 from infra.optimizer import Plan
 from infra.settings import RunSettings, Sampling, refuse_unless
-from models.hub import export, read_json
+from models.hub import export
 from records.examples import Example, examples_hash
 
 COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
@@ -119,16 +119,13 @@ def export_policy(run: Any) -> Path:
     # those of a run that is begun anew in this folder.
     name = f"policy-{run.state.iteration}-{run.state.started_from[:8]}"
     model = run.policy.module
-    ends = [i for i in run.tokenizer.stops if i < model.embedding.num_embeddings]
-    generation = run.source.root / "generation_config.json"
-    generation = read_json(generation) if generation.exists() else {}
-    generation["eos_token_id"] = ends  # with the one that the chat template adds
+    generation = run.tokenizer.generation_config(model.embedding.num_embeddings)
     write = partial(
         export,
         run.source,
         model.rows,
         run.merged_weights(),
-        notes={"generation_config.json": json.dumps(generation, indent=2) + "\n"},
+        notes={"generation_config.json": generation},
         choice=run.cfg.export,
         seed=run.cfg.seed,
     )

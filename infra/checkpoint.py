@@ -335,6 +335,10 @@ def save_checkpoint(run: Any) -> None:
             (new / "settings.yaml").write_text(dump_yaml(run.cfg))
             if run.cfg.data.chat_template:  # for hub.Source.chat_template
                 (new / "chat_template.jinja").write_text(run.tokenizer.template)
+            if run.tokenizer.stops_of_template:  # for an export
+                n_embeddings = run.policy.module.embedding.num_embeddings
+                config = run.tokenizer.generation_config(n_embeddings)
+                (new / "generation_config.json").write_text(config)
 
     folder = checkpoint_folder(run.folder, state.step)
     publish_folder(fabric, write, folder, on_every_rank=True)

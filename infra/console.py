@@ -41,10 +41,17 @@ def rank() -> int:
     """0 in the first process of the run, above 0 in all others; also before they have found each other.
     Where Fabric launches on several nodes, each node repeats the local numbers."""
     env = os.environ
-    # The variables of mpirun and SLURM come last: in a shell that one of them started they are 0 in every
-    # process that Fabric launches. SLURM is the very last: it may have started only mpirun's helper.
-    names = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    first = next((env[name] for name in names if env.get(name)), 0)
+    # A variable counts if the launcher's number of processes stands beside it: else it is left from another program.
+    # Those of mpirun and SLURM come last: in a shell that one of them started they are 0 in every process that
+    # Fabric launches. SLURM is the very last: it may have started only mpirun's helper.
+    names = {
+        "RANK": "RANK",
+        "LOCAL_RANK": "WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+        "PMI_RANK": "PMI_SIZE",
+        "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
+    }
+    first = next((env[name] for name, size in names.items() if env.get(name) and env.get(size)), 0)
     return int(first) or int(env.get("NODE_RANK") or 0)
 
 

@@ -152,9 +152,19 @@ def prepare_fabric_launch(cfg: RunSettings) -> None:
         env["NODE_RANK"] = str(node)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # Fabric's processes would inherit them
             env.pop(name, None)
+    # Fabric sets both for a process that it starts. LOCAL_RANK alone is left from another program, and Fabric
+    # would wait for processes that nobody starts.
+    is_started_by_fabric = {"LOCAL_RANK", "WORLD_SIZE"} <= env.keys()
+    if not is_started_by_fabric:
+        env.pop("LOCAL_RANK", None)
     if nodes == 1:  # the platform's number of this node is not a number in this run
         env.pop("NODE_RANK", None)
         env.pop("GROUP_RANK", None)
+        if (
+            not is_started_by_fabric
+        ):  # Fabric finds a free port; that of an sbatch script may be another job's
+            env.pop("MASTER_ADDR", None)
+            env.pop("MASTER_PORT", None)
     refuse_unless(
         nodes == 1 or {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= env.keys(),
         f"num_nodes: {nodes}, but nothing says which node this is: start the program by srun, torchrun or "

@@ -489,6 +489,9 @@ the hash `{state.hashes["records"]}`, with these settings:
     notes = {"README.md": card}
     if source.chat_template:
         notes["chat_template.jinja"] = source.chat_template.read_text()
+    generation = source.folder / "generation_config.json"
+    if generation.exists():  # the chat template ends an answer in another token than the model
+        notes[generation.name] = generation.read_text()
     seed = settings["seed"]
     export(source, gpt.rows, gpt.unique_parameters(), out, notes, choice, seed)
     if GPT.block_class is not Block:

@@ -20,6 +20,7 @@ from records.dialogues import (
     turns_or_text,
     with_dialogue,
     with_its_prompt,
+    with_lists_of_messages,
     with_split_turns,
 )
 from records.forms import ALIASES, LABELS, PROMPTS, as_turns
@@ -43,14 +44,15 @@ class Rating(NamedTuple):
 def one_answer(layout: Layout, raw: dict) -> dict:
     """The record of ours that this one is. Raises Skipped, BadInput."""
     if not layout.columns and not layout.labels.wanted and not layout.marks:
-        return with_its_prompt(raw)
+        return with_its_prompt(with_lists_of_messages(layout, raw))
     fields = fields_beside(layout, raw)
     for name, column in layout.columns.items():
         if name not in FOREIGN and name not in BESIDE:
             fields[name] = value_of_column(layout, name, column, raw)
     if layout.kind in ("rated", "demonstrations"):
         fields = with_label(layout, fields)
-    fields = with_prefix(layout, raw, with_its_prompt(fields))
+    fields = with_its_prompt(with_lists_of_messages(layout, fields))
+    fields = with_prefix(layout, raw, fields)
     return with_split_turns(layout, fields)
 
 

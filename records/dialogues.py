@@ -18,9 +18,17 @@ from records.paths import Skipped, is_there, opened
 # fields of ours that hold an answer, and all that hold texts of a dialogue
 ANSWERS = ("completion", "messages", *PAIR)
 TEXTS = (*PROMPTS, *ANSWERS)
-# a reasoning that was flattened into the text of an answer (Open WebUI before 0.10)
-REASONING = re.compile(r'^\s*<details type="reasoning".*?</details>\s*', re.DOTALL)
 LEFT_OUT = re.compile("think|reason|tool")  # parts of a message that are no part of its text
+# the same parts where a tool writes them into the text: Open WebUI, and LibreChat
+FLATTENED = re.compile(
+    r'(?:\s*<details type="(?:reasoning|tool_calls|code_interpreter)".*?</details>\s*)+'
+    r"|^\s*:::thinking\n.*?\n:::\s*",
+    re.DOTALL,
+)
+# the fields of a message that hold an image or a document beside its text
+FILES = ("files", "attachments", "images", "image_urls")
+# a list of messages as a text: JSON, or as Python prints it
+PRINTED = re.compile(r"""\s*\[\s*\{\s*(['"])(role|from|content|value)\1\s*:""")
 
 
 # ---- a field that holds a text or messages -------------------------------------------------------
@@ -35,7 +43,7 @@ def turns_or_text(layout: Layout, name: str, value: object) -> object:
         except BadInput as e:
             raise BadInput(f"{name}: {e}") from None
         if not is_message(content) and not is_list_of_messages(content):
-            return REASONING.sub("", value) if layout.is_foreign else value
+            return without_flattened_parts(value) if layout.is_foreign else value
         value = content
     messages = value if isinstance(value, list) else [value]
     if messages and all(isinstance(x, str) for x in messages):
@@ -80,9 +88,11 @@ def message(layout: Layout, raw: object) -> dict:
         calls = {x: raw[x] for x in ("tool_calls", "tool_call_id") if is_there(raw.get(x))}
         if role == "tool" and is_there(raw.get("name")):
             calls["name"] = raw["name"]
-    if isinstance(content, str) and REASONING.match(content):
-        layout.counts["messages, whose <details> of reasoning was taken off"] += 1
+    if isinstance(content, str) and FLATTENED.search(content):
+        layout.counts["messages, of which reasoning or a call of tools was taken off"] += 1
     text = text_of(content)
+    if isinstance(raw, dict) and any(is_there(raw.get(name)) for name in FILES):
+        raise Skipped("with a file beside a message")
     if not text and not calls:
         raise Skipped("with an empty message")
     return {"role": role, "content": text or None, **calls}
@@ -118,11 +128,17 @@ def text_of(content: object) -> str:
     """The text of a message: its parts joined, without reasoning and tools. Raises Skipped for a part that
     is no text, such as an image: the answer was to more than the text."""
     if isinstance(content, str):
-        return REASONING.sub("", content)
+        return without_flattened_parts(content)
     if content is None:
         return ""
     parts = content if isinstance(content, list) else [content]
     return "".join([text_of_part(part) for part in parts])
+
+
+def without_flattened_parts(text: str) -> str:
+    if not FLATTENED.search(text):
+        return text
+    return FLATTENED.sub("\n\n", text).strip()
 
 
 def text_of_part(part: object) -> str:
@@ -252,7 +268,46 @@ def end_of_turn(messages: list[dict], turn: object) -> int:
     return ends[int(turn) - 1]
 
 
-# ---- a record of our own form whose prompt is elsewhere ------------------------------------------
+# ---- a record of our own form --------------------------------------------------------------------
+
+
+def with_lists_of_messages(layout: Layout, record: dict) -> dict:
+    """A record of our own form; messages that stand there otherwise become a list of {"role", "content"}.
+    Raises Skipped, BadInput."""
+    result = {}
+    for name, value in record.items():
+        if ALIASES.get(name, name) in TEXTS:
+            value = list_of_messages(layout, name, value)
+        result[name] = value
+    return result
+
+
+def list_of_messages(layout: Layout, name: str, value: object) -> object:
+    """The messages of a text of JSON (a cell of a csv file has no list), of lists by key (so the datasets package
+    writes a list of structs), or with a content of parts; anything else as it is. Raises Skipped, BadInput."""
+    printed = PRINTED.match(value) if isinstance(value, str) else None
+    if printed:
+        if printed[1] == "'":
+            raise BadInput(
+                f"{name}: messages as Python prints them; write JSON there, or a .jsonl or .parquet file"
+            )
+        messages = turns_or_text(layout, name, value)
+        if isinstance(messages, str):
+            return value
+        layout.counts[f"whose {name} is a text of JSON, read as messages"] += 1
+        return messages
+    if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
+        lengths = {len(x) for x in value.values()}
+        if len(lengths) == 1:
+            value = [dict(zip(value, row)) for row in zip(*value.values())]
+    if not is_list_of_messages(value):
+        return value
+    return [x | {"content": text_of(x["content"])} if has_parts(x) else x for x in value]
+
+
+def has_parts(message: dict) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
 
 
 def with_its_prompt(record: dict) -> dict:

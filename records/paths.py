@@ -46,7 +46,8 @@ def find(value: object, steps: list[str], index: tuple = ()) -> Iterator[tuple[t
     step, *rest = steps
     if step.startswith("["):
         name, _, wanted = step[1:-1].partition("=")
-        for row in rows(value):
+        is_row = isinstance(value, dict) and name in value and not isinstance(value[name], list)
+        for row in [value] if is_row else rows(value):
             if matches(next(find(row, [name]), (None, None))[1], wanted):
                 yield from find(row, rest, index)
     elif step.startswith("*"):
@@ -144,7 +145,8 @@ class Column:
 
 def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:
     """All paths that a value has, for a message."""
-    value = opened(value) if isinstance(value, str) else value
+    with suppress(BadInput):
+        value = opened(value) if isinstance(value, str) else value
     if isinstance(value, dict) and depth:
         for name, inner in value.items():
             yield before + name

@@ -113,12 +113,15 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
             if not isinstance(records, list):
                 raise BadInput(f"{source}: expected an array of records, got {records!r:.50}")
             yield from enumerate(records, 1)
-        elif suffix == ".csv":
+        elif suffix in (".csv", ".tsv"):
             # Python's csv, not one that guesses types: that makes 1 of 01 and nothing of NA
             csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
             options = dict(encoding="utf-8-sig", errors="surrogateescape", newline="")
             with open(path, **options) as file:
-                rows = csv.reader(file, strict=True)
+                # spreadsheets of some countries write semicolons
+                delimiter = max(",;\t", key=file.readline().count)
+                file.seek(0)
+                rows = csv.reader(file, strict=True, delimiter=delimiter)
                 try:
                     names = next(rows, [])
                     for cells in filter(None, rows):  # a blank line has no cells
@@ -134,7 +137,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
 
 
 # of the files that read_records reads; what has no such ending may be an id of the Hub
-ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 def has_lines(path: Path) -> bool:
@@ -196,8 +199,8 @@ def as_in_json(value: object, feature: object, gaps: list[str]) -> object:
 
 
 def open_table(source: str):
-    """The datasets.Dataset of a parquet file, of a folder of save_to_disk (`folder` or `folder:split`)
-    or of a Hub data set (`id`, `id:split` or `id:config:split`)."""
+    """The datasets.Dataset of a parquet file, of a folder of save_to_disk (`folder` or `folder:split`),
+    or of a Hub data set or a copy of its files (`id`, `id:split` or `id:config:split`)."""
     import datasets  # slow to import
 
     name, *rest = [source] if find_path(source).exists() else source.split(":")
@@ -207,7 +210,8 @@ def open_table(source: str):
         return datasets.Dataset.from_parquet(glob.escape(str(path)))  # it looks for a pattern
     nothing = "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co"
     with user_error(f"{source}: {nothing}", name):
-        if not path.is_dir():
-            return datasets.load_dataset(name, *config, split=split)
+        saved = [path / file for file in ("dataset_info.json", "dataset_dict.json")]
+        if not any(file.exists() for file in saved):
+            return datasets.load_dataset(str(path) if path.is_dir() else name, *config, split=split)
         rows = datasets.load_from_disk(path)
         return rows[split] if isinstance(rows, dict) else rows

@@ -5,6 +5,7 @@ completion: a completion must attach to any prompt, so both are encoded apart. R
 record goes through, render (a record to text) and encode_all (text to ids, with BOS and EOS).
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ class Tokenizer:
     stops      ids that end a sampled completion: EOS, those that the model's config names, and after
                end_as_the_template_does the one in which the template's answers end
     template   the text of the chat template, or None
+    model      the folder that holds the model's config.json
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
 
@@ -40,6 +42,7 @@ class Tokenizer:
         """`chat_template`: a jinja file in place of the model's own. `date`: today, for templates that
         ask for it with strftime_now. Raises BadInput."""
         folder = source.tokenizer
+        self.model = source.root
         with user_error("tokenizer", folder):
             self.hf = load_tokenizer(folder)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
@@ -122,6 +125,14 @@ class Tokenizer:
         self.stops_of_template = (special,)
         self.stops += self.stops_of_template
         say(f"sampling ends at {text}, too: the chat template ends an answer in it, not in {eos}")
+
+    def generation_config(self, n_embeddings: int) -> str:
+        """The text of the model's generation_config.json, with all `stops` that the model has. An engine, which
+        knows nothing of the template's own end, then ends where sampling ends here."""
+        file = self.model / "generation_config.json"
+        config = read_json(file) if file.exists() else {}
+        config["eos_token_id"] = [i for i in self.stops if i < n_embeddings]
+        return json.dumps(config, indent=2) + "\n"
 
     def encode_all(
         self, texts: list[tuple[str, list[str]]], by_template: bool

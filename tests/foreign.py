@@ -34,6 +34,9 @@ TEA = [node("u1", None, "user", "Tea?"), node("a1", "u1", "assistant", "Hot.")]
 TWICE = [*TEA, node("a2", "u1", "assistant", "Green."), node("u2", "a1", "user", "And?")]
 LATER = [*TWICE, node("a3", "u2", "assistant", "Wait.")]
 THOUGHT = '<details type="reasoning" done="true">\n<summary>Thought</summary>\n&gt; Hm.\n</details>\nMint.'
+CALL = THOUGHT.replace("reasoning", "tool_calls").removesuffix("Mint.")
+CALLS = f"I look.\n\n{CALL}\n{THOUGHT}"
+IMAGE = [{"type": "image", "url": "data:image/png;base64,iVBORw0KGgo="}]
 
 
 def libre(name, parent, is_user, text, **more) -> dict:
@@ -56,6 +59,10 @@ COFFEE = [
     libre("m6", "m3", True, "How much?"),
     libre("m7", "m6", False, "", content=PARTS, feedback={"rating": "thumbsUp"}),
     libre("m8", "m6", False, "Tw", feedback={"rating": "thumbsDown"}) | {"unfinished": True},
+    libre("m9", None, True, "Tea?"),
+    libre("m10", "m9", False, ":::thinking\nHm.\n:::\n\nHot.", feedback={"rating": "thumbsUp"}),
+    libre("m11", None, True, "What is it?", files=[{"type": "image/png", "file_id": "x"}]),
+    libre("m12", "m11", False, "A cup.", feedback={"rating": "thumbsUp"}),
 ]
 
 
@@ -68,6 +75,7 @@ COFFEES = [
     "S: Barista. | U: Coffee? || Boil it. -",
     "S: Barista. | U: Coffee? || Brew it. +",
     "S: Barista. | U: Coffee? | A: Brew it. | U: How much? || Two spoons. +",
+    "S: Barista. | U: Tea? || Hot. +",
 ]
 DIFY = "message_id,user_query,ai_response,feedback_rating,feedback_rating_raw,feedback_source\n"
 DIFY += f'1,Tube?,{"x" * 500}...,👍,like,user\n2,Chain?,"Oil it.\nWipe it.",👍,like,user\n'
@@ -95,6 +103,11 @@ def task(question, *ratings) -> dict:
         values = [names[1] | {"value": {"rating": 1}}, names[0] | {"value": {"rating": rating}}]
         annotations.append({"result": values if rating else [], "was_cancelled": rating is None})
     return {"annotations": annotations, "data": {"prompt": question, "answer": "Eight."}}
+
+
+def withdrawn(annotation: dict) -> dict:
+    """An annotation that was filled in, and then skipped."""
+    return annotation | {"was_cancelled": True}
 
 
 def hh(*turns: str) -> str:
@@ -152,22 +165,29 @@ PRESETS = {
             click(1, "a2", chat_of(*TWICE), details={"rating": 2}),
             click(-1, "a1", chat_of(*LATER, system="Brew.")),
             click(1, "a3", chat_of(*LATER)),
+            click(-1, "a5", chat_of(TEA[0], node("a5", "u1", "assistant", CALLS))),
+            click(1, "a1", chat_of(TEA[0] | {"files": IMAGE}, TEA[1] | {"files": []})),
         ],
         [
             "U: Tea? || Mint. +",
             "U: Tea? || Green. +",
             "S: Brew. | U: Tea? || Hot. -",
             "U: Tea? | A: Hot. | U: And? || Wait. +",
+            "U: Tea? || I look.\n\nMint. -",
         ],
         None,
-        {"dropped: not rated": 1},
+        {"dropped: not rated": 1, "dropped: with a file beside a message": 1},
     ),
     "librechat": (
         "chat.json",
         {"branches": True, "options": {"promptPrefix": "Barista."}, "messages": COFFEE},
         COFFEES,
         ["S: Barista. | U: Coffee? || Brew it. >> Boil it."],
-        {"dropped: not rated": 1, "dropped by data.where": 1},
+        {
+            "dropped: not rated": 1,
+            "dropped by data.where": 1,
+            "dropped: with a file beside a message": 1,
+        },
     ),
     "dify": (
         "feedback.csv",
@@ -183,6 +203,7 @@ PRESETS = {
             span(**{"user-feedback": [0], "output": json.dumps(bot("Wool."))}),
             span(**{"user-feedback": None}),
             span(**{"user-feedback": [0.5]}),
+            span(**{"user-feedback": [1, 0]}),
             span(**{"user-feedback": [0], "output": None}),
             {
                 "type": "SPAN",
@@ -198,6 +219,7 @@ PRESETS = {
             "dropped by data.labels": 1,
             "dropped by data.where": 1,
             "dropped: with an empty answer": 1,
+            "dropped: whose raters disagree": 1,
         },
     ),
     "langsmith": (
@@ -221,8 +243,13 @@ PRESETS = {
             task("Moth?", 5, 2),
             task("Ant?", None),
             task("Snail?", 3),
+            task("Crab?", 1)
+            | {
+                "annotations": [withdrawn(x) for x in task("", 5)["annotations"]]
+                + task("", 1)["annotations"]
+            },
         ],
-        ["U: Spider? || Eight. +", "U: Bee? || Eight. -"],
+        ["U: Spider? || Eight. +", "U: Bee? || Eight. -", "U: Crab? || Eight. -"],
         None,
         {"dropped: whose raters disagree": 1, "dropped: not rated": 1, "dropped by data.labels": 1},
     ),

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import tokens
-from conftest import assert_same, train
+import torch
+from conftest import assert_same, start, train
 from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from infra.console import BadInput
 from infra.settings import Data
@@ -362,6 +364,39 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
         r"the chat template's <\|im_start\|>, <\|im_end\|>: no single token .* \d+, \d+ ", marks
     )
     assert end.startswith(r"the chat template ends an answer in '<|im_end|>\n', which is no token")
+
+
+def test_transformers_ends_an_answer_of_an_export_where_the_template_does(tiny, tmp_path):
+    """A base model, whose EOS is another token than that of the template which it is tuned with."""
+    base = shutil.copytree(tiny, tmp_path / "base")
+    tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(520, mean_resizing=False)
+    model.save_pretrained(base)
+    config = {"eos_token_id": tokens.EOS, "temperature": 0.7, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(config))
+    end = Tokenizer(Source(base)).hf.convert_tokens_to_ids("<|im_end|>")
+    few = ["--batch_size=2", "--epochs=1"]
+    for name, record, ends in (
+        ("chat", rated([user("p")], [bot("c")]), [tokens.EOS, end]),
+        ("plain", rated(), tokens.EOS),
+    ):
+        out = tmp_path / name
+        train(base, write(tmp_path / "d.jsonl", record, record | {"label": False}), out, *few)
+        step = out / "checkpoints" / "step-00000001"
+        start("export", [step, "--out", tmp_path / f"{name}-1"])
+        for folder in (out / "final", tmp_path / f"{name}-1"):
+            read = GenerationConfig.from_pretrained(folder)
+            assert (read.eos_token_id, read.temperature) == (ends, 0.7)
+    # a model that answers <|im_end|> ends there
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "chat" / "final")
+    with torch.no_grad():
+        for p in tuned.parameters():
+            p.zero_()
+        tuned.transformer.ln_f.bias.fill_(1)
+        tuned.lm_head.weight[end] = 1
+    answer = tuned.generate(torch.tensor([[66, 67]]), max_new_tokens=9, do_sample=False)
+    assert answer[0].tolist() == [66, 67, end]
 
 
 # ---- from outside --------------------------------------------------------------------------------

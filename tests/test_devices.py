@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -91,6 +92,12 @@ def test_torchruns_number_of_processes_is_taken(environment):
         (SRUN | dict(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"), 2, 1, None),  # a shell by srun --pty
         (dict(OPEN_MPI, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0"), 2, 1, None),
         (dict(LSB_JOBID="7", LSB_HOSTS="a a"), 2, 1, None),  # bsub without jsrun
+        # a variable that another program has left
+        (dict(LOCAL_RANK="1"), 2, 1, None),
+        (dict(SLURM_PROCID="1", SLURM_NTASKS="4", SLURM_LOCALID="1"), 1, 1, None),
+        (dict(OMPI_COMM_WORLD_RANK="1"), 1, 1, None),
+        (dict(PMI_RANK="2"), 2, 1, None),
+        (RENDEZVOUS, 2, 1, None),
     ],
 )  # fmt: skip
 def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
@@ -111,6 +118,8 @@ def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
         )
         assert environment.get("NODE_RANK") == ("1" if nodes == 2 else None)
         assert rank() == nodes - 1, "a second node says nothing"
+        if nodes == 1:
+            assert not {*RENDEZVOUS} & environment.keys(), "another job may listen at this port"
 
 
 @pytest.mark.parametrize(
@@ -197,8 +206,12 @@ def test_a_batch_script_of_slurm_that_starts_python_itself_gets_its_processes(
     ]
     one_pod = dict(RANK="0", WORLD_SIZE="1")
     env = SBATCH | one_pod | dict(SLURM_NTASKS_PER_NODE="2", CUDA_VISIBLE_DEVICES="")
-    process = Started(tmp_path / "said", str(ROOT / "kto.py"), [*argv, *RUN], **env)
-    code, said, faults = process.ended(240)
+    env |= dict(LOCAL_RANK="1", OMPI_COMM_WORLD_RANK="1")  # left by another program
+    with socket.socket() as other_job:
+        other_job.bind(("127.0.0.1", 0))
+        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(other_job.getsockname()[1]))
+        process = Started(tmp_path / "said", str(ROOT / "kto.py"), [*argv, *RUN], **env)
+        code, said, faults = process.ended(240)
     assert code == 0, faults
     assert said.count("train: ") == 1, "one of the two speaks"
     assert_same(result(tmp_path / "run"), result(tmp_path / "torchrun"))

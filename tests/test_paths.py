@@ -192,7 +192,11 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         [{"options": {}, "messagesTree": nested(COFFEE, "0" * 8 + "-0000-0000-0000-" + "0" * 12)}],
         preset("librechat"),
         [x.removeprefix("S: Barista. | ") for x in COFFEES],
-        {"dropped: not rated": 1, "dropped by data.where": 1},
+        {
+            "dropped: not rated": 1,
+            "dropped by data.where": 1,
+            "dropped: with a file beside a message": 1,
+        },
     ),
     "a tree of nodes": (
         [{"mapping": GPT, "vote": "down", "at": "b"}],
