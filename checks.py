@@ -235,9 +235,13 @@ def find_not_finite(
         return None
     pairs = zip(step.examples, losses)
     bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
+    which = ", ".join(bad[:8]) or "no loss of a single example"
+    advice = ""
+    if len(bad) in (0, len(losses)):
+        advice = "; a resume does this step again: begin anew, with a smaller optim.lr"
     return Failed(
-        f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): "
-        f"{', '.join(bad[:8]) or 'no loss of a single example'}; the weights are unchanged"
+        f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
+        f"weights are unchanged{advice}"
     )
 
 

@@ -449,7 +449,8 @@ class Stop:
     """
 
     def __init__(self, max_time: timedelta | None):
-        self.deadline = time.monotonic() + max_time.total_seconds() if max_time else math.inf
+        seconds = math.inf if max_time is None else max_time.total_seconds()
+        self.deadline = time.monotonic() + seconds
         self.signal = 0
         self.reason = ""
         # sbatch --signal=USR1@90 sends SIGUSR1; a terminal that closes sends SIGHUP, which nohup has ignored

@@ -58,9 +58,12 @@ def one_answer(layout: Layout, raw: dict) -> dict:
 
 def value_of_column(layout: Layout, name: str, column: Column, raw: dict) -> object:
     """What our field `name` is in this record. Raises Skipped where it is an empty answer."""
+    if name == "label":
+        ratings = [rating for _, rating in column.all(raw)]
+        # several raters; or several elements that `ratings[status=submitted]` fits
+        if column.is_several or len(ratings) > 1:
+            return ratings or None
     value = column.one(raw)
-    if name == "label" and column.is_several:
-        return value or None
     if name in TEXTS:
         value = turns_or_text(layout, name, value)
     if name in PROMPTS:

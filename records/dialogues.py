@@ -18,10 +18,13 @@ from records.paths import Skipped, is_there, opened
 # fields of ours that hold an answer, and all that hold texts of a dialogue
 ANSWERS = ("completion", "messages", *PAIR)
 TEXTS = (*PROMPTS, *ANSWERS)
-LEFT_OUT = re.compile("think|reason|tool")  # parts of a message that are no part of its text
-# the same parts where a tool writes them into the text: Open WebUI, and LibreChat
+LEFT_OUT = re.compile(
+    "think|reason|tool|function|_call"
+)  # parts of a message that are no part of its text
+# the same parts where a tool writes them into the text: Open WebUI, Dify, and LibreChat
 FLATTENED = re.compile(
     r'(?:\s*<details type="(?:reasoning|tool_calls|code_interpreter)".*?</details>\s*)+'
+    r"|^\s*<details style=[^>]*>\s*<summary>\s*Thinking\.\.\..*?</details>\s*"
     r"|^\s*:::thinking\n.*?\n:::\s*",
     re.DOTALL,
 )
@@ -43,7 +46,8 @@ def turns_or_text(layout: Layout, name: str, value: object) -> object:
         except BadInput as e:
             raise BadInput(f"{name}: {e}") from None
         if not is_message(content) and not is_list_of_messages(content):
-            return without_flattened_parts(value) if layout.is_foreign else value
+            note_flattened_parts(layout, value)
+            return without_flattened_parts(value)
         value = content
     messages = value if isinstance(value, list) else [value]
     if messages and all(isinstance(x, str) for x in messages):
@@ -88,8 +92,8 @@ def message(layout: Layout, raw: object) -> dict:
         calls = {x: raw[x] for x in ("tool_calls", "tool_call_id") if is_there(raw.get(x))}
         if role == "tool" and is_there(raw.get("name")):
             calls["name"] = raw["name"]
-    if isinstance(content, str) and FLATTENED.search(content):
-        layout.counts["messages, of which reasoning or a call of tools was taken off"] += 1
+    if isinstance(content, str):
+        note_flattened_parts(layout, content)
     text = text_of(content)
     if isinstance(raw, dict) and any(is_there(raw.get(name)) for name in FILES):
         raise Skipped("with a file beside a message")
@@ -135,6 +139,11 @@ def text_of(content: object) -> str:
     return "".join([text_of_part(part) for part in parts])
 
 
+def note_flattened_parts(layout: Layout, text: str) -> None:
+    if FLATTENED.search(text):
+        layout.counts["texts, of which reasoning or a call of tools was taken off"] += 1
+
+
 def without_flattened_parts(text: str) -> str:
     if not FLATTENED.search(text):
         return text
@@ -150,6 +159,10 @@ def text_of_part(part: object) -> str:
         named_kind = str(part.get("type", "text"))
         if LEFT_OUT.search(named_kind):
             return ""
+        if isinstance(
+            part.get("content"), list
+        ):  # an item of OpenAI's Responses has parts of its own
+            return text_of(part["content"])
         text = part.get("text")
         if isinstance(text, dict):
             text = text.get("value")

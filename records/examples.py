@@ -315,7 +315,11 @@ def load_splits(
         )
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     parts = {name: numbered(examples) for name, examples in parts.items()}
+    trained_on = {hash(example.keys) for example in parts["train"]}
     for name, examples in parts.items():
+        n_known = sum(hash(example.keys) in trained_on for example in examples)
+        if n_known and name != "train":
+            counts[name]["which are in data.train, too"] = n_known
         if examples:
             describe(name, examples, kind, counts[name])
     return parts

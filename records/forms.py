@@ -176,7 +176,10 @@ def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dic
     if completion[: len(before)] == before:
         completion = completion[len(before) :]
     if not completion or not completion[0]["role"] == completion[-1]["role"] == "assistant":
-        raise BadInput(f"{name}: expected messages, the first and the last an assistant's")
+        what = f"{name}: expected messages, the first and the last an assistant's"
+        if before and completion and completion[0]["role"] != "assistant":
+            what += f", or the prompt's turns first: {completion[0]!r:.60} is not {before[0]!r:.60}"
+        raise BadInput(what)
     *turns, answer = completion
     return [*before, *turns] if turns else prompt, answer
 

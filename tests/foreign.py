@@ -36,6 +36,16 @@ LATER = [*TWICE, node("a3", "u2", "assistant", "Wait.")]
 THOUGHT = '<details type="reasoning" done="true">\n<summary>Thought</summary>\n&gt; Hm.\n</details>\nMint.'
 CALL = THOUGHT.replace("reasoning", "tool_calls").removesuffix("Mint.")
 CALLS = f"I look.\n\n{CALL}\n{THOUGHT}"
+RESPONSES = [
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+    {"type": "function_call", "name": "w", "arguments": "{}"},
+    {"type": "function_call_output", "output": [{"type": "input_text", "text": "7"}]},
+    {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "Black."}],
+    },
+]
 IMAGE = [{"type": "image", "url": "data:image/png;base64,iVBORw0KGgo="}]
 
 
@@ -79,6 +89,10 @@ COFFEES = [
 ]
 DIFY = "message_id,user_query,ai_response,feedback_rating,feedback_rating_raw,feedback_source\n"
 DIFY += f'1,Tube?,{"x" * 500}...,👍,like,user\n2,Chain?,"Oil it.\nWipe it.",👍,like,user\n'
+THINKING = (
+    '<details style=""color:gray;"" open> <summary> Thinking... </summary>\nHm.\n</details>\n\n'
+)
+DIFY += f'4,Bell?,"{THINKING}Ring.",👍,like,user\n'
 DIFY += '2,Chain?,"Oil it.\nWipe it.",👎,dislike,admin\n3,Tyre?,Six bar.,👎,dislike,user\n'
 
 
@@ -167,6 +181,7 @@ PRESETS = {
             click(1, "a3", chat_of(*LATER)),
             click(-1, "a5", chat_of(TEA[0], node("a5", "u1", "assistant", CALLS))),
             click(1, "a1", chat_of(TEA[0] | {"files": IMAGE}, TEA[1] | {"files": []})),
+            click(1, "a6", chat_of(TEA[0], node("a6", "u1", "assistant", "", output=RESPONSES))),
         ],
         [
             "U: Tea? || Mint. +",
@@ -174,6 +189,7 @@ PRESETS = {
             "S: Brew. | U: Tea? || Hot. -",
             "U: Tea? | A: Hot. | U: And? || Wait. +",
             "U: Tea? || I look.\n\nMint. -",
+            "U: Tea? || Black. +",
         ],
         None,
         {"dropped: not rated": 1, "dropped: with a file beside a message": 1},
@@ -192,7 +208,11 @@ PRESETS = {
     "dify": (
         "feedback.csv",
         DIFY,
-        ["U: Chain? || Oil it.\nWipe it. +", "U: Tyre? || Six bar. -"],
+        [
+            "U: Chain? || Oil it.\nWipe it. +",
+            "U: Bell? || Ring. +",
+            "U: Tyre? || Six bar. -",
+        ],
         None,
         {"dropped by data.where": 2},
     ),

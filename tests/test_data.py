@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+from collections import Counter
 from itertools import chain, product
 
 import datasets
@@ -330,17 +331,22 @@ def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypa
         pa.Table.from_pylist(records, schema=table.features.arrow_schema), tmp_path / "b.parquet"
     )
     pd.DataFrame(records).to_parquet(tmp_path / "c.parquet")
-    sources = ["a.json", "a.parquet", "b.parquet", "c.parquet", "a"]
-    if not messages:  # which a csv file cannot hold
-        nested = ("tools", "chat_template_kwargs")
-        cells = [{k: json.dumps(x) if k in nested else x for k, x in e.items()} for e in records]
-        pd.DataFrame(cells).to_csv(tmp_path / "a.csv", index=False)
-        sources.append("a.csv")
+    # a cell of a csv file holds what has parts as a text of JSON
+    cells = [
+        {k: json.dumps(x) if isinstance(x, list | dict) else x for k, x in e.items()}
+        for e in records
+    ]
+    cells = pd.DataFrame(cells)
+    cells.to_csv(tmp_path / "a.csv", index=False)
+    cells.to_csv(tmp_path / "b.csv", index=False, sep=";")
+    cells.to_csv(tmp_path / "a.tsv", index=False, sep="\t")
+    sources = ["a.json", "a.csv", "b.csv", "a.tsv", "a.parquet", "b.parquet", "c.parquet", "a"]
+    sources.append("hub")  # a copy of a data set of the Hub
     hub, load_dataset = {"someone/table": "hub", "someone/lines": "lines"}, datasets.load_dataset
     monkeypatch.setattr(
         datasets,
         "load_dataset",
-        lambda name, split: load_dataset(str(tmp_path / hub[name]), split=split),
+        lambda name, split: load_dataset(str(tmp_path / hub.get(name, name)), split=split),
     )
     limits = dict(max_prompt=9999, max_completion=99)
     right = [(ids(e), e.label, e.weight) for e in read(source, tokenizer, **limits)]
@@ -348,6 +354,59 @@ def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypa
     for name in [*(tmp_path / x for x in sources), *hub]:
         found = [(ids(e), e.label, e.weight) for e in read(name, tokenizer, **limits)]
         assert found == right, name
+
+
+def test_messages_are_the_same_ids_however_a_table_holds_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer = chat()
+    records = [rated([user(f"p{i}")], [bot(f"c{i}")], i == 0) for i in range(2)]
+    right, _ = load(write(tmp_path / "a.jsonl", *records), tokenizer)
+    by_key, parts, texts = (
+        [record | {x: form(record[x]) for x in ("prompt", "completion")} for record in records]
+        for form in (
+            lambda turns: {key: [turn[key] for turn in turns] for key in ("role", "content")},
+            lambda turns: [
+                x | {"content": [{"type": "text", "text": x["content"]}]} for x in turns
+            ],
+            json.dumps,
+        )
+    )
+    datasets.Dataset.from_list(by_key).to_parquet(tmp_path / "by_key.parquet")
+    sources = {
+        "by_key.parquet": Counter(),
+        write(tmp_path / "parts.jsonl", *parts): Counter(),
+        write(tmp_path / "texts.jsonl", *texts): Counter(
+            {f"whose {x} is a text of JSON, read as messages": 2 for x in ("prompt", "completion")}
+        ),
+    }
+    for source, said in sources.items():
+        found, counts = load(tmp_path / source, tokenizer)
+        assert list(map(ids, found)) == list(map(ids, right)), source
+        assert said <= counts
+    # an image is more than its text; a text of another JSON is a text
+    image = [user([{"type": "image_url", "image_url": "x"}])]
+    json_answer = rated("p", '[{"role": "cook"}]')
+    few = write(tmp_path / "few.jsonl", records[0], records[1] | {"prompt": image}, json_answer)
+    found, counts = load(few, tokenizer)
+    assert (
+        len(found) == 2
+        and counts["dropped: with a part of a message that is no text (image_url)"] == 1
+    )
+    assert tokenizer.decode(found[1].completions[0]) == '[{"role": "cook"}]\n'
+    printed = write(
+        tmp_path / "printed.jsonl", *[r | {"prompt": str(r["prompt"])} for r in records]
+    )
+    with pytest.raises(BadInput, match="printed.jsonl:1: prompt: messages as Python prints them"):
+        load(printed, tokenizer)
+
+
+def test_held_out_ratings_that_are_trained_on_are_counted(tmp_path, capsys):
+    train = write(tmp_path / "train.jsonl", *[rated(f"p{i}") for i in range(3)])
+    val = write(tmp_path / "val.jsonl", rated("p0"), rated("p1", label=False), rated("p0", "d"))
+    load_splits(Data(train, val, max_prompt=9, max_completion=9), plain(), "rated")
+    table_of_train, table_of_val = capsys.readouterr().out.split("val: ")
+    assert "2 which are in data.train, too" in table_of_val
+    assert "in data.train" not in table_of_train
 
 
 def test_a_null_of_the_record_itself_is_known_to_lines_and_to_texts_of_json_only(tmp_path):

@@ -328,6 +328,16 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["U: Hi || Ho +"],
         {},
     ),
+    "several elements that a path fits": (
+        [
+            {"q": "Up?", "a": "A", "l": [{"by": "x", "v": 1}, {"by": "x", "v": 1}, {"by": "y"}]},
+            {"q": "Both?", "a": "A", "l": [{"by": "x", "v": 1}, {"by": "x", "v": 0}]},
+            {"q": "Down?", "a": "A", "l": [{"by": "y", "v": 1}, {"by": "x", "v": 0}]},
+        ],
+        dict(columns="prompt=q,completion=a,label=l[by=x].v", labels="up=1,down=0"),
+        ["Up? || A +", "Down? || A -"],
+        {"dropped: whose raters disagree": 1},
+    ),
     "an image": (
         [
             {

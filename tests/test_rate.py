@@ -209,6 +209,16 @@ def test_a_bad_line_of_an_old_file_is_refused_and_nothing_is_written(text, fault
 # ---- answers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "setting", ["--top_k=5", "--repetition_penalty=1.3", "--min_new_tokens=2", "--plain=true"]
+)
+def test_a_setting_that_a_server_does_not_get_is_refused(setting, tmp_path):
+    argv = ["--server=http://127.0.0.1:9", "--model=m", setting]
+    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
+    name = setting[2:].partition("=")[0]
+    assert code == 2 and said.startswith(f"error: {name}: not with --server")
+
+
 def test_a_server_is_asked_with_the_whole_conversation_and_an_answer_brings_its_thumb(
     opened, other
 ):
