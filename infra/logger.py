@@ -22,7 +22,7 @@ from lightning.fabric import Fabric
 
 from infra.checkpoint import write_whole
 from infra.console import Failed, make_bar, own_code, rank, say, user_error
-from infra.optimizer import Plan
+from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
 
 # Column of a row -> how the console shows its value; other columns are only in the files.
@@ -255,6 +255,11 @@ class Logger:
         left_out = n - plan.per_epoch * batch_size
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
+        warmup = steps_of(self.cfg.optim.warmup, plan.schedule_epoch)
+        if warmup > plan.total:
+            say(
+                f"the warmup of {warmup:,} steps is longer than the run, which never reaches optim.lr"
+            )
 
     def step(self, step: int, row: dict, seconds: float) -> None:
         """Write a step's row of metrics.csv, and show it. seconds: how long the step took. Where the output

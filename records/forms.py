@@ -81,15 +81,18 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
         raise BadInput(f"record: expected an object, got {record!r:.50}")
     # Whoever reads a field takes it out of `fields`: those that are left at the end are ignored.
     # In a table every row has every field; null says that this row has none.
-    fields = unique_keys(
-        (ALIASES.get(name, name), x) for name, x in record.items() if x is not None
-    )
+    given = {name: x for name, x in record.items() if x is not None}
+    there_is = f"there is {', '.join(given)} (see data.columns)"
+    fields = unique_keys((ALIASES.get(name, name), x) for name, x in given.items())
     for name in NUMBERS:
         if fields.get(name) == "":  # an empty cell of a csv file
             del fields[name]
     extras = {}
     for name in extra:
-        value = _take({**record, **fields}, name)  # by the record's own name or by ours
+        by_any_name = {**record, **fields}  # the record's own or ours
+        if name not in by_any_name:
+            raise BadInput(f"{name}: missing; {there_is}")
+        value = by_any_name[name]
         if isinstance(value, date | time):  # of a table
             value = value.isoformat()
         extras[name] = value if isinstance(value, str) else _number(value, name)
@@ -98,10 +101,13 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     system = fields.pop("system", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
-    understood = _understand_form(fields, kind)
-    prompt = understood.prompt
-    if prompt == []:
-        raise BadInput(f"prompt: missing; there is {', '.join(record)} (see data.columns)")
+    try:
+        understood = _understand_form(fields, kind)
+        prompt = understood.prompt
+        if prompt == []:
+            raise Missing("prompt")
+    except Missing as e:  # with the record's own names
+        raise BadInput(f"{e}: missing; {there_is}") from None
     if system:
         turn = _message({"role": "system", "content": system}, "system")
         prompt = [turn, *as_turns(prompt)]
@@ -136,6 +142,8 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
     label = None
     rewards = (None, None)
     names: tuple[str, ...]
+    if kind == "paired" and is_rated and not is_pair:
+        raise BadInput("chosen: missing: this is one rated answer, which kto.py learns from")
     if kind == "paired" or (is_pair and kind == "rated"):
         names = ("chosen", "rejected")
         rewards = (_reward(fields, "chosen_reward"), _reward(fields, "rejected_reward"))
@@ -187,9 +195,13 @@ def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dic
 # ---- one field -----------------------------------------------------------------------------------
 
 
+class Missing(Exception):
+    """A field that a form needs, by our name."""
+
+
 def _take(fields: dict, name: str) -> object:
     if name not in fields:
-        raise BadInput(f"{name}: missing; there is {', '.join(fields)} (see data.columns)")
+        raise Missing(name)
     return fields.pop(name)
 
 

@@ -30,6 +30,7 @@ SRUN |= dict(SLURM_STEP_TASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1")
 OPEN_MPI = dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_LOCAL_RANK="1")
 OPEN_MPI |= dict(OMPI_COMM_WORLD_LOCAL_SIZE="2", PMIX_NAMESPACE="job")
 INTEL_MPI = dict(PMI_SIZE="2", PMI_RANK="1", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+CRAY = dict(PMI_SIZE="2", PMI_RANK="1", PMI_LOCAL_RANK="1", PMI_LOCAL_SIZE="2", PALS_APID="7")
 LSF = dict(JSM_NAMESPACE_SIZE="2", JSM_NAMESPACE_RANK="1", JSM_NAMESPACE_LOCAL_RANK="1")
 AZURE = dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", NODE_RANK="0") | RENDEZVOUS
 KUBEFLOW = dict(WORLD_SIZE="2", RANK="1") | RENDEZVOUS  # the numbers of pods
@@ -76,6 +77,7 @@ def test_torchruns_number_of_processes_is_taken(environment):
         (OPEN_MPI, 2, 1, "1 1 2 127.0.0.1"),
         (SRUN | OPEN_MPI | dict(SLURM_STEP_NUM_TASKS="1"), 2, 1, "1 1 2 127.0.0.1"),
         (INTEL_MPI, 2, 1, "1 1 2 127.0.0.1"),
+        (CRAY, 2, 1, "1 1 2 127.0.0.1"),
         (LSF, 2, 1, "1 1 2 127.0.0.1"),
         (AZURE, 2, 1, "1 1 2 head"),
         (SRUN | AZURE, 2, 1, "1 1 2 head"),
@@ -129,6 +131,7 @@ def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
         (SRUN, 1, 2, "devices: 1 on each of 2 nodes, but srun started 2 processes, 2 on a node"),
         (OPEN_MPI, 1, 1, "devices: 1 on each of 1 nodes, but mpirun started 2 processes, 2 on a node"),
         (AZURE, 1, 1, "devices: 1 on each of 1 nodes, but torchrun started 2 processes"),
+        (CRAY, 1, 1, "devices: 1 on each of 1 nodes, but mpiexec started 2 processes, 2 on a node"),
         (LSF, 4, 1, "devices: 4 on each of 1 nodes, but jsrun started 2 processes"),
         (KUBEFLOW, 2, 1, "num_nodes: 1, but RANK=1 and WORLD_SIZE=2 in the environment say"),
         (OPEN_MPI | dict(OMPI_COMM_WORLD_LOCAL_SIZE="1"), 1, 2,
@@ -252,10 +255,14 @@ def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_s
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert resolved(size, "auto")["precision"] == precision
     out = capsys.readouterr().out
-    assert re.match(f"precision: {precision}[,:] ", out) and out.count("\n") == 1
+    device, said = out.splitlines()
+    assert device == ("device: GPU number 0" if capabilities else "device: CPU")
+    assert re.match(f"precision: {precision}[,:] ", said)
     assert ("GPU number 0 (capability 7.5, below 8.0)" in out) == (capabilities == [(7, 5)])
     assert resolved(size, "auto", precision="64-true")["precision"] == "64-true"
-    assert capsys.readouterr().out == "", "it was asked for"
+    assert capsys.readouterr().out == f"{device}\n", "the precision was asked for"
+    assert resolved(size, "cpu", devices=2, num_nodes=1, precision="64-true")["devices"] == 2
+    assert capsys.readouterr().out == "device: CPU, 2 processes\n"
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -359,13 +359,23 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
         ({}, 0),
         ({"RANK": "3", "LOCAL_RANK": "1"}, 3),
         ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, 1),
-        ({"SLURM_PROCID": "2"}, 2),
-        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, 1),
+        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, 2),
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, 1),
+        ({"SLURM_PROCID": "2"}, 0),
+        ({"LOCAL_RANK": "1"}, 0),
     ],
 )
 def test_a_process_knows_its_place_under_every_launcher(env, place, monkeypatch):
-    """In a shell that SLURM gave, SLURM_PROCID is 0 in every process that Fabric launches."""
-    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
+    """In a shell that SLURM gave, SLURM_PROCID is 0 in every process that Fabric launches. A rank without the number
+    of processes is left from another program."""
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "NODE_RANK",
+        "SLURM_PROCID",
+        "WORLD_SIZE",
+        "SLURM_STEP_NUM_TASKS",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
