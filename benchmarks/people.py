@@ -64,9 +64,10 @@ from methods import read_records, run_logged, write_records
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "people.jsonl"
 OUT = HERE.parent / "out" / "people"
-RATINGS = {"pandalm": 160, "truthfulqa": 480}  # completions that a method sees
-BATCH = {"pandalm": 8, "truthfulqa": 16}  # completions in a step
-HELD_OUT = {"pandalm": 30, "truthfulqa": 60}  # prompts
+# completions that a method sees; pandalm-all: nearly all that are not held out
+RATINGS = {"pandalm": 160, "pandalm-all": 1264, "truthfulqa": 480}
+BATCH = {"pandalm": 8, "pandalm-all": 8, "truthfulqa": 16}  # completions in a step
+HELD_OUT = {"pandalm": 30, "pandalm-all": 30, "truthfulqa": 60}  # prompts
 MAX_PROMPT, MAX_COMPLETION = 512, 128  # tokens; a longer answer loses its end
 RESAMPLES = 1000
 PACKED = 16  # answers that are scored at once
@@ -158,7 +159,7 @@ def split_answers(cell: str) -> list[str]:
     return list(dict.fromkeys(text for text in answers if text))
 
 
-READ = {"pandalm": read_pandalm, "truthfulqa": read_truthfulqa}
+READ = {"pandalm": read_pandalm, "pandalm-all": read_pandalm, "truthfulqa": read_truthfulqa}
 
 
 def split(questions: list[Question], n: int, seed: int) -> tuple[list[Question], list[Question]]:
@@ -178,7 +179,7 @@ def choose(data: str, questions: list[Question]) -> tuple[list, list]:
     prompt once."""
     n = RATINGS[data]
     pairs = []
-    if data == "pandalm":
+    if READ[data] is read_pandalm:
         for i in range(max(len(q.pairs) for q in questions)):
             pairs += [pair_texts(q, *q.pairs[i]) for q in questions if i < len(q.pairs)]
         pairs = pairs[: n // 2]
@@ -428,7 +429,7 @@ def floors(data: str, held_out: list[Question], base: Scores) -> dict[str, dict]
         name: with_intervals(measure, judge(held_out, of_answer, tokens))
         for name, of_answer in judges.items()
     }
-    if data == "pandalm":
+    if READ[data] is read_pandalm:
         rows["an annotator"] = with_intervals(agreement, [q.votes for q in held_out])
     return rows
 
@@ -597,11 +598,13 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "compare", "table"])
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--pandalm", type=Path, help="testset-v1.json")
+    parser.add_argument("--pandalm-all", type=Path, help="the same file: eight times the ratings")
     parser.add_argument("--truthfulqa", type=Path, help="TruthfulQA.csv")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--model", type=Path, default=HERE.parent / "out" / "smollm2-135m")
     args = parser.parse_args()
     given = {"truthfulqa": args.truthfulqa, "pandalm": args.pandalm}
+    given["pandalm-all"] = args.pandalm_all
     files = {data: file for data, file in given.items() if file}
     seeds = [int(seed) for seed in args.seeds.split(",")]
     if args.what == "compare":
