@@ -138,9 +138,8 @@ def prepare_fabric_launch(cfg: RunSettings) -> None:
     if nodes == 1:  # the platform's number of this node is not a number in this run
         env.pop("NODE_RANK", None)
         env.pop("GROUP_RANK", None)
-        if (
-            not is_started_by_fabric
-        ):  # Fabric finds a free port; that of an sbatch script may be another job's
+        # Fabric finds a free port; that of an sbatch script may be another job's
+        if not is_started_by_fabric:
             env.pop("MASTER_ADDR", None)
             env.pop("MASTER_PORT", None)
     refuse_unless(
