@@ -115,7 +115,8 @@ class Throughput:
         set on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes; macOS counts single ones
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def n_used_weights(parameter: torch.nn.Parameter, experts_per_token: int) -> int:

@@ -153,7 +153,9 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     elif (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     elif not (folder / "config.json").exists():
-        raise BadInput(f"{what}: {name}: a folder without config.json: no model of Hugging Face's form")
+        raise BadInput(
+            f"{what}: {name}: a folder without config.json: no model of Hugging Face's form"
+        )
     return Source(folder, base and find_model(base, what, weights))
 
 

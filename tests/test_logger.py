@@ -393,6 +393,17 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
     assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
 
 
+def test_memory_on_a_cpu_is_the_largest_resident_set_in_gb(monkeypatch):
+    """On Linux as the kernel says it; macOS gives bytes."""
+    throughput = SimpleNamespace(device=torch.device("cpu"))
+    peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    assert Throughput.memory(throughput) == pytest.approx(peak_kib * 1024 / 1e9, rel=0.05)
+    usage = SimpleNamespace(ru_maxrss=3 * 10**9)
+    monkeypatch.setattr("infra.logger.resource.getrusage", lambda who: usage)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert Throughput.memory(throughput) == 3
+
+
 def test_of_a_mixture_only_the_experts_that_a_token_uses_count_as_flops():
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=512)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
