@@ -28,6 +28,13 @@ NAMES = {
     "label": "label rating feedback thumb thumbs vote liked like score preference",
     "verdict": "winner verdict preference choice better preferred label score",
 }
+# Values of a rating that mean one thing nearly everywhere, for a suggestion that a person looks at. Not 0: it may be
+# down, no vote or a draw.
+UP = "1 +1 true yes y good great positive like liked up thumbs_up thumbsup thumbs-up 👍 correct right helpful accepted"
+DOWN = (
+    "-1 false no n bad poor negative dislike disliked down thumbs_down thumbsdown thumbs-down 👎 wrong incorrect "
+    "unhelpful rejected"
+)
 ANSWER = re.compile("response|answer|output|completion|conversation|text|reply")
 SIDES = (("a", "b"), ("0", "1"), ("1", "2"), ("A", "B"), ("left", "right"))
 
@@ -135,16 +142,26 @@ def suggestion(records: list, data: Data) -> str:
     )
     line = ",".join(f"{name}={path}" for name, path in columns.items())
     label = columns.get("label") or columns.get("verdict") or "?"
-    words = "a=?,b=?" if "verdict" in columns else "up=?,down=?"
-    values = "?" if label == "?" else values_of(columns, label, records)
+    values = [] if label == "?" else values_of(columns, label, records)
+    words = "a=?,b=?" if "verdict" in columns else labels_of(values)
+    shown = ", ".join(text[:30] for text in values[:5]) + (", ..." if values[5:] else "")
     return (
         f"no file of config/data fits. Perhaps: --data.columns {line} --data.labels {words} "
-        f"(values of {label}: {values})"
+        f"(values of {label}: {shown or '?'})"
     )
 
 
-def values_of(columns: dict[str, str], label: str, records: list) -> str:
-    """The values that a path finds, the most frequent first."""
+def labels_of(values: list[str]) -> str:
+    """What data.labels might say of these values, if all of them are words of UP and DOWN."""
+    up = [value for value in values if value.lower() in UP.split()]
+    down = [value for value in values if value.lower() in DOWN.split()]
+    if not up or not down or len(up) + len(down) < len(values):
+        return "up=?,down=?"
+    return f"up={'|'.join(up)},down={'|'.join(down)}"
+
+
+def values_of(columns: dict[str, str], label: str, records: list) -> list[str]:
+    """The values that a path finds, as texts, the most frequent first."""
     owners = records
     if label.startswith("."):
         messages = Column(columns["messages"])
@@ -155,8 +172,7 @@ def values_of(columns: dict[str, str], label: str, records: list) -> str:
     counts: Counter = Counter()
     for owner in owners:
         counts.update(as_text(value) for _, value in column.all(owner))
-    shown = ", ".join(text[:30] for text, _ in counts.most_common(5))
-    return shown + (", ..." if len(counts) > 5 else "")
+    return [text for text, _ in counts.most_common()]
 
 
 def candidates(records: list, words: str, accept: Callable[[object], bool]) -> list[str]:
@@ -185,6 +201,10 @@ def is_words(value: object) -> bool:
     return isinstance(value, str | list) and number(value) is None
 
 
+def is_text(value: object) -> bool:
+    return isinstance(value, str | list)
+
+
 def is_mark(value: object) -> bool:
     if isinstance(value, str):
         return len(value) < 30
@@ -194,7 +214,8 @@ def is_mark(value: object) -> bool:
 def one_answer_columns(records: list) -> dict[str, str]:
     columns = {}
     for name in ("prompt", "completion", "label"):
-        accept = is_mark if name == "label" else is_words
+        # a short answer may be a number
+        accept = {"label": is_mark, "prompt": is_words, "completion": is_text}[name]
         paths = candidates(records, NAMES[name], accept)
         free = [path for path in paths if path not in columns.values()]
         columns[name] = free[0] if free else "?"

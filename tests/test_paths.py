@@ -533,9 +533,16 @@ def test_data_py_shows_the_first_record_of_each_kind_as_turns_within_80_columns(
 
 def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monkeypatch, capsys):
     cases = {
-        "--data.columns prompt=in.question,completion=answer,label=meta.rating --data.labels up=?,down=? "
+        "--data.columns prompt=in.question,completion=answer,label=meta.rating --data.labels up=1,down=-1 "
         "(values of meta.rating: 1, -1)": [
             {"in": {"question": "Q"}, "answer": "A", "meta": {"rating": x}} for x in (1, 1, -1)
+        ],
+        "--data.columns prompt=ask.question,completion=reply,label=rating --data.labels up=good|Great,down=bad (": [
+            {"ask": {"question": "Q"}, "reply": "4", "rating": x}
+            for x in ("good", "bad", "good", "Great")
+        ],
+        "--data.columns prompt=ask.question,completion=reply,label=rating --data.labels up=?,down=? (": [
+            {"ask": {"question": "Q"}, "reply": "A", "rating": x} for x in (1, 0)
         ],
         "--data.columns prompt=query,a=reply_a,b=reply_b,verdict=winner --data.labels a=?,b=?": [
             {"query": "Q", "reply_a": "A", "reply_b": "B", "winner": "a"}
