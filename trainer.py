@@ -6,8 +6,8 @@ Reading order: Trainer.fit; gradient, with its two orders of the passes; the par
 `step_baseline` makes z. Validation and the end of a run are in evaluate.py.
 
 How a step is split into micro-batches, devices and shards changes the loss, the baseline z and the gradient
-by rounding at most. So z is made once for the whole step, and the loss is a sum over the step's G examples,
-divided by G once.
+by rounding at most (with lora.dropout, by its random draws too). So z is made once for the whole step, and the
+loss is a sum over the step's G examples, divided by G once.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
