@@ -4,8 +4,8 @@ A field may hold a text, messages under other names, a list of texts by turns, a
 marks begin the turns; and an answer may be a whole dialogue, of which only the last turn is the answer.
 
 Reading order: turns_or_text (what a field of a record becomes); message and text_of (one message); texts in which
-marks begin the turns (data.turns); with_dialogue (an answer that is a dialogue); with_its_prompt (a record of our own
-form whose prompt is elsewhere).
+marks begin the turns (data.turns); with_dialogue (an answer that is a dialogue); with_lists_of_messages and
+with_its_prompt (a record of our own form whose messages or prompt stand there otherwise).
 """
 
 import re
@@ -18,9 +18,8 @@ from records.paths import Skipped, is_there, opened
 # fields of ours that hold an answer, and all that hold texts of a dialogue
 ANSWERS = ("completion", "messages", *PAIR)
 TEXTS = (*PROMPTS, *ANSWERS)
-LEFT_OUT = re.compile(
-    "think|reason|tool|function|_call"
-)  # parts of a message that are no part of its text
+# kinds of parts of a message that are no part of its text
+LEFT_OUT = re.compile("think|reason|tool|function|_call")
 # the same parts where a tool writes them into the text: Open WebUI, Dify, and LibreChat
 FLATTENED = re.compile(
     r'(?:\s*<details type="(?:reasoning|tool_calls|code_interpreter)".*?</details>\s*)+'
@@ -41,10 +40,7 @@ def turns_or_text(layout: Layout, name: str, value: object) -> object:
     """What the column `name` of a prompt or an answer leads to: a text, messages in our form, or a list of texts
     (see with_dialogue, alternating). Raises Skipped, BadInput."""
     if isinstance(value, str):
-        try:
-            content = opened(value)
-        except BadInput as e:
-            raise BadInput(f"{name}: {e}") from None
+        content = opened_field(name, value)
         if not is_message(content) and not is_list_of_messages(content):
             note_flattened_parts(layout, value)
             return without_flattened_parts(value)
@@ -55,6 +51,14 @@ def turns_or_text(layout: Layout, name: str, value: object) -> object:
     if all(isinstance(x, dict) for x in messages):
         return [message(layout, x) for x in messages]
     return value
+
+
+def opened_field(name: str, text: str) -> object:
+    """What a text of JSON holds (paths.opened); the message names the field. Raises BadInput."""
+    try:
+        return opened(text)
+    except BadInput as e:
+        raise BadInput(f"{name}: {e}") from None
 
 
 def alternating(prompt: object) -> object:
@@ -159,10 +163,9 @@ def text_of_part(part: object) -> str:
         named_kind = str(part.get("type", "text"))
         if LEFT_OUT.search(named_kind):
             return ""
-        if isinstance(
-            part.get("content"), list
-        ):  # an item of OpenAI's Responses has parts of its own
-            return text_of(part["content"])
+        inner = part.get("content")  # an item of OpenAI's Responses has parts of its own
+        if isinstance(inner, list):
+            return text_of(inner)
         text = part.get("text")
         if isinstance(text, dict):
             text = text.get("value")
@@ -304,11 +307,11 @@ def list_of_messages(layout: Layout, name: str, value: object) -> object:
             raise BadInput(
                 f"{name}: messages as Python prints them; write JSON there, or a .jsonl or .parquet file"
             )
-        messages = turns_or_text(layout, name, value)
-        if isinstance(messages, str):
+        messages = opened_field(name, value)
+        if not is_list_of_messages(messages):
             return value
         layout.counts[f"whose {name} is a text of JSON, read as messages"] += 1
-        return messages
+        value = messages
     if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
         lengths = {len(x) for x in value.values()}
         if len(lengths) == 1:
