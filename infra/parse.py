@@ -162,10 +162,23 @@ def read_command(
     return of_files | of_options, switches
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """YAML in which no key stands twice: PyYAML would take the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            line = node.start_mark.line + 1
+            raise ValueError(f"{twice[0]}: given twice in the settings that begin in line {line}")
+        return super().construct_mapping(node, deep)
+
+
 def read_config_file(file: str, known: Mapping[str, object]) -> dict[str, object]:
     """The settings of a YAML file by dotted names. Raises BadInput."""
     with user_error("config", file):
-        groups = yaml.safe_load(find_path(file).read_text(encoding="utf-8"))
+        text = find_path(file).read_text(encoding="utf-8")
+        groups = yaml.load(text, Loader=UniqueKeys)  # a SafeLoader
     if not isinstance(groups, dict):
         raise BadInput(f"config: {file}: expected settings, `name: value`")
     values = {}

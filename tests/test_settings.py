@@ -187,6 +187,9 @@ def test_a_file_that_is_no_settings_is_refused(config, tmp_path):
     ):
         file = config({name: value})
         assert refused("--config", file) == said.format(file)
+    file = config("model: m\noptim:\n  lr: 1e-3\n  clip: 1\n  lr: 1e-4\n")
+    said = "lr: given twice in the settings that begin in line 3"
+    assert refused("--config", file) == f"config: {file}: {said}"
 
 
 def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
