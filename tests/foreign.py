@@ -194,6 +194,26 @@ PRESETS = {
         None,
         {"dropped: not rated": 1, "dropped: with a file beside a message": 1},
     ),
+    "openwebui_chats": (
+        "all-chats.json",
+        [
+            {
+                "id": "c1",
+                "title": "Tea",
+                **chat_of(
+                    *TEA,
+                    node("a2", "u1", "assistant", THOUGHT, annotation={"rating": 1, "tags": []}),
+                    node("u2", "a1", "user", "And?"),
+                    node("a3", "u2", "assistant", "Wait.", annotation={"rating": -1}),
+                    node("a4", "u2", "assistant", "Milk.", annotation={"rating": 0}),
+                )["chat"],
+            },
+            {"id": "c2", "title": "None", **chat_of(*TEA, system="Brew.")["chat"]},
+        ],
+        ["U: Tea? || Mint. +", "U: Tea? | A: Hot. | U: And? || Wait. -"],
+        None,
+        {"dropped: not rated": 2, "dropped by data.labels": 1},
+    ),
     "librechat": (
         "chat.json",
         {"branches": True, "options": {"promptPrefix": "Barista."}, "messages": COFFEE},
