@@ -192,11 +192,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
     transformers 5 builds some classes anew, with splits of their own in place of the file's: DeepSeek's
     texts lose their blanks, Granite's numbers their groups of three digits (huggingface/transformers
-    #45488, #45920). So AutoTokenizer is for folders without the file: there it makes one of the vocabulary.
+    #45488, #45920). So AutoTokenizer, which knows these classes, is asked for two things alone: a tokenizer where
+    there is no such file, and the names of BOS and EOS, which GPT-2's folder on the Hub leaves to its class.
     """
-    if (folder / "tokenizer.json").exists():
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not (folder / "tokenizer.json").exists():
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    hf = PreTrainedTokenizerFast.from_pretrained(folder)
+    if hf.eos_token is None:
+        of_class = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        for name in ("bos_token", "eos_token"):
+            token = getattr(of_class, name)
+            if token in hf.get_vocab():
+                setattr(hf, name, token)
+    return hf
 
 
 def model_stops(folder: Path) -> list[int | None]:

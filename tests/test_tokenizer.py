@@ -136,6 +136,20 @@ def test_tokenizer_json_is_read_as_it_stands_whatever_class_the_config_names(
     assert oracle.decode(e.completions[0].tolist()).strip() == "In 2024, 1234 don't"
 
 
+def test_tokens_that_the_config_leaves_to_the_class_are_known(tmp_path):
+    """GPT-2's folder on the Hub: a template of its dialogues writes EOS after each answer."""
+    path = folder(tmp_path)
+    (path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    (path / "config.json").write_text('{"model_type": "gpt2", "eos_token_id": 0}')
+    template = Path(__file__).parents[1] / "config" / "dialogue.jinja"
+    tokenizer = Tokenizer(Source(path), str(template))
+    prompt, (answer,) = tokenizer.render(DIALOGUE)
+    assert (prompt, answer) == ("User: p\n\nAssistant:", " c<|endoftext|>")
+    assert tokenizer.eos == tokenizer.bos == EOS
+    (path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 0}')
+    assert Tokenizer(Source(path)).bos is None, "its class names tokens that are not in the file"
+
+
 def test_tokenizer_model_alone_is_read(tmp_path):
     """A folder of Llama's kind, whose special tokens the text of a template may hold."""
     sentencepiece.SentencePieceTrainer.train(
