@@ -140,7 +140,7 @@ def text_of(content: object) -> str:
     if content is None:
         return ""
     parts = content if isinstance(content, list) else [content]
-    return "".join([text_of_part(part) for part in parts])
+    return without_flattened_parts("".join([text_of_part(part) for part in parts]))
 
 
 def note_flattened_parts(layout: Layout, text: str) -> None:
@@ -202,7 +202,8 @@ def split_turns(value: object, marks: dict[str, str]) -> object:
 
 
 def with_split_turns(layout: Layout, fields: dict) -> dict:
-    """The fields of a record; the texts of them that hold a dialogue become messages. Raises Skipped."""
+    """The fields of a record, whose texts become the messages that marks begin; a prompt without marks is a turn of
+    the user. Raises Skipped."""
     if not layout.marks:
         return fields
     result = {}
@@ -213,7 +214,7 @@ def with_split_turns(layout: Layout, fields: dict) -> dict:
             value = split_turns(value, layout.marks)
             if our_name in PROMPTS:
                 value = as_turns(value)
-            if name in PAIR and isinstance(value, list):
+            if our_name in PAIR and isinstance(value, list):
                 dialogues.append(value)
         result[name] = value
     for turns in dialogues:
@@ -246,21 +247,30 @@ def with_dialogue(fields: dict, name: str, answer: object, turn: object) -> tupl
         raise BadInput(f"{name}: expected a text, texts or messages; got {answer!r:.50}")
     if turn is not None:
         answer = answer[: end_of_turn(answer, turn)]
-    if not answer or answer[-1]["role"] != "assistant" or not answer[-1].get("content"):
+    if not answer or answer[-1]["role"] != "assistant":
+        raise Skipped("whose last turn is not the assistant's")
+    if not answer[-1].get("content"):
         raise Skipped("with an empty answer")
     *before, last = answer
     if not before:
         return fields, last
+    others = {x: value for x, value in fields.items() if ALIASES.get(x, x) not in PROMPTS}
     if prompt is not None and before[0]["role"] not in ("user", "system"):
-        # the dialogue goes on from the prompt; else it begins with it
-        return {**fields, "prompt": [*as_turns(prompt), *before]}, last
-    others = {key: value for key, value in fields.items() if key not in PROMPTS}
+        # the dialogue goes on from the prompt; else it has it already
+        return {**others, "prompt": [*as_turns(prompt), *before]}, last
+    contents = [str(turn.get("content")).strip() for turn in before]
+    if isinstance(prompt, str) and prompt.strip() not in contents:
+        raise Skipped("whose dialogue does not have the prompt")
     return {**others, "prompt": before}, last
 
 
 def prompt_name(fields: dict) -> str:
-    """The name of the field that holds the prompt."""
-    return next((name for name in PROMPTS if name in fields), "prompt")
+    """The name of the field that holds the prompt, which may be another one than ours (`question`)."""
+    for our_name in PROMPTS:
+        for name in fields:
+            if ALIASES.get(name, name) == our_name:
+                return name
+    return "prompt"
 
 
 def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:
@@ -279,7 +289,8 @@ def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:
 def end_of_turn(messages: list[dict], turn: object) -> int:
     """How many messages there are up to the assistant's answer number `turn`, from 1. Raises BadInput."""
     ends = [i + 1 for i, x in enumerate(messages) if x["role"] == "assistant"]
-    if not str(turn).isdecimal() or not 1 <= int(turn) <= len(ends):
+    turn = as_text(turn)  # 2 of a table's 2.0
+    if not turn.isdecimal() or not 1 <= int(turn) <= len(ends):
         raise BadInput(f"turn: {turn}: the dialogue has {len(ends)} answers")
     return ends[int(turn) - 1]
 

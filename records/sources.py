@@ -37,7 +37,7 @@ def split_share(source: str) -> tuple[str, int | float | None]:
         return source, None
     with user_error(None, f"{source}: expected a number of records after #, or a part such as 0.3"):
         share = int(text) if text.isdecimal() else float(text)
-        if share < 1 and not 0 < share:
+        if not 0 < share:  # nan, too
             raise ValueError
         if isinstance(share, float) and share >= 1:
             raise ValueError
@@ -119,7 +119,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
             options = dict(encoding="utf-8-sig", errors="surrogateescape", newline="")
             with open(path, **options) as file:
                 # spreadsheets of some countries write semicolons
-                delimiter = max(",;\t", key=file.readline().count)
+                delimiter = "\t" if suffix == ".tsv" else max(",;\t", key=file.readline().count)
                 file.seek(0)
                 rows = csv.reader(file, strict=True, delimiter=delimiter)
                 try:

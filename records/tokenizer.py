@@ -114,7 +114,8 @@ class Tokenizer:
         (ids,) = self.encode([end])
         if any(i in self.stops for i in ids):
             return
-        special = next((i for i in ids if i in self.hf.added_tokens_decoder), None)
+        known = self.hf.added_tokens_decoder.keys() - {self.hf.unk_token_id}
+        special = next((i for i in ids if i in known), None)
         if special is None:
             say(
                 f"the chat template ends an answer in {end!r}, which is no token at which sampling ends: "

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import yaml
 from conftest import ROOT, train
-from foreign import COFFEE, COFFEES, MATH, PRESETS, nested
+from foreign import COFFEE, COFFEES, MATH, PRESETS, THOUGHT, nested
 from test_data import load, refusal
 from tokens import CHATML, bot, chat, folder, plain, rated, user, write
 
@@ -326,6 +326,31 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
             labels=UP_DOWN,
         ),
         ["U: Hi || Ho +"],
+        {},
+    ),
+    "a given beginning beside a question": (
+        [{"question": "Add?", "begun": "It is", "a": " 4.", "l": 1}],
+        dict(columns="prefix=begun,completion=a,label=l"),
+        ["U: Add? ||  4. +"],
+        {},
+    ),
+    "a dialogue beside a prompt that is not its own": (
+        [
+            {"p": p, "x": [user("Rain?"), bot("Drip.")], "y": [user("Rain?"), bot("Dry.")], "w": 1}
+            for p in (" Rain?", "Snow?")
+        ],
+        dict(columns="prompt=p,a=x,b=y,verdict=w", labels="a=1,b=2"),
+        ["U: Rain? || Drip. +", "U: Rain? || Dry. -"],
+        {"dropped: whose dialogue does not have the prompt": 1},
+    ),
+    "reasoning within a part": (
+        [
+            {
+                "m": [user("Hi"), bot([{"type": "text", "text": f"{THOUGHT}"}]) | {"rating": 1}],
+            }
+        ],
+        dict(columns="messages=m,label=.rating", labels="up=1"),
+        ["U: Hi || Mint. +"],
         {},
     ),
     "several elements that a path fits": (

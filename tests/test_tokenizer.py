@@ -150,6 +150,26 @@ def test_tokens_that_the_config_leaves_to_the_class_are_known(tmp_path):
     assert Tokenizer(Source(path)).bos is None, "its class names tokens that are not in the file"
 
 
+def test_what_a_tokenizer_does_not_know_is_no_end_of_an_answer(tmp_path, capsys):
+    """A template ends an answer in a line break, for which this tokenizer has <unk> alone."""
+    path = tokens.real("llama-2", tmp_path)
+    t = json.loads((path / "tokenizer.json").read_text())
+    t["model"]["byte_fallback"] = False
+    t["added_tokens"].insert(0, t["added_tokens"][0] | {"id": 0, "content": "<unk>"})
+    (path / "tokenizer.json").write_text(json.dumps(t))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<unk>"}))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (path / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = Tokenizer(Source(path))
+    assert 0 in tokenizer.encode(["\n"])[0], "else nothing is tried"
+    tokenizer.end_as_the_template_does()
+    assert tokenizer.stops == (tokenizer.eos,)
+    assert "which is no token at which sampling ends" in capsys.readouterr().out
+
+
 def test_tokenizer_model_alone_is_read(tmp_path):
     """A folder of Llama's kind, whose special tokens the text of a template may hold."""
     sentencepiece.SentencePieceTrainer.train(
