@@ -1,7 +1,7 @@
 """A step: its examples, its mismatched pairs, its micro-batches.
 
 This file knows no model and no loss. Reading order: which examples a step has (step_examples); Step;
-MicroBatch, which is what a loss sees; how a step is split (split_into_parts). How a micro-batch becomes one row
+MicroBatch, which is what a loss sees; how a step is split (split_step). How a micro-batch becomes one row
 of tokens: packing.py. How the records of a file become examples: records/examples.py. `python data.py FILE`:
 records/page.py.
 
@@ -33,8 +33,8 @@ def step_examples(
     examples: Sequence[Example], cfg: RunSettings, plan: Plan, done: int
 ) -> Iterator[list[Example]]:
     """The G examples of each step to come: of those after the first `done` steps, until plan.end. A step's
-    examples are a slice of its epoch's order, which depends on seed and epoch only: every rank draws the
-    same, and a resume needs no sampler state. What is left at an epoch's end is no step (plan.per_epoch)."""
+    examples are a slice of its epoch's order, which depends on seed, epoch and examples only: every rank draws
+    the same, and a resume needs no sampler state. What is left at an epoch's end is no step (plan.per_epoch)."""
     G = cfg.batch_size
     order = None
     for step in range(done + 1, plan.end + 1):
@@ -131,7 +131,7 @@ NUMBERS_KEPT = 20  # for the backward, of each token, layer and unit of the widt
 
 
 class Budget(NamedTuple):
-    """How a step is split into micro-batches. It changes memory and speed only."""
+    """How a step is split into micro-batches. It changes memory and speed, and numbers by rounding only."""
 
     rank: int = 0
     ranks: int = 1
@@ -266,7 +266,7 @@ class MicroBatch:
     packed: PackedBatch
     """Their prompts with their own completions, as the models read them."""
     mismatched: PackedBatch | None
-    """The same prompts with their mismatched completions, on the CPU; None without mismatched pairs."""
+    """The same prompts with their mismatched completions, on the CPU; None if the objective asks for none."""
     outputs: torch.Tensor | None = None
     """(B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a completion's end."""
 
@@ -291,7 +291,7 @@ class MicroBatch:
 
     @property
     def length(self) -> torch.Tensor:
-        """(B, K) how many tokens are scored: those of the completion, with score_prompt the prompt's, too."""
+        """(B, K) how many tokens are scored: the completion's, with score_prompt also the prompt's but the first."""
         return self.packed.length_BK
 
     def extra(self, name: str) -> torch.Tensor | list[str]:

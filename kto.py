@@ -12,8 +12,8 @@ r with z, the paper's estimate of KL(policy || reference) in nats: the mean r of
 completion of another prompt), which cost no sampling. A KL is never negative, this mean may be: then z is 0.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py.
-objective.py has the other methods that an algorithm may override: baseline, which makes z and which the loop
-calls in Trainer.step_baseline, and after_step, for what is remembered from step to step.
+objective.py has the other methods that an algorithm may override, among them baseline, which makes z and which the
+loop calls in Trainer.step_baseline, and after_step, for what is remembered from step to step.
 
 Where we differ from the paper and its ports: z is made once for the whole optimizer step, from all
 micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal
@@ -72,7 +72,7 @@ def kto_loss(
 
 
 class KTO(Objective):
-    """The loss of rated completions. It gets z and does not see the mismatched pairs: these are scored by
+    """The loss of rated completions. It gets z; the mismatched pairs, of which z is made, are scored by
     Trainer.mismatched_logratio."""
 
     def __init__(self, args: KTOSettings):
@@ -174,7 +174,7 @@ def main(
     records(raw record), which turns one record of the user's file into a list of records in our form."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=records)
-    with trainer(run) as loop:  # its end saves the last whole step, after an error too
+    with trainer(run) as loop:  # after an error its end saves the last whole step
         if loop.fit():  # False: stopped early
             loop.finish()
 

@@ -26,7 +26,7 @@ class Baseline(NamedTuple):
 
     z_G: torch.Tensor
     """(G,) the baseline of each example, in nats: the same number for all, unless `Objective.baseline` says
-    otherwise. Its mean is the column `kl`, its name in other libraries."""
+    otherwise. Its mean is the column `kl` of kto.py, its name in other libraries."""
     logratio_n: torch.Tensor
     """(n,) the log-ratios of the mismatched pairs, in nats."""
 
@@ -59,8 +59,8 @@ class Objective:
         the weight that its record may give, and adds it to the columns as `loss`. Validation calls it too.
 
         A micro-batch is any part of the step, so a loss must not mix its examples: sums over the step
-        come from batch.step. The start check refuses a loss that does: it compares the losses of a few
-        examples together with the loss of each alone."""
+        come from batch.step. The start check refuses nearly all that do: it compares the losses of a
+        few examples together with the loss of each alone, at z = 0."""
         raise NotImplementedError
 
     def reduce(
@@ -68,7 +68,7 @@ class Objective:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """With by_token, the log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end. -> what
         the loss, z and `logratio` get in their place. It must be (B, K) if there are mismatched pairs, or
-        with average_logps, which divides by lengths (B, K). Without by_token it changes nothing."""
+        with average_logps, which divides by lengths (B, K). Without by_token an override gets (B, K)."""
         return logps, ref_logps
 
     def mismatched_completions(
@@ -76,16 +76,16 @@ class Objective:
     ) -> Sequence[np.ndarray | list[int] | None]:
         """With needs_mismatched_pairs: for each example the completion, as token ids, with which its prompt
         makes a mismatched pair; None: it has no pair. Here it is the completion of the next example with
-        another prompt and another completion (data.py), chosen in another thread, a step ahead.
+        another prompt and another completion (data.py), in training chosen in another thread, a step ahead.
 
         An override is called when its step begins, so it may use the policy (under torch.no_grad) and what
-        after_step has changed. It is also called in each validation, with all of val, and in the start check.
+        after_step has changed. It is also called for all of val, all of test, and in the start check.
         All ranks use what it gives on rank 0. With reference_cache the run calls it for every step before
         training begins, and again in each step: it must then give the same."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
-        """columns: of all G examples, on the CPU. -> a row of metrics.csv; None is an empty cell."""
+        """columns: of all G examples, on the CPU. -> a row of metrics.csv or val.csv; None is an empty cell."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(
@@ -107,10 +107,10 @@ class Objective:
         return mean.clamp(min=0)
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
-        """Called once a training step, after `metrics` and before the weights move, with the columns of all G
-        examples, on the CPU and equal on all ranks. Here an objective updates what it remembers; what belongs
-        to one example can be kept by step.examples[i].number, which is the same in each epoch. Validation
-        never calls it."""
+        """Called once a training step, after `metrics` (where a row is due) and before the weights move, with the
+        columns of all G examples, on the CPU and equal on all ranks. Here an objective updates what it
+        remembers; what belongs to one example can be kept by step.examples[i].number, which is the same in
+        each epoch. Validation never calls it."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
         """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each

@@ -104,7 +104,7 @@ class Trainer:
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a second
-        fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early."""
+        fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early; or Interrupted."""
         run = self.run
         assert plan or run.last_step == 0, "fit: the default plan has ended: give another one"
         examples = run.examples["train"] if examples is None else examples
@@ -130,8 +130,8 @@ class Trainer:
         return True
 
     def train_step(self, step: Step, micro_batches: list[MicroBatch], plan: Plan) -> None:
-        """An optimizer step, and its row of metrics.csv if one is due. The objective's functions are called before
-        a weight moves: if one fails, save_after saves the run as it was before the step."""
+        """An optimizer step, and its row of metrics.csv if one is due. loss, baseline, metrics and after_step are
+        called before a weight moves: if one fails, save_after saves the run as it was before the step."""
         run = self.run
         began = time.perf_counter()
         number = run.state.step + 1
@@ -187,7 +187,7 @@ class Trainer:
         pass without gradient comes first: to keep the graphs of all forwards until z is known would take too
         much memory. With one micro-batch and pairs the policy's forward comes first: it leaves the keys and
         values of its prompts, the pairs read them, and no prompt is computed twice. Both orders give the same
-        numbers, up to rounding.
+        numbers, up to rounding (and dropout).
         """
         step.to(self.run.fabric.device)
         # all ranks have equally many micro-batches, so they take the same way
@@ -245,8 +245,8 @@ class Trainer:
     def score_examples(
         self, examples: list[Example], title: str = "scoring"
     ) -> tuple[Columns, Baseline]:
-        """Score all these examples as one step, with one z for all of them: the numbers depend on
-        neither batch size nor ranks. -> columns and z, of all ranks. A collective."""
+        """Score all these examples as one step, with one z for all of them: but for rounding the numbers
+        depend on neither batch size nor ranks. -> columns and z, of all ranks. A collective."""
         step = self.make_step(examples)
         with self.progress(title, step):
             return self.score(step)
@@ -356,8 +356,8 @@ class Trainer:
         self.run.fabric.backward(loss_B.sum() * share)
 
     def synchronised(self, is_last: bool) -> AbstractContextManager:
-        """A context for forward and backward of a micro-batch: ranks add up their gradients at the last one.
-        FSDP2 adds up at each: otherwise each rank would hold the whole, unsharded gradient until the last."""
+        """A context for forward and backward of a micro-batch: ranks average their gradients at the last one.
+        FSDP2 does so at each: otherwise each rank would hold the whole, unsharded gradient until the last."""
         waits = not is_last and self.run.cfg.strategy != "fsdp"
         return self.run.fabric.no_backward_sync(self.run.policy, enabled=waits)
 

@@ -84,9 +84,9 @@ def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
     """The settings devices and num_nodes, as the program that started the processes has fixed them.
 
     A launcher's own variables are copied into torchrun's variables (RANK, ...), which torch, Fabric and
-    console.rank read. If nothing has started the processes, RANK is not set, and Fabric starts them. A launcher
-    that has started another number of processes than the settings say is refused: there would be several
-    runs, without a word, or processes that wait for ever. Raises BadInput."""
+    console.rank read. If nothing has started the processes, RANK is not set, and Fabric starts them. torchrun's own
+    numbers replace the settings. Another launcher that has started several processes, and not as many as the settings
+    say, is refused: there would be several runs, without a word, or processes that wait for ever. Raises BadInput."""
     env = os.environ
     devices = cfg.devices
     nodes = cfg.num_nodes

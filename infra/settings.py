@@ -153,7 +153,7 @@ class Lora:
     alpha: PositiveInt = 16
     """The adapters' output is multiplied by alpha / rank."""
     dropout: ClosedUnitInterval = 0.0
-    """Dropout before the adapters. Above 0 policy and reference differ even at step 0."""
+    """Dropout before the adapters, of the policy in training alone: with it a split of a step changes the numbers."""
     targets: str = "all-linear"
     """Which linear layers get adapters, by commas, as PEFT names them: q_proj, self_attn.o_proj, c_attn,
     lm_head, ...; all-linear: all but the head."""

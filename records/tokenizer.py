@@ -1,7 +1,8 @@
 """Text to token ids, as the model's own tokenizer does it; template.py writes the text of messages.
 
 transformers reads the tokenizer and encodes. What it does not have is the border of prompt and
-completion: a completion must attach to any prompt, so both are encoded apart. Reading order: what a
+completion: a completion must attach to any prompt, so both are encoded apart
+(where the tokenizer puts a space before every text: together, and divided). Reading order: what a
 record goes through, render (a record to text) and encode_all (text to ids, with BOS and EOS).
 """
 
