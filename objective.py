@@ -103,8 +103,8 @@ class Objective:
         -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
         may be 0, and is 0 without needs_mismatched_pairs. Validation calls it too: it must not update what
         the objective remembers."""
-        mean = logratio_n.sum() / max(1, len(logratio_n))  # 0 if there are no pairs
-        return mean.clamp(min=0)
+        z = logratio_n.sum() / max(1, len(logratio_n))  # their mean; 0 if there are no pairs
+        return z.clamp(min=0)
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
         """Called once a training step, after `metrics` (where a row is due) and before the weights move, with the
@@ -146,12 +146,10 @@ def copied_to_cpu(
     tensors = [*columns.values(), *baseline, *others]
     numbers = torch.cat([x.detach().double().flatten() for x in tensors]).cpu()
     parts = numbers.split([x.numel() for x in tensors])
-    copies = [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)]
-    n = len(columns)
-    n_baseline = len(baseline)
-    new_columns = dict(zip(columns, copies[:n]))
-    new_baseline = Baseline(*copies[n : n + n_baseline])
-    return new_columns, new_baseline, *copies[n + n_baseline :]
+    copies = iter([part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)])
+    new_columns = {name: next(copies) for name in columns}
+    new_baseline = Baseline(next(copies), next(copies))
+    return new_columns, new_baseline, *copies
 
 
 def join_columns(first: dict, second: dict) -> dict:

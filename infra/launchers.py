@@ -172,10 +172,12 @@ def speak_torchrun(launcher: Launcher, devices: int, nodes: int) -> None:
     env["WORLD_SIZE"] = str(devices * nodes)
     env["GROUP_RANK"] = str(rank // devices)
     if "MASTER_ADDR" not in env:
-        address = "127.0.0.1" if nodes == 1 else None
-        if nodes > 1 and launcher.name == "srun":
+        address = None
+        if nodes == 1:
+            address = "127.0.0.1"
+        elif launcher.name == "srun":
             address = SLURMEnvironment.resolve_root_node_address(env["SLURM_STEP_NODELIST"])
-        if nodes > 1 and launcher.name == "jsrun":  # the file's first line is the launch node's
+        elif launcher.name == "jsrun":  # the file's first line is the launch node's
             address = Path(env["LSB_DJOB_RANKFILE"]).read_text().split()[1]
         refuse_unless(
             address,

@@ -37,9 +37,8 @@ def split_share(source: str) -> tuple[str, int | float | None]:
         return source, None
     with user_error(None, f"{source}: expected a number of records after #, or a part such as 0.3"):
         share = int(text) if text.isdecimal() else float(text)
-        if not 0 < share:  # nan, too
-            raise ValueError
-        if isinstance(share, float) and share >= 1:
+        is_part = isinstance(share, float)
+        if not 0 < share or (is_part and share >= 1):  # nan, too
             raise ValueError
     return name, share
 
