@@ -185,9 +185,8 @@ class OtherServer:
             f"server: {args.server}: expected an address that begins with http:// or https://",
         )
         for name in ("top_k", "repetition_penalty", "min_new_tokens", "plain"):
-            is_given = getattr(args, name) != RateSettings.__dataclass_fields__[name].default
             refuse_unless(
-                not is_given,
+                getattr(args, name) == getattr(RateSettings, name),  # its default
                 f"{name}: not with --server, which is asked with temperature, top_p, stop and max_new_tokens",
             )
         self.server = Server(args.server, os.environ.get("OPENAI_API_KEY"))

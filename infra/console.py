@@ -44,15 +44,18 @@ def rank() -> int:
     # A variable counts if the launcher's number of processes stands beside it: else it is left from another program.
     # Those of mpirun and SLURM come last: in a shell that one of them started they are 0 in every process that
     # Fabric launches. SLURM is the very last: it may have started only mpirun's helper.
-    names = {
+    size_beside = {
         "RANK": "RANK",
         "LOCAL_RANK": "WORLD_SIZE",
         "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
         "PMI_RANK": "PMI_SIZE",
         "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
     }
-    first = next((env[name] for name, size in names.items() if env.get(name) and env.get(size)), 0)
-    return int(first) or int(env.get("NODE_RANK") or 0)
+    node = int(env.get("NODE_RANK") or 0)
+    for name, size in size_beside.items():
+        if env.get(name) and env.get(size):
+            return int(env[name]) or node
+    return node
 
 
 def say(line: str) -> None:

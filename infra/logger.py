@@ -115,7 +115,7 @@ class Throughput:
         set on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes; macOS counts single ones
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 

@@ -153,7 +153,7 @@ class Lora:
     alpha: PositiveInt = 16
     """The adapters' output is multiplied by alpha / rank."""
     dropout: ClosedUnitInterval = 0.0
-    """Dropout before the adapters, of the policy in training alone: with it a split of a step changes the numbers."""
+    """Dropout before the adapters, in training only. With it the numbers depend on how a step is split."""
     targets: str = "all-linear"
     """Which linear layers get adapters, by commas, as PEFT names them: q_proj, self_attn.o_proj, c_attn,
     lm_head, ...; all-linear: all but the head."""

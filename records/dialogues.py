@@ -5,7 +5,7 @@ marks begin the turns; and an answer may be a whole dialogue, of which only the 
 
 Reading order: turns_or_text (what a field of a record becomes); message and text_of (one message); texts in which
 marks begin the turns (data.turns); with_dialogue (an answer that is a dialogue); with_lists_of_messages and
-with_its_prompt (a record of our own form whose messages or prompt stand there otherwise).
+with_its_prompt (a record of our own form, whose messages have another form or whose prompt is elsewhere).
 """
 
 import re
@@ -13,7 +13,7 @@ import re
 from infra.console import BadInput
 from records.forms import ALIASES, PROMPTS, ROLES, as_text, as_turns
 from records.layout import PAIR, Layout
-from records.paths import Skipped, is_there, opened
+from records.paths import Skipped, is_lists_by_key, is_there, opened, rows
 
 # fields of ours that hold an answer, and all that hold texts of a dialogue
 ANSWERS = ("completion", "messages", *PAIR)
@@ -21,10 +21,11 @@ TEXTS = (*PROMPTS, *ANSWERS)
 # kinds of parts of a message that are no part of its text
 LEFT_OUT = re.compile("think|reason|tool|function|_call")
 # the same parts where a tool writes them into the text: Open WebUI, Dify, and LibreChat
+# (no pattern begins with blanks, unless at the start of the text: a long run of them would take for ever)
 FLATTENED = re.compile(
-    r'(?:\s*<details type="(?:reasoning|tool_calls|code_interpreter)".*?</details>\s*)+'
-    r"|^\s*<details style=[^>]*>\s*<summary>\s*Thinking\.\.\..*?</details>\s*"
-    r"|^\s*:::thinking\n.*?\n:::\s*",
+    r'<details type="(?:reasoning|tool_calls|code_interpreter)".*?</details>'
+    r"|^\s*<details style=[^>]*>\s*<summary>\s*Thinking\.\.\..*?</details>"
+    r"|^\s*:::thinking\n.*?\n:::",
     re.DOTALL,
 )
 # the fields of a message that hold an image or a document beside its text
@@ -42,8 +43,7 @@ def turns_or_text(layout: Layout, name: str, value: object) -> object:
     if isinstance(value, str):
         content = opened_field(name, value)
         if not is_message(content) and not is_list_of_messages(content):
-            note_flattened_parts(layout, value)
-            return without_flattened_parts(value)
+            return own_words(layout, value)
         value = content
     messages = value if isinstance(value, list) else [value]
     if messages and all(isinstance(x, str) for x in messages):
@@ -96,9 +96,7 @@ def message(layout: Layout, raw: object) -> dict:
         calls = {x: raw[x] for x in ("tool_calls", "tool_call_id") if is_there(raw.get(x))}
         if role == "tool" and is_there(raw.get("name")):
             calls["name"] = raw["name"]
-    if isinstance(content, str):
-        note_flattened_parts(layout, content)
-    text = text_of(content)
+    text = own_words(layout, content) if isinstance(content, str) else text_of(content)
     if isinstance(raw, dict) and any(is_there(raw.get(name)) for name in FILES):
         raise Skipped("with a file beside a message")
     if not text and not calls:
@@ -143,15 +141,19 @@ def text_of(content: object) -> str:
     return without_flattened_parts("".join([text_of_part(part) for part in parts]))
 
 
-def note_flattened_parts(layout: Layout, text: str) -> None:
-    if FLATTENED.search(text):
+def own_words(layout: Layout, text: str) -> str:
+    """A text without FLATTENED parts, and counted if it has one."""
+    words = without_flattened_parts(text)
+    if words != text:
         layout.counts["texts, of which reasoning or a call of tools was taken off"] += 1
+    return words
 
 
 def without_flattened_parts(text: str) -> str:
-    if not FLATTENED.search(text):
+    pieces = FLATTENED.split(text)
+    if len(pieces) == 1:
         return text
-    return FLATTENED.sub("\n\n", text).strip()
+    return "\n\n".join(filter(None, map(str.strip, pieces)))
 
 
 def text_of_part(part: object) -> str:
@@ -299,7 +301,7 @@ def end_of_turn(messages: list[dict], turn: object) -> int:
 
 
 def with_lists_of_messages(layout: Layout, record: dict) -> dict:
-    """A record of our own form; messages that stand there otherwise become a list of {"role", "content"}.
+    """A record of our own form; its messages, where they have another form, become a list of {"role", "content"}.
     Raises Skipped, BadInput."""
     result = {}
     for name, value in record.items():
@@ -323,10 +325,8 @@ def list_of_messages(layout: Layout, name: str, value: object) -> object:
             return value
         layout.counts[f"whose {name} is a text of JSON, read as messages"] += 1
         value = messages
-    if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
-        lengths = {len(x) for x in value.values()}
-        if len(lengths) == 1:
-            value = [dict(zip(value, row)) for row in zip(*value.values())]
+    if is_lists_by_key(value) and len({len(x) for x in value.values()}) == 1:
+        value = rows(value)
     if not is_list_of_messages(value):
         return value
     return [x | {"content": text_of(x["content"])} if has_parts(x) else x for x in value]

@@ -315,11 +315,13 @@ def load_splits(
         )
         parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
     parts = {name: numbered(examples) for name, examples in parts.items()}
-    trained_on = {hash(example.keys) for example in parts["train"]}
+    if parts["val"] or parts["test"]:
+        trained_on = {hash(example.keys) for example in parts["train"]}
+        for name in ("val", "test"):
+            n_known = sum(hash(example.keys) in trained_on for example in parts[name])
+            if n_known:
+                counts[name]["which are in data.train, too"] = n_known
     for name, examples in parts.items():
-        n_known = sum(hash(example.keys) in trained_on for example in examples)
-        if n_known and name != "train":
-            counts[name]["which are in data.train, too"] = n_known
         if examples:
             describe(name, examples, kind, counts[name])
     return parts

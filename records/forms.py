@@ -79,20 +79,27 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     """
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
+    try:
+        return _understand_fields(record, kind, extra)
+    except Missing as e:
+        # the fields that are there by the record's own names, of which ours are made
+        names = [name for name, value in record.items() if value is not None]
+        raise BadInput(f"{e}: missing; there is {', '.join(names)} (see data.columns)") from None
+
+
+def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record:
+    """As understand_record. Raises BadInput, Missing."""
     # Whoever reads a field takes it out of `fields`: those that are left at the end are ignored.
     # In a table every row has every field; null says that this row has none.
-    given = {name: x for name, x in record.items() if x is not None}
-    there_is = f"there is {', '.join(given)} (see data.columns)"
-    fields = unique_keys((ALIASES.get(name, name), x) for name, x in given.items())
+    fields = unique_keys(
+        (ALIASES.get(name, name), x) for name, x in record.items() if x is not None
+    )
     for name in NUMBERS:
         if fields.get(name) == "":  # an empty cell of a csv file
             del fields[name]
     extras = {}
     for name in extra:
-        by_any_name = {**record, **fields}  # the record's own or ours
-        if name not in by_any_name:
-            raise BadInput(f"{name}: missing; {there_is}")
-        value = by_any_name[name]
+        value = _take({**record, **fields}, name)  # by the record's own name or by ours
         if isinstance(value, date | time):  # of a table
             value = value.isoformat()
         extras[name] = value if isinstance(value, str) else _number(value, name)
@@ -101,13 +108,10 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     system = fields.pop("system", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
-    try:
-        understood = _understand_form(fields, kind)
-        prompt = understood.prompt
-        if prompt == []:
-            raise Missing("prompt")
-    except Missing as e:  # with the record's own names
-        raise BadInput(f"{e}: missing; {there_is}") from None
+    understood = _understand_form(fields, kind)
+    prompt = understood.prompt
+    if prompt == []:
+        raise Missing("prompt")
     if system:
         turn = _message({"role": "system", "content": system}, "system")
         prompt = [turn, *as_turns(prompt)]
@@ -196,7 +200,7 @@ def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dic
 
 
 class Missing(Exception):
-    """A field that a form needs, by our name."""
+    """A form needs a field that is not there. The text is our name of it."""
 
 
 def _take(fields: dict, name: str) -> object:

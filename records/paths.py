@@ -81,9 +81,13 @@ def elements(value: object, separator: str) -> list:
 
 def rows(value: object) -> list[dict]:
     """A list of objects. The datasets library may hold one as an object of lists, a list for each field."""
-    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+    if is_lists_by_key(value):
         return [dict(zip(value, row)) for row in zip(*value.values())]
     return [row for row in elements(value, "") if isinstance(row, dict)]
+
+
+def is_lists_by_key(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(x, list) for x in value.values())
 
 
 def is_there(value: object) -> bool:

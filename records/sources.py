@@ -211,6 +211,7 @@ def open_table(source: str):
     with user_error(f"{source}: {nothing}", name):
         saved = [path / file for file in ("dataset_info.json", "dataset_dict.json")]
         if not any(file.exists() for file in saved):
-            return datasets.load_dataset(str(path) if path.is_dir() else name, *config, split=split)
+            id_or_copy = str(path) if path.is_dir() else name
+            return datasets.load_dataset(id_or_copy, *config, split=split)
         rows = datasets.load_from_disk(path)
         return rows[split] if isinstance(rows, dict) else rows

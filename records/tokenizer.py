@@ -1,9 +1,9 @@
 """Text to token ids, as the model's own tokenizer does it; template.py writes the text of messages.
 
 transformers reads the tokenizer and encodes. What it does not have is the border of prompt and
-completion: a completion must attach to any prompt, so both are encoded apart
-(where the tokenizer puts a space before every text: together, and divided). Reading order: what a
-record goes through, render (a record to text) and encode_all (text to ids, with BOS and EOS).
+completion: a completion must attach to any prompt, so both are encoded apart. (A tokenizer that puts a space
+before every text encodes them together, and the ids are divided.) Reading order: what a record goes
+through, render (a record to text) and encode_all (text to ids, with BOS and EOS).
 """
 
 import json
@@ -35,7 +35,7 @@ class Tokenizer:
     stops      ids that end a sampled completion: EOS, those that the model's config names, and after
                end_as_the_template_does the one in which the template's answers end
     template   the text of the chat template, or None
-    model      the folder that holds the model's config.json
+    root       the folder that holds the model's config.json
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
 
@@ -43,7 +43,7 @@ class Tokenizer:
         """`chat_template`: a jinja file in place of the model's own. `date`: today, for templates that
         ask for it with strftime_now. Raises BadInput."""
         folder = source.tokenizer
-        self.model = source.root
+        self.root = source.root
         with user_error("tokenizer", folder):
             self.hf = load_tokenizer(folder)
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
@@ -131,7 +131,7 @@ class Tokenizer:
     def generation_config(self, n_embeddings: int) -> str:
         """The text of the model's generation_config.json, with all `stops` that the model has. An engine, which
         knows nothing of the template's own end, then ends where sampling ends here."""
-        file = self.model / "generation_config.json"
+        file = self.root / "generation_config.json"
         config = read_json(file) if file.exists() else {}
         config["eos_token_id"] = [i for i in self.stops if i < n_embeddings]
         return json.dumps(config, indent=2) + "\n"
@@ -202,10 +202,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     hf = PreTrainedTokenizerFast.from_pretrained(folder)
     if hf.eos_token is None:
         of_class = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        for name in ("bos_token", "eos_token"):
-            token = getattr(of_class, name)
-            if token in hf.get_vocab():
-                setattr(hf, name, token)
+        vocab = hf.get_vocab()
+        if of_class.bos_token in vocab:
+            hf.bos_token = of_class.bos_token
+        if of_class.eos_token in vocab:
+            hf.eos_token = of_class.eos_token
     return hf
 
 

@@ -581,6 +581,16 @@ def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monke
         assert line in shown(tmp_path, monkeypatch, capsys, source)
 
 
+def test_a_long_run_of_blanks_in_a_text_is_read_at_once():
+    for text in (" " * 300_000 + "x", "<details " * 30_000 + "x"):
+        record = {"q": text, "a": text}
+        reader = Reader(Data("x", columns="prompt=q,completion=a"), "demonstrations", Counter())
+        began = time.monotonic()
+        ((_, ours),) = reader.read(iter([("x:1", record)]), [])
+        assert (ours["prompt"], ours["completion"]) == (text, text)
+        assert time.monotonic() - began < 5
+
+
 @pytest.mark.parametrize("line", ["[1, 2]", "3", '"text"', "null"])
 def test_of_a_record_that_is_no_object_data_py_says_only_this(tmp_path, monkeypatch, capsys, line):
     source = saved(tmp_path, "d.jsonl", [line, rated()])
