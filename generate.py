@@ -1,7 +1,8 @@
 """Sample from a policy, batched, with a key/value cache; and talk to a run.
 
     python generate.py --model out/<run> --prompt "sort: pear fig apple ="
-    python generate.py --model out/<run>        # a conversation
+    python generate.py --model out/<run>                           # a conversation
+    python generate.py --model out/<run> --prompts prompts.jsonl   # answers to a file of prompts, into answers.jsonl
 
 Shape letters:
 
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,15 +30,18 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from attention import KVCache
 from checks import sampling_faults
-from infra.console import BadInput, advance, run_cli
+from infra.checkpoint import as_lines, write_whole
+from infra.console import BadInput, advance, progress, run_cli, say
 from infra.devices import multiplies_bfloat16, prepare_machine, reduce_number
 from infra.parse import parse_command
-from infra.settings import Sampling, refuse_unless
+from infra.settings import Sampling, refuse_unless, split_commas
 from models.hub import find_model
 from models.load import load_model
 from models.lora import merge_for_sampling
 from packing import pack, to_device
-from records.forms import Record
+from records.forms import Record, as_turns, understand_record
+from records.ratings import prompt_key
+from records.sources import collect, decoded_records
 from records.tokenizer import Tokenizer
 
 # Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
@@ -258,18 +263,107 @@ def read_answer(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str] = ()) 
     return text, False
 
 
+# ---- a model that is asked ------------------------------------------------------------------------
+
+
+class AskedModel:
+    """A model on one device, as generate.py and rate.py ask it."""
+
+    def __init__(self, name: str, plain: bool):
+        """plain: the chat template is left aside. Raises BadInput."""
+        source = find_model(name)
+        prepare_machine()
+        self.fabric = Fabric(devices=1)
+        on_gpu = self.fabric.device.type == "cuda"
+        in_bfloat16 = on_gpu and multiplies_bfloat16(self.fabric.device)
+        dtype = torch.bfloat16 if in_bfloat16 else torch.float32
+        self.tokenizer = Tokenizer(source, date=date.today().isoformat())
+        self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
+        self.longest_prompt = self.policy.max_seq_length - 1
+        self.by_template = bool(self.tokenizer.template) and not plain
+        if self.by_template:
+            self.tokenizer.end_as_the_template_does()
+
+    def encode(self, record: Record) -> np.ndarray:
+        """The token ids of a record's prompt. Raises BadInput."""
+        texts = self.tokenizer.render(record, self.by_template)
+        ((ids, _),) = self.tokenizer.encode_all([texts], self.by_template)
+        refuse_unless(
+            0 < len(ids) <= self.longest_prompt,
+            f"prompt: from 1 to {self.longest_prompt} tokens fit this model, got {len(ids)}",
+        )
+        return np.array(ids)
+
+    def answers(
+        self,
+        prompts: list[np.ndarray],
+        args: Sampling,
+        seed: int,
+        before_token: Callable[[], None] = lambda: None,
+    ) -> list[tuple[str, bool]]:
+        """The text of an answer to each prompt, and whether it was cut: see `generate` and read_answer."""
+        answers = generate(
+            self.fabric,
+            self.policy,
+            prompts,
+            self.tokenizer,
+            args,
+            args.max_new_tokens,
+            seed,
+            before_token,
+        )
+        return [read_answer(self.tokenizer, ids, args.stop) for ids in answers]
+
+
+def read_prompts(source: str, by_template: bool, extra: Sequence[str] = ()) -> dict[str, Record]:
+    """file:line -> record, for each distinct prompt of the records, in their order. For a chat template a text becomes
+    a turn of the user. extra: fields that each record must have. Raises BadInput."""
+    records: dict[str, Record] = {}
+    known = set()
+    faults: list[str] = []
+    for where, raw in decoded_records(source, faults):
+        with collect(faults, where):
+            record = understand_record(raw, "prompts", extra)
+            if by_template:
+                record = record._replace(prompt=as_turns(record.prompt))
+            refuse_unless(
+                by_template or isinstance(record.prompt, str),
+                "prompt: the model has no chat template",
+            )
+            key = prompt_key(record.prompt)
+            if key not in known:
+                known.add(key)
+                records[where] = record
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+    refuse_unless(records, f"prompts: {source}: no records")
+    return records
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Sampling):
-    """python generate.py --model out/<run> [--prompt TEXT] asks a run, or any model that kto.py takes."""
+    """python generate.py --model out/<run> asks a run, or any model that kto.py takes: one question (--prompt),
+    those of a file (--prompts), or a conversation."""
 
     model: str
     """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes."""
     prompt: str = ""
     """What to answer, through the chat template if there is one (with today's date where it prints one).
     Default: a conversation, turn by turn, until an empty line or Ctrl-D."""
+    prompts: str | None = None
+    """Records whose prompts are answered into the file --out, in any form that online.py reads; a text goes
+    through the chat template, too."""
+    out: str = "answers.jsonl"
+    """With --prompts: the file of the answers, a line {"prompt", "completion", "cut"} each; cut: the answer ended at
+    max_new_tokens. With a "label" of yours in each line kto.py learns from it. It is written after each batch; the same
+    command goes on after the answers that are there."""
+    extra: str | None = None
+    """With --prompts: fields of the records that are copied to the lines of their answers, such as source,solution."""
+    num_generations: PositiveInt = 1
+    """With --prompts: answers to each prompt."""
     max_new_tokens: PositiveInt = 256
     """Longest answer in tokens; less where the context ends."""
     plain: bool = False
@@ -278,42 +372,72 @@ class Ask(Sampling):
     """An answer draws from it; turn number i of a conversation from seed + i."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
-    faults = sampling_faults(args, args.max_new_tokens)
-    if faults:
-        raise BadInput("\n".join(faults))
-    source = find_model(args.model)
-    prepare_machine()
-    fabric = Fabric(devices=1)
-    on_gpu = fabric.device.type == "cuda"
-    in_bfloat16 = on_gpu and multiplies_bfloat16(fabric.device)
-    dtype = torch.bfloat16 if in_bfloat16 else torch.float32
-    tokenizer = Tokenizer(source, date=date.today().isoformat())
-    policy = fabric.to_device(load_model(source, dtype=dtype))
-    context = policy.max_seq_length
+def talk(model: AskedModel, args: Ask) -> None:
+    """Answer args.prompt, or hold a conversation."""
     turns = []
-    by_template = bool(tokenizer.template) and not args.plain
-    if by_template:
-        tokenizer.end_as_the_template_does()
     lines = [args.prompt] if args.prompt else iter(lambda: input("> "), "")
     with contextlib.suppress(EOFError):  # Ctrl-D
         for i, line in enumerate(lines):
             turns.append({"role": "user", "content": line})
             # without a template the model reads only the last turn
-            record = Record(turns if by_template else line, [])
-            texts = tokenizer.render(record, by_template)
-            ((ids, _),) = tokenizer.encode_all([texts], by_template)
-            refuse_unless(
-                0 < len(ids) < context,
-                f"prompt: from 1 to {context - 1} tokens fit this model, got {len(ids)}",
-            )
-            prompts = [np.array(ids)]
-            seed = args.seed + i
-            (ids,) = generate(fabric, policy, prompts, tokenizer, args, args.max_new_tokens, seed)
-            text, _ = read_answer(tokenizer, ids, args.stop)
+            ids = model.encode(Record(turns if model.by_template else line, []))
+            ((text, _),) = model.answers([ids], args, args.seed + i)
             turns.append({"role": "assistant", "content": text})
             print(text)
+
+
+def answer_file(model: AskedModel, args: Ask) -> None:
+    """Answer the prompts of args.prompts into args.out. Raises BadInput."""
+    prompts: list[np.ndarray] = []  # of each answer
+    lines: list[dict] = []  # what its line holds beside the answer
+    faults: list[str] = []
+    records = read_prompts(args.prompts, model.by_template, split_commas(args.extra))
+    for where, record in records.items():
+        with collect(faults, where):
+            prompts += [model.encode(record)] * args.num_generations
+            line = {"prompt": record.prompt, **record.extra}
+            if record.tools:
+                line["tools"] = record.tools
+            if record.template_kwargs:
+                line["chat_template_kwargs"] = record.template_kwargs
+            lines += [line] * args.num_generations
+    out = Path(args.out)
+    done = [row for _, row in decoded_records(args.out, faults)] if out.exists() else []
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+    for i, row in enumerate(done):
+        is_next = i < len(lines) and row.get("prompt") == lines[i]["prompt"]
+        refuse_unless(
+            is_next, f"out: {out}:{i + 1}: an answer to another prompt: give another --out"
+        )
+    if done:
+        say(f"{len(done):,} of {len(lines):,} answers are in {out} already")
+    with progress("answers", len(lines) - len(done)):
+        for start in range(len(done), len(lines), args.batch_size):
+            batch = slice(start, start + args.batch_size)
+            answers = model.answers(prompts[batch], args, args.seed * 1000003 + start)
+            for line, (text, cut) in zip(lines[batch], answers):
+                done.append({**line, "completion": text, "cut": cut})
+            write_whole(out, as_lines(done))
+    n_cut = sum(row["cut"] for row in done)
+    say(f"{len(done):,} answers to {len(records):,} prompts in {out}, {n_cut:,} of them cut")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
+    faults = sampling_faults(args, args.max_new_tokens)
+    if args.prompt and args.prompts:
+        faults.append("prompts: not with --prompt")
+    out = Path(args.out)
+    if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
+        faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
+    if faults:
+        raise BadInput("\n".join(faults))
+    model = AskedModel(args.model, args.plain)
+    if args.prompts:
+        answer_file(model, args)
+    else:
+        talk(model, args)
 
 
 if __name__ == "__main__":

@@ -22,31 +22,22 @@ import traceback
 import urllib.error
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import numpy as np
-import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-from lightning.fabric import Fabric
 
 from checks import sampling_faults
-from generate import generate, read_answer
+from generate import AskedModel, read_prompts
 from infra.console import BadInput, Failed, run_cli, say, user_error
-from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.parse import parse_command
 from infra.server import Server
 from infra.settings import ROOT, Sampling, refuse_unless
-from models.hub import find_model
-from models.load import load_model
-from records.forms import Record, Turns, understand_record
+from records.forms import Record, Turns
 from records.ratings import Ratings, count_labels, prompt_key
-from records.sources import collect, decoded_records
-from records.tokenizer import Tokenizer
 
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
 LONGEST_REQUEST = 4_000_000  # bytes
@@ -123,44 +114,23 @@ class OwnModel:
     """A model in this process."""
 
     def __init__(self, args: RateSettings):
-        source = find_model(args.model)
-        prepare_machine()
         self.args = args
         self.name = args.model
-        self.fabric = Fabric(devices=1)
-        device = self.fabric.device
-        in_bfloat16 = device.type == "cuda" and multiplies_bfloat16(device)
-        dtype = torch.bfloat16 if in_bfloat16 else torch.float32
-        self.tokenizer = Tokenizer(source, date=date.today().isoformat())
-        self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
-        self.chat = bool(self.tokenizer.template) and not args.plain
+        self.model = AskedModel(args.model, args.plain)
+        self.chat = self.model.by_template
         self.answering = threading.Lock()
         self.closed = threading.Event()
 
     def answer(self, prompt: Turns) -> Reply:
         """Raises BadInput for a prompt that does not fit, and Failed when the program ends."""
-        record = Record(prompt, [])
-        texts = self.tokenizer.render(record, self.chat)
-        ((ids, _),) = self.tokenizer.encode_all([texts], self.chat)
-        context = self.policy.max_seq_length
-        refuse_unless(
-            0 < len(ids) < context,
-            f"This conversation has {len(ids)} tokens, and the model reads 1 to {context - 1}: "
-            "begin a new chat.",
-        )
-        args = self.args
+        try:
+            ids = self.model.encode(Record(prompt, []))
+        except BadInput as e:
+            raise BadInput(f"{e}: begin a new chat") from None
+        seed = secrets.randbelow(2**31)
         with self.answering:  # one answer at a time
-            (answer,) = generate(
-                self.fabric,
-                self.policy,
-                [np.array(ids)],
-                self.tokenizer,
-                args,
-                args.max_new_tokens,
-                secrets.randbelow(2**31),  # a seed
-                self.check_open,
-            )
-        return Reply(*read_answer(self.tokenizer, answer, args.stop))
+            (answer,) = self.model.answers([ids], self.args, seed, self.check_open)
+        return Reply(*answer)
 
     def check_open(self) -> None:
         if self.closed.is_set():
@@ -278,23 +248,6 @@ class Desk:
 
     def rate(self, prompt: Turns, completion: str, label: bool | None) -> dict:
         return self.counts(*self.ratings.set(prompt, completion, label))
-
-
-def read_prompts(source: str, chat: bool) -> list[Turns]:
-    """The distinct prompts of records, in their order: texts, or turns if the model has a chat. Raises BadInput."""
-    prompts: dict[str, Turns] = {}
-    faults: list[str] = []
-    for where, raw in decoded_records(source, faults):
-        with collect(faults, where):
-            prompt = understand_record(raw, "prompts").prompt
-            if chat and isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
-            refuse_unless(chat or isinstance(prompt, str), "prompt: the model has no chat template")
-            prompts[prompt_key(prompt)] = prompt
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
-    refuse_unless(prompts, f"prompts: {source}: no records")
-    return list(prompts.values())
 
 
 # ---- HTTP --------------------------------------------------------------------------------------------
@@ -434,7 +387,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     ratings.read()  # a bad line is refused before a model is loaded
     model = OtherServer(args) if args.server else OwnModel(args)
-    prompts = read_prompts(args.prompts, model.chat) if args.prompts else []
+    records = read_prompts(args.prompts, model.chat) if args.prompts else {}
+    prompts = [record.prompt for record in records.values()]
     desk = Desk(model, ratings, prompts)
     server = RateServer(desk, args.port)
     say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {ratings.file}")

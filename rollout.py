@@ -20,7 +20,6 @@ iterations/answers-N.jsonl has a line an answer and is written again after each 
 whole batches. iterations/rated-N.jsonl has a line a rated example.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ import torch
 
 from data import Step
 from generate import generate, read_answer
-from infra.checkpoint import publish_folder, write_whole
+from infra.checkpoint import as_lines, publish_folder, read_lines, write_whole
 from infra.console import BadInput, Failed, advance, own_code, progress, user_error
 from infra.devices import all_reduce, on_rank_0
 from infra.optimizer import Plan
@@ -97,18 +96,6 @@ class WithLogps(NamedTuple):
 
 def iteration_file(run: Any, name: str, i: int) -> Path:
     return run.folder / "iterations" / f"{name}-{i}.jsonl"
-
-
-def read_lines(file: Path) -> list[dict]:
-    """The lines of a jsonl file; none if there is no file."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-def as_lines(rows: list[dict]) -> str:
-    """jsonl; arrays become lists."""
-    lines = (json.dumps(row, default=lambda x: x.tolist(), ensure_ascii=False) for row in rows)
-    return "".join(f"{line}\n" for line in lines)
 
 
 def export_policy(run: Any) -> Path:

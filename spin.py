@@ -20,6 +20,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveIn
 from data import MicroBatch, epoch_order
 from dpo import DPO, DPOSettings
 from evaluate import Checker, format_table
+from infra.checkpoint import read_lines
 from infra.console import BadInput, run_cli, say
 from infra.optimizer import iteration_plans
 from infra.parse import parse
@@ -32,7 +33,6 @@ from rollout import (
     iteration_file,
     iterations,
     policy_answers,
-    read_lines,
     validate_iterations,
 )
 from run import Run, setup

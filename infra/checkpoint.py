@@ -122,6 +122,18 @@ def write_whole(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def read_lines(file: Path) -> list[dict]:
+    """The lines of a jsonl file; none if there is no file."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def as_lines(rows: list[dict]) -> str:
+    """jsonl; arrays become lists."""
+    lines = (json.dumps(row, default=lambda x: x.tolist(), ensure_ascii=False) for row in rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
 def publish_folder(
     fabric: Fabric, write: Callable[[Path], Any], out: Path, on_every_rank: bool = False
 ) -> None:

@@ -207,7 +207,10 @@ def open_table(source: str):
     path = find_path(name)
     if path.suffix.lower() == ".parquet":
         return datasets.Dataset.from_parquet(glob.escape(str(path)))  # it looks for a pattern
-    nothing = "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co"
+    nothing = (
+        "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co; without a network "
+        "download it elsewhere (hf download --repo-type dataset) and give its folder"
+    )
     with user_error(f"{source}: {nothing}", name):
         saved = [path / file for file in ("dataset_info.json", "dataset_dict.json")]
         if not any(file.exists() for file in saved):

@@ -2,13 +2,16 @@
 ranks, where it ends."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
-from conftest import ranks
+import transformers
+from conftest import ranks, train
 from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA, gpt_of, logits
@@ -369,9 +372,9 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
     asked, real = [], generate.generate
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
 
-    def noted(fabric, policy, prompts, tokenizer, args, new, seed):
+    def noted(fabric, policy, prompts, tokenizer, args, new, seed, before_token):
         asked.append((tokenizer.decode(list(prompts[0])), seed))
-        return real(fabric, policy, prompts, tokenizer, args, new, seed)
+        return real(fabric, policy, prompts, tokenizer, args, new, seed, before_token)
 
     monkeypatch.setattr(generate, "generate", noted)
     argv = ["--model", str(tmp_path), "--max_new_tokens", "3"]
@@ -381,3 +384,85 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
     assert first == ("[user] one ", 1) and plain == ("three", 1)
     assert second.startswith("[user] one [assistant] ") and second.endswith("[user] two ")
     assert seed == 2
+
+
+CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize("by_template", [True, False])
+def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from_the_labelled_answers(
+    by_template, tiny, tmp_path, capsys
+):
+    model, prompts, out = tmp_path / "model", tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    shutil.copytree(tiny, model)
+    if by_template:
+        (model / "chat_template.jinja").write_text(CHAT)
+    asked = ["one two", "three four", "five"]
+    records = [
+        {"prompt": asked[0], "completion": "old", "label": True, "kind": "a"},
+        {"instruction": asked[1], "kind": "b"},
+        {"prompt": asked[0], "kind": "a"},
+        {
+            "prompt": [{"role": "user", "content": asked[2]}] if by_template else asked[2],
+            "kind": "c",
+        },
+    ]
+    prompts.write_text("".join(json.dumps(x) + "\n" for x in records))
+    argv = ["--model", str(model), "--prompts", str(prompts), "--out", str(out), "--batch_size=4"]
+    argv += ["--max_new_tokens=7", "--extra=kind", "--num_generations=2"]
+    generate.main([*argv, "--temperature=0"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tiny).eval()
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    expected = []
+    for text, kind in zip(asked, "abc"):
+        turns = [{"role": "user", "content": text}]
+        ids = tokenizer.encode(f"[user] {text} " if by_template else text).ids
+        said = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=7, pad_token_id=0)
+        answer = said[0, len(ids) :].tolist()
+        row = {"prompt": turns if by_template else text, "kind": kind}
+        row |= {"completion": tokenizer.decode(answer), "cut": 0 not in answer}
+        expected += [row, row]
+    assert rows == expected, "a label of the file's is not one of the new answer"
+
+    # killed after the first batch, and begun again: the same answers
+    sampled = [*argv, "--out", str(tmp_path / "sampled.jsonl")]
+    generate.main(sampled)
+    whole = (tmp_path / "sampled.jsonl").read_text()
+    assert len(set(whole.splitlines())) == 6, "two answers to a prompt differ"
+    (tmp_path / "sampled.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
+    generate.main(sampled)
+    assert (tmp_path / "sampled.jsonl").read_text() == whole
+    assert "4 of 6 answers are in" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="answers.jsonl:3: an answer to another prompt"):
+        generate.main([*argv, "--num_generations=3"])
+
+    rated = tmp_path / "rated.jsonl"
+    rows = [json.loads(line) | {"label": i % 2 == 0} for i, line in enumerate(whole.splitlines())]
+    rated.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(model, rated, tmp_path / "run", "--batch_size=6", "--max_steps=1")
+    said = capsys.readouterr().out
+    assert "6 examples of 3 prompts, 3 desirable, 3 undesirable" in said
+    assert ("6 by the chat template" in said) == by_template
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--prompt=x", "--prompts=p.jsonl"], "prompts: not with --prompt"),
+        (["--prompts=p.jsonl", "--out=a.json"], "out: a.json: expected a .jsonl file in a folder"),
+        (["--prompts=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--prompts=p.jsonl"], "p.jsonl:2: prompt: from 1 to 127 tokens fit this model, got "),
+        (["--prompts=q.jsonl"], "q.jsonl:1: prompt: the model has no chat template"),
+        (["--prompts=p.jsonl", "--extra=kind"], "p.jsonl:1: kind: missing"),
+    ],
+)
+def test_a_mistake_of_the_program_is_one_line(argv, message, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    long = json.dumps({"prompt": "x " * 300})
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "x"}) + f"\n{long}\n")
+    turns = [{"role": "user", "content": "x"}]
+    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
+    with pytest.raises(BadInput, match=re.escape(message)):
+        generate.main(["--model", str(tiny), *argv])
+    assert not (tmp_path / "answers.jsonl").exists()
