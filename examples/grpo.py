@@ -8,6 +8,7 @@ from jsonargparse.typing import PositiveFloat
 import online
 from evaluate import as_answers, with_answers
 from infra.console import run_cli
+from infra.settings import refuse_unless
 from objective import Objective
 
 
@@ -20,6 +21,15 @@ class GRPOSettings:
 @dataclass(frozen=True)
 class Settings(online.Settings):
     kto: GRPOSettings = GRPOSettings()
+
+    def validate(self) -> None:
+        super().validate()
+        several = (
+            "online.num_generations: an answer is compared with others to its prompt: 2 or more"
+        )
+        refuse_unless(self.online.num_generations > 1, several)
+        sampler = "online.reference: last is the policy that gave the answers"
+        refuse_unless(self.online.reference == "last", sampler)
 
 
 def rate(run, prompts, answers):

@@ -405,14 +405,19 @@ def write_peft(
             token_rows[layer] = token_rows.get(layer, {}) | rows
         for layer, adapter in peft.adapters.items():
             parts[layer] = [adapter, *parts.get(layer, [])]
+    # All layers get one scale and one rank. PEFT's alpha_pattern and rank_pattern may give each its own, but other
+    # programs (llama.cpp, vLLM) do not read them: they would scale the layers wrongly, or refuse the file.
     scale = lora.alpha / lora.rank
     tensors: dict[str, torch.Tensor] = {}
-    ranks: dict[str, int] = {}
+    rank = max(sum(len(a) for a, _, _ in adapters_of_layer) for adapters_of_layer in parts.values())
+    modules = []
     matrices = []
     for layer, adapters_of_layer in parts.items():
-        # PEFT has one scale for a layer: an adapter with another scale gets the quotient into its B
         a = torch.cat([a for a, _, _ in adapters_of_layer])
         b = torch.cat([b * (b_scale / scale) for _, b, b_scale in adapters_of_layer], 1)
+        n_missing = rank - len(a)
+        a = nn.functional.pad(a, (0, 0, 0, n_missing))  # rows of zeros
+        b = nn.functional.pad(b, (0, n_missing))  # columns
         module = model.get_submodule(model.rows[f"{layer}.weight"].name.removesuffix(".weight"))
         if isinstance(module, nn.Embedding):
             tensors[f"{layer}.lora_embedding_A"] = b.T.contiguous()
@@ -421,9 +426,9 @@ def write_peft(
             tensors[f"{layer}.lora_A.weight"] = a
             tensors[f"{layer}.lora_B.weight"] = b
         if not isinstance(module, nn.Embedding | nn.Linear | LoRALinear):
-            layer = f"{layer}.weight"  # a matrix outside a linear layer, such as a mixture's router
-            matrices.append(layer)
-        ranks[layer] = len(a)
+            matrices.append(f"{layer}.weight")  # outside a linear layer, such as a mixture's router
+        else:
+            modules.append(layer)
     for layer, rows in token_rows.items():
         tensors[f"{layer}.token_adapter.trainable_tokens_delta"] = torch.stack(list(rows.values()))
     for name, weight in weights.items():
@@ -434,12 +439,10 @@ def write_peft(
         elif layer in token_rows:
             name = f"{layer}.token_adapter.base_layer.{kind}"
         tensors[name] = weight
-    other_ranks = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
-        "target_modules": sorted(ranks.keys() - set(matrices)), "rank_pattern": other_ranks,
-        "alpha_pattern": {layer: scale * rank for layer, rank in other_ranks.items()},
+        "r": rank, "lora_alpha": scale * rank, "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
         "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
     }  # fmt: skip
     if matrices:

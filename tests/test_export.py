@@ -407,6 +407,25 @@ def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
     return their_logits(PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval())
 
 
+def logits_by_one_scale(base: Path, adapter: Path, out: Path) -> torch.Tensor:
+    """Logits of the base plus the adapter as programs read it that know no patterns: llama.cpp divides lora_alpha by
+    the rank of each tensor, vLLM by r, and wants all ranks to be r."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    weights = {name: x.float() for name, x in load_file(base / "model.safetensors").items()}
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            assert len(a) == config["r"]
+            delta = tensors[name.replace("lora_A", "lora_B")] @ a * config["lora_alpha"] / len(a)
+            layer = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            layer = layer if layer in weights else layer.removeprefix("transformer.")
+            weights[layer] += delta.T if config["fan_in_fan_out"] else delta
+    shutil.copytree(base, out)
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    return their_logits(model.eval())
+
+
 def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
     lora, llama, ratings, tmp_path, capsys
 ):
@@ -429,14 +448,27 @@ def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
     assert same(peft_logits(llama, both), with_two, 1e-5)
     config = json.loads((both / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama)
-    assert set(config["rank_pattern"].values()) == {4}
+    assert config["r"] == 4
+    assert same(logits_by_one_scale(llama, both, tmp_path / "m2"), with_two, 1e-5)
 
     # a third, of another rank, on other layers, with another scale
     argv = (*STEPS, "--max_steps=1", "--lora.rank=3", "--lora.targets=q_proj,v_proj")
     train(both, ratings, tmp_path / "on", *argv)
     with_three = our_logits(tmp_path / "on" / "checkpoints" / "step-00000001")
-    assert same(peft_logits(llama, tmp_path / "on" / "final_adapter"), with_three, 1e-5)
+    three = tmp_path / "on" / "final_adapter"
+    assert same(peft_logits(llama, three), with_three, 1e-5)
+    assert same(logits_by_one_scale(llama, three, tmp_path / "m3"), with_three, 1e-5)
     assert not same(with_three, with_two, 1e-3)
+
+
+def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
+    """c_attn has the adapters of q, k and v side by side, so its rank is three times that of the other layers."""
+    train(tiny, ratings, tmp_path / "run", *STEPS, "--lora.rank=2", "--max_steps=2")
+    trained = our_logits(tmp_path / "run" / "final")
+    adapter = tmp_path / "run" / "final_adapter"
+    assert not same(trained, our_logits(tiny), 1e-3)
+    assert same(logits_by_one_scale(tiny, adapter, tmp_path / "merged"), trained, 1e-5)
+    assert same(peft_logits(tiny, adapter), trained, 1e-5)
 
 
 def test_a_peft_folders_own_tokenizer_is_the_exports(lora, llama, tmp_path):

@@ -147,6 +147,19 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-3 if name == "muon" else 1e-4)
 
 
+@pytest.mark.parametrize("wrong", ["--online.num_generations=1", "--online.reference=first"])
+def test_grpo_refuses_what_would_teach_nothing_or_something_else(wrong, tiny, ratings, tmp_path):
+    """The advantage of an answer alone is 0; the ratio is that to the policy which gave the answers."""
+    with pytest.raises(BadInput, match=f"^{wrong[2:].partition('=')[0]}: "):
+        train_example(
+            "grpo",
+            tiny,
+            ratings,
+            tmp_path / "run",
+            further=(*ONLINE, *COMMON, "--batch_size=2", wrong),
+        )
+
+
 def run(clone: Path, folder: Path, command: str) -> tuple[int, str, str]:
     """The command as typed in the clone. -> exit code, stdout, stderr"""
 
