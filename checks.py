@@ -6,14 +6,14 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from data import Part, Step
-from infra.console import BadInput, Failed, say
+from infra.console import BadInput, Failed, say, user_error
 from infra.optimizer import iteration_plans
 from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
 from model import Scores
@@ -210,14 +210,36 @@ def check_z(z: torch.Tensor, step: Step) -> None:
         )
 
 
-def check_column(name: str, x: object, B: int) -> None:
-    """Refuse losses or columns of a micro-batch that are not one number an example: a mean, for one, would silently
-    scale the gradient."""
-    shape = tuple(getattr(x, "shape", ()))
-    if shape != (B,):
-        raise BadInput(
-            f"loss: {name}: expected a tensor ({B},), one number an example, got {shape}"
-        )
+def check_loss(given: object, B: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What an objective's loss has returned for a micro-batch: the losses and the columns. Refuse losses or columns
+    that are not one number an example: a mean, for one, would silently scale the gradient."""
+    with user_error("loss", "expected the losses and {column: numbers}"):
+        loss_B, columns = given
+        named = [("losses", loss_B), *columns.items()]
+    for name, x in named:
+        shape = tuple(getattr(x, "shape", ()))
+        if shape != (B,):
+            raise BadInput(
+                f"loss: {name}: expected a tensor ({B},), one number an example, got {shape}"
+            )
+    if torch.is_grad_enabled() and not loss_B.requires_grad:
+        raise BadInput("loss: the losses have no gradient: they must be computed from logps")
+    return loss_B, columns
+
+
+def check_row(row: object) -> dict[str, float | None]:
+    """What an objective's metrics has returned: a row, with Python's own numbers in place of those of torch or numpy.
+    Raises BadInput."""
+    if not isinstance(row, dict):
+        raise BadInput(f"metrics: expected {{column: number or None}}, got {row!r:.60}")
+    numbers = {}
+    for name, x in row.items():
+        if getattr(x, "size", None) == 1 or isinstance(x, torch.Tensor) and x.numel() == 1:
+            x = x.item()
+        if x is not None and not isinstance(x, int | float):
+            raise BadInput(f"metrics: {name}: expected a number or None, got {x!r:.60}")
+        numbers[name] = x
+    return numbers
 
 
 def find_not_finite(
@@ -237,7 +259,12 @@ def find_not_finite(
     bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
     which = ", ".join(bad[:8]) or "no loss of a single example"
     advice = ""
-    if len(bad) in (0, len(losses)):
+    if step_number == 1:
+        advice = (
+            "; no update has been made, so optim.lr is not the cause: before the first one all "
+            "log-ratios are 0, and there the loss and its gradient must be finite, too"
+        )
+    elif len(bad) in (0, len(losses)):
         advice = "; a resume does this step again: begin anew, with a smaller optim.lr"
     return Failed(
         f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
@@ -247,18 +274,28 @@ def find_not_finite(
 
 # ---- the start of a run, or of an iteration --------------------------------------------------------
 
-CHECKED = 4  # examples of a rank: more would make the first step wait
+CHECKED = 4  # examples: more would make the first step wait
+
+
+def labels_in_turns(examples: list[Example]) -> list[Example]:
+    """The examples, one rated up and one rated down in turns as far as there are both: so a few of them show a loss
+    that compares the two."""
+    desirable = [e for e in examples if e.label]
+    undesirable = [e for e in examples if not e.label]
+    pairs = zip_longest(desirable, undesirable)
+    return [e for pair in pairs for e in pair if e is not None]
 
 
 @torch.no_grad()
-def check_start(loop: Any, step: Step) -> None:
-    """On a few examples of each rank: refuse a reference that is not the model that the run starts from (r must be
-    exactly 0 on own completions and on mismatched ones), and a loss that mixes examples. Say the log-prob a token.
+def check_start(loop: Any, examples: list[Example]) -> None:
+    """On a few examples: refuse a reference that is not the model that the run starts from (r must be exactly 0 on
+    own completions and on mismatched ones), and a loss that mixes examples. Say the log-prob a token.
     loop: a trainer.Trainer, which imports this file."""
     run = loop.run
     by_token = run.objective.by_token
+    step = loop.make_step(labels_in_turns(examples)[: run.cfg.batch_size])
     step.to(run.fabric.device)
-    few = Part(step.parts[0].index[:CHECKED])
+    few = Part(list(range(min(CHECKED, step.size))))
     micro = step.micro_batch(few).to(run.fabric.device)
     scores = loop.forward(micro.packed, by_token=by_token)
     agree = ""
@@ -310,9 +347,11 @@ def check_mixing(
 
     def losses_of(chosen: slice) -> torch.Tensor:
         micro = step.micro_batch(Part(part.index[chosen])).to(device)
-        outputs = None if scores.outputs is None else scores.outputs[chosen]
-        reference = None if ref_logps is None else ref_logps[chosen]
-        loss_B, _ = micro_batch_loss(micro, Scores(scores.logps[chosen], outputs), reference, z_G)
+        # copies, because a loss may change its arguments in place
+        logps = scores.logps[chosen].clone()
+        outputs = None if scores.outputs is None else scores.outputs[chosen].clone()
+        reference = None if ref_logps is None else ref_logps[chosen].clone()
+        loss_B, _ = micro_batch_loss(micro, Scores(logps, outputs), reference, z_G)
         return loss_B
 
     together = losses_of(slice(None))
@@ -321,5 +360,6 @@ def check_mixing(
     if not torch.allclose(together, torch.cat(alone), 0.02, 1e-6, equal_nan=True):
         raise BadInput(
             "loss: an example's loss depends on the other examples of its micro-batch, so another "
-            "split would give another gradient: take sums over examples from batch.step"
+            "split would give another gradient: take sums over examples from batch.step (or it draws random "
+            "numbers, and is not the same twice)"
         )

@@ -24,7 +24,7 @@ import torch
 
 import evaluate
 from attention import Prompts
-from checks import check_column, check_start, check_z, find_not_finite, saved_state
+from checks import check_loss, check_row, check_start, check_z, find_not_finite, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from infra.checkpoint import generator_of
 from infra.console import (
@@ -334,9 +334,8 @@ class Trainer:
         objective = self.run.objective
         logps, ref_logps = objective.reduce(scores.logps, ref_logps, micro.length)
         batch = micro.with_outputs(scores.outputs)
-        loss_B, own_columns = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
-        for name, x in [("losses", loss_B), *own_columns.items()]:
-            check_column(name, x, B=len(micro.part.index))
+        given = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
+        loss_B, own_columns = check_loss(given, B=len(micro.part.index))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
         if scores.entropy is not None:
@@ -446,7 +445,7 @@ class Trainer:
         """A row by the objective's metrics. All tensors are on the CPU. Raises Failed."""
         with own_code("metrics"):
             try:
-                return self.run.objective.metrics(columns, baseline)
+                return check_row(self.run.objective.metrics(columns, baseline))
             except KeyError as e:
                 raise Failed(f"metrics: no column {e}: the loss must return it") from e
 
@@ -489,7 +488,7 @@ class Trainer:
         run = self.run
         run.logger.begin(plan, len(examples))
         if run.state.step == run.reference_step:  # at the start, or the reference is new
-            check_start(self, self.make_step(examples[: run.cfg.batch_size]))
+            check_start(self, examples)
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         if run.state.step == 0 or run.state.unvalidated:  # a validation was interrupted

@@ -359,6 +359,16 @@ def named(name: str):
     return loss
 
 
+def detached(objective, *given):
+    loss_B, columns = kto.KTO.loss(objective, *given)
+    return loss_B.detach(), columns
+
+
+def infinite_slope(objective, *given):
+    loss_B, columns = kto.KTO.loss(objective, *given)
+    return loss_B + torch.sqrt(columns["logratio"] ** 2), columns
+
+
 FAULTS = [
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0].mean(), {})},
      r"loss: losses: expected a tensor \(4,\), one number an example, got \(\)"),
@@ -381,6 +391,12 @@ FAULTS = [
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {})}, "metrics: no column 'desirable'"),
     ({"make_module": lambda o, width: torch.nn.Flatten(0)}, "make_module: one output a token"),
+    ({"loss": lambda o, *a: kto.KTO.loss(o, *a)[0]}, r"loss: expected the losses and \{column: numbers\}"),
+    ({"loss": detached}, "loss: the losses have no gradient"),
+    ({"loss": infinite_slope}, "step 1: not finite .* so optim.lr is not the cause: .* all log-ratios are 0"),
+    ({"metrics": lambda o, *a: None}, r"metrics: expected \{column: number or None\}, got None"),
+    *(({"metrics": lambda o, *a, x=x: {"mine": x}}, "metrics: mine: expected a number or None, got ")
+      for x in (torch.zeros(2), [1.0], {"a": 1}, "text")),
     *(({"loss": named(name)}, f"loss: {name}: the program has a column of this name")
       for name in ("loss", "entropy", "lr")),
 ]  # fmt: skip
@@ -395,6 +411,57 @@ def test_what_an_objective_does_wrong_is_said_by_name(methods, fault, tiny, rati
         train(tiny, ratings, tmp_path, *COMMON[:2], objective=objective)
     rows = tmp_path / "metrics.csv"
     assert not rows.exists() or rows.read_text().count("\n") <= 2, "at the first step"
+
+
+@pytest.mark.parametrize("size", ["--micro_batch_size=1", "--micro_batch_size=6"])
+def test_a_loss_that_compares_up_with_down_is_refused_in_a_file_sorted_by_label(
+    size, tiny, ratings, tmp_path
+):
+    rows = [
+        json.loads(line) for line in ratings.read_text().splitlines()[:8]
+    ]  # the others are pairs
+    rows.sort(key=lambda row: (not row["label"], len(row["completion"])))
+    data = tmp_path / "sorted.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def loss(objective, logps, ref_logps, batch, z_B):
+        r_B = (logps - ref_logps)[:, 0]
+        if not batch.label.all():
+            z_B = r_B[~batch.label].mean().detach().expand(len(r_B))
+        return kto.KTO.loss(objective, logps, ref_logps, batch, z_B)
+
+    with pytest.raises(BadInput, match="^loss: an example's loss depends on the other examples"):
+        train(tiny, data, tmp_path / "run", *COMMON, size, objective=partial(Changed, loss=loss))
+
+
+def test_a_loss_may_change_its_log_probs_in_place_and_metrics_may_be_tensors(
+    tiny, ratings, tmp_path
+):
+    class InPlace(kto.KTO):
+        def loss(self, logps, ref_logps, batch, z_B):
+            logps /= batch.length
+            ref_logps /= batch.length
+            return super().loss(logps, ref_logps, batch, z_B)
+
+        def metrics(self, columns, baseline):
+            mine = {"a": columns["loss"].mean(), "b": np.float32(2), "c": torch.ones(1), "d": None}
+            return super().metrics(columns, baseline) | mine
+
+    class Divided(kto.KTO):
+        def loss(self, logps, ref_logps, batch, z_B):
+            lengths = batch.length
+            return super().loss(logps / lengths, ref_logps / lengths, batch, z_B)
+
+    given = (tiny, ratings)
+    one = train(
+        *given, tmp_path / "one", *COMMON, "--kto.loss=apo_zero_unpaired", objective=InPlace
+    )
+    other = train(
+        *given, tmp_path / "other", *COMMON, "--kto.loss=apo_zero_unpaired", objective=Divided
+    )
+    for row, expected in zip(one["rows"], other["rows"], strict=True):
+        assert row["loss"] == expected["loss"] and row["a"] == pytest.approx(row["loss"])
+        assert (row["b"], row["c"]) == (2, 1)
 
 
 def test_a_misspelt_name_and_parameters_that_nobody_trains_are_refused():
