@@ -39,6 +39,24 @@ def check_objective(objective: Objective) -> None:
                 inspect.signature(getattr(objective, name)).bind(*names)
             except TypeError:
                 raise BadInput(f"{kind}.{name}: expected ({', '.join(names)})") from None
+    for name in (
+        "records",
+        "needs_mismatched_pairs",
+        "needs_reference",
+        "by_token",
+        "average_logps",
+    ):
+        value = getattr(objective, name)
+        owner = next(c for c in type(objective).__mro__ if name in vars(c))
+        if owner is not Objective and value != vars(owner)[name]:
+            raise BadInput(
+                f"{owner.__name__}.{name}: __init__ replaces it by {value!r}, which may come from the settings: "
+                "set it there, or after super().__init__"
+            )
+    if objective.overrides("mismatched_completions") and not objective.needs_mismatched_pairs:
+        raise BadInput(
+            f"{kind}.mismatched_completions: it would not be called: needs_mismatched_pairs is False"
+        )
     for name, value in vars(objective).items():
         parameters = value.parameters() if isinstance(value, torch.nn.Module) else [value]
         if any(getattr(p, "requires_grad", False) for p in parameters):
@@ -98,6 +116,13 @@ def check_examples(
     if cfg.keep_best and not examples["val"]:
         raise BadInput(
             "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"
+        )
+    has_iterations = objective.records in ("demonstrations", "prompts")  # each ends with a check
+    by_checker = cfg.keep_best in ("checker_accuracy", "kl/own")
+    if by_checker and cfg.eval.check_interval is None and not has_iterations:
+        raise BadInput(
+            f"keep_best: {cfg.keep_best}: computed at the end alone, where it chooses nothing: give "
+            "eval.check_interval, too, such as '1 epochs'"
         )
 
 
@@ -177,7 +202,8 @@ def sampling_faults(args: Sampling, longest: int, prefix: str = "") -> list[str]
 def check_optimizer(
     optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter]
 ) -> None:
-    """Refuse an optimizer that leaves out a trained weight: it would never change."""
+    """Refuse an optimizer that leaves out a trained weight, which would never change, or whose groups' own learning
+    rates would have no effect."""
     in_groups = set()
     for group in optimizer.param_groups:
         in_groups.update(group["params"])
@@ -186,6 +212,12 @@ def check_optimizer(
         raise BadInput(
             f"optimizer: {len(forgotten)} weights are in none of its groups and would never change, "
             f'{forgotten[:1]} first: a group with "lr_scale": 0 keeps weights as they are'
+        )
+    rates = {group["lr"] for group in optimizer.param_groups}
+    if len(rates) > 1 and not any("lr_scale" in group for group in optimizer.param_groups):
+        raise BadInput(
+            f"optimizer: its groups have learning rates of their own, {sorted(rates)}, but the loop sets them "
+            'all to that of optim.lr: give a group "lr_scale", a factor of it'
         )
 
 

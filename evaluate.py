@@ -139,7 +139,11 @@ class Evaluator:
             self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
         )
         with own_code("checker"):  # which may sort or empty its list
-            verdicts = list(self.checker(list(answers)))
+            given = self.checker(list(answers))
+        refuse_unless(
+            given is not None, "checker: it returned None: a verdict for each answer is missing"
+        )
+        verdicts = list(given)
         # Python's own values in place of those of numpy or torch
         verdicts = [x.item() if hasattr(x, "item") else x for x in verdicts]
         refuse_unless(

@@ -20,6 +20,7 @@ iterations/answers-N.jsonl has a line an answer and is written again after each 
 whole batches. iterations/rated-N.jsonl has a line a rated example.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -289,6 +290,21 @@ def check_scorable(
     )
 
 
+def check_rated(where: str, example: object) -> None:
+    """Refuse, before it is written, what a fork's `rate` has made of an answer and no step can learn from."""
+    refuse_unless(
+        isinstance(example, Example), f"{where}: expected an Example, got {example!r:.60}"
+    )
+    expected = "expected True or False; a graded rating belongs into rewards"
+    is_label = isinstance(example.label, bool | np.bool_)
+    refuse_unless(is_label, f"{where}: label: {expected}, got {example.label!r}")
+    for name, x in [("weight", example.weight), *(("rewards", x) for x in example.rewards)]:
+        is_finite = (
+            x is None and name == "rewards" or isinstance(x, int | float) and math.isfinite(x)
+        )
+        refuse_unless(is_finite, f"{where}: {name}: expected a finite number, got {x!r}")
+
+
 # ---- what an iteration learns from the answers ---------------------------------------------------
 
 
@@ -311,11 +327,13 @@ def rated_examples(
     def read_or_rate() -> tuple[list[dict], dict]:
         if run.state.step == plan.begin:  # later the file counts: rate may answer otherwise now
             with own_code("rate"):
-                examples = rate(run, prompts, answers)
+                examples = list(rate(run, prompts, answers))
             refuse_unless(
                 len(examples) == len(prompts),
                 f"rate: {len(prompts)} answers need as many examples, got {len(examples)}",
             )
+            for j, e in enumerate(examples):
+                check_rated(f"rate: example {j}", e)
             write_whole(file, as_lines([e._asdict() for e in examples]))
         return read_lines(file), run.objective.state_dict()
 

@@ -26,7 +26,7 @@ import evaluate
 from attention import Prompts
 from checks import check_loss, check_row, check_start, check_z, find_not_finite, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
-from infra.checkpoint import generator_of
+from infra.checkpoint import generator_of, seed_other_generators
 from infra.console import (
     BadInput,
     Failed,
@@ -88,9 +88,8 @@ class Trainer:
         """Save the last whole step, if no weight is halfway through a change and all ranks know of the error. A
         resume then does the failed step, check or rollout again."""
         run = self.run
-        has_begun = (
-            run.state.step > 0 or run.state.iteration > 0
-        )  # iterations of spin.py and online.py
+        # iterations are those of spin.py and online.py
+        has_begun = run.state.step > 0 or run.state.iteration > 0
         if not has_begun or self.weights_move or not known_to_all(run.fabric, error):
             return
         if self.state_before_step:
@@ -139,6 +138,7 @@ class Trainer:
         needs_row = is_due(number, run.cfg.log_interval, plan)
         remembered = copy.deepcopy(run.objective.state_dict())
         self.state_before_step = generator_of(run.fabric).get_state(), remembered
+        seed_other_generators(run.fabric, run.cfg.seed, number)
         run.policy.train()  # everywhere else it is in eval mode
         # the first step, which is slow and comes before any row, shows sooner that the run is alive
         with self.progress(f"step {number}", step, silent=5 if is_first else 60):
@@ -289,9 +289,8 @@ class Trainer:
         logps = self.forward(packed, prompts, by_token=objective.by_token).logps
         ref_logps = self.reference_forward(packed, ref_prompts).logps
         logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
-        return objective.logratio(logps, ref_logps, packed.length_BK)[
-            :, 0
-        ]  # one completion each: K is 1
+        logratio_BK = objective.logratio(logps, ref_logps, packed.length_BK)
+        return logratio_BK[:, 0]  # one completion each: K is 1
 
     def step_baseline(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Baseline:
         """z from the log-ratios of the mismatched pairs of all ranks."""
@@ -397,7 +396,8 @@ class Trainer:
         row = {}
         try:
             if needs_row:
-                row = self.metrics(visible, baseline)
+                copies = {name: x.clone() for name, x in visible.items()}  # metrics may change them
+                row = self.metrics(copies, baseline)
             with own_code("after_step"):
                 objective.after_step(step, visible, baseline)
         except (BadInput, Failed) as e:  # own_code makes Failed of all other errors
@@ -405,8 +405,7 @@ class Trainer:
         return row, None
 
     def check_step(self, error: Exception | None) -> None:
-        """Raise the error if a step has one on any rank: a number that is not finite, or one of the fork's own
-        functions. Here the ranks also agree on whether to stop."""
+        """Raise the error if a step has one on any rank. Here the ranks also agree on whether to stop."""
         run = self.run
         # of all ranks the larger numbers count: 0 is to go on, and no error
         codes = torch.tensor([run.stop.code(), float(error is not None)], dtype=torch.float64)
@@ -456,9 +455,11 @@ class Trainer:
         run = self.run
         completions = None
         if run.objective.needs_mismatched_pairs:
+            is_own = run.objective.overrides("mismatched_completions")
+            if is_own:
+                seed_other_generators(run.fabric, run.cfg.seed, run.state.step)
             completions = run.objective.mismatched_completions(examples)
-            if run.objective.overrides("mismatched_completions"):
-                # ranks may draw different random numbers: all use what rank 0 has drawn
+            if is_own:  # ranks may have drawn different random numbers: rank 0's count
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.cfg.data.score_prompt, run.budget)
 

@@ -8,7 +8,7 @@ from jsonargparse.typing import PositiveFloat
 import online
 from evaluate import as_answers, with_answers
 from infra.console import run_cli
-from infra.settings import refuse_unless
+from infra.settings import Sampling, refuse_unless
 from objective import Objective
 
 
@@ -24,12 +24,16 @@ class Settings(online.Settings):
 
     def validate(self) -> None:
         super().validate()
-        several = (
-            "online.num_generations: an answer is compared with others to its prompt: 2 or more"
-        )
-        refuse_unless(self.online.num_generations > 1, several)
-        sampler = "online.reference: last is the policy that gave the answers"
-        refuse_unless(self.online.reference == "last", sampler)
+        args = self.online
+        several = "online.num_generations: the answers to a prompt are compared: 2 or more"
+        refuse_unless(args.num_generations > 1, several)
+        sampler = "the ratio is that to the policy which gave the answers, at temperature 1"
+        refuse_unless(args.reference == "last", f"online.reference: {sampler}")
+        for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
+            is_default = getattr(args, name) == getattr(Sampling, name)
+            refuse_unless(is_default, f"online.{name}: {sampler}")
+        refuse_unless(args.cut == "judge", "online.cut: the checker judges all answers")
+        refuse_unless(not args.balance, "online.balance: advantages are balanced within a prompt")
 
 
 def rate(run, prompts, answers):

@@ -31,6 +31,7 @@ class ORPO(Objective):
 
     def loss(self, logps, ref_logps, batch, z_B):
         p = logps / batch.length  # log-probs of a token, (B, 2)
+        p = p.clamp(max=-1e-6)  # at probability 1 the odds are infinite, and the gradient no number
         log_odds = p - torch.log(-torch.expm1(p))  # log(P / (1 - P)) with P = exp(p)
         margin = log_odds[:, 0] - log_odds[:, 1]
         columns = {"sft_loss": -p[:, 0], "margin": margin, "accuracy": margin > 0}

@@ -26,6 +26,7 @@ import fcntl
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
@@ -382,6 +384,16 @@ def generator_of(fabric: Fabric) -> torch.Generator:
     if fabric.device.type == "cuda":
         return torch.cuda.default_generators[fabric.device.index]
     return torch.default_generator
+
+
+def seed_other_generators(fabric: Fabric, seed: int, step: int) -> None:
+    """Seed what a fork may draw from and no checkpoint holds: the generators of Python and numpy and, on a GPU,
+    torch's own of the CPU. The same step of a run, or of its resume, then draws the same."""
+    number = (seed * 1000003 + step) % 2**32
+    random.seed(number)
+    np.random.seed(number)
+    if fabric.device.type == "cuda":
+        torch.default_generator.manual_seed(number)
 
 
 # ---- read ----------------------------------------------------------------------------------------

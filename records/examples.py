@@ -159,7 +159,8 @@ def load_file(
         else:
             examples.append(example)
     if texts and not examples:
-        raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs")
+        after = " after data.max_completion" if counts["completions cut"] else ""
+        raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs{after}")
     return examples
 
 
@@ -317,10 +318,13 @@ def load_splits(
     parts = {name: numbered(examples) for name, examples in parts.items()}
     if parts["val"] or parts["test"]:
         trained_on = {hash(example.keys) for example in parts["train"]}
+        prompts_trained_on = {hash(example.keys[0]) for example in parts["train"]}
         for name in ("val", "test"):
-            n_known = sum(hash(example.keys) in trained_on for example in parts[name])
-            if n_known:
-                counts[name]["which are in data.train, too"] = n_known
+            for example in parts[name]:
+                if hash(example.keys) in trained_on:
+                    counts[name]["which are in data.train, too"] += 1
+                elif hash(example.keys[0]) in prompts_trained_on:
+                    counts[name]["whose prompt is in data.train, with other answers"] += 1
     for name, examples in parts.items():
         if examples:
             describe(name, examples, kind, counts[name])

@@ -212,6 +212,18 @@ def test_a_branch_killed_in_its_first_step_goes_on_with_rows_and_a_best_checkpoi
     assert best == [1, 5] and (tmp_path / "b" / "best" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("column", ["checker_accuracy", "kl/own"])
+def test_the_best_by_a_column_that_is_computed_at_the_end_alone_is_refused(
+    column, tiny, ratings, tmp_path
+):
+    argv = (*RUN, VAL, "--val_interval=3", f"--keep_best={column}")
+    given = (tiny, ratings, tmp_path / "run")
+    with pytest.raises(BadInput, match=f"^keep_best: {column}: computed at the end alone"):
+        train(*given, *argv, checker=lambda answers: [True] * len(answers))
+    checked = ("--eval.check_interval=3", "--eval.prompts=2", "--eval.max_new_tokens=2")
+    train(*given, *argv, *checked, checker=lambda answers: [True] * len(answers))
+
+
 # ---- which checkpoints there are -----------------------------------------------------------------
 
 

@@ -406,6 +406,7 @@ def test_held_out_ratings_that_are_trained_on_are_counted(tmp_path, capsys):
     load_splits(Data(train, val, max_prompt=9, max_completion=9), plain(), "rated")
     table_of_train, table_of_val = capsys.readouterr().out.split("val: ")
     assert "2 which are in data.train, too" in table_of_val
+    assert "1 whose prompt is in data.train, with other answers" in table_of_val
     assert "in data.train" not in table_of_train
 
 

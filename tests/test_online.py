@@ -391,6 +391,31 @@ def test_what_an_engine_or_a_rater_gives_is_checked_when_it_returns(said, tiny, 
         go(tiny, prompts, tmp_path / "b", ONE, rate=rate)
 
 
+NO_RATING = {  # what a rater gives for an answer -> what is said
+    "label: expected True or False; a graded rating belongs into rewards, got -1": {"label": -1},
+    "label: expected True or False; a graded rating belongs into rewards, got None": {
+        "label": None
+    },
+    "weight: expected a finite number, got nan": {"weight": float("nan")},
+    "rewards: expected a finite number, got inf": {"rewards": (float("inf"), None)},
+}
+
+
+@pytest.mark.parametrize("said", NO_RATING)
+def test_what_a_rater_gives_is_a_rating_or_refused_in_one_line(said, tiny, prompts, tmp_path):
+    def rate(run, asked, ids):
+        run.evaluator.judge = lambda answered: [True] * len(answered)
+        rated = online.rate_answers(run, asked, ids)
+        return [*rated[:-1], rated[-1]._replace(**NO_RATING[said])]
+
+    with pytest.raises(BadInput, match=f"^rate: example 9: {said}$"):
+        go(tiny, prompts, tmp_path, ONE, rate=rate)
+    with pytest.raises(Failed, match="^rate: .*'NoneType' object is not iterable"):
+        go(tiny, prompts, tmp_path / "none", ONE, rate=lambda *given: None)
+    with pytest.raises(BadInput, match="^checker: it returned None"):
+        go(tiny, prompts, tmp_path / "check", ONE, checker=lambda given: None)
+
+
 @pytest.mark.parametrize("answer", [["seven"], None, "texts"])
 def test_an_engine_that_gives_no_token_ids_is_one_line(answer, tiny, prompts, tmp_path):
     def engine(folder, asked, *_):
