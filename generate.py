@@ -252,10 +252,10 @@ def read_answer(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str] = ()) 
     that is, ended at the length limit."""
     has_end = ids[-1] in tokenizer.stops
     ids = ids[:-1] if has_end else ids
-    text = tokenizer.decode(ids, special_tokens=True)
+    text = tokenizer.decode(ids, special_tokens=True, is_answer=True)
     starts = [text.find(stop_text) for stop_text in stop if stop_text in text]
     if not starts:
-        return tokenizer.decode(ids), not has_end
+        return tokenizer.decode(ids, is_answer=True), not has_end
     text = text[: min(starts)]
     for token in set(ids):
         if not tokenizer.decode([token]):  # a special token
@@ -269,7 +269,7 @@ def read_answer(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str] = ()) 
 class AskedModel:
     """A model on one device, as generate.py and rate.py ask it."""
 
-    def __init__(self, name: str, plain: bool):
+    def __init__(self, name: str, plain: bool, chat_template_kwargs: str | None):
         """plain: the chat template is left aside. Raises BadInput."""
         source = find_model(name)
         prepare_machine()
@@ -277,7 +277,8 @@ class AskedModel:
         on_gpu = self.fabric.device.type == "cuda"
         in_bfloat16 = on_gpu and multiplies_bfloat16(self.fabric.device)
         dtype = torch.bfloat16 if in_bfloat16 else torch.float32
-        self.tokenizer = Tokenizer(source, date=date.today().isoformat())
+        today = date.today().isoformat()
+        self.tokenizer = Tokenizer(source, None, today, chat_template_kwargs)
         self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
         self.longest_prompt = self.policy.max_seq_length - 1
         self.by_template = bool(self.tokenizer.template) and not plain
@@ -368,6 +369,8 @@ class Ask(Sampling):
     """Longest answer in tokens; less where the context ends."""
     plain: bool = False
     """true: leave the chat template aside, as for a run on plain records."""
+    chat_template_kwargs: str | None = None
+    """As data.chat_template_kwargs of the run that trained the model: enable_thinking=false."""
     seed: NonNegativeInt = 1
     """An answer draws from it; turn number i of a conversation from seed + i."""
 
@@ -433,7 +436,7 @@ def main(argv: list[str] | None = None) -> None:
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
     if faults:
         raise BadInput("\n".join(faults))
-    model = AskedModel(args.model, args.plain)
+    model = AskedModel(args.model, args.plain, args.chat_template_kwargs)
     if args.prompts:
         answer_file(model, args)
     else:

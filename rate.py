@@ -66,6 +66,8 @@ class RateSettings(Sampling):
     """Longest answer in tokens; less where the context ends."""
     plain: bool = False
     """true: leave the chat template aside, as for a run on plain records. Each prompt is then alone."""
+    chat_template_kwargs: str | None = None
+    """As data.chat_template_kwargs of the run that trained the model: enable_thinking=false."""
 
 
 # ---- the command that trains -----------------------------------------------------------------------
@@ -116,7 +118,7 @@ class OwnModel:
     def __init__(self, args: RateSettings):
         self.args = args
         self.name = args.model
-        self.model = AskedModel(args.model, args.plain)
+        self.model = AskedModel(args.model, args.plain, args.chat_template_kwargs)
         self.chat = self.model.by_template
         self.answering = threading.Lock()
         self.closed = threading.Event()
@@ -154,7 +156,13 @@ class OtherServer:
             urlsplit(args.server).scheme in ("http", "https"),
             f"server: {args.server}: expected an address that begins with http:// or https://",
         )
-        for name in ("top_k", "repetition_penalty", "min_new_tokens", "plain"):
+        for name in (
+            "top_k",
+            "repetition_penalty",
+            "min_new_tokens",
+            "plain",
+            "chat_template_kwargs",
+        ):
             refuse_unless(
                 getattr(args, name) == getattr(RateSettings, name),  # its default
                 f"{name}: not with --server, which is asked with temperature, top_p, stop and max_new_tokens",

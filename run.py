@@ -257,8 +257,9 @@ def setup(
     config = read_config(source).get_text_config()
     cfg = resolve(cfg, config)
     check_resumed_settings(checkpoint, cfg, Path(sys.argv[0]).name)
-    tokenizer = Tokenizer(source, cfg.data.chat_template, cfg.data.date)
-    examples = load_splits(cfg.data, tokenizer, objective.records, make_records)
+    data = cfg.data
+    tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
+    examples = load_splits(data, tokenizer, objective.records, make_records)
     check_examples(cfg, config, objective, examples)
 
     # the processes, and the run's folder, which the first of them locks

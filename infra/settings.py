@@ -107,6 +107,8 @@ class Data:
     what fits into the context beside data.max_prompt."""
     chat_template: str | None = content(default=None)
     """A jinja file in place of the tokenizer's own chat template, or where it has none."""
+    chat_template_kwargs: str | None = None
+    """Given to the chat template with each record that does not say otherwise: enable_thinking=false."""
     # what it drops, the hash of the records shows
     left_out: Literal["refuse", "drop"] = free("refuse")
     """Records of which the chat template does not write all, such as turns of a role that it does not

@@ -309,6 +309,7 @@ def load_splits(
         parts[name], counts[name] = load_examples(source, tokenizer, kind, data, make_records)
     if any(count["by the chat template"] for count in counts.values()):
         tokenizer.end_as_the_template_does()
+        tokenizer.say_what_leads_an_answer()
     if data.split:
         refuse_unless(
             not data.val and not data.test,

@@ -50,7 +50,7 @@ def page() -> None:
             max_prompt=data.max_prompt or UNLIMITED,
             max_completion=data.max_completion or UNLIMITED,
         )
-    tokenizer = Tokenizer(source, data.chat_template, data.date)
+    tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     try:
         first = load_splits(data, tokenizer, data.kind)["train"][0]
     except BadInput as e:

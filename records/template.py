@@ -38,12 +38,25 @@ class Unlike(BadInput):
     """The chat template writes a prompt differently when an answer follows."""
 
 
+class Exchange(NamedTuple):
+    """What a chat template writes of its own around a question and its answer."""
+
+    before: str
+    """All that stands before the answer's end, without question and answer."""
+    lead: str
+    """What stands between the prompt of the question and the answer's own text."""
+    end: str
+    """What ends the answer."""
+
+
 class ChatTemplate:
     """A model's chat template, run by transformers' tokenizer `hf`."""
 
-    def __init__(self, hf, date: str | None):
+    def __init__(self, hf, date: str | None, kwargs: dict):
+        """kwargs: for the template, where a record gives none of these names."""
         self.hf = hf
         self.define_date = define_date(date)
+        self.kwargs = kwargs
         self.source = str(hf.chat_template)
         # For each kind of dialogue what the template does to its texts. Records differ in their texts,
         # but few in their kind, so that most records cost no second rendering.
@@ -57,19 +70,24 @@ class ChatTemplate:
             tools=record.tools,
             tokenize=False,
             chat_template=template,
-            **record.template_kwargs,
+            **(self.kwargs | record.template_kwargs),
         )
 
-    def plain_exchange(self) -> tuple[str, str] | None:
-        """What the template writes of its own around a question and its answer: up to the answer's end,
-        and what ends it. None if it refuses such a dialogue."""
+    def plain_exchange(self) -> Exchange | None:
+        """What the template writes around a question and its answer. None if it refuses such a dialogue."""
         write = self.writer(Record([], []))
-        turns = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+        question = {"role": "user", "content": MARK}
+        answer = {"role": "assistant", "content": MARK}
         try:
-            *before, end = write(turns).split(MARK)
+            prompt = write([question], add_generation_prompt=True)
+            dialogue = write([question, answer])
         except Exception:  # it asks for more, such as a system message
             return None
-        return "".join(before), end
+        *before, end = dialogue.split(MARK)
+        lead = ""
+        if dialogue.startswith(prompt):
+            lead, _, _ = dialogue.removeprefix(prompt).partition(MARK)
+        return Exchange("".join(before), lead, end)
 
     def render(self, record: Record, counts: Counter) -> tuple[str, list[str]]:
         """The texts of a record's prompt and completions; adds to the counts. Raises BadInput."""

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infra.console import BadInput, say, user_error
-from infra.settings import find_path
+from infra.settings import find_path, refuse_unless, split_commas
 from models.hub import Source, read_json
 from records.forms import Record
 from records.template import MARK, ChatTemplate
@@ -39,9 +40,14 @@ class Tokenizer:
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
 
-    def __init__(self, source: Source, chat_template: str | None = None, date: str | None = None):
-        """`chat_template`: a jinja file in place of the model's own. `date`: today, for templates that
-        ask for it with strftime_now. Raises BadInput."""
+    def __init__(
+        self,
+        source: Source,
+        chat_template: str | None = None,
+        date: str | None = None,
+        chat_template_kwargs: str | None = None,
+    ):
+        """The settings of these names in Data (infra/settings.py). Raises BadInput."""
         folder = source.tokenizer
         self.root = source.root
         with user_error("tokenizer", folder):
@@ -53,7 +59,7 @@ class Tokenizer:
             # a model may have several, by name: the one that is for dialogues without tools
             self.template = self.hf.chat_template and self.hf.get_chat_template()
         with user_error("data.date", date):
-            self.chat = ChatTemplate(self.hf, date)
+            self.chat = ChatTemplate(self.hf, date, template_kwargs(chat_template_kwargs))
         stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
@@ -102,16 +108,21 @@ class Tokenizer:
         exchange = self.chat.plain_exchange()
         if exchange is None:
             return
-        written, end = exchange
+        end = exchange.end
         vocab = self.hf.get_vocab()
-        missing = [
-            mark for mark in dict.fromkeys(MARKS.findall(written + end)) if mark not in vocab
-        ]
+        marks = dict.fromkeys(MARKS.findall(exchange.before + end))
+        missing = [mark for mark in marks if mark not in vocab]
         if missing:
             say(
                 f"the chat template's {', '.join(missing)}: no single token of this tokenizer, but "
                 f"{', '.join(str(len(ids)) for ids in self.encode(missing))} tokens of letters"
             )
+        if not end:
+            say(
+                "the chat template writes nothing that ends an answer: no record teaches where to end; "
+                "data.chat_template takes another one"
+            )
+            return
         (ids,) = self.encode([end])
         if any(i in self.stops for i in ids):
             return
@@ -127,6 +138,21 @@ class Tokenizer:
         self.stops_of_template = (special,)
         self.stops += self.stops_of_template
         say(f"sampling ends at {text}, too: the chat template ends an answer in it, not in {eos}")
+
+    def say_what_leads_an_answer(self) -> None:
+        """Say what the chat template writes before an answer's own text: it is learned as a part of the answer."""
+        exchange = self.chat.plain_exchange()
+        if exchange is None or not exchange.lead.strip():
+            return
+        advice = ""
+        if "think" in exchange.lead:
+            advice = (
+                "; data.chat_template_kwargs may move it into the prompt: enable_thinking=false"
+            )
+        say(
+            f"the chat template writes {exchange.lead!r} before an answer's own text, and it is learned as a "
+            f"part of the answer{advice}"
+        )
 
     def generation_config(self, n_embeddings: int) -> str:
         """The text of the model's generation_config.json, with all `stops` that the model has. An engine, which
@@ -183,10 +209,32 @@ class Tokenizer:
         """The ids of each text, with nothing added."""
         return self.hf(texts, add_special_tokens=False, return_attention_mask=False).input_ids
 
-    def decode(self, ids: Sequence[int], special_tokens: bool = False) -> str:
-        """The text of these ids, with special tokens or without."""
+    def decode(
+        self, ids: Sequence[int], special_tokens: bool = False, is_answer: bool = False
+    ) -> str:
+        """The text of these ids, with special tokens or without. is_answer: it stands behind a prompt.
+
+        Where a tokenizer puts a space before each text, its decoder strips one; an answer's first space is its own, and
+        stays."""
         options = dict(skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
+        if is_answer and self.adds_space:
+            (mark,) = self.encode([MARK])
+            return self.hf.decode([*mark, *ids], **options).removeprefix(MARK)
         return self.hf.decode(ids, **options)
+
+
+def template_kwargs(text: str | None) -> dict:
+    """The setting chat_template_kwargs, such as `enable_thinking=false,style=short`. Raises BadInput."""
+    kwargs = {}
+    for part in split_commas(text):
+        name, equals, value = part.partition("=")
+        refuse_unless(
+            name and equals,
+            f"chat_template_kwargs: {part}: expected name=value, such as enable_thinking=false",
+        )
+        with user_error("chat_template_kwargs", part):
+            kwargs[name.strip()] = yaml.safe_load(value)
+    return kwargs
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

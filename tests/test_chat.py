@@ -183,6 +183,37 @@ def test_tools_and_arguments_reach_the_template_also_as_json(real, ids):
     assert ids(as_text, t) == ids(off, t)
 
 
+def test_what_the_template_writes_before_an_answer_is_said_and_may_be_moved_into_the_prompt(
+    real, tiny, tmp_path, shown
+):
+    """Qwen3 writes an empty thinking before an answer; ratings would teach it."""
+    model = shutil.copytree(real("qwen3"), tmp_path / "qwen3")
+    shutil.copy(tiny / "config.json", model)
+    record = rated([user("2 + 2?")], [bot("4")])
+    source = write(tmp_path / "d.jsonl", record, record | {"label": False})
+    lead = "<think>\n\n</think>\n\n"
+    said = shown(source, "--model", model)
+    assert f"the chat template writes {lead!r} before an answer's own text" in said
+    assert "data.chat_template_kwargs may move it into the prompt: enable_thinking=false" in said
+    assert repr(lead + "4<|im_end|>\n") in said
+    off = shown(source, "--model", model, "--chat_template_kwargs", "enable_thinking=false")
+    assert "before an answer" not in off and "'4<|im_end|>\\n'" in off
+    in_record = record | {"chat_template_kwargs": {"enable_thinking": False}}
+    by_record = shown(write(tmp_path / "e.jsonl", in_record), "--model", model)
+    assert off.splitlines()[-4:] == by_record.splitlines()[-4:], "the same ids"
+    with pytest.raises(BadInput, match="^chat_template_kwargs: thinking: expected name=value"):
+        shown(source, "--model", model, "--chat_template_kwargs", "thinking")
+
+
+def test_a_template_that_ends_no_answer_is_said(tiny, tmp_path, shown):
+    """GLM's closes a turn by the next turn's mark."""
+    model = shutil.copytree(tiny, tmp_path / "glm")
+    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    source = write(tmp_path / "d.jsonl", rated([user("Hi")], [bot("Ho")]))
+    assert "the chat template writes nothing that ends an answer" in shown(source, "--model", model)
+
+
 def test_a_tool_or_a_call_that_the_template_leaves_out_is_refused():
     """ChatML writes neither."""
     call = bot("c", tool_calls=[{"function": {"name": "weather"}}])

@@ -52,7 +52,7 @@ def letters(eos=EOS):
     """A tokenizer that says abc... for 0, 1, 2, .... texts: what it was asked for."""
     stops = eos if isinstance(eos, tuple) else (eos,)
 
-    def decode(ids, special_tokens=False):
+    def decode(ids, special_tokens=False, is_answer=False):
         texts.append("".join(chr(97 + i) for i in ids))
         return texts[-1]
 

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from tokens import CHATML, EOS, bot, folder, ids_of, user
 from transformers import AutoTokenizer
 
+from generate import read_answer
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
@@ -91,6 +92,17 @@ def test_what_is_decoded_has_every_space(tmp_path):
 
 
 # ---- the folder ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tokens.REAL)
+def test_the_text_of_an_answer_behind_its_prompt_is_the_ids_that_were_sampled(name, tmp_path):
+    """Else other tokens would be rated than those that were shown."""
+    t = Tokenizer(Source(tokens.real(name, tmp_path / name)))
+    for answer in (" 4", " of all", "y z", "\n 4", " caf\u00e9 \U0001f600 tail ", "  two"):
+        ((_, (ids,)),) = t.encode_all([("the best", [answer])], by_template=False)
+        assert read_answer(t, ids) == (answer, False)
+        stopped = (answer.partition("z")[0], False)
+        assert read_answer(t, ids, stop=["z"]) == stopped
 
 
 def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
