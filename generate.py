@@ -431,6 +431,8 @@ def main(argv: list[str] | None = None) -> None:
     faults = sampling_faults(args, args.max_new_tokens)
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")
+    if args.num_generations > 1 and args.temperature == 0:
+        faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
     out = Path(args.out)
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")

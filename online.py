@@ -69,6 +69,10 @@ class Settings(RunSettings):
     def validate(self) -> None:
         super().validate()
         validate_iterations(self, moving_reference=self.online.reference == "last")
+        refuse_unless(
+            self.online.num_generations == 1 or self.online.temperature > 0,
+            "online.num_generations: at temperature 0 all answers to a prompt are equal",
+        )
         n_prompts = self.online.prompts_per_iteration
         if n_prompts is not None:
             n = n_prompts * self.online.num_generations

@@ -140,6 +140,8 @@ def load_file(
     for where, (prompt, completions) in zip(texts, encode_texts(texts, tokenizer, by_template)):
         if not prompt or not all(completions):
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
+        if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
+            counts["with letters that the tokenizer does not know"] += 1
         record = records[where]
         whole = Example(
             np.array(prompt, np.int32),

@@ -36,6 +36,7 @@ class Tokenizer:
     stops      ids that end a sampled completion: EOS, those that the model's config names, and after
                end_as_the_template_does the one in which the template's answers end
     template   the text of the chat template, or None
+    unknown    id of letters that it does not know, or None
     root       the folder that holds the model's config.json
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
@@ -67,6 +68,9 @@ class Tokenizer:
         self.stops = tuple(dict.fromkeys(stops))
         self.stops_of_template: tuple[int, ...] = ()  # those that the chat template adds
         self.bos = self.hf.bos_token_id
+        # GPT-2 calls its EOS the unknown token, too, and needs none
+        unknown = self.hf.unk_token_id
+        self.unknown = None if unknown in (self.eos, self.bos) else unknown
         # what stands before a letter that is encoded with all that the tokenizer adds
         ids = self.hf("a").input_ids
         (letter,) = self.encode(["a"])

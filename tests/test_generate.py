@@ -409,8 +409,9 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
     ]
     prompts.write_text("".join(json.dumps(x) + "\n" for x in records))
     argv = ["--model", str(model), "--prompts", str(prompts), "--out", str(out), "--batch_size=4"]
-    argv += ["--max_new_tokens=7", "--extra=kind", "--num_generations=2"]
-    generate.main([*argv, "--temperature=0"])
+    argv += ["--max_new_tokens=7", "--extra=kind"]
+    greedy = [*argv, "--temperature=0"]
+    generate.main(greedy)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     hf = transformers.AutoModelForCausalLM.from_pretrained(tiny).eval()
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json"))
@@ -422,11 +423,11 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
         answer = said[0, len(ids) :].tolist()
         row = {"prompt": turns if by_template else text, "kind": kind}
         row |= {"completion": tokenizer.decode(answer), "cut": 0 not in answer}
-        expected += [row, row]
+        expected.append(row)
     assert rows == expected, "a label of the file's is not one of the new answer"
 
     # killed after the first batch, and begun again: the same answers
-    sampled = [*argv, "--out", str(tmp_path / "sampled.jsonl")]
+    sampled = [*argv, "--num_generations=2", "--out", str(tmp_path / "sampled.jsonl")]
     generate.main(sampled)
     whole = (tmp_path / "sampled.jsonl").read_text()
     assert len(set(whole.splitlines())) == 6, "two answers to a prompt differ"
@@ -434,8 +435,10 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
     generate.main(sampled)
     assert (tmp_path / "sampled.jsonl").read_text() == whole
     assert "4 of 6 answers are in" in capsys.readouterr().out
-    with pytest.raises(BadInput, match="answers.jsonl:3: an answer to another prompt"):
-        generate.main([*argv, "--num_generations=3"])
+    with pytest.raises(BadInput, match="sampled.jsonl:3: an answer to another prompt"):
+        generate.main([*sampled, "--num_generations=3"])
+    with pytest.raises(BadInput, match="^num_generations: at temperature 0 all answers"):
+        generate.main([*greedy, "--num_generations=3"])
 
     rated = tmp_path / "rated.jsonl"
     rows = [json.loads(line) | {"label": i % 2 == 0} for i, line in enumerate(whole.splitlines())]

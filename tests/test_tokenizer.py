@@ -9,7 +9,7 @@ import sentencepiece
 import tokenizers
 import tokens
 from tokenizers.processors import TemplateProcessing
-from tokens import CHATML, EOS, bot, folder, ids_of, user
+from tokens import CHATML, EOS, bot, folder, ids_of, rated, user, write
 from transformers import AutoTokenizer
 
 from generate import read_answer
@@ -103,6 +103,27 @@ def test_the_text_of_an_answer_behind_its_prompt_is_the_ids_that_were_sampled(na
         assert read_answer(t, ids) == (answer, False)
         stopped = (answer.partition("z")[0], False)
         assert read_answer(t, ids, stop=["z"]) == stopped
+
+
+def test_letters_that_the_tokenizer_does_not_know_are_counted(tmp_path):
+    """A BPE without bytes, as KoGPT2's, reads a line break as <unk>, which the thumbs then push up or down."""
+    vocab = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, " ": 4}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
+    records = [rated("a b", " b"), rated("a", "b\nb"), rated("a\U0001f600", "b")]
+    source = write(tmp_path / "d.jsonl", *records)
+    data = Data(source, max_prompt=9, max_completion=9)
+    _, counts = load_examples(source, Tokenizer(Source(tmp_path)), "rated", data)
+    assert counts["with letters that the tokenizer does not know"] == 2
+    _, counts = load_examples(source, tokens.plain(), "rated", data)
+    assert "with letters that the tokenizer does not know" not in counts
 
 
 def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
