@@ -53,7 +53,10 @@ def check_objective(objective: Objective) -> None:
                 f"{owner.__name__}.{name}: __init__ replaces it by {value!r}, which may come from the settings: "
                 "set it there, or after super().__init__"
             )
-    if objective.overrides("mismatched_completions") and not objective.needs_mismatched_pairs:
+    # kto.py's own __init__ takes it from kto.loss: there it is no slip
+    is_forgotten = "needs_mismatched_pairs" not in vars(objective)
+    has_pairs = objective.needs_mismatched_pairs
+    if objective.overrides("mismatched_completions") and is_forgotten and not has_pairs:
         raise BadInput(
             f"{kind}.mismatched_completions: it would not be called: needs_mismatched_pairs is False"
         )
