@@ -87,6 +87,8 @@ class RunState:
     """The step of the best checkpoint by the setting keep_best."""
     best_value: float | None = None
     """The value of keep_best's column at best_step, negated where the lowest is best."""
+    start_value: float | None = None
+    """The same at step 0."""
     objective: dict = field(default_factory=dict)
     """Objective.state_dict()."""
     optimizer_numbers: dict[str, float] = field(default_factory=dict)
@@ -102,10 +104,13 @@ class RunState:
             column in row, f"keep_best: {column}: not in val.csv, which has {', '.join(row)}"
         )
         value = row[column]
-        if value is None or not math.isfinite(value) or self.step == 0:
+        if value is None or not math.isfinite(value):
             return False
         if column.endswith("loss") or column.split("/")[0] == "kl":
             value = -value  # the lowest loss or KL is best
+        if self.step == 0:
+            self.start_value = value
+            return False
         if self.best_value is not None and value <= self.best_value:
             return False
         self.best_step = self.step
