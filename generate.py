@@ -404,8 +404,8 @@ def answer_file(model: AskedModel, args: Ask) -> None:
             if record.template_kwargs:
                 line["chat_template_kwargs"] = record.template_kwargs
             lines += [line] * args.num_generations
-    out = Path(args.out)
-    done = [row for _, row in decoded_records(args.out, faults)] if out.exists() else []
+    out = Path(args.out).expanduser()
+    done = [row for _, row in decoded_records(str(out), faults)] if out.exists() else []
     if faults:
         raise BadInput("\n".join(faults[:20]))
     for i, row in enumerate(done):
@@ -433,7 +433,7 @@ def main(argv: list[str] | None = None) -> None:
         faults.append("prompts: not with --prompt")
     if args.num_generations > 1 and args.temperature == 0:
         faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
-    out = Path(args.out)
+    out = Path(args.out).expanduser()
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
     if faults:

@@ -386,7 +386,7 @@ def main(argv: list[str] | None = None) -> None:
     refuse_unless(
         args.model or args.server, "model: missing: --model, or --server for one elsewhere"
     )
-    ratings = Ratings(Path(args.ratings))
+    ratings = Ratings(Path(args.ratings).expanduser())
     refuse_unless(
         ratings.file.suffix == ".jsonl", f"ratings: {args.ratings}: expected a .jsonl file"
     )

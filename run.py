@@ -7,6 +7,7 @@ order of their calls. Nobody needs this file to change an algorithm.
 import hashlib
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -245,6 +246,7 @@ def setup(
     checker: judges answers (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout:
     an engine that answers prompts (see rollout.py). make_records: main(records=...). Raises BadInput, Failed.
     """
+    began = time.monotonic()
     console.shows_progress = cfg.progress
     check_objective(objective)
     check_settings(objective, cfg)
@@ -285,7 +287,7 @@ def setup(
     state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes))
     is_branch = checkpoint is not None and checkpoint.parents[1] != folder
     saved_step = 0 if is_branch else state.step  # the folder of a branch has no checkpoint yet
-    stop = Stop(cfg.max_time)
+    stop = Stop(cfg.max_time, began)
     run = Run(
         cfg=cfg,
         fabric=fabric,
@@ -343,7 +345,5 @@ def hash_inputs(
     }
     is_same = torch.tensor(float(hashes == fabric.broadcast(hashes)), device=fabric.device)
     if all_reduce(is_same, "min") == 0:
-        raise BadInput(
-            "data: the processes have read different files: all nodes need the same ones"
-        )
+        raise BadInput("data: the processes have read different files: give all nodes the same")
     return hashes

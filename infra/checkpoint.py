@@ -122,10 +122,13 @@ class RunState:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is whole or not there, also after a kill."""
+    """Write a file so that it is whole or not there, also after a kill. Of a link, the file that it leads to."""
+    path = path.resolve()
     new = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(exist_ok=True)
     new.write_text(text, encoding="utf-8")
+    if path.exists():
+        shutil.copymode(path, new)  # others may write it, too
     new.replace(path)
 
 
@@ -187,7 +190,8 @@ def checkpoints_by_step(out: Path) -> dict[int, Path]:
 def run_folder(cfg: RunSettings) -> Path:
     """The run's own folder: out_dir, or a new one that is named by program and time."""
     now = datetime.now()
-    return Path(cfg.out_dir or f"out/{Path(sys.argv[0]).stem}-{now:%Y%m%d-%H%M%S-%f}").resolve()
+    name = cfg.out_dir or f"out/{Path(sys.argv[0]).stem}-{now:%Y%m%d-%H%M%S-%f}"
+    return Path(name).expanduser().resolve()
 
 
 def checkpoint_folder(out: Path, step: int) -> Path:
@@ -207,7 +211,7 @@ def find_checkpoint(out: Path, resume: str | None) -> Path | None:
         return None
     if resume == "auto":
         return path_of[max(path_of)] if path_of else None
-    checkpoint = Path(resume).resolve()
+    checkpoint = Path(resume).expanduser().resolve()
     refuse_unless(
         (checkpoint / "state.json").exists(), f"resume: {resume}: no such checkpoint folder"
     )

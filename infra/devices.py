@@ -271,17 +271,18 @@ TIME_IS_UP = 0.5  # below the number of every signal: the largest code of all ra
 class Stop:
     """Whether to stop, and why: a signal or the time limit. All ranks end after the same step.
 
-    The first signal sets a flag, which the loop reads after each step; sampling, checks and validation
-    read it between two units of work. A second signal ends the process at once. A step is never left
-    between two of its micro-batches.
+    A signal sets a flag, which the loop reads after each step; sampling, checks and validation read it
+    between two units of work. A step is never left between two of its micro-batches. After the first signal
+    Ctrl-C ends the process at once. The others do not: a scheduler sends SIGUSR1, then SIGTERM, and kills later.
 
     reason: why to stop: what the ranks have agreed on, or stop_at, which the loop reads; empty to go on.
     signal: the number of the signal that arrived, or 0.
     """
 
-    def __init__(self, max_time: timedelta | None):
+    def __init__(self, max_time: timedelta | None, began: float):
+        """began: when the time began to count, by time.monotonic()."""
         seconds = math.inf if max_time is None else max_time.total_seconds()
-        self.deadline = time.monotonic() + seconds
+        self.deadline = began + seconds
         self.signal = 0
         self.reason = ""
         # sbatch --signal=USR1@90 sends SIGUSR1; a terminal that closes sends SIGHUP, which nohup has ignored
@@ -296,12 +297,15 @@ class Stop:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        is_first = not self.signal
         self.signal = number
-        self.close()
-        if rank() == 0:  # not print: the signal may have come in the middle of another one
+        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
+        if (
+            is_first and rank() == 0
+        ):  # not print: the signal may have come in the middle of another one
             name = signal.Signals(number).name
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, f"{name}: stopping soon; a second one ends at once\n".encode())
+                os.write(2, f"{name}: stopping soon; Ctrl-C now ends at once\n".encode())
 
     def code(self) -> float:
         """What this rank knows: 0 to go on, TIME_IS_UP, or a signal's number."""

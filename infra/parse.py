@@ -67,9 +67,10 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
     if not {"model", "config"} & names:
         defaults = flatten(yaml.safe_load((ROOT / "config" / demo).read_text()))
         if "data.train" in names:
-            say("your data.train: the demo's validation data and checker are left out")
+            if "print_config" not in names:  # what that prints is a file of settings
+                say("your data.train: the demo's validation data and checker are left out")
             defaults |= {"data.val": None, "eval.check": None}
-    elif "config" not in names:
+    elif "config" not in names and "print_config" not in names:
         say(f"your model: defaults, not config/{demo} (--print_config shows them)")
     doc = sys.modules[objective.__module__].__doc__ or ""
     settings = parse_command(cls, doc, words, defaults)

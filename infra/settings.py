@@ -292,7 +292,7 @@ class RunSettings:
     max_steps: PositiveInt | None = None
     """Optimizer steps."""
     max_time: timedelta | None = free(None)
-    """Stop, saved and resumable, after this long: HH:MM:SS, in quotes in a YAML file."""
+    """Stop, saved and resumable, after this long, loading included: HH:MM:SS, in quotes in a YAML file."""
     stop_at: PositiveInt | None = free(None)
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
     limit_val: PositiveInt | None = None

@@ -18,6 +18,7 @@ import transformers
 from conftest import ROOT, Started, start, until
 
 import rate  # once, before all forks
+from records.ratings import Ratings
 
 QUESTION = [{"role": "user", "content": "What is <b>rust</b>?"}]
 ANSWER = "Iron & <i>air</i>."
@@ -155,6 +156,18 @@ def test_a_killed_server_loses_no_thumb_and_an_open_page_goes_on_with_the_next_o
     following.rate(True, completion="answer 0")
     expected = [record(i in (0, 2), f"answer {i}") for i in range(5)]
     assert lines() == expected, "no repeats, no contradictions"
+
+
+def test_a_file_of_thumbs_may_be_a_link_and_keeps_its_mode(tmp_path):
+    shared = tmp_path / "shared" / "all.jsonl"
+    shared.parent.mkdir()
+    shared.write_text("")
+    shared.chmod(0o664)
+    link = tmp_path / "ratings.jsonl"
+    link.symlink_to(shared)
+    Ratings(link).set("p", "c", True)
+    assert link.is_symlink() and json.loads(shared.read_text())["label"] is True
+    assert shared.stat().st_mode & 0o777 == 0o664
 
 
 def test_many_thumbs_at_once_are_all_in_the_file(opened, other):

@@ -202,7 +202,7 @@ def test_the_time_limit_stops_a_run_like_a_signal(program, step, argv_of, tmp_pa
     from datetime import timedelta
 
     real = devices.Stop.__init__
-    soon = lambda self, limit: real(self, limit and timedelta(microseconds=1))  # noqa: E731
+    soon = lambda self, limit, began: real(self, limit and timedelta(microseconds=1), began)  # noqa: E731
     monkeypatch.setattr(devices.Stop, "__init__", soon)
     limit = "--max_time=00:00:01"
     code, said, command = stopped(1, tmp_path, program, argv_of(program, out, limit))
@@ -225,8 +225,26 @@ def test_the_second_ctrl_c_is_pythons_own(argv_of, tmp_path):
         child.signal(signal.SIGINT)
         time.sleep(0.5)
     code, _, stderr = child.ended(5)
-    told = "SIGINT: stopping soon; a second one ends at once"
+    told = "SIGINT: stopping soon; Ctrl-C now ends at once"
     assert (code, stderr) == (130, f"{told}\nerror: stopped by SIGINT\n")
+
+
+def test_a_schedulers_notice_and_then_its_limit_are_one_stop_that_is_saved(argv_of, tmp_path):
+    """SLURM sends SIGUSR1, then SIGTERM, and kills half a minute later."""
+    reached, out = tmp_path / "reached", tmp_path / "run"
+
+    def first():
+        at_call((trainer, "clip_gradient"), 1, lambda: reached.touch() or time.sleep(3))
+
+    child = Started(tmp_path, "kto", argv_of("kto", out), first)
+    until(reached.exists)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        child.signal(number)
+        time.sleep(0.3)
+    code, said, stderr = child.ended()
+    assert code == 128 + signal.SIGTERM and "stopped by SIGTERM at step 1" in said
+    assert stderr == "SIGUSR1: stopping soon; Ctrl-C now ends at once\n"
+    assert (out / "checkpoints" / "step-00000001").exists()
 
 
 # ---- a run's folder, and processes that end together ---------------------------------------------
