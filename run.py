@@ -58,7 +58,7 @@ from infra.optimizer import make_optimizer
 from infra.settings import RunSettings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module
-from models.lora import merged_weights, reset_adapters
+from models.lora import merged_weights, reset_adapters, what_trains
 from objective import Objective
 from records.examples import (
     Example,
@@ -279,6 +279,7 @@ def setup(
         cfg, fabric, source, tokenizer, objective, config.hidden_size
     )
     hashes |= of_weights
+    say(what_trains(policy, cfg.lora))
     trained_by = (optimizer or make_optimizer)(policy.module, cfg)
     check_optimizer(trained_by, policy.unique_parameters())
     reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)

@@ -157,6 +157,10 @@ def publish_folder(
 
     def end():
         for path in new.iterdir():
+            if (
+                path.is_file()
+            ):  # safetensors lets the owner alone read; others are to load the model, too
+                path.chmod(new.stat().st_mode & 0o666)
             with open(path, "rb") as f:
                 os.fsync(f.fileno())
         shutil.rmtree(out, ignore_errors=True)

@@ -27,18 +27,18 @@ def widest(types: Iterable[torch.dtype]) -> torch.dtype:
 def round_at_random(x: torch.Tensor, dtype: torch.dtype, seed: int, name: str) -> torch.Tensor:
     """x in bfloat16 or float16: each number becomes one of its two neighbours in this type, with the
     probabilities that make x the mean. A number that the type has stays the same. The draws depend on the
-    seed and the weight's name alone."""
+    seed, the weight's name and the kind of device alone."""
     x = x.float().contiguous()
     rounded = x.to(dtype)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest[:7], "big"))
     limits = torch.finfo(dtype)
     # in parts: the temporary tensors of a whole embedding would take gigabytes
     for part, out in zip(x.view(-1).split(2**24), rounded.view(-1).split(2**24)):
         # the bits of the exponent alone: the largest power of 2 that is not above |part|
         power = (part.view(torch.int32) & 0x7F800000).view(torch.float32)
         spacing = (power * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
-        share = torch.rand(part.shape, generator=generator, dtype=torch.float32)
+        share = torch.rand(part.shape, generator=generator, dtype=torch.float32, device=x.device)
         random = torch.floor(part / spacing + share) * spacing
         out.copy_(torch.where(out == part, part, random))
     return rounded

@@ -341,6 +341,10 @@ class RunSettings:
                 f"{name}: {value} does not work with strategy fsdp; use ddp",
             )
         refuse_unless(
+            self.optim.lr == 0 or self.optim.min_lr <= self.optim.lr,
+            f"optim.min_lr: {self.optim.min_lr:g} is above optim.lr, {self.optim.lr:g}: the rate would rise",
+        )
+        refuse_unless(
             self.lora.rank or not self.lora.quantize,
             "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
         )

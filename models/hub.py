@@ -24,7 +24,7 @@ from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
 from infra.rounding import dtype_of, is_narrower, round_at_random, widest
-from infra.settings import Export, RunSettings, find_path
+from infra.settings import Export, RunSettings, find_path, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
@@ -151,7 +151,13 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     if (folder / "state.json").exists():
         base = read_settings(folder)["model"]
     elif (folder / "adapter_config.json").exists():
-        base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        is_other = base and find_path(base).resolve() != folder.resolve()
+        refuse_unless(
+            is_other,
+            f"{what}: {name}/adapter_config.json: base_model_name_or_path: {base}: expected the folder or id of "
+            "the model that the adapter belongs to",
+        )
     elif not (folder / "config.json").exists():
         raise BadInput(
             f"{what}: {name}: a folder without config.json: no model of Hugging Face's form"

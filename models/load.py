@@ -67,7 +67,9 @@ def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) 
         gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).eval()
     if isinstance(gpt, TransformersGPT):  # transformers' tables of positions stay in float32
         for p in gpt.parameters():
-            p.data = p.data.to(dtype)
+            # a copy: the weights of a file that is mapped into memory lie at odd addresses, where some products
+            # round otherwise than those of the reference, which is a copy; and another program may write the file
+            p.data = p.data.to(dtype, copy=True)
     else:
         gpt.to(dtype)
     return gpt

@@ -1,6 +1,7 @@
 """What a run exports (final, best, adapters, shards), loaded by the programs that users load it with."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -491,6 +492,25 @@ def test_an_adapter_is_scaled_by_its_pattern_and_by_rslora(lora, llama, tmp_path
     assert not same(only_o_proj, our_logits(llama), 1e-3)
     rslora = dict(use_rslora=True, lora_alpha=3 / 2**0.5)  # the same scale at rank 2
     assert same(our_logits(peft_folder(lora, tmp_path / "rslora", **rslora)), trained, 1e-5)
+
+
+def test_an_adapter_whose_base_is_missing_or_itself_is_refused_with_its_setting(lora, tmp_path):
+    for i, base in enumerate((None, "", str(tmp_path / "peft2"))):
+        folder = peft_folder(lora, tmp_path / f"peft{i}", base_model_name_or_path=base)
+        refused(
+            "adapter_config.json: base_model_name_or_path: .*: expected the folder",
+            our_logits,
+            folder,
+        )
+
+
+def test_others_may_read_an_export(lora):
+    """safetensors writes files for their owner alone; a server often is another user, or in a container."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for folder in ("final", "final_adapter"):
+        for file in (lora / folder).iterdir():
+            assert file.stat().st_mode & 0o777 == 0o666 & ~mask, file.name
 
 
 NOT_OURS = {

@@ -26,6 +26,7 @@ from tiny_models import (
     ragged,
     refused,
     same,
+    same_weights,
     their_logits,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -192,6 +193,17 @@ def test_every_causal_type_is_one_of_the_two_and_the_docs_say_which(tmp_path):
     rows += ["| model_type | because |", "| --- | --- |", *why_not, ""]
     rows += ["Not tried, because no tiny one could be made:", ", ".join(not_tiny) + "."]
     check_docs_table("types", rows, end="## What can be loaded")
+
+
+def test_a_models_file_may_be_written_anew_while_its_weights_are_in_use(tmp_path):
+    """Weights that are mapped from the file would change with it, or end the process."""
+    folder_of("mixtral", tmp_path)
+    gpt = load.load_model(tmp_path)
+    before = {name: p.detach().clone() for name, p in gpt.named_parameters()}
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(4096)
+        file.write(bytes(20000))
+    assert same_weights(before, dict(gpt.named_parameters()))
 
 
 # ---- a run ---------------------------------------------------------------------------------------

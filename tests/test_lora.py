@@ -169,6 +169,31 @@ def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders
         assert p is before[n][0] and torch.equal(p, before[n][1])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_answers_in_bfloat16_are_sampled_with_all_that_was_learned_on_average(name, folders):
+    """A change of a tenth of a weight's spacing: rounded to nearest, a few percent of it would be left."""
+    targets = {"gpt2": "mlp.c_proj", "llama": "up_proj,down_proj"}[name]
+    gpt = with_adapters(folders[name], Lora(rank=3, alpha=3, targets=targets))
+    layers = [m for m in gpt.modules() if hasattr(m, "lora_A")]
+    deltas = []
+    with torch.no_grad():
+        for layer in layers:
+            layer.linear.weight.copy_(layer.linear.weight.bfloat16())
+            layer.lora_B.normal_()
+            spacing = layer.linear.weight.abs().median() * 2**-8
+            layer.lora_B.mul_(0.1 * spacing / layer.get_lora_AB().std())
+            deltas.append(layer.get_lora_AB().double())
+        before = [layer.linear.weight.double() for layer in layers]
+        moved = []
+        for _ in range(2):
+            with merge_for_sampling(gpt, torch.bfloat16):
+                merged = [layer.linear.weight.double() for layer in layers]
+            moved.append([new - old for new, old in zip(merged, before)])
+    assert all(map(torch.equal, *moved)), "the same each time"
+    kept = sum((m * delta).sum() for m, delta in zip(moved[0], deltas))
+    assert 0.8 < kept / sum(delta.square().sum() for delta in deltas) < 1.2
+
+
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
     lora = Lora(rank=2, targets="lm_head")
     refused("^lora.targets: lm_head: .* tied", with_adapters, folders["gpt2"], lora)

@@ -152,6 +152,7 @@ WRONG = {  # option -> what is said
     "--save_interval=0.25": "save_interval: expected PositiveInt or 100 steps or 0.5 epochs or null, got 0.25",
     "--optim.warmup=-1": "optim.warmup: expected NonNegativeInt or 100 steps or 0.5 epochs, got -1",
     "--optim.warmup=0.1": "optim.warmup: expected NonNegativeInt or 100 steps or 0.5 epochs, got 0.1",
+    "--optim.min_lr=0.1": "optim.min_lr: 0.1 is above optim.lr, 0.0007: the rate would rise",
     "--lora.quantize=nf4": "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
     "--precision=bf16-true": "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of 0.02); use bf16-mixed, or LoRA",  # noqa: E501
     "--optim.name=adamw8bit --strategy=fsdp": "optim.name: adamw8bit does not work with strategy fsdp; use ddp",
