@@ -4,8 +4,9 @@
 
 This is online KTO; kto.main(settings=..., trainer=Judged, checker=judge) has answers judged before and after a run on
 ratings, with a group `judge` as below in its settings. Replies are kept in judge.jsonl in the run's folder, or in
---judge.cache, as they come: a resume asks nothing twice. A reply that is neither yes nor no is no verdict: its answer
-gets no thumb, and is counted. Read a few replies and eval/*.json: a policy may learn to persuade its judge.
+--judge.cache, as they come: a resume asks nothing twice. A reply that is neither yes nor no, or was cut, is no verdict:
+its answer gets no thumb, and is counted. Of a judge that thinks, only what follows its thoughts counts; the thoughts of
+the policy are a part of its answer. Read a few replies and eval/*.json: a policy may learn to persuade its judge.
 """
 
 import hashlib
@@ -26,8 +27,8 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 
 import online
 from evaluate import Answer
-from infra.console import BadInput, Failed, advance, progress, run_cli, user_error
-from infra.server import Server
+from infra.console import BadInput, Failed, advance, progress, run_cli, say, user_error
+from infra.server import Server, read_reply
 from infra.settings import free, refuse_unless
 from trainer import Trainer
 
@@ -39,6 +40,9 @@ An answer to it:
 
 Is the answer right? Think in a sentence or two. Then end with a line that is YES or NO."""
 
+# A line that says yes or no and nothing else: signs, \boxed{} and <answer> around the word, and words before a colon
+SIGNS = r"(?:[\W_]|\\\w+|</?\w+>)*"
+VERDICT = re.compile(rf"(?:.*:)?{SIGNS}(yes|no){SIGNS}")
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try
 
 
@@ -52,9 +56,10 @@ class JudgeSettings:
     """The environment variable that has the server's key, if it is set; null: send no key."""
     prompt: str = PROMPT
     """What the judge is asked. {prompt}, {completion} and the fields that data.extra names, as {field}, stand for an
-    answer's own. The last line of the reply must hold one of the words yes and no."""
+    answer's own. The last line of the reply must be one of the words yes and no; words may stand before a colon."""
     request: str = '{"temperature": 0, "max_tokens": 512}'
-    """What else is in a request, as JSON. Some hosted models want max_completion_tokens."""
+    """What else is in a request, as JSON. A judge that thinks needs more max_tokens; some hosted models want
+    max_completion_tokens."""
     threads: PositiveInt = free(16)
     """Requests at once."""
     timeout: PositiveFloat = free(120.0)
@@ -100,7 +105,14 @@ class Judge:
                 if self.run.fabric.world_size == 1:  # else the others do not wait here
                     self.run.stop.check(self.run.fabric.device, time_limit=True)
         replies = self.replies()
-        return [verdict(replies[key_of(request)]) for request in requests]
+        rows = [replies[key_of(request)] for request in requests]
+        n_cut = sum(row.get("cut", False) for row in rows)
+        if n_cut:
+            say(
+                f"judge.request: {n_cut:,} of {len(rows):,} replies were cut before their end, so they are no "
+                "verdicts: more max_tokens, or a judge that thinks less"
+            )
+        return [None if row.get("cut") else verdict(row["reply"]) for row in rows]
 
     def request(self, answer: Answer) -> str:
         """The body of the request about an answer."""
@@ -111,33 +123,41 @@ class Judge:
         body = {"model": self.args.model, "messages": messages}
         return json.dumps(body | json.loads(self.args.request))
 
-    def replies(self) -> dict[str, str]:
-        """The replies on the disk, by key_of."""
+    def replies(self) -> dict[str, dict]:
+        """The replies on the disk by key_of: {"request", "reply", "cut"}."""
         replies = {}
         if self.file.exists():
             for line in self.file.read_text(encoding="utf-8").split("\n"):
                 with suppress(ValueError):  # a killed process may leave half a line
                     row = json.loads(line)
-                    replies[row["request"]] = row["reply"]
+                    replies[row["request"]] = row
         return replies
 
     def ask(self, body: str) -> None:
         """Put the server's reply to a request into the file. Called in a thread."""
-        row = {"request": key_of(body), "reply": self.reply(body)}
+        text, cut = self.reply(body)
+        row = {"request": key_of(body), "reply": text, "cut": cut}
         with self.lock, open(self.file, "a", encoding="utf-8") as file:
             file.write("\n" + json.dumps(row))  # a new line first: the last one may be half a line
 
-    def reply(self, body: str) -> str:
+    def reply(self, body: str) -> tuple[str, bool]:
+        """The text of the server's reply, and whether it was cut."""
         for wait in (*WAITS, None):
+            words = b""
             try:
                 with self.server.open("/chat/completions", body, self.args.timeout) as reply:
-                    return json.load(reply)["choices"][0]["message"]["content"] or ""
+                    words = reply.read()
+                said = read_reply(json.loads(words))
+                return said.text, said.cut
             except urllib.error.HTTPError as e:
                 fault = f"{e.code} {e.reason}: {e.read(300).decode(errors='replace')!r}"
                 if e.code != 429 and e.code < 500:
                     raise BadInput(f"{self.where}: {fault}") from None
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as e:
+            except (OSError, HTTPException) as e:
                 fault = f"no reply as expected: {e!r}"
+            except (ValueError, LookupError, TypeError, AttributeError):
+                # some servers say what is wrong in a reply with status 200
+                fault = f"no reply as expected: {words[:300].decode(errors='replace')!r}"
             if wait is not None:
                 time.sleep(wait)
         raise Failed(f"{self.where}: {len(WAITS) + 1} times {fault}")
@@ -148,10 +168,16 @@ def key_of(body: str) -> str:
 
 
 def verdict(reply: str) -> bool | None:
-    """Whether the last line says yes; None where it says neither or both."""
-    last = reply.strip().split("\n")[-1].lower()
-    words = set(re.findall(r"\b(?:yes|no)\b", last))
-    return "yes" in words if len(words) == 1 else None
+    """Whether the last line says yes, and nothing else; None where it says something else than yes or no, and where
+    the reply ends within the judge's thoughts."""
+    answer = reply.rpartition("</think>")[2].strip().lower()
+    lines = [
+        line for line in answer.split("\n") if re.search("[a-z]", line)
+    ]  # no line of signs alone
+    if not lines or answer.startswith("<think>"):
+        return None
+    word = VERDICT.fullmatch(lines[-1].strip())
+    return word[1] == "yes" if word else None
 
 
 judge = Judge()

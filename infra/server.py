@@ -2,6 +2,7 @@
 
 import urllib.request
 from http.client import HTTPResponse
+from typing import NamedTuple
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -26,3 +27,25 @@ class Server:
         data = body.encode() if body else None
         request = urllib.request.Request(self.url + path, data, self.headers)
         return self.opener.open(request, timeout=timeout)
+
+
+class Said(NamedTuple):
+    """What a model said, in a reply to /chat/completions."""
+
+    text: str
+    cut: bool
+    """Whether it ended at the longest length."""
+    thought: bool
+    """Whether the server gives the model's thoughts apart from the text, which is then not all that it generated."""
+
+
+def read_reply(reply: dict) -> Said:
+    """The first choice of a reply. Raises LookupError, TypeError or AttributeError where there is none."""
+    choice = reply["choices"][0]
+    message = choice["message"]
+    thought = any(message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    text = message["content"] or ""
+    if isinstance(text, list):  # Mistral's form: parts of text and of thoughts
+        thought = thought or any(part["type"] == "thinking" for part in text)
+        text = "".join(part["text"] for part in text if part["type"] == "text")
+    return Said(text, choice.get("finish_reason") == "length", thought)

@@ -29,8 +29,11 @@ COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
 
 
 def rated(out: Path, i: int) -> list[dict]:
-    file = out / "iterations" / f"rated-{i}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return rows_in(out / "iterations" / f"rated-{i}.jsonl")
+
+
+def rows_in(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines() if line]
 
 
 # ---- examples/judge.py ---------------------------------------------------------------------------
@@ -57,11 +60,64 @@ def answers(*texts: str) -> list[Answer]:
     return [Answer("p", text, {}, False) for text in texts]
 
 
+def chat_reply(content, finish_reason: str = "stop", **message) -> tuple[int, dict, str]:
+    """What the server is to answer next: `faults` of judge_server."""
+    choice = {"message": {"content": content, **message}, "finish_reason": finish_reason}
+    return 200, {}, json.dumps({"choices": [choice]})
+
+
 def test_a_verdict_is_the_one_word_of_the_last_line():
-    assert verdict("YES") is True and verdict("It says no such thing.\nSo: **Yes**.\n") is True
-    assert verdict("yes\nNo.") is False
-    for reply in ("", "maybe", "yes or no?", "yes\nperhaps", "nobody knows yesterday"):
-        assert verdict(reply) is None
+    yes = (
+        "YES",
+        "It says no such thing.\nSo: **Yes**.\n",
+        "YES\n```",
+        "YES.\n\n---\n",
+        r"\boxed{YES}",
+    )
+    for reply in (*yes, "<answer>yes</answer>", "__Yes__", "The verdict: yes"):
+        assert verdict(reply) is True, reply
+    for reply in ("yes\nNo.", "**NO**", "NO</s>"):
+        assert verdict(reply) is False, reply
+    unclear = "", "maybe", "yes or no?", "yes\nperhaps", "nobody knows yesterday", "Yes, no doubt."
+    for reply in (*unclear, "YES\n\n(Note: there is no way to be sure)", "I see no", "---"):
+        assert verdict(reply) is None, reply
+
+
+def test_of_a_judge_that_thinks_only_what_follows_its_thoughts_is_a_verdict():
+    assert verdict("<think>There is no error.</think>YES") is True
+    assert verdict("There is an error.\nYES?\n</think>\n\nNO") is False, "its template opens them"
+    assert verdict("<think>\nIs it right?\nYES") is None
+    assert verdict("<think>\nIs it right?\nYES\n</think>") is None
+
+
+def test_a_reply_that_was_cut_is_no_verdict_and_is_counted(judge_server, tmp_path, capsys):
+    judge_server.faults += [
+        chat_reply("The answer seems right:\nno", "length"),
+        chat_reply("YES"),
+        chat_reply(None, "length", reasoning_content="Let me see"),
+    ]
+    given = answers("a", "b", "c")
+    one = begun(tmp_path, judge_server.url, threads=1)
+    line = "judge.request: 2 of 3 replies were cut before their end, so they are no verdicts: "
+    for _ in range(2):  # asked, then read from the file
+        assert one(given) == [None, True, None]
+        assert line + "more max_tokens, or" in capsys.readouterr().out
+    assert len(judge_server.asked) == 3
+
+
+def test_a_reply_in_parts_is_its_texts_without_its_thoughts(judge_server, tmp_path):
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "YES?"}]}
+    parts = [thinking, {"type": "text", "text": "Wrong.\n"}, {"type": "text", "text": "NO"}]
+    judge_server.faults.append(chat_reply(parts))
+    assert begun(tmp_path, judge_server.url)(answers("ab")) == [False]
+    (row,) = rows_in(tmp_path / "judge.jsonl")
+    assert row["reply"] == "Wrong.\nNO"
+
+
+def test_what_a_server_says_in_place_of_a_reply_is_shown(judge_server, tmp_path):
+    judge_server.faults += [(200, {}, '{"error": "the quota is used up"}')] * 4
+    with pytest.raises(Failed, match="4 times no reply as expected: .*the quota is used up"):
+        begun(tmp_path, judge_server.url)(answers("a"))
 
 
 def test_the_judge_is_asked_once_about_each_answer_also_after_a_kill(judge_server, tmp_path):
