@@ -3,25 +3,29 @@
     python examples/reward_model.py --reward.model FOLDER --data.extra dialogue
 
 FOLDER, or an id of the Hub, is a model for sequence classification with one score and a chat template of its own. It
-gets the messages of the record and the answer's text, not the policy's tokens; it runs in the first process, beside the
-policy. Scores are in `rewards` of iterations/rated-N.jsonl. The accuracy before and after is the mean of
-sigmoid(score - threshold): how likely an answer is better than one at the threshold, by Bradley and Terry. For the
-median it is of the score alone.
+gets the messages of the record and the answer's text, not the policy's tokens; the thoughts of a policy that thinks are
+a part of its answer. It runs in the first process, beside the policy. Scores are in `rewards` of
+iterations/rated-N.jsonl. The accuracy before and after is the mean of sigmoid(score - threshold): how likely an answer
+is better than one at the threshold, by Bradley and Terry. For the median it is of the score alone.
 """
 
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 import online
 from evaluate import Answer, as_answers, with_answers
 from infra.console import advance, progress, run_cli, user_error
 from infra.settings import refuse_unless, split_commas
-from records.forms import as_turns, understand_record
+from models.hub import find_model
+from records.forms import Record, as_turns, understand_record
+from records.template import ChatTemplate, join_turns
+from records.tokenizer import load_tokenizer
 from trainer import Trainer
 
 
@@ -44,41 +48,70 @@ class Settings(online.Settings):
         refuse_unless(self.online.cut == "judge", "online.cut: the reward model judges all answers")
 
 
-def with_dialogue(record: dict) -> list[dict]:
+def with_dialogue(raw: dict) -> list[dict]:
     """The record with its prompt's messages in one more field, as text."""
-    turns = as_turns(understand_record(record, "prompts").prompt)
-    return [{**record, "dialogue": json.dumps(turns)}]
+    record = understand_record(raw, "prompts")
+    refuse_unless(not record.tools, "tools: the reward model does not read them")
+    return [{**raw, "dialogue": json.dumps(as_turns(record.prompt))}]
 
 
 class RewardModel:
     """The checker, and what rate asks. `load` says which model."""
 
-    def load(self, args: RewardSettings, device: torch.device) -> None:
-        """Raises BadInput."""
+    def load(self, args: RewardSettings, device: torch.device, date: str | None = None) -> None:
+        """date: the run's day, for a chat template that prints one. Raises BadInput."""
         self.threshold = 0.0 if args.threshold == "median" else args.threshold
+        source = find_model(args.model, "reward.model")
         options = dict(trust_remote_code=False, use_safetensors=True, output_loading_info=True)
+        # transformers' default attention leaves the softcap of Gemma 2 out
+        options |= dict(attn_implementation="eager")
         with user_error("reward.model", args.model):
-            self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
-            model, info = AutoModelForSequenceClassification.from_pretrained(args.model, **options)
+            self.tokenizer = load_tokenizer(source.tokenizer)
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                source.folder, **options
+            )
         missing = ", ".join(sorted(info["missing_keys"]))
         refuse_unless(not missing, f"reward.model: {args.model}: no weights of {missing}")
         refuse_unless(model.num_labels == 1, f"reward.model: {model.num_labels} scores, not one")
         refuse_unless(self.tokenizer.chat_template, "reward.model: it has no chat template")
+        self.write = ChatTemplate(self.tokenizer, date).writer(Record([], []))
+        config = model.config.get_text_config()
+        self.longest = getattr(config, "max_position_embeddings", math.inf)
         self.model = model.to(device).eval()
 
     @torch.no_grad()
     def scores(self, answers: list[Answer]) -> list[float]:
+        """Raises BadInput for a dialogue that is too long, and for a score that is no number."""
         scores = []
         with progress("scoring", len(answers)):
-            for answer in answers:
-                turns = json.loads(answer.fields["dialogue"])
-                turns.append({"role": "assistant", "content": answer.completion})
-                text = self.tokenizer.apply_chat_template(turns, tokenize=False)
+            for i, answer in enumerate(answers):
+                ids = self.encode(answer)
+                n = ids.shape[1]
+                refuse_unless(
+                    n <= self.longest,
+                    f"reward.model: answer {i}: {n:,} tokens with its prompt, and the model reads "
+                    f"{self.longest:,}: a smaller data.max_completion, or shorter prompts",
+                )
                 # one at a time: the rounding of a score does not depend on the others
-                ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-                scores.append(self.model(ids.to(self.model.device)).logits.item())
+                score = self.model(ids.to(self.model.device)).logits.item()
+                refuse_unless(
+                    math.isfinite(score), f"reward.model: answer {i}: its score is {score}"
+                )
+                scores.append(score)
                 advance()
         return scores
+
+    def encode(self, answer: Answer) -> torch.Tensor:
+        """The token ids (1, N) of the dialogue with this answer."""
+        turns = json.loads(answer.fields["dialogue"])
+        completion = {"role": "assistant", "content": answer.completion}
+        if turns[-1]["role"] == "assistant":  # the answer continues this turn
+            turns[-1] = join_turns(turns[-1], completion)
+        else:
+            turns.append(completion)
+        with user_error("reward.model: chat template"):
+            text = self.write(turns)
+        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 
     def __call__(self, answers: list[Answer]) -> list[float]:
         scores = torch.tensor(self.scores(answers), dtype=torch.float64)
@@ -92,7 +125,7 @@ class Rewarded(Trainer):
     def __init__(self, run):
         super().__init__(run)
         if run.fabric.global_rank == 0:
-            reward_model.load(run.cfg.reward, run.fabric.device)
+            reward_model.load(run.cfg.reward, run.fabric.device, run.cfg.data.date)
 
 
 def rate(run, prompts, answers):

@@ -1,6 +1,7 @@
 """Who rates online answers in examples/: a model behind a server, a reward model, the best against the worst."""
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
+import tokens
 import torch
 import transformers
 from conftest import ROOT, rows_of, train
@@ -24,6 +27,7 @@ import judge as judge_file  # noqa: E402
 import online_dpo  # noqa: E402
 import reward_model as reward_file  # noqa: E402
 from judge import Judge, Judged, JudgeSettings, judge, verdict  # noqa: E402
+from reward_model import RewardModel  # noqa: E402
 
 COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
 
@@ -302,6 +306,101 @@ def test_what_is_no_reward_model_is_refused(tiny, reward_folder, tmp_path):
         load(saved(num_labels=2), "cpu")
     with pytest.raises(BadInput, match="^reward.model: it has no chat template$"):
         load(saved(), "cpu")
+
+
+def reader(folder: Path, model: transformers.PreTrainedModel, template: str) -> RewardModel:
+    """The model with the tokenizer that is in the folder and this template, as a run of 31 January loads it."""
+    model.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    one = RewardModel()
+    one.load(reward_file.RewardSettings(str(folder)), "cpu", "2026-01-31")
+    return one
+
+
+def small(config: type, **changes) -> transformers.PretrainedConfig:
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=64, vocab_size=600)
+    return config(**sizes, num_labels=1, pad_token_id=0, **changes)
+
+
+def dialogue(*turns: dict, answer: str) -> Answer:
+    return Answer("", answer, {"dialogue": json.dumps(turns)}, False)
+
+
+def read_text(one: RewardModel, answer: Answer) -> str:
+    """What the reward model reads."""
+    return one.tokenizer.decode(one.encode(answer)[0])
+
+
+LINES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
+USER = {"role": "user", "content": "3 apples, 12 figs"}
+
+
+def test_a_reward_model_reads_the_ids_of_its_tokenizer_json(tmp_path):
+    """transformers 5 builds a Llama's tokenizer over bytes anew, and its texts lose their blanks."""
+    file = tokens.real("r1-distill", tmp_path) / "tokenizer_config.json"
+    changed = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    file.write_text(json.dumps(changed))
+    model = transformers.LlamaForSequenceClassification(small(transformers.LlamaConfig))
+    one = reader(tmp_path, model, LINES)
+    given = dialogue(USER, answer="the best of all")
+    expected = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(
+        "<user> 3 apples, 12 figs\n<assistant> the best of all\n", add_special_tokens=False
+    )
+    assert one.encode(given).tolist() == [expected.ids]
+    with torch.no_grad():
+        score = model.eval()(torch.tensor([expected.ids])).logits.item()
+    assert one.scores([given]) == [pytest.approx(score, abs=1e-5)]
+
+
+def test_a_gemma_2_scores_with_its_softcap(tmp_path):
+    """transformers' eager attention computes what the config says; its default one leaves the cap out."""
+    shutil.copytree(tokens.FILES, tmp_path, dirs_exist_ok=True)
+    cap = dict(attn_logit_softcapping=1.0, query_pre_attn_scalar=2, head_dim=16)
+    config = small(transformers.Gemma2Config, **cap, initializer_range=0.5)
+    torch.manual_seed(0)
+    one = reader(tmp_path, transformers.Gemma2ForSequenceClassification(config), LINES)
+    given = dialogue(USER, answer="the best of all")
+    scores = {}
+    for kind in ("eager", "sdpa"):
+        auto = transformers.AutoModelForSequenceClassification
+        model = auto.from_pretrained(tmp_path, attn_implementation=kind)
+        with torch.no_grad():
+            scores[kind] = model(one.encode(given)).logits.item()
+    assert one.scores([given]) == [pytest.approx(scores["eager"], abs=1e-5)]
+    assert abs(scores["eager"] - scores["sdpa"]) > 0.1, "else the cap does nothing"
+
+
+def test_a_score_that_is_no_number_and_a_dialogue_that_is_too_long_are_refused(tmp_path):
+    shutil.copytree(tokens.FILES, tmp_path, dirs_exist_ok=True)
+    model = transformers.GPT2ForSequenceClassification(
+        transformers.GPT2Config(n_positions=40, n_embd=32, n_layer=1, n_head=2, vocab_size=600,
+                                num_labels=1, pad_token_id=0)
+    )  # fmt: skip
+    one = reader(tmp_path, model, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    short, long = (dialogue({**USER, "content": "a"}, answer="z!" * n) for n in (19, 20))
+    assert [one.encode(x).shape[1] for x in (short, long)] == [39, 41]
+    one.scores([short])
+    with pytest.raises(BadInput, match="^reward.model: answer 1: 41 tokens .* reads 40: "):
+        one.scores([short, long])
+    one.model.score.weight.data.fill_(torch.nan)
+    with pytest.raises(BadInput, match="^reward.model: answer 0: its score is nan$"):
+        one.scores([short])
+
+
+def test_a_reward_model_reads_the_runs_day_and_one_turn_where_the_answer_continues_it(tmp_path):
+    shutil.copytree(tokens.FILES, tmp_path, dirs_exist_ok=True)
+    model = transformers.LlamaForSequenceClassification(small(transformers.LlamaConfig))
+    one = reader(tmp_path, model, "{{ strftime_now('%d %b %Y') }}\n" + LINES)
+    began = {"role": "assistant", "content": "The order is"}
+    assert read_text(one, dialogue(USER, began, answer=" figs, apples")) == (
+        "31 Jan 2026\n<user> 3 apples, 12 figs\n<assistant> The order is figs, apples\n"
+    )
+    assert read_text(one, dialogue(USER, answer="figs")) == (
+        "31 Jan 2026\n<user> 3 apples, 12 figs\n<assistant> figs\n"
+    )
+    with pytest.raises(BadInput, match="^tools: the reward model does not read them$"):
+        reward_file.with_dialogue({"prompt": "a", "tools": [{"name": "f"}]})
 
 
 # ---- examples/online_dpo.py ----------------------------------------------------------------------
