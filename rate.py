@@ -52,7 +52,7 @@ class RateSettings(Sampling):
     name there; default: the first one that the server lists."""
     server: str | None = None
     """The address of an OpenAI-compatible server that answers in place of a model here, such as
-    http://127.0.0.1:8000. A key is read from OPENAI_API_KEY."""
+    http://127.0.0.1:8000, or that of its API, as https://HOST/v1beta/openai. A key is read from OPENAI_API_KEY."""
     ratings: str = "ratings.jsonl"
     """The file with the thumbs. Its records are read first; it is made if it is not there."""
     prompts: str | None = None

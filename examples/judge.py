@@ -51,7 +51,8 @@ class JudgeSettings:
     model: str
     """The model's name on the server."""
     server: str = free("http://127.0.0.1:8000")
-    """Its address. Nothing else is asked, also if the server names another address."""
+    """Its address, or that of its API, as https://HOST/v1beta/openai. Nothing else is asked, also if the server names
+    another address."""
     key: str | None = free("OPENAI_API_KEY")
     """The environment variable that has the server's key, if it is set; null: send no key."""
     prompt: str = PROMPT

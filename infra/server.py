@@ -3,6 +3,9 @@
 import urllib.request
 from http.client import HTTPResponse
 from typing import NamedTuple
+from urllib.parse import urlsplit
+
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -14,12 +17,18 @@ class Server:
     """Where a server is, and the key that it gets with each request."""
 
     def __init__(self, address: str, key: str | None):
-        """address: `http://HOST:PORT`, with or without /v1. key: None sends none."""
-        self.url = address.rstrip("/").removesuffix("/v1") + "/v1"
+        """address: `http://HOST:PORT`, which gets /v1, or with a path, such as /v1beta/openai. key: None sends none."""
+        self.url = address.rstrip("/")
+        place = urlsplit(self.url)
+        if not place.path:
+            self.url += "/v1"
         self.headers = {"Content-Type": "application/json"}
         if key:
             self.headers["Authorization"] = f"Bearer {key}"
-        self.opener = urllib.request.build_opener(NoRedirect)
+        # a proxy of the environment is for the Internet, and would get the key and the texts
+        proxies = {} if place.hostname in THIS_MACHINE else None  # None: those of the environment
+        proxy_handler = urllib.request.ProxyHandler(proxies)
+        self.opener = urllib.request.build_opener(NoRedirect, proxy_handler)
 
     def open(self, path: str, body: str | None, timeout: float) -> HTTPResponse:
         """The reply to a POST of this JSON, or to a GET where there is none. timeout: seconds. Raises OSError and

@@ -19,6 +19,7 @@ from test_forks import ONLINE
 import kto
 from evaluate import Answer
 from infra.console import BadInput, Failed
+from infra.server import Server
 from records.examples import Example
 
 sys.path.append(str(ROOT / "examples"))
@@ -162,6 +163,34 @@ def test_a_busy_or_broken_server_is_asked_again_and_a_refusal_ends_the_run(judge
         begun(tmp_path, judge_server.url)(answers("abc"))
     with pytest.raises(Failed, match="4 times no reply as expected: .*refused"):
         begun(tmp_path, "http://127.0.0.1:9")(answers("abc"))
+
+
+def test_a_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(
+    judge_server, tmp_path, monkeypatch
+):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    port = judge_server.url.rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost"):
+        assert begun(tmp_path, f"http://{host}:{port}")(answers(host)) == [len(host) % 2 == 0]
+    with pytest.raises(Failed, match="no reply as expected: .*refused"):
+        begun(tmp_path, "http://judge.example")(answers("a"))
+
+
+@pytest.mark.parametrize(
+    "address, path",
+    [
+        ("", "/v1"),
+        ("/", "/v1"),
+        ("/v1/", "/v1"),
+        ("/v1beta/openai/", "/v1beta/openai"),  # Gemini's
+        ("/api/paas/v4", "/api/paas/v4"),  # GLM's
+    ],
+)
+def test_v1_is_added_to_an_address_without_a_path_alone(address, path):
+    assert Server(f"https://host:1{address}", None).url == f"https://host:1{path}"
 
 
 def test_the_key_goes_to_the_server_alone(judge_server, tmp_path, monkeypatch):
