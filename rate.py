@@ -34,7 +34,7 @@ from checks import sampling_faults
 from generate import AskedModel, read_prompts
 from infra.console import BadInput, Failed, run_cli, say, user_error
 from infra.parse import parse_command
-from infra.server import Server
+from infra.server import Server, read_reply
 from infra.settings import ROOT, Sampling, refuse_unless
 from records.forms import Record, Turns
 from records.ratings import Ratings, count_labels, prompt_key
@@ -183,16 +183,22 @@ class OtherServer:
             "messages": turns,
             "temperature": args.temperature,
             "max_tokens": args.max_new_tokens,
-            "top_p": args.top_p,
-            "seed": secrets.randbelow(2**31),
         }
+        # some servers refuse a field that they do not know, and a top_p of 1
+        if args.top_p != 1:
+            body["top_p"] = args.top_p
         if args.stop:
             body["stop"] = args.stop
         answer = self.call("/chat/completions", json.dumps(body))
-        with user_error("server", "an answer without choices[0].message.content"):
-            choice = answer["choices"][0]
-            text = choice["message"]["content"] or ""
-            return Reply(text, choice.get("finish_reason") == "length")
+        words = f"{json.dumps(answer, ensure_ascii=False):.300}"
+        with user_error("server", f"an answer without choices[0].message.content: {words}"):
+            said = read_reply(answer)
+        refuse_unless(
+            not said.thought,
+            "server: its answer has the model's thoughts apart (reasoning_content), and a rating would be of the rest "
+            "alone: turn thinking off, or the server's reasoning parser",
+        )
+        return Reply(said.text, said.cut)
 
     def call(self, path: str, body: str | None = None) -> dict:
         """What the server says to this JSON. Raises BadInput."""
@@ -378,6 +384,25 @@ class PageHandler(BaseHTTPRequestHandler):
 # ---- the command -------------------------------------------------------------------------------------
 
 
+def shown_prompts(source: str, by_template: bool) -> list[Turns]:
+    """The prompts that the page shows. Raises BadInput, also for a record that asks the template for more."""
+    prompts = []
+    faults = []
+    for where, record in read_prompts(source, by_template).items():
+        prompts.append(record.prompt)
+        if record.tools:
+            faults.append(
+                f"{where}: tools: rate.py asks without them; generate.py --prompts asks with them"
+            )
+        if record.template_kwargs:
+            faults.append(
+                f"{where}: chat_template_kwargs: rate.py asks without them; generate.py --prompts asks with them"
+            )
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+    return prompts
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(RateSettings, __doc__, sys.argv[1:] if argv is None else argv)
     faults = sampling_faults(args, args.max_new_tokens)
@@ -395,8 +420,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     ratings.read()  # a bad line is refused before a model is loaded
     model = OtherServer(args) if args.server else OwnModel(args)
-    records = read_prompts(args.prompts, model.chat) if args.prompts else {}
-    prompts = [record.prompt for record in records.values()]
+    prompts = shown_prompts(args.prompts, model.chat) if args.prompts else []
     desk = Desk(model, ratings, prompts)
     server = RateServer(desk, args.port)
     say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {ratings.file}")

@@ -244,15 +244,36 @@ def test_a_server_is_asked_with_the_whole_conversation_and_an_answer_brings_its_
     ]
     code, reply = page("/answer", {"prompt": turns})
     assert (code, reply) == (200, {"text": "Answer 1", "cut": False, "label": None})
-    asked = other.asked[0]
-    assert asked.pop("seed") is not None
     expected = {"model": "big-model", "messages": turns, "max_tokens": 7, "temperature": 0.5}
-    assert asked == expected | {"top_p": 0.9}
+    assert other.asked[0] == expected | {"top_p": 0.9}
     page.rate(False, turns, "Same")
     assert page("/label", {"prompt": turns, "completion": "Same"}) == (200, {"label": False})
     assert page("/label", {"prompt": turns, "completion": "same"}) == (200, {"label": None})
     other.choice = {"message": {"content": "Same"}, "finish_reason": "length"}
     assert page("/answer", {"prompt": turns})[1] == {"text": "Same", "cut": True, "label": False}
+
+
+def test_a_server_gets_no_field_that_is_not_needed(opened, other):
+    """TGI refuses a top_p of 1, Mistral's API a seed."""
+    opened(f"--server={other.url}")("/answer", {"prompt": QUESTION})
+    assert other.asked[0].keys() == {"model", "messages", "temperature", "max_tokens"}
+
+
+def test_an_answer_whose_thoughts_the_server_keeps_apart_is_refused(opened, other):
+    page = opened(f"--server={other.url}")
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "2 and 2"}]}
+    text = {"type": "text", "text": "4"}
+    for message in (
+        {"content": "4", "reasoning_content": "2 and 2"},
+        {"content": None, "reasoning": "2 and"},
+        {"content": [thinking, text]},
+    ):
+        other.choice = {"message": message}
+        code, reply = page("/answer", {"prompt": QUESTION})
+        assert code == 400 and "the model's thoughts apart" in reply["error"]
+    for message in ({"content": "4", "reasoning_content": None}, {"content": [text]}):
+        other.choice = {"message": message}
+        assert page("/answer", {"prompt": QUESTION})[1]["text"] == "4"
 
 
 def test_the_own_model_answers_as_transformers_does(opened, tiny):
@@ -280,7 +301,8 @@ def test_what_goes_wrong_is_said_in_words_and_the_page_goes_on(opened, other):
     code, reply = page("/answer", {"prompt": QUESTION})
     assert code == 400 and "503" in reply["error"] and "the model is loading" in reply["error"]
     other.code, other.choice = 200, {"message": None}
-    assert "choices[0].message.content" in page("/answer", {"prompt": QUESTION})[1]["error"]
+    error = page("/answer", {"prompt": QUESTION})[1]["error"]
+    assert """choices[0].message.content: {"choices": [{"message": null""" in error
     other.choice = {}
     assert page("/answer", {"prompt": QUESTION})[0] == 200
     assert page("/rate", {"prompt": 3, "completion": "a", "label": True})[0] == 400
@@ -335,6 +357,22 @@ def test_the_prompts_of_a_file_are_shown_but_those_with_a_thumb(opened, other, t
     assert [card["prompt"] for card in state["cards"]] == [one, QUESTION, two]
     page.rate(True)
     assert [card["prompt"] for card in page("/state")[1]["cards"]] == [one, two]
+
+
+def test_a_prompt_with_tools_or_arguments_of_the_template_is_refused_with_its_line(tmp_path):
+    rows = [
+        {"prompt": "one"},
+        {"prompt": "two", "tools": [{"name": "f"}]},
+        {"prompt": "three", "chat_template_kwargs": {"enable_thinking": False}},
+    ]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--server=http://127.0.0.1:9", "--model=m", f"--prompts={file}"]
+    argv.append(f"--ratings={tmp_path / 'ratings.jsonl'}")
+    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
+    tools, arguments = said.splitlines()
+    assert code == 2 and "p.jsonl:2: tools: rate.py asks without them" in tools
+    assert "p.jsonl:3: chat_template_kwargs: rate.py asks without them" in arguments
 
 
 # ---- who may ask ---------------------------------------------------------------------------------
