@@ -74,7 +74,7 @@ class RewardModel:
         refuse_unless(not missing, f"reward.model: {args.model}: no weights of {missing}")
         refuse_unless(model.num_labels == 1, f"reward.model: {model.num_labels} scores, not one")
         refuse_unless(self.tokenizer.chat_template, "reward.model: it has no chat template")
-        self.write = ChatTemplate(self.tokenizer, date).writer(Record([], []))
+        self.write = ChatTemplate(self.tokenizer, date, {}).writer(Record([], []))
         config = model.config.get_text_config()
         self.longest = getattr(config, "max_position_embeddings", math.inf)
         self.model = model.to(device).eval()
