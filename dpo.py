@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from data import MicroBatch
-from evaluate import Checker
+from evaluation import Checker
 from infra.console import run_cli
 from infra.parse import parse
 from infra.settings import RunSettings

@@ -32,7 +32,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat
 
 from data import MicroBatch
-from evaluate import Checker
+from evaluation import Checker
 from infra.console import run_cli
 from infra.parse import parse
 from infra.settings import RunSettings
@@ -170,7 +170,7 @@ def main(
 ) -> None:
     """What a file of your own may replace: objective, called with cfg.kto, gives an Objective; settings, a
     class like Settings with a group kto; trainer, a subclass of Trainer; checker, a function that judges a
-    list of held-out answers (evaluate.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer;
+    list of held-out answers (evaluation.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer;
     records(raw record), which turns one record of the user's file into a list of records in our form."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=records)

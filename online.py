@@ -3,7 +3,7 @@
     python online.py                               # the demo: two cores, two minutes
 
 A checker of your own is given in code: online.main(checker=f), where f takes a list of answers
-(evaluate.Answer) and returns as many bools. rate=f changes more: how answers become examples.
+(evaluation.Answer) and returns as many bools. rate=f changes more: how answers become examples.
 
 Reading order: settings, the examples of an iteration, main. The loss is kto.py's; data.train is read
 for its prompts only. The reference stays the first model, or becomes the policy as it is when an
@@ -17,7 +17,7 @@ from typing import Literal
 from jsonargparse.typing import PositiveInt
 
 from data import items_of_iteration
-from evaluate import Checker, as_answers, format_table, with_answers
+from evaluation import Checker, as_answers, format_table, with_answers
 from infra.console import run_cli, say
 from infra.optimizer import iteration_plans
 from infra.parse import parse

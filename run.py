@@ -28,7 +28,7 @@ from checks import (
     saved_state,
 )
 from data import Budget, make_budget
-from evaluate import Checker, Evaluator
+from evaluation import Checker, Evaluator
 from infra import console
 from infra.checkpoint import (
     RunState,
@@ -104,7 +104,7 @@ class Run:
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the best step
-    and `unvalidated` by evaluate.validate, the iteration's fields by begin_iteration,
+    and `unvalidated` by evaluation.validate, the iteration's fields by begin_iteration,
     `reference_has_moved` by new_reference, `hashes` by load_records, all else by save."""
     folder: Path
     """The run's own folder. Never changed."""
@@ -132,7 +132,7 @@ class Run:
     new_reference."""
     exported: dict[str, int] = field(default_factory=dict)
     """The folders that this process has exported, final and best, and of which step. Changed by
-    evaluate.export_step."""
+    evaluation.export_step."""
 
     # ---- what an outer loop may change
 
@@ -243,7 +243,7 @@ def setup(
 ) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
-    checker: judges answers (evaluate.Checker). optimizer: a function in place of make_optimizer. rollout:
+    checker: judges answers (evaluation.Checker). optimizer: a function in place of make_optimizer. rollout:
     an engine that answers prompts (see rollout.py). make_records: main(records=...). Raises BadInput, Failed.
     """
     began = time.monotonic()

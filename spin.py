@@ -19,7 +19,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveIn
 
 from data import MicroBatch, epoch_order
 from dpo import DPO, DPOSettings
-from evaluate import Checker, format_table
+from evaluation import Checker, format_table
 from infra.checkpoint import read_lines
 from infra.console import BadInput, run_cli, say
 from infra.optimizer import iteration_plans

@@ -3,7 +3,7 @@
 A Trainer trains the policy of a Run (run.py, which owns all that lives during a run) by an Objective (objective.py).
 
 Reading order: Trainer.fit; gradient, with its two orders of the passes; the parts of a step, where
-`step_baseline` makes z. Validation and the end of a run are in evaluate.py.
+`step_baseline` makes z. Validation and the end of a run are in evaluation.py.
 
 How a step is split into micro-batches, devices and shards changes the loss, the baseline z and the gradient
 by rounding at most (with lora.dropout, by its random draws too). So z is made once for the whole step, and the
@@ -22,7 +22,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-import evaluate
+import evaluation
 from attention import Prompts
 from checks import check_loss, check_row, check_start, check_z, find_not_finite, saved_state
 from data import MicroBatch, Part, Step, made_ahead, step_examples
@@ -118,7 +118,7 @@ class Trainer:
             has_checker = run.evaluator.checker is not None
             judges = has_checker and is_due(number, run.cfg.eval.check_interval, plan)
             if judges or is_due(number, run.cfg.val_interval, plan):
-                is_best = evaluate.validate(self, plan)
+                is_best = evaluation.validate(self, plan)
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
                 run.save()
             if number == run.cfg.stop_at:
@@ -493,8 +493,8 @@ class Trainer:
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         if run.state.step == 0 or run.state.unvalidated:  # a validation was interrupted
-            evaluate.validate(self, plan)
+            evaluation.validate(self, plan)
 
     def finish(self) -> None:
-        """Compare answers before and after; export; score the test split: see evaluate.finish."""
-        evaluate.finish(self)
+        """Compare answers before and after; export; score the test split: see evaluation.finish."""
+        evaluation.finish(self)

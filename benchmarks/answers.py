@@ -66,7 +66,7 @@ def run_missing(names: list[str], seeds: list[int], shapes: list[int], model: st
 
 def print_table() -> None:
     """Shares over all seeds with their intervals."""
-    from evaluate import wilson_interval
+    from evaluation import wilson_interval
 
     print(f"| method | {' | '.join(f'{RATINGS // n} prompts x {n}' for n in SHAPES)} |")
     print(f"{'| --- ' * (1 + len(SHAPES))}|")

@@ -310,7 +310,7 @@ class HeldOut:
 
     def sample(self, policy) -> list[int]:
         from demo.check import check
-        from evaluate import as_answers, with_answers
+        from evaluation import as_answers, with_answers
         from generate import generate
         from infra.settings import Sampling
 
@@ -467,7 +467,7 @@ def draw(file: Path) -> None:
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
-    from evaluate import wilson_interval
+    from evaluation import wilson_interval
 
     rcParams["svg.hashsalt"] = "cuts"  # the same file each time
     task = TASKS["demo"]

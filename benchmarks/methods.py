@@ -223,7 +223,7 @@ class Sampler:
     def answer(self, files: list[Path], n: int, seed: int) -> tuple[list[dict], list]:
         """n answers to each record: -> the records with completion, tokens, cut and label, the checker's
         verdict; and (prompt, answer) as token ids."""
-        from evaluate import as_answers, with_answers
+        from evaluation import as_answers, with_answers
         from examples import instructions
         from generate import generate
         from infra.settings import Data, Sampling
@@ -340,7 +340,7 @@ def run_logged(command: list[str], log: Path) -> float:
 def judge() -> None:
     """The checker for grpo_trl.py: reads a line of JSON, [[prompt, completion, fields, cut], ...], and
     writes a line, [verdict, ...]."""
-    from evaluate import Answer
+    from evaluation import Answer
     from examples.instructions import check
 
     for line in sys.stdin:
@@ -362,7 +362,7 @@ def counted(name: str) -> list[dict]:
 
 def print_table() -> None:
     """Shares over all seeds with their intervals; medians of the rest."""
-    from evaluate import wilson_interval
+    from evaluation import wilson_interval
 
     print("| method | seeds | held-out topics | held-out kinds ", end="")
     print("| KL, nats | tokens | distinct words | cut | CPU minutes |\n" + "| --- " * 9 + "|")
@@ -405,7 +405,7 @@ def draw(file: Path) -> None:
     """Accuracy on held-out topics, with its 95% interval, against KL: a point for each run."""
     from matplotlib.figure import Figure
 
-    from evaluate import wilson_interval
+    from evaluation import wilson_interval
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()

@@ -12,7 +12,7 @@ def quoted(words: list[str]) -> str:
 
 
 def check(answers) -> list[bool]:
-    """Which answers (evaluate.Answer) are right."""
+    """Which answers (evaluation.Answer) are right."""
     return [is_sorted(answer.prompt, answer.completion) for answer in answers]
 
 

@@ -6,7 +6,7 @@ import torch
 from jsonargparse.typing import PositiveFloat
 
 import online
-from evaluate import as_answers, with_answers
+from evaluation import as_answers, with_answers
 from infra.console import run_cli
 from infra.settings import Sampling, refuse_unless
 from objective import Objective

@@ -16,7 +16,7 @@ from pathlib import Path
 from jsonargparse.typing import NonNegativeInt
 
 import online
-from evaluate import as_answers, with_answers
+from evaluation import as_answers, with_answers
 from infra.console import run_cli, say
 from infra.settings import free, refuse_unless
 from rate import RateServer

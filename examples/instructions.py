@@ -176,7 +176,7 @@ def is_right(completion: str, fields: dict) -> bool:
 
 
 def check(answers) -> list[bool]:
-    """The checker: answers are a list of evaluate.Answer."""
+    """The checker: answers are a list of evaluation.Answer."""
     return [not a.cut and is_right(a.completion, a.fields) for a in answers]
 
 

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 import online
-from evaluate import Answer
+from evaluation import Answer
 from infra.console import BadInput, Failed, advance, progress, run_cli, say, user_error
 from infra.server import Server, read_reply
 from infra.settings import free, refuse_unless

@@ -5,7 +5,7 @@ from kto import main
 
 
 def check(answers) -> list[bool]:
-    """answers: a list of evaluate.Answer, each with its prompt, completion, fields (data.extra) and cut."""
+    """answers: a list of evaluation.Answer, each with its prompt, completion, fields (data.extra) and cut."""
     return [len(answer.completion.split()) < 4 for answer in answers]
 
 

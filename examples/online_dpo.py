@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import dpo
 import online
-from evaluate import as_answers, with_answers
+from evaluation import as_answers, with_answers
 from infra.console import run_cli
 from infra.settings import refuse_unless
 

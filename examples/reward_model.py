@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import online
-from evaluate import Answer, as_answers, with_answers
+from evaluation import Answer, as_answers, with_answers
 from infra.console import advance, progress, run_cli, user_error
 from infra.settings import refuse_unless, split_commas
 from models.hub import find_model

@@ -23,7 +23,7 @@ from tiny_models import (
     their_logits,
 )
 
-import evaluate
+import evaluation
 from infra import checkpoint
 from models import load
 from models.hub import find_model, round_at_random
@@ -246,7 +246,7 @@ def test_a_run_that_is_killed_in_its_last_validation_ends_as_if_it_were_not(llam
     train(llama, rated, out, *argv, "--resume=auto")  # it ends at once
     assert rows_of(out / "val.csv") == rows and bytes_of(out / "final") == exported
     shutil.rmtree(out)
-    killed((evaluate, "say_what_is_left"), 1, work)
+    killed((evaluation, "say_what_is_left"), 1, work)
     assert checkpoint.read_state(out / "checkpoints" / "step-00000006").unvalidated
     train(llama, rated, out, *argv, "--resume=auto")
     assert rows_of(out / "val.csv") == rows and bytes_of(out / "final") == exported

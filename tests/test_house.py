@@ -22,7 +22,7 @@ FLOORS = [
     "models.load reference",
     "checks generate",
     "rollout",
-    "evaluate",
+    "evaluation",
     "run",
     "trainer",
 ]

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from evaluate import Answer
+from evaluation import Answer
 
 sys.path.append(str(ROOT / "examples"))
 import instructions as task  # noqa: E402

@@ -10,7 +10,7 @@ from conftest import PARITY, train
 from safetensors.torch import load_file
 from tiny_models import gpt2_from_hf
 
-import evaluate
+import evaluation
 import kto
 from data import Part, Step
 from kto import auc
@@ -268,13 +268,13 @@ def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one()
 def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampled(
     tiny, ratings, tmp_path, monkeypatch
 ):
-    sampled, sample = [], evaluate.generate
+    sampled, sample = [], evaluation.generate
 
     def remember(fabric, policy, prompts, *rest):
         sampled.append((prompts, sample(fabric, policy, prompts, *rest)))
         return sampled[-1][1]
 
-    monkeypatch.setattr(evaluate, "generate", remember)
+    monkeypatch.setattr(evaluation, "generate", remember)
     argv = ("--batch_size=6", "--max_steps=4", "--optim.lr=0.01", "--eval.samples=0")
     argv += (f"--data.val={ratings}", "--eval.check=demo", "--precision=32-true")
     train(tiny, ratings, tmp_path, *argv)

@@ -18,7 +18,7 @@ from conftest import ROOT, Started, rows_of, train
 from tiny_models import with_adapters
 
 import kto
-from evaluate import format_before_after, wilson_interval
+from evaluation import format_before_after, wilson_interval
 from infra import console
 from infra.checkpoint import RunState
 from infra.console import BadInput, advance, progress

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import PARITY, assert_same, even, numbers, ranks, result, start
 
-import evaluate
+import evaluation
 import online
 from infra.checkpoint import checkpoint_folder, checkpoints_by_step
 from infra.console import BadInput, Failed
@@ -126,8 +126,8 @@ def by_chance(run, asked, ids) -> list:
     run.objective.asked = run.state.iteration
     with open(Path(run.cfg.out_dir) / "asked", "a") as f:
         f.write(f"{run.fabric.global_rank} {run.state.iteration}\n")
-    answered = evaluate.with_answers(asked, ids)
-    given = evaluate.as_answers(run.tokenizer, answered, [])
+    answered = evaluation.with_answers(asked, ids)
+    given = evaluation.as_answers(run.tokenizer, answered, [])
     verdicts = run.evaluator.judge(given)  # works on rank 0 alone, too
     noise = np.random.default_rng(list(os.urandom(8)))
     return [
@@ -211,7 +211,7 @@ def test_no_verdict_at_all_or_none_where_each_answer_needs_one_ends_the_run(
 
     def rate(run, asked, ids):
         run.evaluator.judge(
-            evaluate.as_answers(run.tokenizer, evaluate.with_answers(asked, ids), [])
+            evaluation.as_answers(run.tokenizer, evaluation.with_answers(asked, ids), [])
         )
 
     with pytest.raises(BadInput, match="^checker: answer 1: no verdict"):

@@ -17,7 +17,7 @@ from conftest import ROOT, rows_of, train
 from test_forks import ONLINE
 
 import kto
-from evaluate import Answer
+from evaluation import Answer
 from infra.console import BadInput, Failed
 from infra.server import Server
 from records.examples import Example

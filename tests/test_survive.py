@@ -21,12 +21,12 @@ from conftest import (
 )
 from lightning.fabric import Fabric
 
-import evaluate
+import evaluation
 import generate
 import rollout
 import run
 import trainer
-from evaluate import Evaluator
+from evaluation import Evaluator
 from infra import devices
 from infra.console import Failed
 from infra.logger import Logger
@@ -85,7 +85,7 @@ MOMENTS = {
         ((run, "save_checkpoint"), 1),  # between a row of metrics.csv and its checkpoint
         ((os, "fsync"), 1),  # in the middle of a checkpoint
         ((Path, "rename"), 1),  # at its end
-        ((evaluate, "generate"), 2),  # in a validation, one checkpoint later
+        ((evaluation, "generate"), 2),  # in a validation, one checkpoint later
         ((load, "export"), 1),
     ],
     "spin": [
@@ -157,7 +157,7 @@ STOPS = {
         ),  # a validation
         (
             (),
-            ((evaluate, "generate"), 1),
+            ((evaluation, "generate"), 1),
             signal.SIGINT,
             130,
             "SIGINT at step 3",

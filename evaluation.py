@@ -20,7 +20,7 @@ import torch
 from data import Step
 from generate import generate, read_answer
 from infra.checkpoint import checkpoint_folder, publish_folder
-from infra.console import BadInput, Failed, own_code, progress, say
+from infra.console import BadInput, Failed, also_called, own_code, progress, say
 from infra.devices import Stop, all_reduce, on_all_ranks, on_rank_0
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
@@ -33,6 +33,9 @@ from packing import prompt_groups
 from records.examples import Example
 from records.tokenizer import Tokenizer
 from reference import AdaptersOff, other_weights
+
+
+also_called("evaluate", __name__)  # which is the name of a library of Hugging Face
 
 
 class Answer(NamedTuple):
