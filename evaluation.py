@@ -34,7 +34,6 @@ from records.examples import Example
 from records.tokenizer import Tokenizer
 from reference import AdaptersOff, other_weights
 
-
 also_called("evaluate", __name__)  # which is the name of a library of Hugging Face
 
 
