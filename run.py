@@ -54,11 +54,11 @@ from infra.devices import (
     resolve_devices,
 )
 from infra.logger import Logger, Throughput
-from infra.optimizer import make_optimizer
+from infra.optimizer import make_optimizer, what_trains
 from infra.settings import RunSettings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module
-from models.lora import merged_weights, reset_adapters, what_trains
+from models.lora import merged_weights, reset_adapters
 from objective import Objective
 from records.examples import (
     Example,

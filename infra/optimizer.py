@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from lightning.fabric import Fabric
 
-from infra.settings import Optim, RunSettings, refuse_unless
+from infra.settings import Lora, Optim, RunSettings, refuse_unless
 
 
 class Plan(NamedTuple):
@@ -97,6 +97,15 @@ def lr_at(step: int, plan: Plan, o: Optim) -> float:
 
 
 # ---- AdamW --------------------------------------------------------------------------------------
+
+
+def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
+    """A line that says how many weights are trained."""
+    n = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    number = f"{n / 1e6:,.2f} million" if n >= 1e4 else f"{n:,}"
+    if not lora.rank:
+        return f"training all {number} weights (no lora.rank)"
+    return f"training {number} weights: adapters of rank {lora.rank} on {lora.targets}"
 
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:

@@ -208,15 +208,6 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
             layer.merged = False
 
 
-def what_trains(policy: nn.Module, lora: Lora) -> str:
-    """A line that says how many weights are trained."""
-    n = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    number = f"{n / 1e6:,.2f} million" if n >= 1e4 else f"{n:,}"
-    if not lora.rank:
-        return f"training all {number} weights (no lora.rank)"
-    return f"training {number} weights: adapters of rank {lora.rank} on {lora.targets}"
-
-
 def gather_adapters(model: nn.Module) -> Adapters:
     """A model's adapters. A collective if the model is sharded."""
     adapters = {}
