@@ -18,7 +18,7 @@ from infra.optimizer import iteration_plans
 from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
 from model import Scores
 from models.hub import context_of, find_model, read_config
-from objective import Baseline, Objective
+from objective import Baseline, Objective, as_python
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_share, split_sources
 
@@ -39,13 +39,20 @@ def check_objective(objective: Objective) -> None:
                 inspect.signature(getattr(objective, name)).bind(*names)
             except TypeError:
                 raise BadInput(f"{kind}.{name}: expected ({', '.join(names)})") from None
-    for name in (
-        "records",
-        "needs_mismatched_pairs",
-        "needs_reference",
-        "by_token",
-        "average_logps",
-    ):
+    check_attributes(objective)
+    for name, value in vars(objective).items():
+        parameters = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+        if any(getattr(p, "requires_grad", False) for p in parameters):
+            raise BadInput(f"{kind}.{name}: nothing trains or saves it: make it in make_module")
+
+
+# what a subclass of Objective may set in its class
+ATTRIBUTES = ("records", "needs_mismatched_pairs", "needs_reference", "by_token", "average_logps")
+
+
+def check_attributes(objective: Objective) -> None:
+    """Refuse a class attribute that __init__ has replaced, and pairs that nobody asks for."""
+    for name in ATTRIBUTES:
         value = getattr(objective, name)
         owner = next(c for c in type(objective).__mro__ if name in vars(c))
         if owner is not Objective and value != vars(owner)[name]:
@@ -57,13 +64,10 @@ def check_objective(objective: Objective) -> None:
     is_forgotten = "needs_mismatched_pairs" not in vars(objective)
     has_pairs = objective.needs_mismatched_pairs
     if objective.overrides("mismatched_completions") and is_forgotten and not has_pairs:
+        kind = type(objective).__name__
         raise BadInput(
             f"{kind}.mismatched_completions: it would not be called: needs_mismatched_pairs is False"
         )
-    for name, value in vars(objective).items():
-        parameters = value.parameters() if isinstance(value, torch.nn.Module) else [value]
-        if any(getattr(p, "requires_grad", False) for p in parameters):
-            raise BadInput(f"{kind}.{name}: nothing trains or saves it: make it in make_module")
 
 
 def check_settings(objective: Objective, cfg: RunSettings) -> None:
@@ -269,11 +273,10 @@ def check_row(row: object) -> dict[str, float | None]:
         raise BadInput(f"metrics: expected {{column: number or None}}, got {row!r:.60}")
     numbers = {}
     for name, x in row.items():
-        if getattr(x, "size", None) == 1 or isinstance(x, torch.Tensor) and x.numel() == 1:
-            x = x.item()
-        if x is not None and not isinstance(x, int | float):
+        number = as_python(x)
+        if number is not None and not isinstance(number, int | float):
             raise BadInput(f"metrics: {name}: expected a number or None, got {x!r:.60}")
-        numbers[name] = x
+        numbers[name] = number
     return numbers
 
 
@@ -296,8 +299,8 @@ def find_not_finite(
     advice = ""
     if step_number == 1:
         advice = (
-            "; no update has been made, so optim.lr is not the cause: before the first one all "
-            "log-ratios are 0, and there the loss and its gradient must be finite, too"
+            "; no update has been made, so optim.lr is not the cause: here, without a --reference, all "
+            "log-ratios are 0, and the loss and its gradient must be finite"
         )
     elif len(bad) in (0, len(losses)):
         advice = "; a resume does this step again: begin anew, with a smaller optim.lr"
@@ -317,8 +320,10 @@ def labels_in_turns(examples: list[Example]) -> list[Example]:
     that compares the two."""
     desirable = [e for e in examples if e.label]
     undesirable = [e for e in examples if not e.label]
-    pairs = zip_longest(desirable, undesirable)
-    return [e for pair in pairs for e in pair if e is not None]
+    in_turns = []
+    for up, down in zip_longest(desirable, undesirable):
+        in_turns += [e for e in (up, down) if e is not None]
+    return in_turns
 
 
 @torch.no_grad()

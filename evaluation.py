@@ -28,7 +28,7 @@ from infra.settings import RunSettings, find_path, refuse_unless
 from models.hub import Source, exported_type, read_json
 from models.load import export_checkpoint, load_model
 from models.lora import gather_adapters, write_peft
-from objective import copied_to_cpu, join_columns
+from objective import as_python, copied_to_cpu, join_columns
 from packing import prompt_groups
 from records.examples import Example
 from records.tokenizer import Tokenizer
@@ -145,9 +145,7 @@ class Evaluator:
         refuse_unless(
             given is not None, "checker: it returned None: a verdict for each answer is missing"
         )
-        verdicts = list(given)
-        # Python's own values in place of those of numpy or torch
-        verdicts = [x.item() if hasattr(x, "item") else x for x in verdicts]
+        verdicts = list(map(as_python, given))
         refuse_unless(
             len(verdicts) == len(answers),
             f"checker: {len(answers)} answers need as many verdicts, got {len(verdicts)}",

@@ -285,13 +285,13 @@ class AskedModel:
         if self.by_template:
             self.tokenizer.end_as_the_template_does()
 
-    def encode(self, record: Record) -> np.ndarray:
-        """The token ids of a record's prompt. Raises BadInput."""
+    def encode(self, record: Record, advice: str = "") -> np.ndarray:
+        """The token ids of a record's prompt. advice: what to do if they are too many. Raises BadInput."""
         texts = self.tokenizer.render(record, self.by_template)
         ((ids, _),) = self.tokenizer.encode_all([texts], self.by_template)
         refuse_unless(
             0 < len(ids) <= self.longest_prompt,
-            f"prompt: from 1 to {self.longest_prompt} tokens fit this model, got {len(ids)}",
+            f"prompt: from 1 to {self.longest_prompt} tokens fit this model, got {len(ids)}{advice}",
         )
         return np.array(ids)
 

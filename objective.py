@@ -138,6 +138,12 @@ def mean(x: torch.Tensor) -> float | None:
     return x.mean().item() if len(x) else None
 
 
+def as_python(x: object) -> object:
+    """A number of torch or numpy, also one in a tensor or array, as Python's own; all else as it is."""
+    n = x.numel() if isinstance(x, torch.Tensor) else getattr(x, "size", None)
+    return x.item() if n == 1 else x
+
+
 def copied_to_cpu(
     columns: dict[str, torch.Tensor], baseline: Baseline, *others: torch.Tensor
 ) -> tuple[dict | Baseline | torch.Tensor, ...]:

@@ -125,10 +125,7 @@ class OwnModel:
 
     def answer(self, prompt: Turns) -> Reply:
         """Raises BadInput for a prompt that does not fit, and Failed when the program ends."""
-        try:
-            ids = self.model.encode(Record(prompt, []))
-        except BadInput as e:
-            raise BadInput(f"{e}: begin a new chat") from None
+        ids = self.model.encode(Record(prompt, []), advice=": begin a new chat")
         seed = secrets.randbelow(2**31)
         with self.answering:  # one answer at a time
             (answer,) = self.model.answers([ids], self.args, seed, self.check_open)
@@ -390,14 +387,12 @@ def shown_prompts(source: str, by_template: bool) -> list[Turns]:
     faults = []
     for where, record in read_prompts(source, by_template).items():
         prompts.append(record.prompt)
-        if record.tools:
-            faults.append(
-                f"{where}: tools: rate.py asks without them; generate.py --prompts asks with them"
-            )
-        if record.template_kwargs:
-            faults.append(
-                f"{where}: chat_template_kwargs: rate.py asks without them; generate.py --prompts asks with them"
-            )
+        asked = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
+        for name, value in asked.items():
+            if value:
+                faults.append(
+                    f"{where}: {name}: rate.py asks without them; generate.py --prompts asks with them"
+                )
     if faults:
         raise BadInput("\n".join(faults[:20]))
     return prompts

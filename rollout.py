@@ -298,10 +298,10 @@ def check_rated(where: str, example: object) -> None:
     expected = "expected True or False; a graded rating belongs into rewards"
     is_label = isinstance(example.label, bool | np.bool_)
     refuse_unless(is_label, f"{where}: label: {expected}, got {example.label!r}")
-    for name, x in [("weight", example.weight), *(("rewards", x) for x in example.rewards)]:
-        is_finite = (
-            x is None and name == "rewards" or isinstance(x, int | float) and math.isfinite(x)
-        )
+    numbers = [("weight", example.weight)]
+    numbers += [("rewards", x) for x in example.rewards if x is not None]
+    for name, x in numbers:
+        is_finite = isinstance(x, int | float) and math.isfinite(x)
         refuse_unless(is_finite, f"{where}: {name}: expected a finite number, got {x!r}")
 
 

@@ -172,9 +172,8 @@ def verdict(reply: str) -> bool | None:
     """Whether the last line says yes, and nothing else; None where it says something else than yes or no, and where
     the reply ends within the judge's thoughts."""
     answer = reply.rpartition("</think>")[2].strip().lower()
-    lines = [
-        line for line in answer.split("\n") if re.search("[a-z]", line)
-    ]  # no line of signs alone
+    # without lines of signs alone
+    lines = [line for line in answer.split("\n") if re.search("[a-z]", line)]
     if not lines or answer.startswith("<think>"):
         return None
     word = VERDICT.fullmatch(lines[-1].strip())

@@ -300,10 +300,9 @@ class Stop:
         is_first = not self.signal
         self.signal = number
         signal.signal(signal.SIGINT, self.before[signal.SIGINT])
-        if (
-            is_first and rank() == 0
-        ):  # not print: the signal may have come in the middle of another one
+        if is_first and rank() == 0:
             name = signal.Signals(number).name
+            # not print: the signal may have come in the middle of another one
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, f"{name}: stopping soon; Ctrl-C now ends at once\n".encode())
 
