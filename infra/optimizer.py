@@ -110,7 +110,7 @@ def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:
     """AdamW, or bitsandbytes' 8-bit AdamW, of the parameters that require a gradient. Weight decay
-    skips biases and norms (both have one dimension) and embeddings. Parameters of the objective's
+    skips biases, norms and embeddings. Parameters of the objective's
     module have a learning rate of their own if the module has an `lr_scale`.
 
     A fork hands over another function of this form. Each step sets the learning rate of a group, times
@@ -121,11 +121,15 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
     module = getattr(policy, "objective_module", None)
     if module:
         scale_of = dict.fromkeys(module.parameters(), getattr(module, "lr_scale", 1.0))
-    embeddings = {m.weight for m in policy.modules() if isinstance(m, torch.nn.Embedding)}
+    undecayed = set()
+    for m in policy.modules():
+        # Cohere's norms of queries and keys have two dimensions: (heads, head size)
+        if isinstance(m, torch.nn.Embedding) or "norm" in type(m).__name__.lower():
+            undecayed.update(m.parameters(recurse=False))
     by_options = {}  # (whether it decays, lr_scale): parameters
     for p in policy.parameters():
         if p.requires_grad:
-            decays = p.ndim >= 2 and p not in embeddings
+            decays = p.ndim >= 2 and p not in undecayed
             by_options.setdefault((decays, scale_of.get(p, 1.0)), []).append(p)
     groups = [
         {"params": params, "weight_decay": o.weight_decay * decays, "lr_scale": scale}

@@ -341,7 +341,7 @@ class RunSettings:
                 f"{name}: {value} does not work with strategy fsdp; use ddp",
             )
         refuse_unless(
-            self.optim.lr == 0 or self.optim.min_lr <= self.optim.lr,
+            self.optim.min_lr <= self.optim.lr,
             f"optim.min_lr: {self.optim.min_lr:g} is above optim.lr, {self.optim.lr:g}: the rate would rise",
         )
         refuse_unless(

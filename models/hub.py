@@ -302,6 +302,13 @@ def read_whole(
     """transformers' model of a Hugging Face or a litgpt folder, on the CPU. Raises BadInput where
     weights are missing, unknown or of another shape: transformers would only log this."""
     auto = transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        advice = ""
+        if hasattr(config, "vision_config"):
+            advice = ", since it has images: give a copy of its text model alone, if there is one"
+        raise BadInput(
+            f"{folder}: transformers has no causal language model of type {config.model_type}{advice}"
+        )
     options = dict(attn_implementation="eager", dtype=dtype)
     with user_error(None, folder):
         if (folder / "lit_model.pth").exists():

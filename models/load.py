@@ -65,13 +65,16 @@ def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) 
     # reading may draw random numbers; adapters, drawn later, must depend on torch's seed alone
     with torch.random.fork_rng(devices=[]):
         gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).eval()
-    if isinstance(gpt, TransformersGPT):  # transformers' tables of positions stay in float32
-        for p in gpt.parameters():
-            # a copy: the weights of a file that is mapped into memory lie at odd addresses, where some products
-            # round otherwise than those of the reference, which is a copy; and another program may write the file
-            p.data = p.data.to(dtype, copy=True)
-    else:
-        gpt.to(dtype)
+    if not isinstance(gpt, TransformersGPT):
+        return gpt.to(dtype)
+    # Copies: the weights of a file that is mapped into memory lie at odd addresses, where some products round
+    # otherwise than those of the reference, which is a copy; and another program may write the file.
+    for name, p in gpt.named_parameters():
+        p.data = p.data.to(dtype, copy=True)
+        # A router only chooses by its bias, which never has a gradient: DDP waits for one of every trained weight.
+        p.requires_grad = not name.endswith(("e_score_correction_bias", "expert_bias"))
+    for x in gpt.buffers():
+        x.data = x.data.clone()  # tables of positions stay in float32
     return gpt
 
 
@@ -119,9 +122,7 @@ def put_on(gpt: Packed, folder: Path) -> None:
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
 
-        def place(
-            kind: str, name: str, size: torch.Size, dtype: torch.dtype
-        ) -> torch.Tensor | None:
+        def place(kind: str, name: str, *_) -> torch.Tensor | None:
             if kind == "weights" and not name.startswith("objective_module."):
                 return params[name].detach()  # shares the weight's memory
 
@@ -335,8 +336,7 @@ def shard_over_ranks(
     all of it. Without `lora` the model is frozen. The objective's module, if there is one, is sharded with
     the model. A collective."""
     config = read_config(source)
-    about = None
-    weights = None
+    about = weights = None
     if whole:
         # rank 0's values of the module count, not other ranks'
         whole.objective_module = copy.deepcopy(objective_module)

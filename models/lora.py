@@ -195,7 +195,7 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
         for linear, w in weights.items():
             if layer := layers.get(linear):
                 delta = layer.get_lora_AB()
-                w = w.to(delta.dtype) + delta
+                w = w.to(dtype) + delta  # as in training, where autocast rounds the base to nearest
                 if is_narrower(dtype, w.dtype):
                     w = round_at_random(w, dtype, seed=0, name=names[linear])
                 layer.merged = True  # the layer then takes its matrix alone

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, numbers, ranks, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import (
     IDS,
     check_docs_table,
@@ -176,6 +176,17 @@ def test_a_type_is_computed_as_transformers_does_or_refused_with_the_reason(name
     assert re.search(EXPECTED.get(name, "^transformers$"), outcome(name, tmp_path))
 
 
+def test_a_type_that_is_no_language_model_is_refused_in_one_line_that_names_images(tmp_path):
+    """Mistral Small 3.1 and Qwen-VL are tried as the text models of their day; Voxtral hears."""
+    advice = ", since it has images: give a copy of its text model alone, if there is one"
+    for kind, end in {"mistral3": advice, "qwen3_vl": advice, "voxtral": ""}.items():
+        transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path / kind)
+        match = (
+            f"^{tmp_path / kind}: transformers has no causal language model of type {kind}{end}$"
+        )
+        refused(match, load.load_model, tmp_path / kind)
+
+
 @pytest.mark.slow
 def test_every_causal_type_is_one_of_the_two_and_the_docs_say_which(tmp_path):
     names = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FIELDS})
@@ -319,6 +330,26 @@ def test_the_dropout_of_a_config_is_switched_off_and_stays_in_the_export(tmp_pat
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
 
 
+@pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "llama"])
+def test_a_model_that_was_read_does_not_change_with_its_file(name, tmp_path):
+    """A second save into the same folder, while a run trains. A router of deepseek_v3 has a buffer in the file."""
+    folder_of(name, tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name: x.clone() for name, x in load_file(file).items()}
+    for name, x in weights.items():
+        if name.endswith("correction_bias"):
+            x.fill_(1)
+    save_file(weights, file, {"format": "pt"})
+    gpt = load.load_model(tmp_path)
+    # zeros of the same length over all of it, not a new file: what was mapped shows them
+    with open(file, "r+b") as out:
+        out.write(bytes(file.stat().st_size))
+    ours = gpt.state_dict()
+    for hf_name, rows in gpt.rows.items():
+        if hf_name in weights:  # experts are joined, and a tied head is not in the file
+            assert torch.equal(rows.of(ours[rows.name]), weights[hf_name]), hf_name
+
+
 def test_two_sharded_ranks_do_what_one_does(ratings, tmp_path):
     """Apertus has constants in its files: every rank needs them."""
     source = tmp_path / "source"
@@ -334,6 +365,23 @@ def test_two_sharded_ranks_do_what_one_does(ratings, tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     assert all(same(x, two["weights"][n], 1e-4) for n, x in one["weights"].items())
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "afmoe"])
+def test_a_routers_bias_without_gradient_stays_and_two_ranks_do_what_one_does(
+    name, ratings, tmp_path
+):
+    """transformers' own class freezes this bias, and its from_pretrained lets it train."""
+    source = tmp_path / "source"
+    folder_of(name, source)
+    argv = (*STEPS, "--optim.weight_decay=0.1")
+    one = train(source, ratings, tmp_path / "one", *argv)
+    two = ranks(2, lambda _: train(source, ratings, tmp_path / "two", *argv, "--strategy=ddp"))[0]
+    for a, b in zip(numbers(one), numbers(two)):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+    biases = [n for n in one["weights"] if n.endswith(("e_score_correction_bias", "expert_bias"))]
+    stored = load_file(source / "model.safetensors")
+    assert biases and all(torch.equal(two["weights"][n], stored[n]) for n in biases)
 
 
 def test_both_codes_train_one_model_alike(ratings, tmp_path, monkeypatch):

@@ -194,6 +194,14 @@ def test_answers_in_bfloat16_are_sampled_with_all_that_was_learned_on_average(na
     assert 0.8 < kept / sum(delta.square().sum() for delta in deltas) < 1.2
 
 
+def test_new_adapters_sample_a_float32_base_as_autocast_computes_it(folders):
+    gpt = with_adapters(folders["llama"], Lora(rank=2))
+    layers = [m for m in gpt.modules() if hasattr(m, "lora_A")]
+    nearest = [layer.linear.weight.bfloat16() for layer in layers]
+    with merge_for_sampling(gpt, torch.bfloat16):
+        assert layers and all(map(torch.equal, [m.linear.weight for m in layers], nearest))
+
+
 def test_an_adapter_on_the_head_needs_an_untied_head(folders):
     lora = Lora(rank=2, targets="lm_head")
     refused("^lora.targets: lm_head: .* tied", with_adapters, folders["gpt2"], lora)

@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
+import transformers
 from lightning.fabric import Fabric
-from tiny_models import with_adapters
+from tiny_models import GQA, made, with_adapters
 from torch import nn
 
 import kto
@@ -143,6 +144,16 @@ def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(
     skipped = re.compile("bias|norm|ln_f|wte|wpe|lm_head")  # this model's head is its embedding
     assert [name for name in shrinks if skipped.search(name)] == unchanged
     assert sum(shrinks.values()) == 8, "four matrices in each of two layers"
+
+
+def test_norms_of_two_dimensions_do_not_decay(tmp_path):
+    """Command R+ has norms of queries and keys for each head."""
+    config = transformers.CohereConfig(**GQA, use_qk_norm=True)
+    assert made(config, tmp_path).get_parameter("model.layers.0.self_attn.q_norm.weight").ndim == 2
+    shrinks = decayed(load.load_model(tmp_path))
+    norms = [name for name in shrinks if "norm" in name]
+    assert len(norms) == 2 * 3 + 1 and not any(shrinks[name] for name in norms)
+    assert sum(shrinks.values()) == 2 * 7, "the matrices of two layers"
 
 
 def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
