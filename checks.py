@@ -47,7 +47,13 @@ def check_objective(objective: Objective) -> None:
 
 
 # what a subclass of Objective may set in its class
-ATTRIBUTES = ("records", "needs_mismatched_pairs", "needs_reference", "by_token", "average_logps")
+ATTRIBUTES = (
+    "record_kind",
+    "needs_mismatched_pairs",
+    "needs_reference",
+    "by_token",
+    "average_logps",
+)
 
 
 def check_attributes(objective: Objective) -> None:
@@ -117,14 +123,17 @@ def check_examples(
         check_tokens(chain(*examples.values()), of_model.vocab_size, getattr(cfg, name))
     contexts = {name: context_of(of_model) for name, of_model in configs.items()}
     check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
-    if objective.records != "prompts":
+    if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
         iteration_plans(cfg, [len(examples["train"])])
     if cfg.keep_best and not examples["val"]:
         raise BadInput(
             "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"
         )
-    has_iterations = objective.records in ("demonstrations", "prompts")  # each ends with a check
+    has_iterations = objective.record_kind in (
+        "demonstrations",
+        "prompts",
+    )  # each ends with a check
     by_checker = cfg.keep_best in ("checker_accuracy", "kl/own")
     if by_checker and cfg.eval.check_interval is None and not has_iterations:
         raise BadInput(

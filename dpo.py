@@ -95,7 +95,7 @@ class Settings(RunSettings):
 class DPO(Objective):
     """Completion 1 is chosen, completion 2 rejected."""
 
-    records = "paired"
+    record_kind = "paired"
 
     def __init__(self, args: DPOSettings):
         self.args = args
@@ -157,12 +157,12 @@ def main(
     trainer: type[Trainer] = Trainer,
     checker: Checker | None = None,
     optimizer: Callable | None = None,
-    records: Callable | None = None,
+    make_records: Callable | None = None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, trainer,
-    checker, optimizer, records."""
+    checker, optimizer, make_records."""
     cfg = parse(settings, argv, objective, demo="demo_dpo.yaml")
-    run = setup(cfg, objective(cfg.dpo), checker, optimizer, make_records=records)
+    run = setup(cfg, objective(cfg.dpo), checker, optimizer, make_records=make_records)
     with trainer(run) as loop:
         if loop.fit():
             loop.finish()

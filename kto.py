@@ -166,14 +166,14 @@ def main(
     trainer: type[Trainer] = Trainer,
     checker: Checker | None = None,
     optimizer: Callable | None = None,
-    records: Callable | None = None,
+    make_records: Callable | None = None,
 ) -> None:
     """What a file of your own may replace: objective, called with cfg.kto, gives an Objective; settings, a
     class like Settings with a group kto; trainer, a subclass of Trainer; checker, a function that judges a
     list of held-out answers (evaluation.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer;
-    records(raw record), which turns one record of the user's file into a list of records in our form."""
+    make_records(raw record), which turns one record of the user's file into a list of records in our form."""
     cfg = parse(settings, argv, objective, demo="demo.yaml")
-    run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=records)
+    run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
     with trainer(run) as loop:  # after an error its end saves the last whole step
         if loop.fit():  # False: stopped early
             loop.finish()

@@ -35,7 +35,7 @@ class Objective:
     """An algorithm. Only `loss` must be given; all else has a default. The attributes below must not change
     during a fit: another thread, which makes the next step, reads them too."""
 
-    records = "rated"
+    record_kind = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
     needs_mismatched_pairs = False
     """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, for z."""

@@ -83,7 +83,7 @@ class Settings(RunSettings):
 
 
 class OnlineKTO(KTO):
-    records = "prompts"
+    record_kind = "prompts"
 
 
 def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> list[Example]:
@@ -154,10 +154,10 @@ def main(
     checker: Checker | None = None,
     optimizer: Callable | None = None,
     rollout: Callable | None = None,
-    records: Callable | None = None,
+    make_records: Callable | None = None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
-    online, trainer, checker, optimizer, records. rollout: an engine that answers prompts (see rollout.py).
+    online, trainer, checker, optimizer, make_records. rollout: an engine that answers prompts (see rollout.py).
     rate: makes examples of prompts and answers."""
     cfg = parse(settings, argv, objective, demo="demo_online.yaml")
     args = cfg.online
@@ -165,7 +165,7 @@ def main(
         checker or cfg.eval.check or rate is not rate_answers,
         "eval.check: online KTO needs a checker: demo, or main(checker=...)",
     )
-    run = setup(cfg, objective(cfg.kto), checker, optimizer, rollout, make_records=records)
+    run = setup(cfg, objective(cfg.kto), checker, optimizer, rollout, make_records=make_records)
     with trainer(run) as loop:
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))

@@ -124,7 +124,7 @@ class Run:
     """How far the engine's log-probs of this iteration's answers are from the policy's, in nats a token; None
     without an engine that gives them. Changed by rollout.policy_answers."""
     make_records: Callable | None = None
-    """main(records=...): a raw record -> a list of records. Never changed."""
+    """A fork's function: a raw record -> a list of records. Never changed."""
     saved_step: int = 0
     """The step of the last checkpoint in the run's own folder. Changed by save."""
     reference_step: int = 0
@@ -145,7 +145,7 @@ class Run:
         """Another file's records as examples, as data.train's are read. A resume refuses a file that has
         changed. Raises BadInput."""
         examples, _ = load_examples(
-            str(path), self.tokenizer, self.objective.records, self.cfg.data, self.make_records
+            str(path), self.tokenizer, self.objective.record_kind, self.cfg.data, self.make_records
         )
         name = f"records of {path}"
         new_hash = examples_hash({"": examples})
@@ -244,7 +244,7 @@ def setup(
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
     checker: judges answers (evaluation.Checker). optimizer: a function in place of make_optimizer. rollout:
-    an engine that answers prompts (see rollout.py). make_records: main(records=...). Raises BadInput, Failed.
+    an engine that answers prompts (see rollout.py). make_records: as for main. Raises BadInput, Failed.
     """
     began = time.monotonic()
     console.shows_progress = cfg.progress
@@ -261,7 +261,7 @@ def setup(
     check_resumed_settings(checkpoint, cfg, Path(sys.argv[0]).name)
     data = cfg.data
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
-    examples = load_splits(data, tokenizer, objective.records, make_records)
+    examples = load_splits(data, tokenizer, objective.record_kind, make_records)
     check_examples(cfg, config, objective, examples)
 
     # the processes, and the run's folder, which the first of them locks

@@ -82,7 +82,7 @@ class SPIN(DPO):
     """DPO with chosen = the demonstration, rejected = the policy's own answer. In validation there is no
     answer: the loss of a demonstration alone is its negative log-likelihood, per token."""
 
-    records = "demonstrations"
+    record_kind = "demonstrations"
 
     def __init__(self, args: SPINSettings, beta: float):
         super().__init__(
@@ -141,14 +141,14 @@ def main(
     checker: Checker | None = None,
     optimizer: Callable | None = None,
     rollout: Callable | None = None,
-    records: Callable | None = None,
+    make_records: Callable | None = None,
 ) -> None:
     """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
-    trainer, checker, optimizer, records. rollout: an engine that answers prompts (see rollout.py)."""
+    trainer, checker, optimizer, make_records. rollout: an engine that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, objective, demo="demo_spin.yaml")
     betas = cfg.spin.betas()
     run = setup(
-        cfg, objective(cfg.spin, betas[0]), checker, optimizer, rollout, make_records=records
+        cfg, objective(cfg.spin, betas[0]), checker, optimizer, rollout, make_records=make_records
     )
     with trainer(run) as loop:
         demonstrations = run.examples["train"]

@@ -54,7 +54,7 @@ class GRPO(Objective):
     """The reference is the policy that gave the answers (online.reference last); no KL term. Without a
     `reduce` of its own its loss sees the log-probs of each token."""
 
-    records, by_token = "prompts", True
+    record_kind, by_token = "prompts", True
 
     def __init__(self, args):
         self.clip = args.clip

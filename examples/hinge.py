@@ -20,7 +20,7 @@ class Settings(RunSettings):
 
 
 class Hinge(Objective):
-    records = "paired"
+    record_kind = "paired"
 
     def __init__(self, args):
         self.margin = args.margin

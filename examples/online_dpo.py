@@ -52,7 +52,7 @@ def rate(run, prompts, answers):
 
 
 class OnlineDPO(dpo.DPO):
-    records = "prompts"
+    record_kind = "prompts"
 
     def loss(self, logps, ref_logps, batch, z_B):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)

@@ -141,5 +141,5 @@ def rate(run, prompts, answers):
 
 
 if __name__ == "__main__":
-    given = dict(trainer=Rewarded, rate=rate, checker=reward_model, records=with_dialogue)
+    given = dict(trainer=Rewarded, rate=rate, checker=reward_model, make_records=with_dialogue)
     run_cli(lambda: online.main(settings=Settings, **given))

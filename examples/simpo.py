@@ -24,7 +24,7 @@ class Settings(RunSettings):
 
 
 class SimPO(Objective):
-    records, needs_reference = "paired", False
+    record_kind, needs_reference = "paired", False
 
     def __init__(self, args):
         self.args = args

@@ -60,7 +60,7 @@ def load_examples(
     make_records: Callable | None = None,
 ) -> tuple[list[Example], Counter]:
     """All examples of the sources (`a.jsonl,more/*.csv`) that data.train or another setting names; and
-    counts of what was cut, dropped, ... make_records: main(records=...), which makes ours of a raw record.
+    counts of what was cut, dropped, ... make_records: main(make_records=...), which makes ours of a raw record.
 
     `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
     each distinct prompt is one example without completions. `data`: the settings, with

@@ -117,22 +117,22 @@ class Reader:
     def _records_of_a_fork(
         self, records: list[tuple[str, object]], faults: list[str]
     ) -> list[tuple[str, object]]:
-        """What main(records=...) makes of these."""
+        """What main(make_records=...) makes of these."""
         result = []
         for where, raw in records:
             try:
-                with own_code("main(records=...)"):
+                with own_code("main(make_records=...)"):
                     made = self.make_records(raw) or []
             except (BadInput, Failed) as e:
                 faults.append(f"{where}: {e}")
                 continue
             if not isinstance(made, list) or not all(isinstance(x, dict) for x in made):
                 faults.append(
-                    f"{where}: main(records=...): expected a list of records, got {made!r:.50}"
+                    f"{where}: main(make_records=...): expected a list of records, got {made!r:.50}"
                 )
                 continue
             if not made:
-                self._leave_out("by main(records=...)")
+                self._leave_out("by main(make_records=...)")
             for i, record in enumerate(made, 1):
                 place = where if i == 1 else f"{where}:{i}"
                 result.append((place, record))

@@ -88,7 +88,7 @@ HANDED = {
     "reward_model": (
         online,
         {"settings": "Settings", "trainer": "Rewarded", "rate": "rate", "checker": "reward_model",
-         "records": "with_dialogue"},
+         "make_records": "with_dialogue"},
         (*ONLINE, "--reward.model={reward}", "--reward.threshold=median", "--data.extra=dialogue",
          "--eval.prompts=4"),
     ),

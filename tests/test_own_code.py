@@ -206,11 +206,11 @@ def test_a_function_that_fails_on_a_record_is_named_with_its_own_line_and_the_re
     fork.write_text(
         "import kto\nfrom infra.console import run_cli\n\n\ndef joined(click):\n"
         '    return [click | {"label": click["thumb"]}]\n\n\n'
-        "run_cli(lambda: kto.main(records=joined))\n"
+        "run_cli(lambda: kto.main(make_records=joined))\n"
     )
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}"]
     code, _, stderr = Started(tmp_path, str(fork), argv).ended()
     first = stderr.splitlines()[0]
     assert code == 2 and "Traceback" not in stderr
-    assert first == f"error: {ratings}:1: main(records=...): {fork}:6: KeyError: 'thumb'"
+    assert first == f"error: {ratings}:1: main(make_records=...): {fork}:6: KeyError: 'thumb'"
     assert not (tmp_path / "run").exists()

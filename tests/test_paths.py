@@ -685,12 +685,12 @@ def test_a_fork_makes_records_of_a_raw_one_and_a_resume_compares_them(tiny, tmp_
 
     argv = ["--batch_size=4", "--max_steps=2", "--data.max_prompt=16", "--data.max_completion=32"]
     out = tmp_path / "out"
-    run = train(tiny, source, out, *argv, records=joined)
+    run = train(tiny, source, out, *argv, make_records=joined)
     assert [row["step"] for row in run["rows"]] == [1, 2]
     again = ["--resume=auto", "--max_steps=3", *argv[:1], *argv[2:]]
     texts["0"] = "another answer"
     with pytest.raises(BadInput, match="records"):
-        train(tiny, source, out, *again, records=joined)
+        train(tiny, source, out, *again, make_records=joined)
 
 
 def test_settings_of_a_run_and_of_its_ratings_are_two_files(tiny, tmp_path):

@@ -287,7 +287,7 @@ def test_answers_have_the_scores_that_transformers_gives_to_their_dialogues(
     handed = dict(
         settings=reward_file.Settings, trainer=reward_file.Rewarded, rate=reward_file.rate
     )
-    handed |= dict(checker=reward_file.reward_model, records=reward_file.with_dialogue)
+    handed |= dict(checker=reward_file.reward_model, make_records=reward_file.with_dialogue)
     train(tiny, data, tmp_path / "run", *argv, program="online", **handed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(reward_folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(reward_folder)
