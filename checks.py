@@ -130,10 +130,8 @@ def check_examples(
         raise BadInput(
             "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"
         )
-    has_iterations = objective.record_kind in (
-        "demonstrations",
-        "prompts",
-    )  # each ends with a check
+    # each of their iterations ends with a check
+    has_iterations = objective.record_kind in ("demonstrations", "prompts")
     by_checker = cfg.keep_best in ("checker_accuracy", "kl/own")
     if by_checker and cfg.eval.check_interval is None and not has_iterations:
         raise BadInput(

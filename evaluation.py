@@ -25,8 +25,9 @@ from infra.devices import Stop, all_reduce, on_all_ranks, on_rank_0
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
 from infra.settings import RunSettings, find_path, refuse_unless
-from models.hub import Source, exported_type, read_json
-from models.load import export_checkpoint, load_model
+from models.export import export_checkpoint, exported_type
+from models.hub import Source, read_json
+from models.load import load_model
 from models.lora import gather_adapters, write_peft
 from objective import as_python, copied_to_cpu, join_columns
 from packing import prompt_groups

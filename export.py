@@ -15,8 +15,8 @@ from lightning.fabric import Fabric
 from infra.checkpoint import publish_folder, read_settings
 from infra.console import run_cli
 from infra.settings import Export, refuse_unless
+from models.export import export_checkpoint
 from models.hub import find_model
-from models.load import export_checkpoint
 
 
 def main(argv=None) -> None:

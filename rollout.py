@@ -38,7 +38,7 @@ from infra.console import BadInput, Failed, advance, own_code, progress, user_er
 from infra.devices import all_reduce, on_rank_0
 from infra.optimizer import Plan
 from infra.settings import RunSettings, Sampling, refuse_unless
-from models.hub import export
+from models.export import export
 from records.examples import Example, examples_hash
 
 COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them

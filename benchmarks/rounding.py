@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 import kto
 from infra.settings import Export
-from models.hub import Source, export
+from models.export import export
+from models.hub import Source
 from models.load import load_model
 
 MODEL, OUT = Path("out/smollm2-135m"), Path("out/rounding")

@@ -1,3 +1,3 @@
 """A model on disk, in this order: hub.py (where it lies, its config, the names of its weights, what transformers
-computes with it, how it is written), load.py (how it becomes the model that computes, and back), lora.py (its
-adapters, PEFT's folders)."""
+computes with it), load.py (how it becomes the model that computes), lora.py (its adapters, PEFT's folders),
+export.py (how it is written)."""

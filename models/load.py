@@ -24,21 +24,19 @@ from transformers.pytorch_utils import Conv1D
 
 from attention import KVCache
 from head import logp_of
-from infra.checkpoint import read_settings, read_state, read_tensors
+from infra.checkpoint import read_settings, read_tensors
 from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
 from infra.rounding import dtype_of
-from infra.settings import Export, Lora, RunSettings
+from infra.settings import Lora, RunSettings
 from model import GPT, Block, Packed, TransformersGPT
 from models.hub import (
     Source,
     blocks_of,
     check_logps,
-    export,
     find_model,
     litgpt_rows,
     litgpt_sizes,
-    mark_blocks,
     plain_logps,
     read_config,
     read_whole,
@@ -456,45 +454,3 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
             if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
                 module.to(torch.bfloat16)
     return model
-
-
-# ---- and back: exports ----------------------------------------------------------------------------
-
-
-def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
-    of the run. choice: of the exported type. Raises BadInput if adapters would be merged into other weights
-    than in training."""
-    settings = read_settings(source.folder)
-    state = read_state(source.folder)
-    dtype = dtype_of(settings["precision"])
-    # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
-    gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
-    if settings["lora"]["rank"] and not state.reference_has_moved:
-        base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}
-        if weights_hash(base) != state.hashes["model weights"]:
-            raise BadInput(
-                f"export: {source.base.folder}: not the weights that {source.folder} was trained on"
-            )
-    put_on(gpt, source.folder)
-    card = f"""---
-library_name: transformers
-tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
----
-
-Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have
-the hash `{state.hashes["records"]}`, with these settings:
-
-```yaml
-{(source.folder / "settings.yaml").read_text()}```
-"""
-    notes = {"README.md": card}
-    if source.chat_template:
-        notes["chat_template.jinja"] = source.chat_template.read_text()
-    generation = source.folder / "generation_config.json"
-    if generation.exists():  # the chat template ends an answer in another token than the model
-        notes[generation.name] = generation.read_text()
-    seed = settings["seed"]
-    export(source, gpt.rows, gpt.unique_parameters(), out, notes, choice, seed)
-    if GPT.block_class is not Block:
-        mark_blocks(out, GPT.block_class.__name__)

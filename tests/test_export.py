@@ -25,8 +25,9 @@ from tiny_models import (
 
 import evaluation
 from infra import checkpoint
+from infra.rounding import round_at_random
 from models import load
-from models.hub import find_model, round_at_random
+from models.hub import find_model
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
 STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")

@@ -38,7 +38,8 @@ import model
 from attention import KVCache
 from infra.console import BadInput
 from models import load
-from models.hub import Source, export
+from models.export import export
+from models.hub import Source
 from packing import pack
 from records.tokenizer import Tokenizer
 from trainer import Trainer

@@ -19,7 +19,7 @@ FLOORS = [
     "packing attention head models.hub models.lora records",
     "data",
     "objective model",
-    "models.load reference",
+    "models.load models.export reference",
     "checks generate",
     "rollout",
     "evaluation",

@@ -31,7 +31,8 @@ from torch import nn
 
 from infra.settings import Lora
 from models import load, lora
-from models.hub import Source, export
+from models.export import export
+from models.hub import Source
 from models.lora import disable_adapters, merge_for_sampling, merged_weights, reset_adapters
 from packing import pack
 

@@ -12,7 +12,8 @@ from tiny_models import GQA, HF, made
 
 from infra.console import BadInput
 from models import load
-from models.hub import export, find_model
+from models.export import export
+from models.hub import find_model
 from packing import pack
 
 COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HF, IDS, logits, made, refused, same, same_weights
 
 from models import load
-from models.hub import Source, export, find_model
+from models.export import export
+from models.hub import Source, find_model
 from records.page import page
 from run import weights_hash
 

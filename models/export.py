@@ -1,0 +1,173 @@
+"""How a model is written: as a Hugging Face folder, in the types of its source, with a card. (PEFT's
+adapters: lora.py.)"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from infra.checkpoint import read_settings, read_state
+from infra.console import BadInput
+from infra.rounding import dtype_of, is_narrower, round_at_random, widest
+from infra.settings import Export, RunSettings
+from model import GPT, Block
+from models.hub import Rows, Source, mark_blocks, read_config, read_json, read_whole, weights_hash
+from models.load import load_model, put_on
+
+# ---- types of weights ----------------------------------------------------------------------------
+
+STORED_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+def stored_types(folder: Path) -> dict[str, torch.dtype]:
+    """The type of each weight in the files of a Hugging Face or a litgpt folder, by the files' names.
+    config.json may say another one."""
+    if (folder / "lit_model.pth").exists():
+        weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+        return {name: x.dtype for name, x in weights.get("model", weights).items()}
+    files = ["model.safetensors"]
+    if not (folder / files[0]).exists():
+        index = read_json(folder / "model.safetensors.index.json")
+        files = sorted(set(index["weight_map"].values()))
+    types = {}
+    for file in files:
+        with safe_open(folder / file, "pt") as weights:
+            for name in weights.keys():
+                stored = weights.get_slice(name).get_dtype()
+                if stored in STORED_TYPES:  # no integers
+                    types[name] = STORED_TYPES[stored]
+    return types
+
+
+def export_types(source: Source, choice: Export, trained: torch.dtype) -> dict[str, torch.dtype]:
+    """The type of each weight in an export, by the names in the source's files. trained: the type of the
+    weights before the export."""
+    types = stored_types(source.root)
+    if choice.dtype != "source":
+        return dict.fromkeys(types, getattr(torch, choice.dtype))
+    # precision 64-true: nothing is rounded
+    return dict.fromkeys(types, torch.float64) if trained == torch.float64 else types
+
+
+def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
+    """The type to which an export rounds trained weights; None if it rounds none of them."""
+    trained = torch.promote_types(dtype_of(cfg.precision), torch.float32)
+    types = export_types(source, cfg.export, trained).values()
+    narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
+    return widest(narrow) if narrow else None
+
+
+def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
+    """Correct the types that config.json says. numbers_of: how many of the weights' numbers have each type.
+    A type that no weight has becomes the type of most numbers."""
+    names = [str(dtype).removeprefix("torch.") for dtype, _ in numbers_of.most_common()]
+
+    def correct(config: dict) -> bool:
+        """-> whether something has changed"""
+        has_changed = False
+        for key, value in config.items():
+            if isinstance(value, dict):  # of a text or a vision model
+                has_changed |= correct(value)
+            elif key in ("dtype", "torch_dtype") and value not in (None, *names):
+                config[key] = names[0]
+                has_changed = True
+        return has_changed
+
+    config = read_json(file)
+    if correct(config):
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+# ---- write ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def export(
+    source: Source,
+    rows: dict[str, Rows],
+    weights: Mapping,
+    out: Path,
+    notes: Mapping = {},
+    choice: Export | None = None,
+    seed: int = 1,
+) -> None:
+    """Write a model as a Hugging Face folder: a copy of the source's, with these weights in the types that
+    `choice` says. rows: see model.Packed. notes: more files, {name: text}. seed: of the rounding. Raises
+    BadInput."""
+    choice = choice or Export()
+    types = export_types(source, choice, trained=next(iter(weights.values())).dtype)
+    hf = read_whole(source.root, read_config(source), widest(types.values()))
+    for name, p in hf.named_parameters():
+        # GPT-2's old files leave the prefix out
+        short = name.removeprefix(f"{hf.base_model_prefix}.")
+        p.data = p.data.to(types.get(name) or types.get(short) or widest(types.values()))
+    hf_weights = hf.state_dict()
+    for name, r in rows.items():
+        if r.name not in weights:  # a tied head is the embedding, and a vision tower stays the same
+            continue
+        x = r.of(weights[r.name])
+        to = hf_weights[name]
+        if choice.rounding == "stochastic" and to.dtype in (torch.bfloat16, torch.float16):
+            x = round_at_random(x, to.dtype, seed, name)
+        to.copy_(x)
+    hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
+    hf.save_pretrained(out, max_shard_size="5GB")
+    for file in source.files:
+        shutil.copyfile(file, out / file.name)
+    numbers_of = Counter()
+    for p in hf.parameters():
+        numbers_of[p.dtype] += p.numel()
+    _say_type_in_config(out / "config.json", numbers_of)
+    templates = source.tokenizer / "additional_chat_templates"
+    if templates.exists():
+        shutil.copytree(templates, out / templates.name)
+    for name, text in notes.items():
+        (out / name).write_text(text)
+
+
+def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
+    of the run. choice: of the exported type. Raises BadInput if adapters would be merged into other weights
+    than in training."""
+    settings = read_settings(source.folder)
+    state = read_state(source.folder)
+    dtype = dtype_of(settings["precision"])
+    # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
+    gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
+    if settings["lora"]["rank"] and not state.reference_has_moved:
+        base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}
+        if weights_hash(base) != state.hashes["model weights"]:
+            raise BadInput(
+                f"export: {source.base.folder}: not the weights that {source.folder} was trained on"
+            )
+    put_on(gpt, source.folder)
+    card = f"""---
+library_name: transformers
+tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
+---
+
+Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have
+the hash `{state.hashes["records"]}`, with these settings:
+
+```yaml
+{(source.folder / "settings.yaml").read_text()}```
+"""
+    notes = {"README.md": card}
+    if source.chat_template:
+        notes["chat_template.jinja"] = source.chat_template.read_text()
+    generation = source.folder / "generation_config.json"
+    if generation.exists():  # the chat template ends an answer in another token than the model
+        notes[generation.name] = generation.read_text()
+    seed = settings["seed"]
+    export(source, gpt.rows, gpt.unique_parameters(), out, notes, choice, seed)
+    if GPT.block_class is not Block:
+        mark_blocks(out, GPT.block_class.__name__)
