@@ -29,7 +29,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 
 from head import autocast
-from packing import PackedBatch, to_device
+from infra.devices import to_device
+from packing import PackedBatch
 
 # Prompts (with their completions) of up to so many tokens together share one tile of attention. A larger tile means
 # fewer calls, but more scores that are computed only to be masked.

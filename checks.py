@@ -1,5 +1,5 @@
-"""What is refused before it can do harm, with the sentence that the user reads. Each check is called in one place,
-in setup (run.py) or in the loop (trainer.py)."""
+"""What is refused before it can do harm, with the sentence that the user reads. The checks are called in setup (run.py)
+and in the loop (trainer.py), sampling_faults by generate.py and rate.py, too."""
 
 import inspect
 import json
@@ -18,7 +18,7 @@ from infra.optimizer import iteration_plans
 from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
 from model import Scores
 from models.hub import context_of, find_model, read_config
-from objective import Baseline, Objective, as_python
+from objective import Objective, Z
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_share, split_sources
 
@@ -31,8 +31,9 @@ def check_objective(objective: Objective) -> None:
         hook = getattr(Objective, name, None)
         if hook is None:
             like = get_close_matches(name, dir(Objective), 1, cutoff=0.85)
-            if like:
-                raise BadInput(f"{kind}.{name}: not known: did you mean {like[0]}?")
+            if name in OLD_NAMES or like:
+                new = OLD_NAMES.get(name) or like[0]
+                raise BadInput(f"{kind}.{name}: not known: did you mean {new}?")
         elif inspect.isfunction(hook):
             _, *names = inspect.signature(hook).parameters
             try:
@@ -46,6 +47,8 @@ def check_objective(objective: Objective) -> None:
             raise BadInput(f"{kind}.{name}: nothing trains or saves it: make it in make_module")
 
 
+# of earlier versions: a fork that has them would silently be another algorithm
+OLD_NAMES = {"baseline": "make_z", "records": "record_kind"}
 # what a subclass of Objective may set in its class
 ATTRIBUTES = (
     "record_kind",
@@ -57,7 +60,8 @@ ATTRIBUTES = (
 
 
 def check_attributes(objective: Objective) -> None:
-    """Refuse a class attribute that __init__ has replaced, and pairs that nobody asks for."""
+    """Refuse a class attribute that a base's __init__ has replaced, as KTO.__init__ replaces average_logps; and pairs
+    that nobody asks for."""
     for name in ATTRIBUTES:
         value = getattr(objective, name)
         owner = next(c for c in type(objective).__mro__ if name in vars(c))
@@ -67,9 +71,9 @@ def check_attributes(objective: Objective) -> None:
                 "set it there, or after super().__init__"
             )
     # kto.py's own __init__ takes it from kto.loss: there it is no slip
-    is_forgotten = "needs_mismatched_pairs" not in vars(objective)
-    has_pairs = objective.needs_mismatched_pairs
-    if objective.overrides("mismatched_completions") and is_forgotten and not has_pairs:
+    set_by_init = "needs_mismatched_pairs" in vars(objective)
+    may_be_forgotten = not objective.needs_mismatched_pairs and not set_by_init
+    if objective.overrides("mismatched_completions") and may_be_forgotten:
         kind = type(objective).__name__
         raise BadInput(
             f"{kind}.mismatched_completions: it would not be called: needs_mismatched_pairs is False"
@@ -91,8 +95,8 @@ def check_settings(objective: Objective, cfg: RunSettings) -> None:
         raise BadInput(
             f"data.score_prompt: {kind} takes the tokens of a completion, not of its prompt"
         )
-    borrows = objective.needs_mismatched_pairs and not objective.overrides("mismatched_completions")
-    if borrows and cfg.batch_size == 1:
+    has_own_pairs = objective.overrides("mismatched_completions")
+    if objective.needs_mismatched_pairs and not has_own_pairs and cfg.batch_size == 1:
         raise BadInput(
             f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion"
         )
@@ -235,7 +239,7 @@ def check_optimizer(
         )
 
 
-def saved_state(objective: Objective) -> dict:
+def check_state_dict(objective: Objective) -> dict:
     """An objective's state_dict, refused where JSON would not give it back unchanged, or where it names no
     attribute. Called at each checkpoint, and after the first step, before hours are spent."""
     state = objective.state_dict()
@@ -248,11 +252,17 @@ def saved_state(objective: Objective) -> dict:
     return state
 
 
+def as_python(x: object) -> object:
+    """A number of torch or numpy, also one in a tensor or array, as Python's own; all else as it is."""
+    n = x.numel() if isinstance(x, torch.Tensor) else getattr(x, "size", None)
+    return x.item() if n == 1 else x
+
+
 def check_z(z: torch.Tensor, step: Step) -> None:
-    """Refuse what an objective's baseline returned, unless it is one number, or one for each example."""
+    """Refuse what an objective's make_z returned, unless it is one number, or one for each example."""
     if z.shape not in ((), (step.size,)):
         raise BadInput(
-            f"baseline: one number or ({step.size},), one for each example, not {tuple(z.shape)}"
+            f"make_z: one number or ({step.size},), one for each example, not {tuple(z.shape)}"
         )
 
 
@@ -290,26 +300,26 @@ def check_row(row: object) -> dict[str, float | None]:
 def find_not_finite(
     step: Step,
     loss_G: torch.Tensor,
-    baseline: Baseline,
+    z: Z,
     grad_norm: torch.Tensor,
     step_number: int,
 ) -> Failed | None:
     """-> the error to raise if the norm, z or a loss of a step is not finite. All tensors are on the CPU."""
     losses = loss_G.tolist()
     # a loss may be infinite where its gradient is not, as by a constant
-    numbers = [grad_norm.item(), baseline.z_G.double().sum().item(), sum(losses)]
+    numbers = [grad_norm.item(), z.z_G.double().sum().item(), sum(losses)]
     if all(map(math.isfinite, numbers)):
         return None
     pairs = zip(step.examples, losses)
     bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
-    which = ", ".join(bad[:8]) or "no loss of a single example"
+    which = ", ".join(bad[:8]) or "not the loss of any one example"
     advice = ""
     if step_number == 1:
         advice = (
             "; no update has been made, so optim.lr is not the cause: here, without a --reference, all "
             "log-ratios are 0, and the loss and its gradient must be finite"
         )
-    elif len(bad) in (0, len(losses)):
+    elif not bad or len(bad) == len(losses):
         advice = "; a resume does this step again: begin anew, with a smaller optim.lr"
     return Failed(
         f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
@@ -319,7 +329,7 @@ def find_not_finite(
 
 # ---- the start of a run, or of an iteration --------------------------------------------------------
 
-CHECKED = 4  # examples: more would make the first step wait
+N_CHECKED = 4  # examples: more would make the first step wait
 
 
 def labels_in_turns(examples: list[Example]) -> list[Example]:
@@ -340,15 +350,16 @@ def check_start(loop: Any, examples: list[Example]) -> None:
     loop: a trainer.Trainer, which imports this file."""
     run = loop.run
     by_token = run.objective.by_token
+    # a whole step, of which a few examples are scored: so the mismatched pairs are those of a real one
     step = loop.make_step(labels_in_turns(examples)[: run.cfg.batch_size])
-    step.to(run.fabric.device)
-    few = Part(list(range(min(CHECKED, step.size))))
+    step.move_to(run.fabric.device)
+    few = Part(list(range(min(N_CHECKED, step.size))))
     micro = step.micro_batch(few).to(run.fabric.device)
     scores = loop.forward(micro.packed, by_token=by_token)
     agree = ""
     if run.objective.needs_reference and not run.cfg.reference:
         logps = [scores.logps]
-        # compute: never from the cache
+        # by compute, because a reference with a cache might read its folder
         ref_logps = [run.reference.compute(micro.packed, by_token=by_token).logps]
         if micro.mismatched is not None:
             mismatched = micro.mismatched.to(run.fabric.device)
@@ -383,8 +394,8 @@ def check_mixing(
     would then give another gradient. So the losses of a few examples, whose scores are given, are
     compared with those of each alone. micro_batch_loss: Trainer's.
 
-    The reference's log-probs are made up, 0 for all examples but the first: if all log-ratios were 0, a
-    mean over examples might not show."""
+    The reference's log-probs are made up: the policy's own for the first example (r = 0), 0 for all others
+    (r = log pi). With equal log-ratios a mean over examples might not show."""
     device = scores.logps.device
     ref_logps = None
     if needs_reference:
@@ -392,19 +403,19 @@ def check_mixing(
         ref_logps[0] = scores.logps[0]
     z_G = scores.logps.new_zeros(step.size)
 
-    def losses_of(chosen: slice) -> torch.Tensor:
-        micro = step.micro_batch(Part(part.index[chosen])).to(device)
+    def losses_of(rows: slice) -> torch.Tensor:
+        micro = step.micro_batch(Part(part.index[rows])).to(device)
         # copies, because a loss may change its arguments in place
-        logps = scores.logps[chosen].clone()
-        outputs = None if scores.outputs is None else scores.outputs[chosen].clone()
-        reference = None if ref_logps is None else ref_logps[chosen].clone()
+        logps = scores.logps[rows].clone()
+        outputs = None if scores.outputs is None else scores.outputs[rows].clone()
+        reference = None if ref_logps is None else ref_logps[rows].clone()
         loss_B, _ = micro_batch_loss(micro, Scores(logps, outputs), reference, z_G)
         return loss_B
 
     together = losses_of(slice(None))
     alone = [losses_of(slice(i, i + 1)) for i in range(len(part.index))]
     # not to the bit: a fork's own micro_batch_loss may run a model, which rounds differently
-    if not torch.allclose(together, torch.cat(alone), 0.02, 1e-6, equal_nan=True):
+    if not torch.allclose(together, torch.cat(alone), rtol=0.02, atol=1e-6, equal_nan=True):
         raise BadInput(
             "loss: an example's loss depends on the other examples of its micro-batch, so another "
             "split would give another gradient: take sums over examples from batch.step (or it draws random "

@@ -12,7 +12,7 @@ L tokens of the longest completion; n mismatched pairs of a step. packing.py has
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,11 @@ from lightning.fabric import Fabric
 from transformers import PretrainedConfig
 
 from infra.console import BadInput
+from infra.devices import to_device
 from infra.optimizer import Plan
+from infra.seeds import mixed
 from infra.settings import RunSettings
-from packing import PackedBatch, pack, prompt_groups, to_device
+from packing import PackedBatch, pack, prompt_groups
 from records.examples import Example
 
 # ---- which examples a step has ------------------------------------------------------------------
@@ -35,18 +37,17 @@ def step_examples(
     """The G examples of each step to come: of those after the first `done` steps, until plan.end. A step's
     examples are a slice of its epoch's order, which depends on seed, epoch and examples only: every rank draws
     the same, and a resume needs no sampler state. What is left at an epoch's end is no step (plan.per_epoch)."""
-    G = cfg.batch_size
     order = None
-    for step in range(done + 1, plan.end + 1):
-        done_in_plan = step - 1 - plan.begin
+    for number in range(done + 1, plan.end + 1):
+        done_in_plan = number - 1 - plan.begin
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
             # Another number for each epoch of the run. plan.begin counts steps, and an iteration has at least as
             # many steps as epochs: one of 2 epochs and 10 steps has 0 and 1, the next one 10 and 11.
             epoch_number = plan.begin + epoch
             order = order_of_examples(examples, cfg, epoch_number)
-        start = step_in_epoch * G
-        yield [examples[j] for j in order[start : start + G]]
+        start = step_in_epoch * cfg.batch_size
+        yield [examples[j] for j in order[start : start + cfg.batch_size]]
 
 
 def order_of_examples(
@@ -65,18 +66,8 @@ def order_of_examples(
 
 def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
     """The shuffled order of an epoch's n examples. It depends on the arguments alone."""
-    # another number for each seed and epoch, as long as `epoch` is below 1000003
-    generator = torch.Generator().manual_seed(seed * 1000003 + epoch)
+    generator = torch.Generator().manual_seed(mixed(seed, epoch))
     return torch.randperm(n, generator=generator).tolist()
-
-
-def items_of_iteration(items: list, i: int, n: int, seed: int) -> list:
-    """The n items, such as prompts, of iteration i of online KTO. i counts from 1.
-
-    Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
-    """
-    endless = chain.from_iterable(epoch_order(len(items), epoch, seed) for epoch in count())
-    return [items[j] for j in islice(endless, (i - 1) * n, i * n)]
 
 
 def made_ahead(items: Iterator) -> Iterator:
@@ -123,9 +114,8 @@ def next_mismatched(examples: list[Example]) -> list[int | None]:
 
 # ---- a step and its micro-batches ---------------------------------------------------------------
 
-DEFAULT_TOKENS = (
-    16384  # of a micro-batch, where neither micro_batch_size nor micro_batch_tokens is set
-)
+# of a micro-batch, where neither micro_batch_size nor micro_batch_tokens is set
+DEFAULT_TOKENS = 16384
 CPU_ACTIVATIONS = 4e9  # bytes
 NUMBERS_KEPT = 20  # for the backward, of each token, layer and unit of the width: about so many
 
@@ -135,10 +125,10 @@ class Budget(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    room: int = (
-        DEFAULT_TOKENS  # tokens or examples of a micro-batch; a larger example has one of its own
-    )
-    by_tokens: bool = True  # room counts tokens
+    room: int = DEFAULT_TOKENS
+    """Tokens or examples of a micro-batch, at most; but a larger example has one of its own."""
+    by_tokens: bool = True
+    """Whether room counts tokens."""
 
 
 def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
@@ -192,7 +182,7 @@ class Step:
                      number for all, so that a sum over L rounds alike however the step is split
     parts            the examples of each of this rank's micro-batches. All ranks have equally many
 
-    The tensors are on the CPU until `to` moves them, in place.
+    The tensors are on the CPU until `move_to` moves them.
     """
 
     def __init__(
@@ -210,17 +200,16 @@ class Step:
         self.label = torch.tensor([e.label for e in examples])
         self.reward = torch.tensor([graded_reward(e) for e in examples])
         self.weight = torch.tensor([e.weight for e in examples])
-        number_of_prompt: dict[bytes, int] = {}
-        for e in examples:
-            number_of_prompt.setdefault(e.keys[0], len(number_of_prompt))
-        self.group = torch.tensor([number_of_prompt[e.keys[0]] for e in examples])
+        self.group = torch.empty(self.size, dtype=torch.long)
+        for number, same_prompt in enumerate(prompt_groups([e.prompt for e in examples])):
+            self.group[same_prompt] = number
         self.score_prompt = score_prompt
         self.mismatched_completions = None
         with_pair: list[int] = []
         if mismatched_completions is not None:
             with_pair = [i for i, ids in enumerate(mismatched_completions) if ids is not None]
             # An example without a pair takes the completion of example 0, so that the mismatched batch has
-            # the prompts of the own one. Objective.baseline never sees its log-ratio.
+            # the prompts of the own one. Objective.make_z never sees its log-ratio.
             stand_in = examples[0].completions[0]
             self.mismatched_completions = [
                 stand_in if ids is None else np.asarray(ids, np.int32)
@@ -232,7 +221,7 @@ class Step:
         self.longest = max(map(len, completions), default=0)
         self.parts = split_step(self, budget or Budget())  # last: it reads what is above
 
-    def to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move the tensors to a device, in place. The copies do not wait for the work that is queued there."""
         for name in ("label", "reward", "weight", "group", "mismatched_index"):
             setattr(self, name, to_device(getattr(self, name), device))
@@ -240,6 +229,10 @@ class Step:
     def extra(self, name: str) -> torch.Tensor | list[str]:
         """A field that the setting data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
         return extra_field(self.examples, name, self.label.device)
+
+    def micro_batches(self) -> Iterator["MicroBatch"]:
+        """This rank's micro-batches, each packed when it is asked for."""
+        return map(self.micro_batch, self.parts)
 
     def micro_batch(self, part: Part) -> "MicroBatch":
         """Pack the examples of a part. The result is on the CPU."""
@@ -332,19 +325,19 @@ def extra_field(
 def split_step(step: Step, budget: Budget) -> list[Part]:
     """The parts of this rank, for both passes over a step: with gradient and without."""
     examples = step.examples
-    # What each example adds to its prompt: an example; or tokens, those of its own completions or those of its
-    # mismatched one. The larger number counts, since own and mismatched batch have the same examples.
+    # what each example takes beside its prompt
     added = [1] * len(examples)
     if budget.by_tokens:
         added = [sum(map(len, e.completions)) for e in examples]
         if step.mismatched_completions is not None:
+            # own and mismatched batch have the same examples: the larger one must fit
             added = [max(n, len(ids)) for n, ids in zip(added, step.mismatched_completions)]
     groups = []
     sizes = []
     for group in prompt_groups([e.prompt for e in examples]):
         prompt_tokens = len(examples[group[0]].prompt) if budget.by_tokens else 0
-        # a group that is larger than a micro-batch is divided: each piece computes the prompt. A prompt that
-        # fills a micro-batch alone leaves no room: then each example is a piece
+        # A group that is larger than a micro-batch is divided, and each piece computes the prompt. Where the prompt
+        # alone fills a micro-batch the room is 0 or less, and each example is a piece.
         for piece in fill(group, added, budget.room - prompt_tokens, first_fit=budget.by_tokens):
             groups.append(piece)
             sizes.append(prompt_tokens + sum(added[i] for i in piece))
@@ -355,8 +348,7 @@ def split_into_parts(groups: list[list[int]], sizes: list[int], budget: Budget) 
     """The parts of each rank. groups: examples that stay together; sizes: of each group, in the unit of
     budget.room.
 
-    By tokens each group goes to the rank with the fewest tokens so far, the longest group first: so the short
-    ones, which come last, even out what is left. Otherwise ranks take groups in turn. All ranks get equally
+    By tokens each rank gets about as many (share_by_size); otherwise ranks take groups in turn. All ranks get equally
     many parts, because collectives inside a sharded forward must match: a rank with fewer repeats group 0
     as a filler.
     """
@@ -378,7 +370,8 @@ def split_into_parts(groups: list[list[int]], sizes: list[int], budget: Budget) 
 
 
 def share_by_size(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Which groups each rank takes: the largest first, each to the rank that has least so far."""
+    """Which groups each rank takes: the largest first, each to the rank that has least so far. The short ones, which
+    come last, even out what is left."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for g in sorted(range(len(sizes)), key=lambda g: -sizes[g]):
@@ -394,14 +387,13 @@ def fill(items: Sequence[int], sizes: list[int], room: int, first_fit: bool) -> 
     bins: list[list[int]] = []
     space: list[int] = []  # what each bin still takes
     for i in items:
-        candidates = range(len(bins)) if first_fit else range(len(bins))[-1:]
-        for j in candidates:
-            if space[j] >= sizes[i]:
-                break
-        else:  # none has room
+        first = 0 if first_fit else max(0, len(bins) - 1)
+        with_room = (j for j in range(first, len(bins)) if space[j] >= sizes[i])
+        j = next(with_room, None)
+        if j is None:
+            j = len(bins)
             bins.append([])
             space.append(room)
-            j = len(bins) - 1
         bins[j].append(i)
         space[j] -= sizes[i]
     return bins

@@ -23,10 +23,10 @@ from torch.nn.functional import logsigmoid
 from data import MicroBatch
 from evaluation import Checker
 from infra.console import run_cli
+from infra.devices import to_device
 from infra.parse import parse
 from infra.settings import RunSettings
-from objective import Baseline, Objective, PreferenceSettings, join_columns, mean
-from packing import to_device
+from objective import Objective, PreferenceSettings, Z, join_columns, mean
 from records.examples import Example
 from run import setup
 from trainer import Trainer
@@ -135,7 +135,7 @@ class DPO(Objective):
             "logps/rejected": logps[:, 1],
         }
 
-    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
+    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
         h_G = columns["h"]
         means = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from checks import as_python
 from data import Step
 from generate import generate, read_answer
-from infra.checkpoint import checkpoint_folder, publish_folder
-from infra.console import BadInput, Failed, also_called, own_code, progress, say
+from infra.checkpoint import checkpoint_folder
+from infra.console import BadInput, Failed, own_code, progress, say
 from infra.devices import Stop, all_reduce, on_all_ranks, on_rank_0
+from infra.files import publish_folder
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
 from infra.settings import RunSettings, find_path, refuse_unless
@@ -29,13 +31,11 @@ from models.export import export_checkpoint, exported_type
 from models.hub import Source, read_json
 from models.load import load_model
 from models.lora import gather_adapters, write_peft
-from objective import as_python, copied_to_cpu, join_columns
+from objective import copied_to_cpu, join_columns
 from packing import prompt_groups
 from records.examples import Example
 from records.tokenizer import Tokenizer
 from reference import AdaptersOff, other_weights
-
-also_called("evaluate", __name__)  # which is the name of a library of Hugging Face
 
 
 class Answer(NamedTuple):
@@ -327,8 +327,8 @@ def row_of(loop: Any, examples: list[Example], title: str) -> dict:
     checker has something to say. A collective."""
     if not examples[0].completions:
         return {}
-    columns, baseline = copied_to_cpu(*loop.score_examples(examples, title))
-    return on_all_ranks(loop.run.fabric, lambda: loop.metrics(columns, baseline))
+    columns, z = copied_to_cpu(*loop.score_examples(examples, title))
+    return on_all_ranks(loop.run.fabric, lambda: loop.metrics(columns, z))
 
 
 @torch.no_grad()
@@ -342,7 +342,7 @@ def own_kl(loop: Any, answered: list[Example]) -> float | None:
     answered = answered[:: max(1, len(answered) // OWN_ANSWERS)]  # of all kinds of prompts
     step = Step(answered, budget=run.budget)
     sums = []
-    for micro in loop.on_device(loop.packed_parts(step)):
+    for micro in loop.on_device(step.micro_batches()):
         logps = loop.forward(micro.packed).logps
         r_B = (logps - run.reference(micro.packed).logps)[:, 0]
         sums.append(r_B.double().sum() * (not micro.part.filler))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from lightning.fabric import Fabric
 
-from infra.checkpoint import publish_folder, read_settings
+from infra.checkpoint import read_settings
 from infra.console import run_cli
+from infra.files import publish_folder
 from infra.settings import Export, refuse_unless
 from models.export import export_checkpoint
 from models.hub import find_model

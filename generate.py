@@ -30,15 +30,16 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from attention import KVCache
 from checks import sampling_faults
-from infra.checkpoint import as_lines, write_whole
 from infra.console import BadInput, advance, progress, run_cli, say
-from infra.devices import multiplies_bfloat16, prepare_machine, reduce_number
+from infra.devices import multiplies_bfloat16, prepare_machine, reduce_number, to_device
+from infra.files import as_lines, write_whole
 from infra.parse import parse_command
+from infra.seeds import mixed
 from infra.settings import Sampling, refuse_unless, split_commas
 from models.hub import find_model
 from models.load import load_model
 from models.lora import merge_for_sampling
-from packing import pack, to_device
+from packing import pack
 from records.forms import Record, as_turns, understand_record
 from records.ratings import prompt_key
 from records.sources import collect, decoded_records
@@ -133,7 +134,7 @@ def generate(
     n = len(prompts)
     device = fabric.device
     slots = min(policy.max_seq_length, max(map(len, prompts)) + max_new)
-    generators = [torch.Generator().manual_seed((seed * 1000003 + i) % 2**63) for i in range(n)]
+    generators = [torch.Generator().manual_seed(mixed(seed, i)) for i in range(n)]
     u_AY = torch.stack([torch.rand(max_new, generator=generator) for generator in generators])
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
     room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
@@ -418,7 +419,7 @@ def answer_file(model: AskedModel, args: Ask) -> None:
     with progress("answers", len(lines) - len(done)):
         for start in range(len(done), len(lines), args.batch_size):
             batch = slice(start, start + args.batch_size)
-            answers = model.answers(prompts[batch], args, args.seed * 1000003 + start)
+            answers = model.answers(prompts[batch], args, mixed(args.seed, start))
             for line, (text, cut) in zip(lines[batch], answers):
                 done.append({**line, "completion": text, "cut": cut})
             write_whole(out, as_lines(done))

@@ -10,16 +10,18 @@ from torch.autograd.function import FunctionCtx
 
 from infra.devices import multiplies_bfloat16
 
-# Logits of a chunk on a CPU: 64 MiB in float32, however many targets there are (a GPU: GPU_ROWS).
+# All but the fourth are numbers of logits.
+# A chunk: 64 MiB in float32, however many targets there are.
 HEAD_LOGITS = 2**24
-# Logits of the first chunks, whose gradient the forward keeps for the backward. The other chunks compute it again.
-HEAD_SAVED = 2**26
-# Logits of one softmax on a CPU, where allocations above 32 MiB are slow. Smaller chunks would do as well, but the
-# matrix's gradient is rounded once per chunk.
-HEAD_SOFTMAX = 2**22
-# Targets that a GPU's chunk has at least: fewer do not reach its full speed. Its softmax takes a chunk in one piece.
+# The first chunks, whose gradient the forward keeps for the backward. The other chunks compute it again.
+CPU_SAVED = 2**26
+# One softmax: on a CPU allocations above 32 MiB are slow. Smaller chunks would do as well, but the matrix's gradient
+# is rounded once per chunk.
+CPU_SOFTMAX = 2**22
+# Targets, not logits, that a GPU's chunk has at least: fewer do not reach its full speed. Its softmax takes a chunk in
+# one piece.
 GPU_ROWS = 1024
-# The same as HEAD_SAVED, for a GPU, which has room for more: 1 GiB in bfloat16.
+# A GPU has room for more saved gradients: 1 GiB in bfloat16.
 GPU_SAVED = 2**29
 
 
@@ -47,28 +49,29 @@ class Chunks(NamedTuple):
     """How the head cuts its work."""
 
     size: int  # targets of a chunk
-    # for how many chunks, the first ones, the forward saves the gradient; None: gradients are off
-    saved_gradients: int | None
+    # how many chunks, the first ones, have their gradient saved by the forward; None: gradients are off
+    n_saved: int | None
     softmax: int  # targets of one softmax
-    gpu: bool  # adds the matrix's gradient up in float32, which would make a CPU slower
+    sums_in_float32: bool  # the matrix's gradient: on a GPU; it would make a CPU slower
     entropy: bool = False  # whether to compute the entropy, too
 
     @classmethod
     def of(cls, device: str, V: int, entropy: bool = False) -> "Chunks":
         """For a type of device ("cuda", "cpu") and a vocabulary; torch knows whether gradients are on."""
-        gpu = device == "cuda"
-        if gpu:
+        is_gpu = device == "cuda"
+        if is_gpu:
             size = max(GPU_ROWS, HEAD_LOGITS // V)
             softmax = size
             saved_logits = GPU_SAVED
         else:
             size = max(1, HEAD_LOGITS // V)
-            softmax = max(1, HEAD_SOFTMAX // V)
-            saved_logits = HEAD_SAVED
-        saved_gradients = None
+            softmax = max(1, CPU_SOFTMAX // V)
+            saved_logits = CPU_SAVED
+        n_saved = None
         if torch.is_grad_enabled():
-            saved_gradients = saved_logits // max(HEAD_LOGITS, size * V)
-        return cls(size, saved_gradients, softmax, gpu, entropy)
+            # a CPU's chunk has a little less than HEAD_LOGITS: they are the same number for each V
+            n_saved = saved_logits // max(HEAD_LOGITS, size * V)
+        return cls(size, n_saved, softmax, is_gpu, entropy)
 
 
 def entropy_of(
@@ -104,26 +107,31 @@ class Head(torch.autograd.Function):
         """cap: softcap of the logits, or None."""
         frozen = not ctx.needs_input_grad[1]
         ctx.sum_dtype = h_TC.dtype
-        if chunks.gpu:
+        if chunks.sums_in_float32:
             ctx.sum_dtype = torch.promote_types(w_VC.dtype, torch.float32)
         w_VC = w_VC.to(h_TC.dtype)
         ctx.save_for_backward(h_TC, w_VC, target_T)
         ctx.cap = cap
         ctx.chunks = chunks
-        ctx.grads = []  # by the logits; by the hidden states if the matrix is frozen
+        # of the saved chunks the gradient of -logp: by the logits (T, V), or, if the matrix is frozen, by the hidden
+        # states (T, C)
+        ctx.by_logits = []
+        ctx.by_hidden = []
         parts = list(zip(h_TC.split(chunks.size), target_T.split(chunks.size)))
         n_saved = 0
-        if chunks.saved_gradients is not None:
-            n_saved = len(parts) if frozen else chunks.saved_gradients
+        if chunks.n_saved is not None:
+            n_saved = len(parts) if frozen else chunks.n_saved
         logps = []
         entropies = []
         for i, (h, target) in enumerate(parts):
             save = i < n_saved
-            logp, entropy, grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
+            logp, entropy, nll_grad_TV = Head.chunk(h, w_VC, target, cap, chunks, save)
             logps.append(logp)
             entropies.append(entropy)
-            if save:
-                ctx.grads.append(grad_TV @ w_VC if frozen else grad_TV)
+            if save and frozen:
+                ctx.by_hidden.append(nll_grad_TV @ w_VC)
+            elif save:
+                ctx.by_logits.append(nll_grad_TV)
         if not chunks.entropy:
             return torch.cat(logps), None
         entropy_T = torch.cat(entropies)
@@ -135,26 +143,26 @@ class Head(torch.autograd.Function):
     def backward(ctx: FunctionCtx, g_T: torch.Tensor, _: None) -> tuple:
         """g_T: gradient of the loss by the log-probs. The entropy has none."""
         h_TC, w_VC, target_T = ctx.saved_tensors
-        minus_g_T1 = -g_T[:, None]  # Head.chunk returns minus the gradient of a log-prob
+        nll_g_T1 = -g_T[:, None]  # the gradient of the loss by -logp
         if not ctx.needs_input_grad[1]:
-            dh_TC = (minus_g_T1 * torch.cat(ctx.grads)).to(h_TC.dtype)
+            dh_TC = (nll_g_T1 * torch.cat(ctx.by_hidden)).to(h_TC.dtype)
             return dh_TC, None, None, None, None
-        saved_grads = iter(ctx.grads)
-        ctx.grads = None  # the graph may outlive this call; the saved gradients should not
+        saved = iter(ctx.by_logits)
+        ctx.by_logits = None  # the graph may outlive this call; these large tensors should not
         dh_TC = torch.empty_like(h_TC)
         dw_VC = torch.zeros_like(w_VC, dtype=ctx.sum_dtype)
         # g multiplies the (T, C) side of each product, which is smaller than (T, V)
-        gh_TC = (minus_g_T1 * h_TC).to(h_TC.dtype)
+        gh_TC = (nll_g_T1 * h_TC).to(h_TC.dtype)
         size = ctx.chunks.size
         parts = zip(h_TC.split(size), gh_TC.split(size), target_T.split(size), dh_TC.split(size))
         for h, gh, target, dh in parts:
-            grad_TV = next(saved_grads, None)
-            if grad_TV is None:
+            nll_grad_TV = next(saved, None)
+            if nll_grad_TV is None:
                 chunks = ctx.chunks._replace(entropy=False)
-                *_, grad_TV = Head.chunk(h, w_VC, target, ctx.cap, chunks, True)
-            torch.mm(grad_TV, w_VC, out=dh)
-            add_product(dw_VC, grad_TV.T, gh)
-        return (minus_g_T1 * dh_TC).to(h_TC.dtype), dw_VC, None, None, None
+                *_, nll_grad_TV = Head.chunk(h, w_VC, target, ctx.cap, chunks, True)
+            torch.mm(nll_grad_TV, w_VC, out=dh)
+            add_product(dw_VC, nll_grad_TV.T, gh)
+        return (nll_g_T1 * dh_TC).to(h_TC.dtype), dw_VC, None, None, None
 
     @staticmethod
     def chunk(
@@ -165,8 +173,8 @@ class Head(torch.autograd.Function):
         chunks: Chunks,
         need_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Log-probs (T,) of the targets, the entropy (T,) or None, and minus the log-probs' gradient by the logits
-        (T, V): softmax - one-hot, times the softcap's derivative. The gradient is None unless need_grad."""
+        """Log-probs (T,) of the targets, the entropy (T,) or None, and the gradient (T, V) of -logp by the logits:
+        softmax - one-hot, times the softcap's derivative. The gradient is None unless need_grad."""
         logits_TV = h_TC @ w_VC.T
         logps = []
         entropies = []
@@ -179,17 +187,17 @@ class Head(torch.autograd.Function):
             logps.append(logp)
             if need_grad or chunks.entropy:
                 p_TV = logp_TV.exp_()  # in place: log-probs become probabilities
-            if chunks.entropy:
+            if chunks.entropy:  # now: the next lines change the probabilities in place
                 entropies.append(entropy_of(capped, p_TV, target, logp))
             if need_grad:
                 row = torch.arange(len(target), device=target.device)
-                p_TV[row, target] -= 1  # probabilities become minus the gradient
+                p_TV[row, target] -= 1  # probabilities become the gradient
                 if cap is not None:
                     p_TV *= 1 - tanh.square()
                 logits.copy_(p_TV)  # in place: the logits are not needed any more
         entropy = torch.cat(entropies) if chunks.entropy else None
-        grad_TV = logits_TV if need_grad else None
-        return torch.cat(logps), entropy, grad_TV
+        nll_grad_TV = logits_TV if need_grad else None
+        return torch.cat(logps), entropy, nll_grad_TV
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -9,16 +9,16 @@ short file that gives `main` what changes (its arguments, below), as the files i
 
 A completion's log-ratio r = log policy - log reference says how much more probable it has become. The loss compares
 r with z, the paper's estimate of KL(policy || reference) in nats: the mean r of mismatched pairs (a prompt with the
-completion of another prompt), which cost no sampling. A KL is never negative, this mean may be: then z is 0.
+completion of another prompt), which cost no sampling. This mean can come out below 0, which no KL is: z is then 0.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py.
-objective.py has the other methods that an algorithm may override, among them baseline, which makes z and which the
-loop calls in Trainer.step_baseline, and after_step, for what is remembered from step to step.
+objective.py has the other methods that an algorithm may override. Two of them: make_z makes z, and after_step updates
+what is remembered from step to step.
 
 Where we differ from the paper and its ports: z is made once for the whole optimizer step, from all
 micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal
-prompt; before the first step a few examples are scored, and if the reference is the model that the run starts from,
-all r must be 0.
+prompt; before the first step a few examples are scored, and without a --reference of its own every r, of own and of
+mismatched completions, must be exactly 0 (checks.check_start).
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
@@ -36,14 +36,15 @@ from evaluation import Checker
 from infra.console import run_cli
 from infra.parse import parse
 from infra.settings import RunSettings
-from objective import Baseline, Objective, PreferenceSettings, join_columns, mean
+from objective import Objective, PreferenceSettings, Z, join_columns, mean
 from run import setup
 from trainer import Trainer
 
 
+# --help shows the docstrings. beta, average_logps and the SFT term come from PreferenceSettings
 @dataclass(frozen=True)
 class KTOSettings(PreferenceSettings):
-    """The KTO loss."""  # beta, average_logps and the SFT term come from PreferenceSettings
+    """The KTO loss."""
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto, or apo_zero_unpaired (arXiv 2408.06266: z = 0, no mismatched pairs)."""
@@ -67,18 +68,17 @@ def kto_loss(
 
     logratio_B, z_B: (B,) nats; z_B has no gradient. desirable_B: (B,) bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
-    weight_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
-    return weight_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))
+    lambda_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
+    return lambda_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))
 
 
 class KTO(Objective):
-    """The loss of rated completions. It gets z; the mismatched pairs, of which z is made, are scored by
-    Trainer.mismatched_logratio."""
+    """The loss of rated completions. It gets z, which Objective.make_z makes from the mismatched pairs."""
 
     def __init__(self, args: KTOSettings):
         self.args = args
         self.average_logps = args.average_logps  # for Objective.logratio
-        # apo_zero_unpaired is the same loss at z = 0, which is what Objective.baseline gives without pairs
+        # apo_zero_unpaired is the same loss at z = 0, which is what make_z gives without pairs
         self.needs_mismatched_pairs = args.loss == "kto"
 
     def loss(
@@ -91,24 +91,24 @@ class KTO(Objective):
         args = self.args
         logp_B = logps[:, 0]  # K is 1: a rated example has one completion
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
-        preference_B = kto_loss(logratio_B, z_B, batch.label, args)
-        sft_B = -logp_B
+        preference_loss_B = kto_loss(logratio_B, z_B, batch.label, args)
+        sft_loss_B = -logp_B
         if args.divides_sft:
-            sft_B = sft_B / batch.length[:, 0]
-        # A mean over the step's desirable examples alone. The loop divides the sum over all G by G, so each
-        # desirable one counts G / n_desirable times here.
-        sft_B = sft_B * batch.label * (batch.step.size / max(1, batch.step.n_desirable))
-        loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
+            sft_loss_B = sft_loss_B / batch.length[:, 0]
+        # The loop takes the mean over all G examples. Times G / n_desirable it is the mean over the step's desirable
+        # ones; the label makes this loss 0 for all others.
+        sft_loss_B = sft_loss_B * batch.label * (batch.step.size / max(1, batch.step.n_desirable))
+        loss_B = args.preference_loss_weight * preference_loss_B + args.sft_loss_weight * sft_loss_B
         return loss_B, {  # metrics needs logratio, logp and desirable
-            "preference_loss": preference_B,
-            "sft_loss": sft_B,
+            "preference_loss": preference_loss_B,
+            "sft_loss": sft_loss_B,
             "logratio": logratio_B,
             "logp": logp_B,
             "desirable": batch.label,
         }
 
-    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
-        desirable_G = columns["desirable"] > 0  # all columns are numbers here
+    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
+        desirable_G = columns["desirable"] > 0  # the loop has made float64 of all columns
         r_G = columns["logratio"]
         logp_G = columns["logp"]
         sign_G = torch.where(desirable_G, 1.0, -1.0)
@@ -116,10 +116,11 @@ class KTO(Objective):
         chosen = mean(reward_G[desirable_G])
         rejected = mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
-        z_G, logratio_n = baseline
+        z_G, logratio_n = z
         n = len(logratio_n)
-        # exact where all are one number, as they mostly are
-        mean_z = (z_G[0] + (z_G - z_G[0]).mean()).item()
+        # the mean of many equal numbers may differ from them in its last digits
+        is_one_number = bool((z_G == z_G[0]).all())
+        mean_z = (z_G[0] if is_one_number else z_G.mean()).item()
         # Before the first update r is 0 everywhere (but with a --reference of its own). Then no r is on a side
         # of 0 or z, and the mean over the mismatched pairs is 0 but for rounding.
         has_moved = bool(r_G.any())

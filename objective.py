@@ -1,4 +1,4 @@
-"""What an algorithm is: its loss, its baseline z, its mismatched pairs, its metrics.
+"""What an algorithm is: its loss, its z, its mismatched pairs, its metrics.
 
 An algorithm is a subclass of Objective, in a file of its own (kto.py, dpo.py, examples/). Only `loss` must be
 given. Reading order: Objective, then PreferenceSettings, what kto.py and dpo.py share.
@@ -20,20 +20,20 @@ from infra.console import BadInput
 from records.examples import Example
 
 
-class Baseline(NamedTuple):
-    """z, with which the log-ratios of a step's examples are compared, and what it was made of. Equal on all
-    ranks."""
+class Z(NamedTuple):
+    """z, with which the log-ratios of a step's examples are compared, and what it was made of. Both tensors are equal
+    on all ranks."""
 
     z_G: torch.Tensor
-    """(G,) the baseline of each example, in nats: the same number for all, unless `Objective.baseline` says
-    otherwise. Its mean is the column `kl` of kto.py, its name in other libraries."""
-    logratio_n: torch.Tensor
+    """(G,) z of each example, in nats: the same number for all, unless `Objective.make_z` gives several. Its mean is
+    the column `kl` of kto.py, its name in other libraries."""
+    mismatched_logratio_n: torch.Tensor
     """(n,) the log-ratios of the mismatched pairs, in nats."""
 
 
 class Objective:
-    """An algorithm. Only `loss` must be given; all else has a default. The attributes below must not change
-    during a fit: another thread, which makes the next step, reads them too."""
+    """An algorithm. Only `loss` must be given; all else has a default. The five attributes below are set in the class
+    or in __init__ and do not change during a fit: another thread, which makes the next step, reads them too."""
 
     record_kind = "rated"
     """What it learns from: rated, paired, demonstrations or prompts."""
@@ -42,7 +42,8 @@ class Objective:
     needs_reference = True
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
-    """True: `reduce` gets the log-probs of each token, (B, K, L), and the loss what it makes of them."""
+    """True: the models give the log-prob of each token, (B, K, L). Then `reduce` turns these into what the loss, z and
+    `logratio` get."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its scored tokens (MicroBatch.length)."""
 
@@ -54,7 +55,7 @@ class Objective:
         z_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
-        z_B: (B,) the baseline of each example. -> the loss (B,) of each example, not their mean; and
+        z_B: (B,) z of each example. -> the loss (B,) of each example, not their mean; and
         {column: (B,)}, which reach `metrics` for all examples of the step. The loop multiplies each loss by
         the weight that its record may give, and adds it to the columns as `loss`. Validation calls it too.
 
@@ -66,9 +67,10 @@ class Objective:
     def reduce(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """With by_token, the log-probs (B, K, L) of the completions' tokens, 0 beyond a completion's end. -> what
-        the loss, z and `logratio` get in their place. It must be (B, K) if there are mismatched pairs, or
-        with average_logps, which divides by lengths (B, K). Without by_token an override gets (B, K)."""
+        """From the log-probs of the models to those that the loss, z and `logratio` get. Here nothing changes.
+
+        The models give (B, K); with by_token (B, K, L), 0 beyond a completion's end. The result must be (B, K) if
+        there are mismatched pairs, or with average_logps, which divides by lengths (B, K)."""
         return logps, ref_logps
 
     def mismatched_completions(
@@ -76,15 +78,15 @@ class Objective:
     ) -> Sequence[np.ndarray | list[int] | None]:
         """With needs_mismatched_pairs: for each example the completion, as token ids, with which its prompt
         makes a mismatched pair; None: it has no pair. Here it is the completion of the next example with
-        another prompt and another completion (data.py), in training chosen in another thread, a step ahead.
+        another prompt and another completion (data.py). In training these are chosen in another thread, a step ahead.
 
-        An override is called when its step begins, so it may use the policy (under torch.no_grad) and what
-        after_step has changed. It is also called for all of val, all of test, and in the start check.
-        All ranks use what it gives on rank 0. With reference_cache the run calls it for every step before
+        An override is not called ahead: it is called when its step begins, so it may use the policy (under
+        torch.no_grad) and what after_step has changed. It is also called for all of val, all of test, and in the
+        start check. All ranks use what it gives on rank 0. With reference_cache the run calls it for every step before
         training begins, and again in each step: it must then give the same."""
         return next_mismatched_completions(examples)
 
-    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
+    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
         """columns: of all G examples, on the CPU. -> a row of metrics.csv or val.csv; None is an empty cell."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
@@ -96,17 +98,17 @@ class Objective:
         r = logps if ref_logps is None else logps - ref_logps
         return r / lengths if self.average_logps else r
 
-    def baseline(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
+    def make_z(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
         """z of a step from the log-ratios (n,) of its mismatched pairs: their mean, an estimate of a KL
         divergence, and 0 if it is negative. To clamp each log-ratio before the mean would make z too large.
 
         -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
         may be 0, and is 0 without needs_mismatched_pairs. Validation calls it too: it must not update what
         the objective remembers."""
-        z = logratio_n.sum() / max(1, len(logratio_n))  # their mean; 0 if there are no pairs
+        z = logratio_n.mean() if len(logratio_n) else logratio_n.new_zeros(())
         return z.clamp(min=0)
 
-    def after_step(self, step: Step, columns: dict[str, torch.Tensor], baseline: Baseline) -> None:
+    def after_step(self, step: Step, columns: dict[str, torch.Tensor], z: Z) -> None:
         """Called once a training step, after `metrics` (where a row is due) and before the weights move, with the
         columns of all G examples, on the CPU and equal on all ranks. Here an objective updates what it
         remembers; what belongs to one example can be kept by step.examples[i].number, which is the same in
@@ -127,6 +129,10 @@ class Objective:
         x.tolist()). A resume sets these attributes; the others start anew."""
         return {}
 
+    def load_state_dict(self, state: dict) -> None:
+        """Set the attributes that state_dict has named."""
+        vars(self).update(state)
+
     @classmethod
     def overrides(cls, method: str) -> bool:
         """Whether this algorithm has its own version of a method of Objective."""
@@ -138,32 +144,27 @@ def mean(x: torch.Tensor) -> float | None:
     return x.mean().item() if len(x) else None
 
 
-def as_python(x: object) -> object:
-    """A number of torch or numpy, also one in a tensor or array, as Python's own; all else as it is."""
-    n = x.numel() if isinstance(x, torch.Tensor) else getattr(x, "size", None)
-    return x.item() if n == 1 else x
-
-
 def copied_to_cpu(
-    columns: dict[str, torch.Tensor], baseline: Baseline, *others: torch.Tensor
-) -> tuple[dict | Baseline | torch.Tensor, ...]:
-    """-> columns, baseline and the other tensors, on the CPU. All numbers are copied as one float64 tensor:
-    so a step waits for the device once, not once for each of them."""
-    tensors = [*columns.values(), *baseline, *others]
+    columns: dict[str, torch.Tensor], z: Z, *others: torch.Tensor
+) -> tuple[dict | Z | torch.Tensor, ...]:
+    """-> columns, z and the other tensors, on the CPU. All numbers are copied as one float64 tensor: so a step waits
+    for the device once, not once for each of them."""
+    tensors = [*columns.values(), *z, *others]
     numbers = torch.cat([x.detach().double().flatten() for x in tensors]).cpu()
     parts = numbers.split([x.numel() for x in tensors])
-    copies = iter([part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)])
-    new_columns = {name: next(copies) for name in columns}
-    new_baseline = Baseline(next(copies), next(copies))
-    return new_columns, new_baseline, *copies
+    # float64 has every number of float32, and every bool, exactly
+    copies = [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)]
+    n = len(columns)
+    return dict(zip(columns, copies)), Z(*copies[n : n + 2]), *copies[n + 2 :]
 
 
 def join_columns(first: dict, second: dict) -> dict:
-    """The columns of both. Raises BadInput if a name is in both: one column would silently replace the other.
-    One of the two is the program's own, so the message speaks to the author of the other."""
+    """The columns of both. Raises BadInput if a name is in both: one column would silently replace the other."""
     shared = ", ".join(sorted(first.keys() & second.keys()))
-    if shared:
-        raise BadInput(f"loss: {shared}: the program has a column of this name: rename yours")
+    if shared:  # one of the two is the program's own, so this speaks to the author of the other
+        raise BadInput(
+            f"columns: {shared}: the program has a column of this name: rename yours, in loss or metrics"
+        )
     return first | second
 
 

@@ -12,11 +12,12 @@ iteration begins (online.reference).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from typing import Literal
 
 from jsonargparse.typing import PositiveInt
 
-from data import items_of_iteration
+from data import epoch_order
 from evaluation import Checker, as_answers, format_table, with_answers
 from infra.console import run_cli, say
 from infra.optimizer import iteration_plans
@@ -143,6 +144,15 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
             rating = "left out"
         rows.append((answer.prompt, answer.completion, rating))
     say(format_table(("prompt", "answer", "rated"), rows))
+
+
+def items_of_iteration(items: list, i: int, n: int, seed: int) -> list:
+    """The n items, such as prompts, of iteration i of online KTO. i counts from 1.
+
+    Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
+    """
+    endless = chain.from_iterable(epoch_order(len(items), epoch, seed) for epoch in count())
+    return [items[j] for j in islice(endless, (i - 1) * n, i * n)]
 
 
 def main(

@@ -16,19 +16,13 @@ Shape letters; attention.py and model.py use the same ones:
 """
 
 import hashlib
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x on a device. A copy to a GPU does not wait for the work that is queued there."""
-    if device.type == "cuda" and not x.is_cuda:
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
+from infra.devices import to_device
 
 
 def prompt_groups(prompts: Iterable[np.ndarray]) -> list[list[int]]:
@@ -147,8 +141,8 @@ def digest(prompt: np.ndarray, completion: np.ndarray) -> str:
 
 
 def pack(
-    prompts: Rows[np.ndarray],
-    completions: Rows[tuple[np.ndarray, ...]],
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[tuple[np.ndarray, ...]],
     score_prompt: bool = False,
     longest: int | None = None,
 ) -> PackedBatch:
@@ -192,7 +186,7 @@ def pack(
     )
 
 
-class Sequence(NamedTuple):
+class PackedSequence(NamedTuple):
     """A prompt with one of its completions, and where their inputs lie in the row."""
 
     u: int  # the number of the prompt
@@ -204,7 +198,9 @@ class Sequence(NamedTuple):
     is_first: bool  # whether it is the first sequence of its prompt
 
 
-def lay_out(prompts: Rows[np.ndarray], completions: Rows[tuple[np.ndarray, ...]]) -> list[Sequence]:
+def lay_out(
+    prompts: Sequence[np.ndarray], completions: Sequence[tuple[np.ndarray, ...]]
+) -> list[PackedSequence]:
     """Each distinct prompt, followed by the completions of all examples that have it."""
     sequences = []
     end = 0  # the length of the row so far
@@ -215,13 +211,13 @@ def lay_out(prompts: Rows[np.ndarray], completions: Rows[tuple[np.ndarray, ...]]
         for b in group:
             for k, completion in enumerate(completions[b]):
                 place = np.arange(end, end + len(completion) - 1)
-                sequences.append(Sequence(u, b, k, completion, prompt_place, place, is_first))
+                sequences.append(PackedSequence(u, b, k, completion, prompt_place, place, is_first))
                 end += len(place)
                 is_first = False
     return sequences
 
 
-def segment_sizes(sequences: list[Sequence]) -> tuple[tuple[int, ...], ...]:
+def segment_sizes(sequences: list[PackedSequence]) -> tuple[tuple[int, ...], ...]:
     """(U,) for each prompt its input tokens, and those of each of its completions."""
     sizes: list[list[int]] = []
     for sequence in sequences:
@@ -231,7 +227,7 @@ def segment_sizes(sequences: list[Sequence]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, sizes))
 
 
-def row_of(sequences: list[Sequence], prompts: Rows[np.ndarray]) -> dict[str, np.ndarray]:
+def row_of(sequences: list[PackedSequence], prompts: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """The N input tokens: their ids, their positions, and the prompt or completion that each belongs to."""
     tokens = []
     positions = []
@@ -264,7 +260,7 @@ def row_of(sequences: list[Sequence], prompts: Rows[np.ndarray]) -> dict[str, np
 
 
 def targets_of(
-    sequences: list[Sequence], prompts: Rows[np.ndarray], K: int, score_prompt: bool
+    sequences: list[PackedSequence], prompts: Sequence[np.ndarray], K: int, score_prompt: bool
 ) -> dict[str, np.ndarray]:
     """The T tokens to predict, the input token that predicts each, and the sequence whose sum it belongs to."""
     B = len(prompts)
@@ -299,7 +295,7 @@ def targets_of(
     )
 
 
-def attention_of(sequences: list[Sequence]) -> dict[str, np.ndarray]:
+def attention_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
     """Each sequence's queries and keys (see PackedBatch)."""
     keys = []
     n_queries = []

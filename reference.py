@@ -15,15 +15,15 @@ from torch import nn
 
 from attention import Prompts
 from data import step_examples
-from infra.checkpoint import write_whole
 from infra.console import BadInput, progress, rank, say, user_error
-from infra.devices import all_reduce, local_part, place_like, set_weights
+from infra.devices import all_reduce, local_part, place_like, set_weights, to_device
+from infra.files import write_whole
 from infra.optimizer import Plan
 from infra.settings import RunSettings
 from model import Scores
 from models.lora import disable_adapters, plain_name
 from objective import Objective
-from packing import PackedBatch, to_device
+from packing import PackedBatch
 from records.examples import Example
 
 
@@ -213,7 +213,7 @@ def precompute(loop: Any, examples: list[Example], plan: Plan) -> None:
     with progress("precomputing log-probs", n // run.fabric.world_size):
         for part in of_steps:
             step = loop.make_step(part)
-            for micro in loop.on_device(loop.packed_parts(step)):
+            for micro in loop.on_device(step.micro_batches()):
                 run.reference(micro.packed)
                 if micro.mismatched is not None:
                     run.reference(micro.mismatched.to(run.fabric.device))

@@ -33,10 +33,11 @@ import torch
 
 from data import Step
 from generate import generate, read_answer
-from infra.checkpoint import as_lines, publish_folder, read_lines, write_whole
 from infra.console import BadInput, Failed, advance, own_code, progress, user_error
 from infra.devices import all_reduce, on_rank_0
+from infra.files import as_lines, publish_folder, read_lines, write_whole
 from infra.optimizer import Plan
+from infra.seeds import mixed
 from infra.settings import RunSettings, Sampling, refuse_unless
 from models.export import export
 from records.examples import Example, examples_hash
@@ -156,7 +157,7 @@ def policy_answers(
             batch = examples[start : start + size]
             prompts = [e.prompt for e in batch]
             gaps = [None] * len(batch)
-            seed = (run.cfg.seed * 1009 + i) * 1000003 + start
+            seed = mixed(run.cfg.seed * 1009 + i, start)
             if run.rollout:
                 check_stop()
                 questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
@@ -338,7 +339,7 @@ def rated_examples(
         return read_lines(file), run.objective.state_dict()
 
     rows, state = on_rank_0(run.fabric, read_or_rate)
-    vars(run.objective).update(state)  # rate may have changed the objective, on rank 0
+    run.objective.load_state_dict(state)  # rate may have changed the objective, on rank 0
     examples = []
     for row in rows:
         row["prompt"] = np.array(row["prompt"], np.int32)

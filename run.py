@@ -25,7 +25,7 @@ from checks import (
     check_objective,
     check_optimizer,
     check_settings,
-    saved_state,
+    check_state_dict,
 )
 from data import Budget, make_budget
 from evaluation import Checker, Evaluator
@@ -138,7 +138,7 @@ class Run:
 
     def use_objective(self, objective: Objective) -> None:
         """Train with another objective from the next fit on. It takes over what the last one remembers."""
-        vars(objective).update(self.objective.state_dict())
+        objective.load_state_dict(self.objective.state_dict())
         self.objective = objective
 
     def load_records(self, path: str | Path) -> list[Example]:
@@ -195,7 +195,7 @@ class Run:
         """Write a checkpoint of the step that was just done, unless there is one, and remove old ones."""
         if self.saved_step == self.state.step:
             return
-        self.state.objective = saved_state(self.objective)
+        self.state.objective_state = check_state_dict(self.objective)
         save_checkpoint(self)
         self.saved_step = self.state.step
 
@@ -213,7 +213,7 @@ class Run:
     def load(self, folder: Path) -> None:
         """Put a checkpoint's tensors in place, and what the objective remembers."""
         saved = read_state(folder)
-        vars(self.objective).update(saved.objective)
+        self.objective.load_state_dict(saved.objective_state)
         if self.state.reference_has_moved and not saved.reference_has_moved:
             # the checkpoint's adapters, if there are any, were trained on the first base
             of_reference = isinstance(self.reference, FrozenModel)

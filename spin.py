@@ -20,12 +20,12 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveIn
 from data import MicroBatch, epoch_order
 from dpo import DPO, DPOSettings
 from evaluation import Checker, format_table
-from infra.checkpoint import read_lines
 from infra.console import BadInput, run_cli, say
+from infra.files import read_lines
 from infra.optimizer import iteration_plans
 from infra.parse import parse
 from infra.settings import RunSettings, Sampling, refuse_unless
-from objective import Baseline, Objective
+from objective import Objective, Z
 from records.examples import Example
 from rollout import (
     LOST,
@@ -102,9 +102,9 @@ class SPIN(DPO):
             return -logps[:, 0] / batch.length[:, 0], {}
         return super().loss(logps, ref_logps, batch, z_B)
 
-    def metrics(self, columns: dict[str, torch.Tensor], baseline: Baseline) -> dict:
+    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
         kind = DPO if "h" in columns else Objective  # validation has no h
-        return kind.metrics(self, columns, baseline)
+        return kind.metrics(self, columns, z)
 
 
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:

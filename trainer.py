@@ -2,10 +2,10 @@
 
 A Trainer trains the policy of a Run (run.py, which owns all that lives during a run) by an Objective (objective.py).
 
-Reading order: Trainer.fit; gradient, with its two orders of the passes; the parts of a step, where
-`step_baseline` makes z. Validation and the end of a run are in evaluation.py.
+Reading order: Trainer.fit; gradient, with its two orders; the parts of a step, where `z_of_step` makes z. Validation
+and the end of a run are in evaluation.py.
 
-How a step is split into micro-batches, devices and shards changes the loss, the baseline z and the gradient
+How a step is split into micro-batches, devices and shards changes the loss, z and the gradient
 by rounding at most (with lora.dropout, by its random draws too). So z is made once for the whole step, and the
 loss is a sum over the step's G examples, divided by G once.
 
@@ -19,36 +19,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-import numpy as np
 import torch
 
 import evaluation
 from attention import Prompts
-from checks import check_loss, check_row, check_start, check_z, find_not_finite, saved_state
+from checks import check_loss, check_row, check_start, check_state_dict, check_z, find_not_finite
 from data import MicroBatch, Part, Step, made_ahead, step_examples
-from infra.checkpoint import generator_of, seed_other_generators
-from infra.console import (
-    BadInput,
-    Failed,
-    Interrupted,
-    advance,
-    also_called,
-    own_code,
-    progress,
-    say,
-)
+from infra.console import BadInput, Failed, Interrupted, advance, own_code, progress, say
 from infra.devices import all_reduce, known_to_all, raise_together
 from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
+from infra.seeds import generator_of, seed_other_generators
 from model import Scores
-from objective import Baseline, copied_to_cpu, join_columns
+from objective import Z, copied_to_cpu, join_columns
 from packing import PackedBatch
 from records.examples import Example
 from reference import precompute
 from run import Run
 
-also_called("train", __name__)
-
-Columns = dict[str, torch.Tensor]  # name: one number for each example
+Columns = dict[str, torch.Tensor]  # name: (B,) of a micro-batch, (G,) after gather_columns
 LOOP_COLUMNS = ("entropy", "scored_tokens")  # of the loop itself: no objective sees them
 
 
@@ -61,17 +49,17 @@ class Trainer:
         self.val = run.examples["val"][: run.cfg.limit_val]
         # the names of a loss's columns; for the keys see gather_columns
         self.column_names: dict[tuple, list[str]] = {}
-        # as it was before the step that has begun: the random state, and what the objective remembers
-        self.state_before_step: tuple[torch.Tensor, dict] | None = None
-        self.weights_move = False  # within optimizer_step
+        # what save_after puts back: before the step that has begun, the random state and the objective's
+        self.undo: tuple[torch.Tensor, dict] | None = None
+        self.weights_change = False  # within optimizer_step
         self.first_step = 1  # the number of the first step of the present fit
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
-        """The end of a run, of whatever kind. What is not saved yet is saved, if it can be (save_after).
-        Interrupted is no error."""
+        """The end of a run. After Interrupted, which is no error, the last step is saved; after an error too, if it can
+        be (save_after), and the error goes on. After Ctrl-C a second time nothing is."""
         run = self.run
         failed = kind not in (None, Interrupted)
         if kind is Interrupted:
@@ -90,12 +78,12 @@ class Trainer:
         run = self.run
         # iterations are those of spin.py and online.py
         has_begun = run.state.step > 0 or run.state.iteration > 0
-        if not has_begun or self.weights_move or not known_to_all(run.fabric, error):
+        if not has_begun or self.weights_change or not known_to_all(run.fabric, error):
             return
-        if self.state_before_step:
-            random_state, remembered = self.state_before_step
+        if self.undo:
+            random_state, remembered = self.undo
             generator_of(run.fabric).set_state(random_state)
-            vars(run.objective).update(remembered)  # its attributes, as a resume sets them
+            run.objective.load_state_dict(remembered)
         try:
             run.save_and_say_how_to_go_on("an error")
         except Exception as e:
@@ -103,7 +91,8 @@ class Trainer:
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a second
-        fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early; or Interrupted."""
+        fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early. Raises Interrupted
+        where this was in the middle of a validation."""
         run = self.run
         assert plan or run.last_step == 0, "fit: the default plan has ended: give another one"
         examples = run.examples["train"] if examples is None else examples
@@ -116,9 +105,10 @@ class Trainer:
             number = run.state.step
             is_best = False
             has_checker = run.evaluator.checker is not None
-            judges = has_checker and is_due(number, run.cfg.eval.check_interval, plan)
-            if judges or is_due(number, run.cfg.val_interval, plan):
+            check_is_due = has_checker and is_due(number, run.cfg.eval.check_interval, plan)
+            if check_is_due or is_due(number, run.cfg.val_interval, plan):
                 is_best = evaluation.validate(self, plan)
+            # validate has saved the step where it was due; this is for a step without a validation, and the best one
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
                 run.save()
             if number == run.cfg.stop_at:
@@ -129,122 +119,121 @@ class Trainer:
         return True
 
     def train_step(self, step: Step, micro_batches: list[MicroBatch], plan: Plan) -> None:
-        """An optimizer step, and its row of metrics.csv if one is due. loss, baseline, metrics and after_step are
-        called before a weight moves: if one fails, save_after saves the run as it was before the step."""
+        """An optimizer step, and its row of metrics.csv if one is due. loss, make_z, metrics and after_step are
+        called before a weight changes: if one fails, save_after saves the run as it was before the step."""
         run = self.run
         began = time.perf_counter()
         number = run.state.step + 1
         is_first = number == self.first_step
         needs_row = is_due(number, run.cfg.log_interval, plan)
         remembered = copy.deepcopy(run.objective.state_dict())
-        self.state_before_step = generator_of(run.fabric).get_state(), remembered
+        self.undo = generator_of(run.fabric).get_state(), remembered
         seed_other_generators(run.fabric, run.cfg.seed, number)
         run.policy.train()  # everywhere else it is in eval mode
         # the first step, which is slow and comes before any row, shows sooner that the run is alive
         with self.progress(f"step {number}", step, silent=5 if is_first else 60):
-            columns, baseline = self.gradient(step, micro_batches, entropy=needs_row)
+            columns, z = self.gradient(step, micro_batches, entropy=needs_row)
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
-        columns, baseline, grad_norm = copied_to_cpu(columns, baseline, grad_norm)
-        objective_row, error = self.call_objective(step, columns, baseline, needs_row)
-        not_finite = find_not_finite(step, columns["loss"], baseline, grad_norm, number)
-        self.check_step(not_finite or error)
-        self.weights_move = True
+        columns, z, grad_norm = copied_to_cpu(columns, z, grad_norm)
+        objective_row, error = self.metrics_and_after_step(step, columns, z, needs_row)
+        not_finite = find_not_finite(step, columns["loss"], z, grad_norm, number)
+        self.agree_on_error_and_stop(not_finite or error)
+        self.weights_change = True
         lr = self.optimizer_step(plan)
-        self.weights_move = False
-        self.state_before_step = None
+        self.weights_change = False
+        self.undo = None
         # On a GPU the optimizer may still run. The next step waits for it, and its time counts there.
         seconds = time.perf_counter() - began
         run.throughput.add(step.examples, seconds)
         if needs_row:
-            # all of it is of this step, but the speed, which is of all steps since the last row
+            # throughput.read() is of all steps since the last row, all else of this step
             of_step = {"grad_norm": grad_norm.item(), "lr": lr}
             of_step |= self.loop_row(step, columns, plan) | run.throughput.read()
             run.logger.step(number, join_columns(objective_row, of_step), seconds)
         if is_first:
             say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
-            saved_state(run.objective)  # raises if it cannot be saved, before hours are spent
+            check_state_dict(run.objective)  # before hours are spent
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """The steps to come with this rank's micro-batches, packed. A thread makes the next one while a step
+        """The steps to come with this rank's micro-batches, packed. A thread makes and packs the next one while a step
         runs, unless the objective chooses mismatched pairs by what the last step has changed."""
         run = self.run
         steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
-        made = ((step, list(self.packed_parts(step))) for step in steps)
+        made = ((step, list(step.micro_batches())) for step in steps)
         if run.objective.overrides("mismatched_completions"):
             return made
         return made_ahead(made)
 
-    # ---- a step's gradient: two orders of its passes -----------------------------------------------
+    # ---- a step's gradient: z before the policy's forwards, or after ---------------------------------
 
     def gradient(
         self, step: Step, micro_batches: list[MicroBatch], entropy: bool = False
-    ) -> tuple[Columns, Baseline]:
+    ) -> tuple[Columns, Z]:
         """Add the step's gradient to the policy's. entropy: whether to compute it, for a column.
         -> the columns of all G examples, and z; both are the same on all ranks.
 
-        A loss may need z, and z needs the mismatched pairs of the whole step. With several micro-batches the
-        pass without gradient comes first: to keep the graphs of all forwards until z is known would take too
-        much memory. With one micro-batch and pairs the policy's forward comes first: it leaves the keys and
-        values of its prompts, the pairs read them, and no prompt is computed twice. Both orders give the same
-        numbers, up to rounding (and dropout).
+        A loss may need z, and z needs the mismatched pairs of the whole step. With several micro-batches z is
+        made first: to keep the graphs of all forwards until z is known would take too much memory. With one
+        micro-batch and pairs the policy's forward comes first: it leaves the keys and values of its prompts, the
+        pairs read them, and no prompt is computed twice. Both orders give the same numbers, up to rounding (and
+        dropout).
         """
-        step.to(self.run.fabric.device)
+        step.move_to(self.run.fabric.device)
         # all ranks have equally many micro-batches, so they take the same way
         if step.mismatched_completions is not None and len(micro_batches) == 1:
-            return self.forward_first(step, micro_batches[0], entropy)
-        return self.no_gradient_first(step, micro_batches, entropy)
+            return self.policy_forward_first(step, micro_batches[0], entropy)
+        return self.z_first(step, micro_batches, entropy)
 
-    def no_gradient_first(
+    def z_first(
         self, step: Step, micro_batches: list[MicroBatch], entropy: bool
-    ) -> tuple[Columns, Baseline]:
-        """The pass without gradient over all micro-batches, then forward and backward of each."""
-        by_token = self.run.objective.by_token
-        ref_logps, baseline = self.no_gradient_pass(step, self.on_device(micro_batches))
+    ) -> tuple[Columns, Z]:
+        """Reference and z of all micro-batches, then forward and backward of each."""
+        ref_logps, z = self.reference_and_z(step, micro_batches)
         scored = []
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.synchronised(i == len(micro_batches) - 1):
+                by_token = self.run.objective.by_token
                 scores = self.forward(micro.packed, by_token=by_token, entropy=entropy)
-                loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[i], baseline.z_G)
+                loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[i], z.z_G)
                 self.backward(loss_B, micro)
+            # not the micro-batch: its tokens would stay on the device
             scored.append((micro.part, micro.index_B, columns))
-        return self.gather_columns(step, scored), baseline
+        return self.gather_columns(step, scored), z
 
-    def forward_first(
+    def policy_forward_first(
         self, step: Step, micro: MicroBatch, entropy: bool
-    ) -> tuple[Columns, Baseline]:
+    ) -> tuple[Columns, Z]:
         """One micro-batch: the forward with gradient, z from its prompts, then the backward. The forwards without
         gradient in between prepare no backward: DDP and FSDP2 only do so where gradients are on."""
-        by_token = self.run.objective.by_token
         micro = micro.to(self.run.fabric.device)
         with self.synchronised(True):
+            by_token = self.run.objective.by_token
             scores = self.forward(
                 micro.packed, keeps_prompts=True, by_token=by_token, entropy=entropy
             )
-            ref_logps, baseline = self.no_gradient_pass(
-                step, self.on_device([micro]), scores.prompts
-            )
-            loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps[0], baseline.z_G)
+            advance(len(micro.part.index))
+            ref_logps, logratio_B = self.reference_and_pairs(micro, scores.prompts)
+            z = self.z_of_step(step, [(micro.part, micro.index_B, logratio_B)])
+            loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, z.z_G)
             self.backward(loss_B, micro)
-        advance(len(micro.part.index))  # of this pass; on_device has counted the other one
-        return self.gather_columns(step, [(micro.part, micro.index_B, columns)]), baseline
+        advance(len(micro.part.index))
+        return self.gather_columns(step, [(micro.part, micro.index_B, columns)]), z
 
     @torch.no_grad()
-    def score(self, step: Step) -> tuple[Columns, Baseline]:
+    def score(self, step: Step) -> tuple[Columns, Z]:
         """What `gradient` returns, without a gradient. A step may be a whole validation split: its
         micro-batches are packed one by one, and only one is on the device at a time."""
-        step.to(self.run.fabric.device)
-        ref_logps, baseline = self.no_gradient_pass(step, self.on_device(self.packed_parts(step)))
+        step.move_to(self.run.fabric.device)
+        ref_logps, z = self.reference_and_z(step, step.micro_batches())
         scored = []
-        for i, micro in enumerate(self.on_device(self.packed_parts(step))):
+        for i, micro in enumerate(self.on_device(step.micro_batches())):
             scores = self.forward(micro.packed, by_token=self.run.objective.by_token)
-            _, columns = self.micro_batch_loss(micro, scores, ref_logps[i], baseline.z_G)
+            _, columns = self.micro_batch_loss(micro, scores, ref_logps[i], z.z_G)
             scored.append((micro.part, micro.index_B, columns))
-        return self.gather_columns(step, scored), baseline
+        return self.gather_columns(step, scored), z
 
-    def score_examples(
-        self, examples: list[Example], title: str = "scoring"
-    ) -> tuple[Columns, Baseline]:
+    def score_examples(self, examples: list[Example], title: str = "scoring") -> tuple[Columns, Z]:
         """Score all these examples as one step, with one z for all of them: but for rounding the numbers
         depend on neither batch size nor ranks. -> columns and z, of all ranks. A collective."""
         step = self.make_step(examples)
@@ -253,54 +242,60 @@ class Trainer:
 
     # ---- parts of a step -------------------------------------------------------------------------
 
+    def reference_and_z(
+        self, step: Step, micro_batches: Iterable[MicroBatch]
+    ) -> tuple[list[torch.Tensor | None], Z]:
+        """-> the reference's log-probs of each micro-batch's completions, and z. In a training step lora.dropout acts
+        on z as on the loss."""
+        all_ref_logps = []
+        scored = []
+        for micro in self.on_device(micro_batches):
+            ref_logps, logratio_B = self.reference_and_pairs(micro)
+            all_ref_logps.append(ref_logps)
+            scored.append((micro.part, micro.index_B, logratio_B))
+        return all_ref_logps, self.z_of_step(step, scored)
+
     @torch.no_grad()
-    def no_gradient_pass(
-        self, step: Step, micro_batches: Iterable[MicroBatch], prompts: Prompts | None = None
-    ) -> tuple[list[torch.Tensor | None], Baseline]:
-        """The reference's log-probs of each micro-batch's completions, and z. prompts: the policy's keys and
-        values of the prompts, if they are known; given for one micro-batch only.
+    def reference_and_pairs(
+        self, micro: MicroBatch, prompts: Prompts | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """-> the reference's log-probs of a micro-batch's completions, and the log-ratios (B,) of its mismatched pairs,
+        in nats; None if it has none. prompts: the policy's keys and values of the prompts, if they are known.
 
-        The reference runs the same micro-batches as the policy, so both round alike: as long as both are equal
-        the log-ratio of an own completion is exactly 0. That of a mismatched one is exactly 0 if both models
-        read the keys and values of the prompts; with several micro-batches the policy computes these anew,
-        and rounding may show. In a training step lora.dropout acts on z as on the loss."""
-        ref_logps = []
-        # 0 at the examples of other ranks, so a sum over ranks puts them together. An example without a pair has
-        # the log-ratio of its stand-in, which step_baseline leaves out
-        mismatched_logratio_G = step.weight.new_zeros(step.size, dtype=torch.float64)
-        for micro in micro_batches:
-            has_pairs = micro.mismatched is not None
-            ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
-            ref_logps.append(ref_scores.logps)
-            if has_pairs:
-                mismatched = micro.mismatched.to(self.run.fabric.device)
-                logratio_B = self.mismatched_logratio(mismatched, prompts, ref_scores.prompts)
-                if not micro.part.filler:
-                    mismatched_logratio_G[micro.index_B] = logratio_B.double()
-        all_reduce(mismatched_logratio_G)
-        return ref_logps, self.step_baseline(step, mismatched_logratio_G)
-
-    def mismatched_logratio(
-        self, packed: PackedBatch, prompts: Prompts | None, ref_prompts: Prompts | None
-    ) -> torch.Tensor:
-        """-> the log-ratios (B,) of a micro-batch's mismatched pairs, in nats. prompts, ref_prompts: those of
-        policy and reference, if they are known."""
+        The reference runs the same micro-batches as the policy, so both round alike. As long as both models are
+        equal, r of an own completion is exactly 0. So is r of a mismatched one, if both read keys and values of
+        the prompts that are kept; without `prompts` the policy computes these anew, and rounding may show."""
         objective = self.run.objective
+        has_pairs = micro.mismatched is not None
+        ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
+        if not has_pairs:
+            return ref_scores.logps, None
+        packed = micro.mismatched.to(self.run.fabric.device)
         logps = self.forward(packed, prompts, by_token=objective.by_token).logps
-        ref_logps = self.reference_forward(packed, ref_prompts).logps
+        ref_logps = self.reference_forward(packed, ref_scores.prompts).logps
         logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
         logratio_BK = objective.logratio(logps, ref_logps, packed.length_BK)
-        return logratio_BK[:, 0]  # one completion each: K is 1
+        return ref_scores.logps, logratio_BK[:, 0]  # one completion each: K is 1
 
-    def step_baseline(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Baseline:
-        """z from the log-ratios of the mismatched pairs of all ranks."""
-        # without the examples that have no pair
-        logratio_n = mismatched_logratio_G[step.mismatched_index]
-        z = self.run.objective.baseline(logratio_n, step)  # a number, or (G,)
+    @torch.no_grad()
+    def z_of_step(
+        self, step: Step, scored: list[tuple[Part, torch.Tensor, torch.Tensor | None]]
+    ) -> Z:
+        """z from the log-ratios of the mismatched pairs of all ranks. scored: of each of this rank's micro-batches its
+        part, its examples' indices and its pairs' log-ratios (B,)."""
+        device = self.run.fabric.device
+        # 0 at the examples of other ranks, so a sum over ranks puts them together
+        logratio_G = torch.zeros(step.size, dtype=torch.float64, device=device)
+        for part, index_B, logratio_B in scored:
+            if logratio_B is not None and not part.filler:
+                logratio_G[index_B] = logratio_B.double()
+        all_reduce(logratio_G)
+        logratio_n = logratio_G[step.mismatched_index]  # without the examples that have no pair
+        z = self.run.objective.make_z(logratio_n, step)  # a number, or (G,)
         # in the type in which the losses are computed
-        z = torch.as_tensor(z, device=logratio_n.device, dtype=torch.get_default_dtype())
+        z = torch.as_tensor(z, device=device, dtype=torch.get_default_dtype())
         check_z(z, step)
-        return Baseline(z.expand(step.size), logratio_n)
+        return Z(z.expand(step.size), logratio_n)
 
     def forward(
         self,
@@ -385,26 +380,26 @@ class Trainer:
 
     # ---- after the gradient ----------------------------------------------------------------------
 
-    def call_objective(
-        self, step: Step, columns: Columns, baseline: Baseline, needs_row: bool
+    def metrics_and_after_step(
+        self, step: Step, columns: Columns, z: Z, needs_row: bool
     ) -> tuple[dict, Exception | None]:
         """metrics, where a row is due; then after_step, which may change what the objective remembers. Both come
-        before a weight moves: if one fails, a resume does the step again. -> metrics' columns, and the error, of
-        which the other ranks learn in check_step"""
+        before a weight changes: if one fails, a resume does the step again. -> metrics' columns, and the error, of
+        which the other ranks learn in agree_on_error_and_stop"""
         objective = self.run.objective
         visible = {name: x for name, x in columns.items() if name not in LOOP_COLUMNS}
         row = {}
         try:
             if needs_row:
                 copies = {name: x.clone() for name, x in visible.items()}  # metrics may change them
-                row = self.metrics(copies, baseline)
+                row = self.metrics(copies, z)
             with own_code("after_step"):
-                objective.after_step(step, visible, baseline)
+                objective.after_step(step, visible, z)
         except (BadInput, Failed) as e:  # own_code makes Failed of all other errors
             return {}, e
         return row, None
 
-    def check_step(self, error: Exception | None) -> None:
+    def agree_on_error_and_stop(self, error: Exception | None) -> None:
         """Raise the error if a step has one on any rank. Here the ranks also agree on whether to stop."""
         run = self.run
         # of all ranks the larger numbers count: 0 is to go on, and no error
@@ -430,9 +425,11 @@ class Trainer:
     def loop_row(self, step: Step, columns: Columns, plan: Plan) -> dict[str, float | None]:
         """The loop's own columns of metrics.csv, of the step that was just done."""
         done = self.run.state.step
+        # of each example the mean over its tokens: weighed by these, the mean over all tokens of the step
         tokens_G = columns["scored_tokens"]
-        row = {  # entropy_G are means over an example's tokens
-            "entropy": float(np.average(columns["entropy"], weights=tokens_G)),
+        entropy = (columns["entropy"] * tokens_G).sum() / tokens_G.sum()
+        row = {
+            "entropy": entropy.item(),
             "epoch": (done - plan.begin) / plan.per_epoch,
             "samples": done * step.size,
         }
@@ -440,11 +437,11 @@ class Trainer:
             row["engine/gap"] = self.run.engine_gap
         return row
 
-    def metrics(self, columns: Columns, baseline: Baseline) -> dict[str, float | None]:
+    def metrics(self, columns: Columns, z: Z) -> dict[str, float | None]:
         """A row by the objective's metrics. All tensors are on the CPU. Raises Failed."""
         with own_code("metrics"):
             try:
-                return check_row(self.run.objective.metrics(columns, baseline))
+                return check_row(self.run.objective.metrics(columns, z))
             except KeyError as e:
                 raise Failed(f"metrics: no column {e}: the loss must return it") from e
 
@@ -462,10 +459,6 @@ class Trainer:
             if is_own:  # ranks may have drawn different random numbers: rank 0's count
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.cfg.data.score_prompt, run.budget)
-
-    def packed_parts(self, step: Step) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, each packed when it is asked for."""
-        return map(step.micro_batch, step.parts)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Each micro-batch on the device, while it is worked on; then count it in the progress bar. In a

@@ -66,22 +66,22 @@ class OtherZ(EMA):
             return [examples[j].completions[0] for j in partners]
         return super().mismatched_completions(examples)
 
-    def baseline(self, logratio_n, step):
+    def make_z(self, logratio_n, step):
         group, rank, _ = self.variant
         if self.args.z == "average":
-            return super().baseline(logratio_n, step)
+            return super().make_z(logratio_n, step)
         if self.args.z == "free":
             return logratio_n.sum() / max(1, len(logratio_n))
         if not group and not rank:
-            return kto.KTO.baseline(self, logratio_n, step)
+            return kto.KTO.make_z(self, logratio_n, step)
         assert len(logratio_n) == step.size, "each example has a pair"
         return z_by_groups(logratio_n, group, rank)
 
-    def metrics(self, columns, baseline):
-        row = super().metrics(columns, baseline)
+    def metrics(self, columns, z):
+        row = super().metrics(columns, z)
         if self.needs_mismatched_pairs:
-            z_G, logratio_n = baseline
-            error = z_G - kto.KTO.baseline(self, logratio_n, None).to(z_G.dtype)
+            z_G, logratio_n = z
+            error = z_G - kto.KTO.make_z(self, logratio_n, None).to(z_G.dtype)
             row |= {"z/bias": error.mean().item(), "z/rmse": error.square().mean().sqrt().item()}
         return row
 

@@ -32,7 +32,7 @@ class BCO(Objective):
         sign = 2.0 * batch.label - 1
         return -logsigmoid(sign * (reward - self.delta)), {"reward": reward}
 
-    def after_step(self, step, columns, baseline):
+    def after_step(self, step, columns, z):
         self.count += len(columns["reward"])
         self.delta += (columns["reward"] - self.delta).sum().item() / self.count
 

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.checkpoint import write_whole
 from infra.console import run_cli, say
+from infra.files import write_whole
 from infra.settings import ROOT
 from online import main
 

@@ -2,7 +2,7 @@
 
     python examples/learned_z.py
 
-A head is a module, and a module's outputs reach the loss alone: so the loss takes z from the head. `baseline` gives
+A head is a module, and a module's outputs reach the loss alone: so the loss takes z from the head. `make_z` gives
 what the head is fitted to, r of each example's own mismatched pair; metrics get the head's z in its place.
 """
 
@@ -30,9 +30,9 @@ class LearnedZ(kto.KTO):
         nn.init.zeros_(head.bias)
         return head
 
-    def baseline(self, logratio_n, step):
+    def make_z(self, logratio_n, step):
         """-> (G,): r of each example's mismatched pair; the step's own z where it has none."""
-        r_G = super().baseline(logratio_n, step).repeat(step.size)
+        r_G = super().make_z(logratio_n, step).repeat(step.size)
         # at the first step r is 0 but for rounding, of which AdamW would make a step of full size
         r_G[step.mismatched_index] = logratio_n.round(decimals=4)
         return r_G
@@ -45,8 +45,8 @@ class LearnedZ(kto.KTO):
         fit_B = nn.functional.smooth_l1_loss(head_B, z_B.to(head_B.dtype), reduction="none")
         return loss_B + FIT * fit_B, columns | {"learned_z": learned_z_B, "fit": fit_B}
 
-    def metrics(self, columns, baseline):
-        return super().metrics(columns, baseline._replace(z_G=columns["learned_z"]))
+    def metrics(self, columns, z):
+        return super().metrics(columns, z._replace(z_G=columns["learned_z"]))
 
 
 if __name__ == "__main__":

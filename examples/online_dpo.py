@@ -58,10 +58,10 @@ class OnlineDPO(dpo.DPO):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
         return loss_B, columns | {"pairs": batch.step.weight[batch.index_B] > 0}
 
-    def metrics(self, columns, baseline):
+    def metrics(self, columns, z):
         is_pair = columns.pop("pairs") > 0
         of_pairs = {name: column[is_pair] for name, column in columns.items()}
-        return super().metrics(of_pairs, baseline) | {"pairs": is_pair.double().mean().item()}
+        return super().metrics(of_pairs, z) | {"pairs": is_pair.double().mean().item()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from kto import KTO, main
 
 
 class ZBySource(KTO):
-    def baseline(self, logratio_n, step):
+    def make_z(self, logratio_n, step):
         """(G,): for each example the mean of r over its source's mismatched pairs, then the clamp."""
         # without data.extra all examples have one source
         sources = [tuple(example.extra.values()) for example in step.examples]

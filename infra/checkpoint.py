@@ -8,7 +8,7 @@
 | settings.yaml, also in step-N/ | the settings; on top the commit and versions of the last start |
 | metrics.csv, val.csv | rows; a resume removes those after its checkpoint's step |
 | eval/ | validations and checks; after a resume those of later steps stay until they are written again |
-| final, best, final_adapter | exported models (run.py) |
+| final, best, final_adapter | exported models (evaluation.py) |
 | iterations/ | SPIN and online KTO: answers and ratings (rollout.py) |
 | wandb_id, trackio_name | under which id, or name, the run goes on at a tracker |
 | .lock | which process writes into the folder |
@@ -25,8 +25,6 @@ import errno
 import fcntl
 import json
 import math
-import os
-import random
 import shutil
 import subprocess
 import sys
@@ -38,20 +36,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from lightning.fabric import Fabric
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
 
-from infra.console import BadInput, Failed, say, user_error
-from infra.devices import on_rank_0
+from infra.console import BadInput, say, user_error
+from infra.files import publish_folder, write_whole
+from infra.seeds import generator_of
 from infra.settings import (
     ROOT,
     RunSettings,
@@ -89,7 +84,7 @@ class RunState:
     """The value of keep_best's column at best_step, negated where the lowest is best."""
     start_value: float | None = None
     """The same at step 0."""
-    objective: dict = field(default_factory=dict)
+    objective_state: dict = field(default_factory=dict)
     """Objective.state_dict()."""
     optimizer_numbers: dict[str, float] = field(default_factory=dict)
     """The numbers in the optimizer's state that are no tensors, by `moment|parameter`."""
@@ -116,68 +111,6 @@ class RunState:
         self.best_step = self.step
         self.best_value = value
         return True
-
-
-# ---- files that are whole or not there -----------------------------------------------------------
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is whole or not there, also after a kill. Of a link, the file that it leads to."""
-    path = path.resolve()
-    new = path.with_name(f".{path.name}.tmp")
-    path.parent.mkdir(exist_ok=True)
-    new.write_text(text, encoding="utf-8")
-    if path.exists():
-        shutil.copymode(path, new)  # others may write it, too
-    new.replace(path)
-
-
-def read_lines(file: Path) -> list[dict]:
-    """The lines of a jsonl file; none if there is no file."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-def as_lines(rows: list[dict]) -> str:
-    """jsonl; arrays become lists."""
-    lines = (json.dumps(row, default=lambda x: x.tolist(), ensure_ascii=False) for row in rows)
-    return "".join(f"{line}\n" for line in lines)
-
-
-def publish_folder(
-    fabric: Fabric, write: Callable[[Path], Any], out: Path, on_every_rank: bool = False
-) -> None:
-    """Make the folder `out` so that it is whole or not there: write(folder) makes the files in a folder
-    beside it, which is then renamed. Rank 0 writes, or every rank. A collective. Raises Failed."""
-    new = out.with_name(f".{out.name}.tmp")
-
-    def begin():
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-
-    def end():
-        for path in new.iterdir():
-            if (
-                path.is_file()
-            ):  # safetensors lets the owner alone read; others are to load the model, too
-                path.chmod(new.stat().st_mode & 0o666)
-            with open(path, "rb") as f:
-                os.fsync(f.fileno())
-        shutil.rmtree(out, ignore_errors=True)
-        new.rename(out)
-
-    try:
-        on_rank_0(fabric, begin)
-        if on_every_rank or fabric.global_rank == 0:
-            write(new)
-        fabric.barrier()
-        on_rank_0(fabric, end)
-    except (OSError, SafetensorError, CheckpointException) as e:  # the disk is full or gone
-        error = e
-        if isinstance(e, CheckpointException):  # it holds the error of each rank that failed
-            error, _ = next(iter(e.failures.values()))
-        reason = getattr(error, "strerror", None) or error
-        raise Failed(f"{out}: not saved: {reason}") from None
 
 
 # ---- the run's folder ----------------------------------------------------------------------------
@@ -390,23 +323,6 @@ def _remove_old_checkpoints(run: Any) -> None:
     # a killed process may have left such a folder
     for removed in (run.folder / "checkpoints").glob(".*.tmp"):
         shutil.rmtree(removed, ignore_errors=True)
-
-
-def generator_of(fabric: Fabric) -> torch.Generator:
-    """The source of this rank's random numbers."""
-    if fabric.device.type == "cuda":
-        return torch.cuda.default_generators[fabric.device.index]
-    return torch.default_generator
-
-
-def seed_other_generators(fabric: Fabric, seed: int, step: int) -> None:
-    """Seed what a fork may draw from and no checkpoint holds: the generators of Python and numpy and, on a GPU,
-    torch's own of the CPU. The same step of a run, or of its resume, then draws the same."""
-    number = (seed * 1000003 + step) % 2**32
-    random.seed(number)
-    np.random.seed(number)
-    if fabric.device.type == "cuda":
-        torch.default_generator.manual_seed(number)
 
 
 # ---- read ----------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """What a program says: lines on rank 0, progress, and errors that are one line with an exit code."""
 
 import contextlib
-import importlib.util
 import os
 import sys
 import sysconfig
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,19 +154,6 @@ def user_error(setting: str | None, path: Path | str | None = None) -> Iterator[
         reason = getattr(e, "strerror", None) or text or type(e).__name__
         parts = [str(part) for part in (setting, where, reason) if part]
         raise BadInput(": ".join(parts)) from None
-
-
-def also_called(old_name: str, module: str) -> None:
-    """Let forks that were written for an earlier version import a module by its old name, unless a file of
-    theirs has that name."""
-    top = old_name.partition(".")[0]
-    spec = importlib.util.find_spec(top) if top not in sys.modules else None
-    if spec is None or spec.origin is None:  # a folder without Python files is no module
-        sys.modules.setdefault(top, types.ModuleType(top))
-        sys.modules[old_name] = sys.modules[module]
-
-
-also_called("runs.console", __name__)
 
 
 def run_cli(main: Callable[[], None]) -> None:

@@ -225,7 +225,14 @@ def known_to_all(fabric: Fabric, error: BaseException | None) -> bool:
     return fabric.world_size == 1 or getattr(error, "on_all_ranks", False)
 
 
-# ---- sharded tensors -----------------------------------------------------------------------------
+# ---- tensors on devices --------------------------------------------------------------------------
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on a device. A copy to a GPU does not wait for the work that is queued there."""
+    if device.type == "cuda" and not x.is_cuda:
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -311,7 +318,7 @@ class Stop:
         return self.signal or TIME_IS_UP * (time.monotonic() > self.deadline)
 
     def set_agreed(self, code: float) -> None:
-        """The largest code of all ranks, which they exchange in each step (Trainer.check_step). A signal
+        """The largest code of all ranks, which they exchange in each step (Trainer.agree_on_error_and_stop). A signal
         that arrives later waits for the next step's."""
         if code > TIME_IS_UP:
             self.signal = int(code)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from infra.checkpoint import write_whole
 from infra.console import Failed, make_bar, own_code, rank, say, user_error
+from infra.files import write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
 

@@ -45,12 +45,12 @@ from models.hub import (
 )
 from models.lora import (
     add_adapters,
-    fold_adapters,
-    fold_into_layer,
+    merge_for_good,
+    merge_into_layer,
     output_with_adapter,
-    quantize_base,
     read_peft,
 )
+from models.quantize import quantize_base
 from objective import Objective
 from packing import pack
 from records.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def put_on(gpt: Packed, folder: Path) -> None:
                 return params[name].detach()  # shares the weight's memory
 
         read_tensors(folder, place)
-        fold_adapters(gpt)
+        merge_for_good(gpt)
 
 
 # ---- PEFT's folders ------------------------------------------------------------------------------
@@ -201,13 +201,13 @@ def _put_peft(hf: transformers.PreTrainedModel, source: Source) -> None:
             beside.append((module, adapter))
             hooks.append(module.register_forward_hook(partial(output_with_adapter, adapter)))
         else:  # a matrix outside a linear layer (a mixture's router): PEFT, too, merges the adapter
-            fold_into_layer(adapter, module)
+            merge_into_layer(adapter, module)
     texts = short_texts(hf)
     expected_T = plain_logps(hf, *texts)
     for hook in hooks:
         hook.remove()
     for module, adapter in beside:
-        fold_into_layer(adapter, module)
+        merge_into_layer(adapter, module)
     if is_tied and head.weight is not embedding.weight:
         if not torch.equal(head.weight, embedding.weight):
             raise BadInput(

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): made, disabled, merged and reset; PEFT's files; a base in 4 bits.
+"""Adapters (LoRA): made, disabled, merged and reset; PEFT's files.
 
 An adapter of rank r is two matrices, A (r, inputs) and B (outputs, r). It adds scale * B @ A to the
 matrix W (outputs, inputs) of its layer. This file knows no model class: a model has blocks,
@@ -7,7 +7,6 @@ lm_head, config, rows and has_experts (see model.Packed)."""
 import contextlib
 import itertools
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -22,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from head import autocast
 from infra.console import BadInput, rank, user_error
 from infra.devices import gather_tensor, place_like
 from infra.rounding import is_narrower, round_at_random
@@ -265,7 +263,7 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
 
 
 @torch.no_grad()
-def fold_adapters(model: nn.Module) -> None:
+def merge_for_good(model: nn.Module) -> None:
     """Merge a model's adapters for good: the model is then a plain one."""
     adapters = gather_adapters(model)
     for name, layer in _adapted_layers(model).items():
@@ -367,7 +365,7 @@ def _peft_scale(config: dict, layer: str, rank: int) -> float:
     return alpha / rank
 
 
-def fold_into_layer(adapter: Adapter, module: nn.Module) -> None:
+def merge_into_layer(adapter: Adapter, module: nn.Module) -> None:
     """Add an adapter to the matrix of one layer. A tied layer gets a matrix of its own, as in PEFT."""
     a, b, scale = adapter
     delta = b @ a * scale
@@ -460,34 +458,3 @@ def write_peft(
     tensors = {f"base_model.model.{name}": x for name, x in tensors.items()}
     save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-# ---- a base in 4 bits ----------------------------------------------------------------------------
-
-
-def quantize_base(model: nn.Module, device: torch.device | str) -> None:
-    """QLoRA (arXiv 2305.14314): put bitsandbytes' layers of 4 bits (nf4) in place of the frozen
-    linear layers of all blocks, on `device`. Adapters, biases and everything outside the blocks
-    stay as they are. Raises BadInput."""
-    # bitsandbytes warns at every forward that it casts its inputs, which is what we want
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    import bitsandbytes.nn as bnb  # slow to import
-
-    for name, old in list(model.blocks.named_modules()):
-        if type(old) is not nn.Linear:
-            continue
-        # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
-        if old.in_features % 64 != 0:
-            raise BadInput(
-                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
-                f"this model has {old.in_features}"
-            )
-        sizes = old.in_features, old.out_features
-        new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
-        new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
-        new.bias = old.bias
-        # autocast casts the inputs of nn.Linear, but not of bitsandbytes' layers
-        new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))
-        # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
-        new.train = lambda mode=True, new=new: new
-        model.blocks.set_submodule(name, new)

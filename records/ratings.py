@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.checkpoint import write_whole
 from infra.console import BadInput
+from infra.files import write_whole
 from records.forms import Record, Turns, understand_record
 from records.sources import collect, decoded_records
 

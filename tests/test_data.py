@@ -21,6 +21,7 @@ from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, us
 
 import data
 import kto
+import online
 from data import Budget, Part, Step
 from infra.console import BadInput
 from infra.optimizer import Plan
@@ -794,7 +795,7 @@ def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only(
     assert len({tuple(order(epoch, 7)) for epoch in range(10)}) == 10, "another order each epoch"
     assert order(3, 8) != first
     assert order(2, 8) != first, "or two seeds would repeat each other, an epoch apart"
-    one, two = (data.items_of_iteration(list(range(50)), i, 50, 7) for i in (1, 2))
+    one, two = (online.items_of_iteration(list(range(50)), i, 50, 7) for i in (1, 2))
     assert sorted(one) == sorted(two) == list(range(50)) and one != two, (
         "another round, another order"
     )

@@ -33,7 +33,7 @@ def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_
     seen = {}
 
     class Recorded(dpo.DPO):
-        def after_step(self, step, columns, baseline):
+        def after_step(self, step, columns, z):
             assert [e.keys for e in step.examples] == [e.keys for e in examples]
             seen.update(columns)
 

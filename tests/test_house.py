@@ -16,7 +16,7 @@ FILES |= {
 # A file may import from its own floor and from those below; what is not named here is a program.
 FLOORS = [
     "infra",
-    "packing attention head models.hub models.lora records",
+    "packing attention head models.hub models.lora models.quantize records",
     "data",
     "objective model",
     "models.load models.export reference",

@@ -15,7 +15,7 @@ import kto
 from data import Part, Step
 from kto import auc
 from models import load
-from objective import Baseline
+from objective import Z
 from packing import pack
 from records.examples import Example
 from trainer import Trainer
@@ -73,7 +73,7 @@ def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_
         def mismatched_completions(self, examples):
             return [examples[i - 1].completions[0] for i in range(len(examples))]
 
-        def after_step(self, step, columns, baseline):
+        def after_step(self, step, columns, z):
             for e, expected in zip(step.examples, examples, strict=True):
                 assert e.keys == expected.keys and e.label == expected.label
             seen.update(columns)
@@ -141,14 +141,13 @@ def score(objective, policy: list, reference: list, step: Step):
         pairs = [logps(x, batch.mismatched).detach() for x in (values, constants)]
         logratio_n = objective.logratio(*pairs, batch.mismatched.length_BK)[:, 0]
         logratio_n = logratio_n[step.mismatched_index]
-    z_G = objective.baseline(logratio_n, step).expand(step.size)
+    z_G = objective.make_z(logratio_n, step).expand(step.size)
     own = logps(values, batch.packed), logps(constants, batch.packed)
     loss_B, columns = objective.loss(*own, batch, z_G)
     loss_B = loss_B * step.weight
     loss_B.mean().backward()
     columns = {name: x.detach().double() for name, x in {"loss": loss_B, **columns}.items()}
-    baseline = Baseline(z_G, logratio_n)
-    return z_G[0].item(), columns, objective.metrics(columns, baseline), values.grad
+    return z_G[0].item(), columns, objective.metrics(columns, Z(z_G, logratio_n)), values.grad
 
 
 def tables(labels=(True, False, True, True), **kw):
@@ -161,22 +160,22 @@ def tables(labels=(True, False, True, True), **kw):
 
 POLICY, REF = [-1.0, -2.5, -3.0, -0.5], [-1.5, -2.0, -3.1, -1.25]
 # of the four examples, length x (policy - ref); and the mean over the mismatched pairs
-RATIOS, Z = [0.5, -1.0, 0.3, 3.0], (2 * -0.5 + 3 * 0.1 + 4 * 0.75 + 1 * 0.5) / 4
+RATIOS, MEAN_Z = [0.5, -1.0, 0.3, 3.0], (2 * -0.5 + 3 * 0.1 + 4 * 0.75 + 1 * 0.5) / 4
 
 
 def test_z_is_the_mean_over_mismatched_pairs_and_then_the_clamp():
     objective, batch = tables()
     assert [ids[0] for ids in batch.mismatched_completions] == [1, 2, 3, 0]
-    assert Z > 0.1 and min(RATIOS) < -0.1, "else clamping each one first would not show"
+    assert MEAN_Z > 0.1 and min(RATIOS) < -0.1, "else clamping each one first would not show"
     z, _, row, _ = score(objective, POLICY, REF, batch)
-    assert z == pytest.approx(Z, rel=1e-12)
-    assert (row["kl"], row["kl/clamped"], row["kl/pairs"]) == (pytest.approx(Z), 0.0, 4)
+    assert z == pytest.approx(MEAN_Z, rel=1e-12)
+    assert (row["kl"], row["kl/clamped"], row["kl/pairs"]) == (pytest.approx(MEAN_Z), 0.0, 4)
     assert row["kl/stderr"] == pytest.approx(np.std(RATIOS, ddof=1) / 2)
     z, moved, row, _ = score(objective, REF, POLICY, batch)
     assert (z, row["kl"], row["kl/clamped"]) == (0.0, 0.0, 1.0)
     still, minus = moved | {"logratio": torch.zeros(4)}, torch.full((4,), -0.5)
     for columns, pairs, z in ((moved, -minus, 0.0), (moved, minus, 0.2), (still, minus, 0.0)):
-        row = objective.metrics(columns, Baseline(torch.full((4,), z), pairs))
+        row = objective.metrics(columns, Z(torch.full((4,), z), pairs))
         assert row["kl/clamped"] == 0.0, "a mean above 0, a z of one's own, no update yet"
 
 
@@ -190,7 +189,7 @@ def test_the_metrics_are_those_of_the_field():
     assert row["rewards/std"] == pytest.approx(0.1 * np.std(RATIOS, ddof=1))
     assert row["logps/chosen"] == pytest.approx((-1 - 9 - 2) / 3)
     assert row["logps/rejected"] == pytest.approx(-5)
-    assert row["accuracy"] == row["auc"] == 1.0 and 0.3 < Z < 3.0
+    assert row["accuracy"] == row["auc"] == 1.0 and 0.3 < MEAN_Z < 3.0
     about_z = "0.5 and 0.3 are below z, -1 is too, 3 is above"
     assert row["accuracy/about_z"] == pytest.approx(2 / 4), about_z
 
@@ -233,8 +232,8 @@ def test_loss_and_gradient_are_equation_8_by_hand_and_a_records_weight_multiplie
     weighted = [e._replace(weight=w) for e, w in zip(batch.examples, weights)]
     batch = Step(weighted, batch.mismatched_completions)
     z, columns, _, gradient = score(objective, POLICY, REF, batch)
-    assert z == pytest.approx(Z)
-    wrong = [1 - sigmoid(0.1 * s * (r - Z)) for s, r in zip(signs, RATIOS)]
+    assert z == pytest.approx(MEAN_Z)
+    wrong = [1 - sigmoid(0.1 * s * (r - MEAN_Z)) for s, r in zip(signs, RATIOS)]
     by_hand = [c * x for c, x in zip(classes, wrong)]
     sft = [4 / 3 * x for x in (1.0, 0, 9.0, 2.0)]
     assert columns["preference_loss"].tolist() == pytest.approx(by_hand)

@@ -454,5 +454,5 @@ def test_a_peft_folder_that_is_not_read_as_peft_computes_it_is_refused(tmp_path,
     base = base_model(tmp_path / "base", "llama")
     folder = peft_adapter(base, tmp_path / "adapter")
     our_logits(folder)
-    monkeypatch.setattr(load, "fold_into_layer", lambda adapter, module: None)
+    monkeypatch.setattr(load, "merge_into_layer", lambda adapter, module: None)
     refused(f"^{folder}: .* merged are up to .* nats from PEFT's rule", our_logits, folder)

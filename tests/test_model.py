@@ -92,7 +92,7 @@ def chunked(monkeypatch, vocabulary: int, tokens: int) -> list:
         return real(logits, target, *rest)
 
     monkeypatch.setattr(head, "HEAD_LOGITS", vocabulary * tokens)
-    monkeypatch.setattr(head, "HEAD_SAVED", 2 * vocabulary * tokens)
+    monkeypatch.setattr(head, "CPU_SAVED", 2 * vocabulary * tokens)
     monkeypatch.setattr(head, "logp_of", counted)
     monkeypatch.setattr(model, "logp_of", counted)
     return calls
@@ -398,7 +398,7 @@ def test_log_probs_are_the_same_to_the_bit_with_and_without_a_gradient(dtype, gp
     )
     chunks = head.Chunks(70, None, 30, gpu)
     without, _ = head.Head.apply(h_TC, w_VC, target_T, None, chunks)
-    chunks = chunks._replace(saved_gradients=2, entropy=True)
+    chunks = chunks._replace(n_saved=2, entropy=True)
     h_TC.requires_grad_()
     w_VC.requires_grad_()
     assert torch.equal(head.Head.apply(h_TC, w_VC, target_T, None, chunks)[0], without)
@@ -427,7 +427,7 @@ def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
 def test_a_gpu_gets_chunks_of_1024_rows_or_more_with_their_softmax_in_one_piece():
     for V in (512, 50257, 256_000):
         chunks = head.Chunks.of("cuda", V)
-        assert chunks.size >= 1024 and chunks.softmax == chunks.size and chunks.gpu
+        assert chunks.size >= 1024 and chunks.softmax == chunks.size and chunks.sums_in_float32
     cpu = head.Chunks.of("cpu", 50257)
     assert cpu == (2**24 // 50257, 4, 2**22 // 50257, False, False)
 

@@ -40,11 +40,11 @@ class Mine({program}.{objective}):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
         return loss_B + 0.001 * len(self.seen), columns
 
-    def metrics(self, columns, baseline):
+    def metrics(self, columns, z):
         may_fail("metrics")
-        return super().metrics(columns, baseline)
+        return super().metrics(columns, z)
 
-    def after_step(self, step, columns, baseline):
+    def after_step(self, step, columns, z):
         self.seen.append(step.examples[0].number)
         may_fail("after_step")
 

@@ -17,7 +17,8 @@ from infra.checkpoint import checkpoints_by_step
 from infra.logger import Logger
 from infra.settings import Lora
 from models import load
-from models.lora import disable_adapters, merged_weights, quantize_base
+from models.lora import disable_adapters, merged_weights
+from models.quantize import quantize_base
 from packing import pack
 
 RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",

@@ -1,0 +1,37 @@
+"""A frozen base in 4 bits, under adapters (QLoRA)."""
+
+import logging
+
+import torch
+from torch import nn
+
+from head import autocast
+from infra.console import BadInput
+
+
+def quantize_base(model: nn.Module, device: torch.device | str) -> None:
+    """QLoRA (arXiv 2305.14314): put bitsandbytes' layers of 4 bits (nf4) in place of the frozen
+    linear layers of all blocks, on `device`. Adapters, biases and everything outside the blocks
+    stay as they are. Raises BadInput."""
+    # bitsandbytes warns at every forward that it casts its inputs, which is what we want
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes.nn as bnb  # slow to import
+
+    for name, old in list(model.blocks.named_modules()):
+        if type(old) is not nn.Linear:
+            continue
+        # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
+        if old.in_features % 64 != 0:
+            raise BadInput(
+                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
+                f"this model has {old.in_features}"
+            )
+        sizes = old.in_features, old.out_features
+        new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
+        new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
+        new.bias = old.bias
+        # autocast casts the inputs of nn.Linear, but not of bitsandbytes' layers
+        new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))
+        # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
+        new.train = lambda mode=True, new=new: new
+        model.blocks.set_submodule(name, new)
