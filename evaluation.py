@@ -19,7 +19,6 @@ import torch
 
 from checks import as_python
 from data import Step
-from generate import generate, read_answer
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, Failed, own_code, progress, say
 from infra.devices import Stop, all_reduce, on_all_ranks, on_rank_0
@@ -36,6 +35,7 @@ from packing import prompt_groups
 from records.examples import Example
 from records.tokenizer import Tokenizer
 from reference import AdaptersOff, other_weights
+from sampler import generate, read_answer
 
 
 class Answer(NamedTuple):

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 
 from data import Step
-from generate import generate, read_answer
 from infra.console import BadInput, Failed, advance, own_code, progress, user_error
 from infra.devices import all_reduce, on_rank_0
 from infra.files import as_lines, publish_folder, read_lines, write_whole
@@ -41,6 +40,7 @@ from infra.seeds import mixed
 from infra.settings import RunSettings, Sampling, refuse_unless
 from models.export import export
 from records.examples import Example, examples_hash
+from sampler import generate, read_answer
 
 COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
 

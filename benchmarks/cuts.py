@@ -311,8 +311,8 @@ class HeldOut:
     def sample(self, policy) -> list[int]:
         from demo.check import check
         from evaluation import as_answers, with_answers
-        from generate import generate
         from infra.settings import Sampling
+        from sampler import generate
 
         prompts = [e.prompt for e in self.examples]
         ids = generate(self.fabric, policy, prompts, self.tokenizer, Sampling(), self.longest, 1)

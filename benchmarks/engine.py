@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 
-import generate
 import rollout
+import sampler
 from data import Budget
 from infra.settings import ROOT, Sampling
 from models import load
@@ -57,7 +57,7 @@ def main() -> None:
 
     def ours(seed, new=args.new):
         exactly = replace(sampling, min_new_tokens=new)
-        return generate.generate(fabric, policy, prompts, tokenizer, exactly, new, seed)
+        return sampler.generate(fabric, policy, prompts, tokenizer, exactly, new, seed)
 
     def theirs(seed, new=args.new):
         exactly = replace(sampling, min_new_tokens=new)

@@ -225,9 +225,9 @@ class Sampler:
         verdict; and (prompt, answer) as token ids."""
         from evaluation import as_answers, with_answers
         from examples import instructions
-        from generate import generate
         from infra.settings import Data, Sampling
         from records.examples import load_examples
+        from sampler import generate
 
         source = ",".join(map(str, files))
         limits = {"max_prompt": COMMON["data.max_prompt"], "max_completion": TOKENS}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 
-import generate
+import sampler
 from infra.settings import Sampling
 from models import load
 from models.hub import find_model
@@ -60,7 +60,7 @@ def run(folder: str, precision: str) -> None:
     args = Sampling(batch_size=ROWS, min_new_tokens=NEW)
 
     def sample_ours(seed):
-        generate.generate(fabric, policy, prompts, tokenizer, args, NEW, seed)
+        sampler.generate(fabric, policy, prompts, tokenizer, args, NEW, seed)
 
     @torch.inference_mode()
     def sample_transformers(seed):

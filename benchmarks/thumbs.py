@@ -63,12 +63,12 @@ def answers(folder: Path, prompts: list[str], seed: int) -> list[dict]:
     import torch
     from lightning.fabric import Fabric
 
-    from generate import generate, read_answer
     from infra.settings import Sampling
     from models.hub import find_model
     from models.load import load_model
     from records.forms import Record
     from records.tokenizer import Tokenizer
+    from sampler import generate, read_answer
 
     fabric = Fabric(accelerator="cpu", devices=1)
     source = find_model(str(folder))

@@ -27,8 +27,8 @@ import transformers
 from lightning.fabric import Fabric
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import generate
 import model
+import sampler
 from demo.check import is_sorted, plain, quoted
 from infra.settings import Sampling
 from models import load
@@ -211,11 +211,11 @@ def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
     fabric = Fabric(accelerator="cpu", devices=1)
     args = Sampling(temperature=1.0, batch_size=500)
     ids = [np.array(prompt, dtype="int32") for prompt in tokenizer.encode(asked)]
-    sampled = generate.generate(fabric, gpt, ids, tokenizer, args, 24, seed=1)
+    sampled = sampler.generate(fabric, gpt, ids, tokenizer, args, 24, seed=1)
     answered = []
     for prompt, answer in zip(asked, sampled):
         if answer[-1] == tokenizer.eos:
-            answered.append((prompt, generate.read_answer(tokenizer, answer)[0]))
+            answered.append((prompt, sampler.read_answer(tokenizer, answer)[0]))
     return answered
 
 

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import attention
-import generate
 import model
+import sampler
 from attention import KVCache
 from infra.console import BadInput
 from models import load
@@ -312,7 +312,7 @@ def test_samples_are_those_of_transformers(name, tmp_path):
     gpt, tokenizer = load.load_model(tmp_path), Tokenizer(Source(tmp_path))
     prompts = [r.integers(512, size=n) for n in (9, 1, 15)]
     fabric = Fabric(accelerator="cpu", devices=1)
-    ours = generate.generate(fabric, gpt, prompts, tokenizer, Sampling(temperature=0.0), 20, seed=1)
+    ours = sampler.generate(fabric, gpt, prompts, tokenizer, Sampling(temperature=0.0), 20, seed=1)
     for prompt, answer in zip(prompts, ours):
         ids = torch.from_numpy(prompt)[None]
         options = dict(do_sample=False, eos_token_id=tokenizer.stops, pad_token_id=0)

@@ -19,12 +19,13 @@ from torch import nn
 
 import attention
 import generate
-from generate import read_answer
+import sampler
 from infra.console import BadInput
 from infra.settings import Sampling
 from models import load
 from models.hub import Source
 from records.tokenizer import Tokenizer
+from sampler import read_answer
 
 FABRIC = Fabric(accelerator="cpu", devices=1)
 EOS = 0
@@ -74,7 +75,7 @@ def answers(
     policy.max_seq_length = context
     args = Sampling(**settings)
     tokenizer = tokenizer or letters(eos)
-    return generate.generate(fabric, policy, prompts, tokenizer, args, max_new, seed)
+    return sampler.generate(fabric, policy, prompts, tokenizer, args, max_new, seed)
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ U = (torch.arange(N, dtype=torch.float64) + 0.5) / N
 
 
 def frequencies(**settings):
-    token = generate.choose_token(P.log().expand(N, -1), U, Sampling(**settings))
+    token = sampler.choose_token(P.log().expand(N, -1), U, Sampling(**settings))
     return torch.bincount(token, minlength=len(P)) / N
 
 
@@ -153,7 +154,7 @@ def test_top_k_and_top_p_cut_the_tail_and_leave_the_rest_in_proportion():
         kept = torch.tensor([0, 0.4, 0, 0.25, 0, 0, 0]) / 0.65
         assert (frequencies(**settings) - kept).abs().max() <= 1 / N
     tied = torch.zeros(1, 4).expand(N, -1)
-    chosen = set(generate.choose_token(tied, U, Sampling(top_k=2)).tolist())
+    chosen = set(sampler.choose_token(tied, U, Sampling(top_k=2)).tolist())
     assert len(chosen) == 2, "k tokens, not all that tie with the k-th"
 
 
@@ -162,10 +163,10 @@ def test_chances_added_as_whole_numbers_choose_the_same_tokens(settings):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(200, 5000, generator=generator)
     u_B = torch.rand(200, generator=generator).double()
-    plain = generate.choose_token(logits, u_B, Sampling(**settings))
+    plain = sampler.choose_token(logits, u_B, Sampling(**settings))
     torch.use_deterministic_algorithms(True)
     try:
-        whole = generate.choose_token(logits, u_B, Sampling(**settings))
+        whole = sampler.choose_token(logits, u_B, Sampling(**settings))
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(whole, plain) and len(set(whole.tolist())) > 100

@@ -17,8 +17,8 @@ from lightning.fabric import Fabric
 from tiny_models import LLAMA, gpt_of, ragged, shaken
 
 import attention
-import generate
 import kto
+import sampler
 from infra.settings import Sampling
 from models.hub import Source
 from models.load import load_model
@@ -185,7 +185,7 @@ def test_a_sampled_token_waits_for_the_device_once(llama):
             if DEVICE == "cuda":
                 torch.cuda.set_sync_debug_mode("warn")
             prompts = [np.array([66, 67]), np.array([66])]
-            generate.generate(fabric, policy, prompts, tokenizer, args, max_new, seed=1)
+            sampler.generate(fabric, policy, prompts, tokenizer, args, max_new, seed=1)
             if DEVICE == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         waits.append(sum("synchroniz" in str(w.message) for w in caught))
@@ -195,10 +195,10 @@ def test_a_sampled_token_waits_for_the_device_once(llama):
 def test_a_deterministic_choice_is_made_on_the_device(monkeypatch):
     logits = torch.randn(4, 50257, device=DEVICE)
     u_B = torch.rand(4, device=DEVICE).double()
-    plain = generate.choose_token(logits.cpu(), u_B.cpu(), Sampling(top_p=0.9))
+    plain = sampler.choose_token(logits.cpu(), u_B.cpu(), Sampling(top_p=0.9))
     torch.use_deterministic_algorithms(True)
     try:
-        choices = [generate.choose_token(logits, u_B, Sampling(top_p=0.9)) for _ in range(5)]
+        choices = [sampler.choose_token(logits, u_B, Sampling(top_p=0.9)) for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(c.cpu(), plain) for c in choices)

@@ -20,7 +20,7 @@ FLOORS = [
     "data",
     "objective model",
     "models.load models.export reference",
-    "checks generate",
+    "checks sampler",
     "rollout",
     "evaluation",
     "run",

@@ -22,9 +22,9 @@ from conftest import (
 from lightning.fabric import Fabric
 
 import evaluation
-import generate
 import rollout
 import run
+import sampler
 import trainer
 from evaluation import Evaluator
 from infra import devices
@@ -164,7 +164,7 @@ STOPS = {
         ),  # the check in it
     ],
     "spin": [
-        ((), ((generate, "choose_token"), 8), signal.SIGINT, 130, "SIGINT at step 0"),
+        ((), ((sampler, "choose_token"), 8), signal.SIGINT, 130, "SIGINT at step 0"),
         ((), ((rollout, "generate"), 4), signal.SIGHUP, 129, "SIGHUP at step 4"),
         (("--stop_at=5",), None, 0, 0, "stop_at at step 5"),
     ],

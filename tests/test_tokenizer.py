@@ -12,13 +12,13 @@ from tokenizers.processors import TemplateProcessing
 from tokens import CHATML, EOS, bot, folder, ids_of, rated, user, write
 from transformers import AutoTokenizer
 
-from generate import read_answer
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
 from records.examples import load_examples
 from records.forms import Record
 from records.tokenizer import Tokenizer
+from sampler import read_answer
 
 DIALOGUE = Record([user("p")], [bot("c")], True)
 

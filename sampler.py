@@ -1,0 +1,251 @@
+"""Sample from a policy, batched, with a key/value cache.
+
+Reading order: choose_token (one token); generate, which divides the prompts over ranks and batches; sample_batch, the
+loop over tokens; when an answer has ended, and its text.
+
+Shape letters (K, S and X are not those of packing.py):
+
+    A  answers of a call, one for each prompt
+    B  answers of the A that are sampled at once
+    Y  new tokens of an answer, at most
+    V  vocabulary
+    K  the likeliest tokens, among which top_k and top_p choose
+    S  tokens that end an answer
+    X  tokens of the longest prompt with its answer, at most
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+from torch.distributed.fsdp import FSDPModule
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from attention import KVCache
+from infra.console import advance
+from infra.devices import reduce_number, to_device
+from infra.seeds import mixed
+from infra.settings import Sampling
+from models.lora import merge_for_sampling
+from packing import pack
+from records.tokenizer import Tokenizer
+
+# Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
+SEARCH_INTERVAL = 4
+
+# ---- one token ----------------------------------------------------------------------------------
+
+
+def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> torch.Tensor:
+    """The next token (B,) of each row: the likeliest at temperature 0, else the first whose cumulative probability is
+    above the row's uniform number u. u is below 1, so there is one."""
+    if args.temperature == 0:
+        return logits_BV.argmax(-1)
+    p_BV = (logits_BV.double() / args.temperature).softmax(-1)
+    if args.top_k or args.top_p < 1:
+        V = p_BV.shape[1]
+        # the k tokens are taken by index, not by a threshold: in bfloat16 other logits may equal the k-th
+        sorted_BK, token_BK = p_BV.topk(min(args.top_k or V, V))
+        outside_BK = cumsum(sorted_BK) - sorted_BK >= args.top_p * sorted_BK.sum(-1, keepdim=True)
+        p_BV = torch.zeros_like(p_BV).scatter(1, token_BK, sorted_BK.masked_fill(outside_BK, 0))
+    cdf_BV = cumsum(p_BV)
+    return (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
+
+
+def cumsum(p_BV: torch.Tensor) -> torch.Tensor:
+    """Cumulative sums of probabilities along the vocabulary.
+
+    On a GPU sums of floats differ from call to call in their last bits. With --deterministic the probabilities are
+    added as whole numbers, in units of 2^-53.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return (p_BV * 2**53).long().cumsum(-1).double() / 2**53
+    return p_BV.cumsum(-1)
+
+
+# ---- the policy while it samples ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ready_to_sample(fabric: Fabric, policy: torch.nn.Module, room: float) -> Iterator[None]:
+    """Within this context the policy has adapters merged and autocast on. The blocks of a sharded policy stay gathered
+    from one forward to the next if the whole policy takes at most `room` bytes. Otherwise each token gathers them
+    again."""
+    module = getattr(policy, "module", policy)
+    matrix = torch.ones(1, 1, device=fabric.device)
+    with fabric.autocast():
+        dtype = (matrix @ matrix).dtype  # in which linear layers compute
+    # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
+    with merge_for_sampling(module, dtype), fabric.autocast():
+        blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+        if sum(p.nbytes for p in module.parameters()) > room:
+            blocks = []
+        for block in blocks:
+            block.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.set_reshard_after_forward(True, recurse=False)
+                block.reshard()
+
+
+# ---- answers ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(
+    fabric: Fabric,
+    policy: torch.nn.Module,
+    prompts: Sequence[np.ndarray],
+    tokenizer: Tokenizer,
+    args: Sampling,
+    max_new: int,
+    seed: int,
+    before_token: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """Answers to `prompts` (arrays of token ids), at most max_new tokens each, with the EOS if it came to one. Every
+    rank returns the same list.
+
+    before_token is called before every decode step, equally often on every rank, so it may be a collective; what it
+    raises, on all ranks alike, ends the sampling.
+
+    Each answer draws from a random generator of its own, so it depends on (seed, its place in `prompts`) and, but for
+    rounding, on no other prompt. Ranks take prompts in turn and run equally many forwards: a sharded policy would hang
+    otherwise.
+    """
+    if not prompts:
+        return []
+    n = len(prompts)
+    device = fabric.device
+    slots = min(policy.max_seq_length, max(map(len, prompts)) + max_new)
+    generators = [torch.Generator().manual_seed(mixed(seed, i)) for i in range(n)]
+    u_AY = torch.stack([torch.rand(max_new, generator=generator) for generator in generators])
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
+    room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
+    cache_room = args.cache_gb * 1e9 if args.cache_gb else room
+    with fabric.autocast():
+        rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
+
+    wave = rows * fabric.world_size  # the prompts that all ranks sample at once
+    all_answers = {}
+    with ready_to_sample(fabric, policy, room):
+        for start in range(0, n, wave):
+            end = min(start + wave, n)
+            numbers = list(range(start + fabric.global_rank, end, fabric.world_size))
+            # a rank without a prompt answers the first one once more, so that collectives match; rank 0's answer counts
+            numbers = numbers or [0]
+            batch = [prompts[i] for i in numbers]
+            answers = sample_batch(
+                fabric, policy, batch, u_AY[numbers], tokenizer, args, slots, before_token
+            )
+            all_answers |= dict(zip(numbers, answers))
+    for rank in range(fabric.world_size):
+        all_answers |= fabric.broadcast(all_answers, rank)
+    return [all_answers[i] for i in range(n)]
+
+
+def sample_batch(
+    fabric: Fabric,
+    policy: torch.nn.Module,
+    prompts: Sequence[np.ndarray],
+    u_BY: torch.Tensor,
+    tokenizer: Tokenizer,
+    args: Sampling,
+    slots: int,
+    before_token: Callable[[], None],
+) -> list[list[int]]:
+    """The answers to B prompts, sampled together. u_BY: a uniform random number for each token, on the CPU. slots: the
+    most tokens of a prompt with its answer.
+
+    It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward
+    until then, so that collectives match. A single process waits for the device once a token.
+    """
+    device = fabric.device
+    max_new = u_BY.shape[1]
+    # a config may name an end that the model has no logit of
+    stops = [i for i in tokenizer.stops if i < policy.config.padded_vocab_size]
+    stops_S = to_device(torch.tensor(stops, dtype=torch.long), device)
+    answers = [[] for _ in prompts]
+    limits = [min(max_new, slots - len(prompt)) for prompt in prompts]  # tokens of each answer
+    # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
+    packed = pack(prompts, [(np.zeros(1, int),)] * len(prompts)).to(device)
+    cache = KVCache(packed, slots)
+    number_of_row = list(range(len(prompts)))  # which answer each row of the cache has
+    going_on = number_of_row  # the rows whose answers have not ended
+    for y in range(max_new):
+        before_token()
+        logits_BV = policy(cache)
+        if going_on:
+            if args.repetition_penalty != 1:
+                texts = [[*prompts[i], *answers[i]] for i in number_of_row]
+                logits_BV = penalise_repetition(logits_BV, texts, slots, args.repetition_penalty)
+            if y < args.min_new_tokens:
+                logits_BV.index_fill_(1, stops_S, -torch.inf)
+            new_B = choose_token(logits_BV, to_device(u_BY[number_of_row, y], device), args)
+            for i, token in zip(number_of_row, new_B.tolist()):
+                answers[i].append(token)
+            going_on = [
+                row
+                for row, i in enumerate(number_of_row)
+                if not has_ended(answers[i], limits[i], tokenizer, args.stop)
+            ]
+            advance(fabric.world_size * (len(number_of_row) - len(going_on)))
+        if not reduce_number(len(going_on), "sum", device):
+            break
+        if going_on:
+            if len(going_on) < len(number_of_row):
+                number_of_row = [number_of_row[row] for row in cache.keep(going_on)]
+            token_B = torch.tensor([answers[i][-1] for i in number_of_row])
+            positions = [len(prompts[i]) + y for i in number_of_row]
+            position_B = to_device(torch.tensor(positions), device)
+            cache.at(to_device(token_B, device), position_B, max(positions))
+    for ids in answers:
+        # the tokens that were sampled after the stop text, before it was searched for
+        while len(ids) > 1 and has_stop_text(tokenizer, ids[:-1], args.stop):
+            ids.pop()
+    return answers
+
+
+def penalise_repetition(
+    logits_BV: torch.Tensor, texts: list[list[int]], slots: int, penalty: float
+) -> torch.Tensor:
+    """The logits with those of the tokens in each row's text (its prompt and its answer so far) made smaller."""
+    # each text is repeated up to one length, which changes nothing about which tokens it has
+    rows = [np.resize(ids, slots) for ids in texts]
+    text_BX = to_device(torch.tensor(np.stack(rows)).long(), logits_BV.device)
+    return RepetitionPenaltyLogitsProcessor(penalty)(text_BX, logits_BV)
+
+
+def has_ended(ids: list[int], limit: int, tokenizer: Tokenizer, stop: Sequence[str]) -> bool:
+    """Whether an answer has ended after its last token: by EOS, at its limit of tokens, or by a stop text."""
+    if ids[-1] in tokenizer.stops or len(ids) >= limit:
+        return True
+    is_searched = len(ids) % SEARCH_INTERVAL == 0
+    return is_searched and has_stop_text(tokenizer, ids, stop)
+
+
+def has_stop_text(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
+    """Whether one of the stop texts, which may be special tokens, is in the text of these ids."""
+    if not stop:
+        return False
+    text = tokenizer.decode(ids, special_tokens=True)
+    return any(stop_text in text for stop_text in stop)
+
+
+def read_answer(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str] = ()) -> tuple[str, bool]:
+    """The text of an answer, without special tokens and up to its first stop text; and whether the answer was cut,
+    that is, ended at the length limit."""
+    has_end = ids[-1] in tokenizer.stops
+    ids = ids[:-1] if has_end else ids
+    text = tokenizer.decode(ids, special_tokens=True, is_answer=True)
+    starts = [text.find(stop_text) for stop_text in stop if stop_text in text]
+    if not starts:
+        return tokenizer.decode(ids, is_answer=True), not has_end
+    text = text[: min(starts)]
+    for token in set(ids):
+        if not tokenizer.decode([token]):  # a special token
+            text = text.replace(tokenizer.decode([token], special_tokens=True), "")
+    return text, False
