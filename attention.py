@@ -9,7 +9,7 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
     P  those of the N that belong to prompts
     M  those of the N that belong to completions
     Q  queries, the tokens that a forward computes: all N, or the M if an earlier forward computed the prompts
-       (see Prompts); in sampling, one a sequence after the first forward
+       (see PromptCache); in sampling, one a sequence after the first forward
     R  rows of Q queries: B in sampling after the first forward, else 1
     T  targets: tokens that are predicted and scored
     L  tokens of the longest completion
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
     cap: float | None  # softcap of the scores
 
 
-class Prompts:
+class PromptCache:
     """A batch's prompts after a forward, detached: keys and values of each layer, and the last hidden states. Later
     forwards read them: without gradient, over the same prompts with other completions.
 
@@ -71,11 +71,11 @@ class PackedAttention:
     """
 
     def __init__(
-        self, batch: PackedBatch, prompts: Prompts | None = None, keeps_prompts: bool = False
+        self, batch: PackedBatch, prompts: PromptCache | None = None, keeps_prompts: bool = False
     ):
         self.batch = batch
         self.prompts = prompts
-        self.kept = Prompts(batch) if keeps_prompts else None
+        self.kept = PromptCache(batch) if keeps_prompts else None
         self.bins_of_window: dict[int | None, list[Bin]] = {}
 
     def queries(self, x_N: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from attention import FORWARD, KVCache, Layer, PackedAttention, Prompts, replace_attention
+from attention import FORWARD, KVCache, Layer, PackedAttention, PromptCache, replace_attention
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from infra.console import BadInput, Failed
 from infra.kernels import RMSNorm, Rotation, SwiGLU
@@ -42,7 +42,7 @@ class Scores(NamedTuple):
     entropy: torch.Tensor | None = None
     """(B, K), if the caller asked for it: for each completion the sum over its tokens of the entropy, in
     nats, of the distribution from which the token is drawn. Without gradient."""
-    prompts: Prompts | None = None
+    prompts: PromptCache | None = None
     """Keys, values and hidden states of the prompts, if the caller asked for them."""
 
 
@@ -61,7 +61,7 @@ class Packed:
     def forward(
         self,
         x: PackedBatch | KVCache,
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
         by_token: bool = False,
         entropy: bool = False,

@@ -44,7 +44,7 @@ class PackedBatch(NamedTuple):
     completions lie. For flash attention a sequence's keys are the prompt and the completion. Its
     queries are the completion and, in the first of a prompt's sequences, the prompt. The last query
     sees all keys, the one before it all keys but the last, and so on ("bottom-right causal"). If the
-    prompts' keys and values were computed before (attention.Prompts), the queries are the
+    prompts' keys and values were computed before (attention.PromptCache), the queries are the
     completions alone.
 
     Torch indexes with int64; flash attention takes int32: the three tensors (..., S).

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from attention import Prompts
+from attention import PromptCache
 from data import step_examples
 from infra.console import BadInput, progress, rank, say, user_error
 from infra.devices import all_reduce, local_part, place_like, set_weights, to_device
@@ -37,7 +37,7 @@ class FrozenModel:
     def compute(
         self,
         packed: PackedBatch,
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
         by_token: bool = False,
     ) -> Scores:
@@ -69,7 +69,7 @@ class AdaptersOff:
     def compute(
         self,
         packed: PackedBatch,
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
         by_token: bool = False,
     ) -> Scores:
@@ -126,7 +126,7 @@ class CachedReference:
     def compute(
         self,
         packed: PackedBatch,
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
         by_token: bool = False,
     ) -> Scores:
@@ -140,7 +140,7 @@ class CachedReference:
     def __call__(
         self,
         packed: PackedBatch,
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
         by_token: bool = False,
     ) -> Scores:

@@ -94,9 +94,8 @@ class Run:
     objective: Objective
     """The algorithm. Changed by use_objective."""
     policy: nn.Module
-    """The model that learns, as Fabric wraps it; in eval mode but for a step's forward and backward. Its
-    weights are changed by the optimizer's step and by new_reference, which merges adapters into the
-    base; by load, at a resume and at the end."""
+    """The model that learns, as Fabric wraps it; in eval mode but for a step's forward and backward. Its weights are
+    changed by the optimizer's step; by new_reference, which merges adapters into the base; by load."""
     reference: Reference | None
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
@@ -128,11 +127,9 @@ class Run:
     saved_step: int = 0
     """The step of the last checkpoint in the run's own folder. Changed by save."""
     reference_step: int = 0
-    """The last step after which policy and reference were equal, in this process. Changed by
-    new_reference."""
+    """The last step after which policy and reference were equal, in this process. Changed by new_reference."""
     exported: dict[str, int] = field(default_factory=dict)
-    """The folders that this process has exported, final and best, and of which step. Changed by
-    evaluation.export_step."""
+    """The folders that this process has exported, final and best, and of which step. Changed by export_step."""
 
     # ---- what an outer loop may change
 
@@ -154,8 +151,8 @@ class Run:
         return numbered(examples)
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
-        """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the
-        policy, as it is now, becomes the reference."""
+        """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the policy, as it is now,
+        becomes the reference. By the hash of the policy a resume knows which answers of a killed process it may use."""
         self.state.iteration = i
         if moving_reference:
             self.new_reference()
@@ -163,16 +160,17 @@ class Run:
         self.state.started_from = on_rank_0(self.fabric, lambda: weights_hash(weights))
 
     def new_reference(self, share: float = 1.0) -> None:
-        """The policy as it is becomes the reference; with a share below 1 the reference moves by that
-        share towards it. LoRA's adapters are merged into the base, which is their reference; then they
-        begin anew, and with them the optimizer's state. A collective."""
+        """The policy as it is becomes the reference; with a share below 1 the reference moves by that share towards it.
+        LoRA's adapters are merged into the base, which is their reference, and begin anew, as does the optimizer's state.
+        A collective."""
         self.reference.set_weights(self.merged_weights(), share)
         if isinstance(self.reference, AdaptersOff):
             assert self.cfg.precision != "bf16-true", "adapters are merged into a float32 base"
             reset_adapters(self.policy.module, self.cfg.seed + 7919 * self.state.iteration)
             self.optimizer.optimizer.state.clear()
         # at step 0 they are equal already, unless the reference is another model
-        self.state.reference_has_moved |= bool(self.state.step or self.cfg.reference)
+        if self.state.step > 0 or self.cfg.reference:
+            self.state.reference_has_moved = True
         if share == 1:
             self.reference_step = self.state.step
 
@@ -183,8 +181,8 @@ class Run:
         return load_model(source, dtype=torch.get_default_dtype()).unique_parameters()
 
     def merged_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's weights by their plain names, whole, with adapters merged in and without the
-        objective's module; of a sharded policy rank 0 alone has their values. A collective."""
+        """The policy's weights by their plain names, whole, with adapters merged in and without the objective's module;
+        of a sharded policy rank 0 alone has their values. A collective."""
         # a quantised base holds rounded numbers, so the source's weights are read again
         base = self.first_weights() if self.cfg.lora.quantize else None
         return merged_weights(self.policy.module, base)
@@ -200,7 +198,7 @@ class Run:
         self.saved_step = self.state.step
 
     def save_state(self) -> None:
-        """Write into the last checkpoint that its step has been validated since. A collective."""
+        """Write state.json of the last checkpoint again, now that its step is validated. A collective."""
         on_rank_0(self.fabric, lambda: save_state(self))
 
     def save_and_say_how_to_go_on(self, reason: str) -> None:
@@ -215,7 +213,7 @@ class Run:
         saved = read_state(folder)
         self.objective.load_state_dict(saved.objective_state)
         if self.state.reference_has_moved and not saved.reference_has_moved:
-            # the checkpoint's adapters, if there are any, were trained on the first base
+            # finish goes back to the best step: its adapters, if there are any, were trained on the first base
             of_reference = isinstance(self.reference, FrozenModel)
             self.reference.set_weights(self.first_weights(of_reference))
         load_checkpoint(self, folder)
@@ -268,6 +266,7 @@ def setup(
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
     hashes = hash_inputs(fabric, source, tokenizer, examples)
     folder = fabric.broadcast(folder)  # its default name has the clock of each rank
+    # once more, now that no other run can write there
     checkpoint = on_rank_0(fabric, lambda: take_folder(folder, cfg.resume))
     on_rank_0(fabric, lambda: check_resumed_hashes(checkpoint, hashes))
     # for settings.yaml: --config RUN/settings.yaml --resume auto finds the run, in its newest step
@@ -312,7 +311,8 @@ def setup(
     )
     if checkpoint:
         run.load(checkpoint)
-        run.save()  # a branch begins with a checkpoint of its own
+    if is_branch:
+        run.save()  # it begins with a checkpoint of its own
     return run
 
 

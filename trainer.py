@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 
 import evaluation
-from attention import Prompts
+from attention import PromptCache
 from checks import check_loss, check_row, check_start, check_state_dict, check_z, find_not_finite
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from infra.console import BadInput, Failed, Interrupted, advance, own_code, progress, say
@@ -257,7 +257,7 @@ class Trainer:
 
     @torch.no_grad()
     def reference_and_pairs(
-        self, micro: MicroBatch, prompts: Prompts | None = None
+        self, micro: MicroBatch, prompts: PromptCache | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """-> the reference's log-probs of a micro-batch's completions, and the log-ratios (B,) of its mismatched pairs,
         in nats; None if it has none. prompts: the policy's keys and values of the prompts, if they are known.
@@ -300,7 +300,7 @@ class Trainer:
     def forward(
         self,
         packed: PackedBatch,
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
         by_token: bool = False,
         entropy: bool = False,
@@ -309,7 +309,7 @@ class Trainer:
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
     def reference_forward(
-        self, packed: PackedBatch, prompts: Prompts | None = None, keeps_prompts: bool = False
+        self, packed: PackedBatch, prompts: PromptCache | None = None, keeps_prompts: bool = False
     ) -> Scores:
         """The reference's log-probs of a packed batch; none if the objective needs no reference."""
         objective = self.run.objective
