@@ -161,7 +161,7 @@ class Run:
 
     def new_reference(self, share: float = 1.0) -> None:
         """The policy as it is becomes the reference; with a share below 1 the reference moves by that share towards it.
-        LoRA's adapters are merged into the base, which is their reference, and begin anew, as does the optimizer's state.
+        LoRA's adapters are merged into the base, which is their reference, and begin anew with the optimizer's state.
         A collective."""
         self.reference.set_weights(self.merged_weights(), share)
         if isinstance(self.reference, AdaptersOff):
