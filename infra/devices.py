@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -296,6 +297,8 @@ class Stop:
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # Python gives signals to the main thread alone, which is another program's
         self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
 
     def close(self) -> None:

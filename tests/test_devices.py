@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -324,6 +325,14 @@ def test_the_time_limit_counts_from_the_start_of_the_program():
         stop = Stop(timedelta(seconds=60), began)
         stop.close()
         assert bool(stop.code()) == is_up
+
+
+def test_a_run_in_a_thread_leaves_the_signals_to_the_main_thread(tiny, ratings, tmp_path):
+    """A web interface and asyncio.to_thread call main so."""
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train, tiny, ratings, tmp_path / "run", *RUN).result()
+    assert (tmp_path / "run" / "final").exists() and signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_signal_that_comes_after_the_ranks_have_agreed_waits_for_the_next_step(capfd):
