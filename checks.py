@@ -29,7 +29,7 @@ def check_objective(objective: Objective) -> None:
     kind = type(objective).__name__
     for name in dir(type(objective)):
         hook = getattr(Objective, name, None)
-        if hook is None:
+        if not hasattr(Objective, name):  # python -OO leaves None as __doc__
             like = get_close_matches(name, dir(Objective), 1, cutoff=0.85)
             if name in OLD_NAMES or like:
                 new = OLD_NAMES.get(name) or like[0]

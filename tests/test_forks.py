@@ -476,6 +476,13 @@ def test_a_misspelt_name_and_parameters_that_nobody_trains_are_refused():
     check_objective(objective)
 
 
+def test_an_attribute_that_is_none_is_known(monkeypatch):
+    """Such as all __doc__ of python -OO."""
+    for kind in kto.KTO.__mro__[:-1]:
+        monkeypatch.setattr(kind, "__doc__", None)
+    check_objective(kto.KTO(kto.KTOSettings()))
+
+
 def test_an_attribute_or_a_pairing_that_would_have_no_effect_is_refused():
     def made(base, given, **own):
         return type("Mine", (base,), own)(given)
