@@ -3,7 +3,9 @@
 Reading order: Launcher and LAUNCHERS; resolve_processes.
 """
 
+import ctypes
 import os
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -78,6 +80,9 @@ LAUNCHERS = (
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
 )
+
+
+FIRST_PROCESS = "KTO_FIRST_PROCESS"  # in the environment of the processes that Fabric starts
 
 
 def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
@@ -160,6 +165,20 @@ def prepare_fabric_launch(cfg: RunSettings) -> None:
             f"devices: {devices}: each process runs the program's file, and this program has none (python "
             "-c, or standard input): write it into a file",
         )
+        env[FIRST_PROCESS] = str(os.getpid())  # Fabric's processes inherit it
+    elif is_started_by_fabric and FIRST_PROCESS in env:
+        end_with(int(env[FIRST_PROCESS]))
+
+
+def end_with(first: int) -> None:
+    """Let the kernel end this process, which Fabric has started, when the first one, its parent, is gone. It would
+    look for one that was killed at the start for half an hour."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:  # only Linux has it
+        return
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if not os.path.exists(f"/proc/{first}"):  # it was gone before
+        os._exit(1)
 
 
 def speak_torchrun(launcher: Launcher, devices: int, nodes: int) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from conftest import (
     ROOT,
     Started,
@@ -304,6 +305,20 @@ def test_processes_that_fabric_has_launched_end_with_the_first_one(argv_of, tmp_
     assert child.ended()[::2] == (1, "error: all is lost\n")
     status = Path(f"/proc/{other}/stat")
     until(lambda: not status.exists() or status.read_text().split()[2] == "Z", 10)
+
+
+def test_no_process_stays_where_the_first_one_is_killed_before_they_have_found_each_other(
+    argv_of, tmp_path
+):
+    argv = argv_of("kto", tmp_path / "run", "--devices=2")
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    child = Started(tmp_path, KTO, argv, lambda: at_call((dist, "init_process_group"), 1, die))
+    of_child = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    until(of_child.read_text)
+    (other,) = of_child.read_text().split()
+    assert child.ended()[0] == -signal.SIGKILL
+    status = Path(f"/proc/{other}/stat")
+    until(lambda: not status.exists() or status.read_text().split()[2] == "Z")
 
 
 def test_two_processes_say_nothing_but_their_own_lines(argv_of, tmp_path):
