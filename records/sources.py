@@ -9,7 +9,7 @@ import glob
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -158,11 +158,10 @@ def has_lines(path: Path) -> bool:
 def read_table(source: str, counts: Counter) -> Iterator[tuple[int, dict]]:
     """(number, record) for each row of a table. The record is what a line of JSON would hold, as far
     as the table knows it. Nulls that are taken for gaps are counted. Raises BadInput."""
-    rows = open_table(source)
-    features = rows.features  # a deep copy, at each look
+    features, rows = open_table(source)
     number = 0
     try:
-        for row in rows.with_format(None):  # a folder of save_to_disk may name a format
+        for row in rows:
             number += 1
             record = {}
             for column, value in row.items():
@@ -197,24 +196,44 @@ def as_in_json(value: object, feature: object, gaps: list[str]) -> object:
     return value
 
 
-def open_table(source: str):
-    """The datasets.Dataset of a parquet file, of a folder of save_to_disk (`folder` or `folder:split`),
-    or of a Hub data set or a copy of its files (`id`, `id:split` or `id:config:split`)."""
+def open_table(source: str) -> tuple[dict, Iterable[dict]]:
+    """What the datasets package knows about the columns, and the rows, of a parquet file, of a folder of save_to_disk
+    (`folder` or `folder:split`), or of a Hub data set or a copy of its files (`id`, `id:split` or
+    `id:config:split`)."""
     import datasets  # slow to import
 
     name, *rest = [source] if find_path(source).exists() else source.split(":")
     *config, split = rest or ["train"]
     path = find_path(name)
     if path.suffix.lower() == ".parquet":
-        return datasets.Dataset.from_parquet(glob.escape(str(path)))  # it looks for a pattern
+        return open_parquet(path)
     nothing = (
         "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co; without a network "
         "download it elsewhere (hf download --repo-type dataset) and give its folder"
     )
     with user_error(f"{source}: {nothing}", name):
         saved = [path / file for file in ("dataset_info.json", "dataset_dict.json")]
-        if not any(file.exists() for file in saved):
+        if any(file.exists() for file in saved):
+            rows = datasets.load_from_disk(path)
+            rows = rows[split] if isinstance(rows, dict) else rows
+        else:
             id_or_copy = str(path) if path.is_dir() else name
-            return datasets.load_dataset(id_or_copy, *config, split=split)
-        rows = datasets.load_from_disk(path)
-        return rows[split] if isinstance(rows, dict) else rows
+            rows = datasets.load_dataset(id_or_copy, *config, split=split)
+    return rows.features, rows.with_format(None)  # a folder of save_to_disk may name a format
+
+
+def open_parquet(path: Path) -> tuple[dict, Iterator[dict]]:
+    """As open_table, of a parquet file. Not by the datasets package, whose cache knows a file by its path and time of
+    change alone: it gives the old rows of a file that was written anew with its old time, as by tar or cp -p. And it
+    keeps an unpacked copy of each version for ever."""
+    import datasets
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+
+    def rows() -> Iterator[dict]:
+        for batch in file.iter_batches(1000):
+            for i in range(batch.num_rows):  # one by one: a row that is no Unicode has its number
+                yield batch.slice(i, 1).to_pylist()[0]
+
+    return datasets.Features.from_arrow_schema(file.schema_arrow), rows()

@@ -1,6 +1,7 @@
 """Records are understood or refused, never guessed, whatever file they come from."""
 
 import json
+import os
 from collections import Counter
 from datetime import datetime
 from decimal import Decimal
@@ -389,6 +390,18 @@ def test_a_text_of_a_table_that_is_no_unicode_is_refused_with_its_row(tmp_path, 
     pq.write_table(pa.table({"prompt": text}), tmp_path / "d.parquet")
     with pytest.raises(BadInput, match="d.parquet:2: 'utf-8' codec can't decode byte 0xff"):
         raw_records(tmp_path / "d.parquet")
+
+
+def test_a_parquet_file_that_is_written_anew_with_its_old_time_gives_its_new_records(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "d.parquet"
+    for prompt in ("old", "new"):
+        pq.write_table(pa.table({"prompt": [prompt]}), path)
+        os.utime(path, (10**9, 10**9))  # as tar, cp -p and some network drives set it
+        assert raw_records(path) == [{"prompt": prompt}]
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
