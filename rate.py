@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import shlex
-import sys
 import threading
 import traceback
 import urllib.error
@@ -32,7 +31,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from checks import sampling_faults
 from generate import AskedModel, read_prompts
-from infra.console import BadInput, Failed, run_cli, say, user_error
+from infra.console import BadInput, Failed, command_line, run_cli, say, user_error
 from infra.parse import parse_command
 from infra.server import Server, read_reply
 from infra.settings import ROOT, Sampling, refuse_unless
@@ -399,7 +398,7 @@ def shown_prompts(source: str, by_template: bool) -> list[Turns]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_command(RateSettings, __doc__, sys.argv[1:] if argv is None else argv)
+    args = parse_command(RateSettings, __doc__, command_line()[1:] if argv is None else argv)
     faults = sampling_faults(args, args.max_new_tokens)
     if faults:
         raise BadInput("\n".join(faults))

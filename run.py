@@ -5,8 +5,6 @@ order of their calls. Nobody needs this file to change an algorithm.
 """
 
 import hashlib
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +42,7 @@ from infra.checkpoint import (
     take_folder,
     unlock_folder,
 )
-from infra.console import BadInput, say
+from infra.console import BadInput, command_to, program_name, say
 from infra.devices import (
     Stop,
     all_reduce,
@@ -206,7 +204,7 @@ class Run:
         self.save()
         say(f"stopped by {reason} at step {self.state.step} of {self.last_step}; go on with")
         settings = str(self.folder / "settings.yaml")
-        say(f"  {shlex.join(['python', sys.argv[0], '--config', settings, '--resume', 'auto'])}")
+        say(f"  {command_to(['--config', settings, '--resume', 'auto'])}")
 
     def load(self, folder: Path) -> None:
         """Put a checkpoint's tensors in place, and what the objective remembers."""
@@ -256,7 +254,8 @@ def setup(
     source = find_model(cfg.model)
     config = read_config(source).get_text_config()
     cfg = resolve(cfg, config)
-    check_resumed_settings(checkpoint, cfg, Path(sys.argv[0]).name)
+    program = program_name(objective)
+    check_resumed_settings(checkpoint, cfg, program)
     data = cfg.data
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     examples = load_splits(data, tokenizer, objective.record_kind, make_records)
@@ -264,7 +263,7 @@ def setup(
 
     # the processes, and the run's folder, which the first of them locks
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
-    hashes = hash_inputs(fabric, source, tokenizer, examples)
+    hashes = {"program": program} | hash_inputs(fabric, source, tokenizer, examples)
     folder = fabric.broadcast(folder)  # its default name has the clock of each rank
     # once more, now that no other run can write there
     checkpoint = on_rank_0(fabric, lambda: take_folder(folder, cfg.resume))
@@ -340,7 +339,6 @@ def hash_inputs(
     contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
     contents += b"".join(b"%d" % i for i in tokenizer.stops_of_template)
     hashes = {
-        "program": Path(sys.argv[0]).name,
         "records": examples_hash(examples),
         "config, tokenizer or chat template": hashlib.sha256(contents).hexdigest(),
     }

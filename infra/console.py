@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 import sysconfig
 import time
@@ -54,6 +55,30 @@ def rank() -> int:
         if env.get(name) and env.get(size):
             return int(env[name]) or node
     return node
+
+
+def in_cell() -> bool:
+    """Whether a cell of a notebook or an interactive Python calls main, and no file is the program."""
+    return hasattr(sys, "ps1") and not hasattr(sys.modules["__main__"], "__file__")
+
+
+def command_line() -> list[str]:
+    """The program's file and its arguments. In a cell sys.argv is the command that has started the kernel."""
+    return ["notebook"] if in_cell() else sys.argv
+
+
+def program_name(objective: object) -> str:
+    """The program as a resume compares it; in a cell, where the objective may be the cell's own, by its class."""
+    if in_cell():
+        return f"{type(objective).__name__} in a notebook"
+    return Path(sys.argv[0]).name
+
+
+def command_to(words: list[str]) -> str:
+    """What a user types to start this program again with these arguments."""
+    if in_cell():
+        return f"main({words}), and with what else you gave it"
+    return shlex.join(["python", sys.argv[0], *words])
 
 
 def say(line: str) -> None:

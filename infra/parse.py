@@ -16,7 +16,7 @@ import docstring_parser
 import jsonargparse
 import yaml
 
-from infra.console import BadInput, say, user_error
+from infra.console import BadInput, command_line, say, user_error
 from infra.settings import ROOT, Epochs, Steps, find_path, flatten
 
 # The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
@@ -61,7 +61,7 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
     but neither its validation data nor its checker. --help begins with the docstring of the file that
     the objective stands in: a fork's own. Raises BadInput.
     """
-    words = sys.argv[1:] if argv is None else argv
+    words = command_line()[1:] if argv is None else argv
     names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
     defaults = {}
     if not {"model", "config"} & names:

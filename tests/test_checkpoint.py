@@ -1,9 +1,12 @@
 """A run's folder: whose it is, what a resume compares, which checkpoints stay, and what a branch is."""
 
+import ast
 import errno
 import json
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,10 +26,12 @@ from conftest import (
 from safetensors.torch import load_file
 from tiny_models import gpt2_from_hf
 
+import kto
 import trainer
 from infra import checkpoint
 from infra.checkpoint import checkpoints_by_step, read_state
 from infra.console import BadInput, Failed
+from infra.parse import parse
 
 RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
@@ -100,6 +105,28 @@ def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
 
 
 # ---- what a resume compares ----------------------------------------------------------------------
+
+
+def test_a_cell_of_a_notebook_goes_on_with_what_it_prints_and_reads_no_argument_of_the_kernel(
+    tiny, ratings, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    monkeypatch.setattr(sys, "argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
+    assert parse(kto.Settings, None, kto.KTO, demo="demo.yaml").model == "demo/base"
+    argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=8", "--max_steps=2"]
+    kto.main([*argv, "--stop_at=1"])
+    (printed,) = re.findall(r"go on with\n  main\((\[.*\])\)", capsys.readouterr().out)
+    (out,) = (tmp_path / "out").iterdir()
+    assert out.name.startswith("notebook-20") and str(out / "settings.yaml") in printed
+    Mine = type("Mine", (kto.KTO,), {})
+    fault = "^program: the run is one of KTO in a notebook, and this is Mine in a notebook$"
+    with pytest.raises(BadInput, match=fault):
+        kto.main(ast.literal_eval(printed), objective=Mine)
+    monkeypatch.setattr(sys, "argv", ["/usr/lib/colab_kernel_launcher.py", "-f", "kernel.json"])
+    kto.main(ast.literal_eval(printed))
+    assert (out / "final").exists()
 
 
 def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, ratings):
