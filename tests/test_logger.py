@@ -1,5 +1,6 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
+import io
 import json
 import math
 import os
@@ -457,6 +458,13 @@ def test_limit_val_takes_the_first_examples(tiny, ratings, tmp_path):
     ):
         train(tiny, ratings, tmp_path / name, *argv, *more)
     assert (tmp_path / "a" / "val.csv").read_text() == (tmp_path / "b" / "val.csv").read_text()
+
+
+def test_a_letter_that_the_terminal_cannot_show_ends_no_program(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    console.run_cli(lambda: console.say("Größe: 日本"))
+    assert shown.getvalue() == "Größe: \\u65e5\\u672c\n".encode("latin-1")
 
 
 def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):
