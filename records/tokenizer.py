@@ -23,7 +23,7 @@ from records.template import MARK, ChatTemplate
 
 # What looks like a mark in a template's text: <|im_start|>, [INST], </s>
 MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-BATCH = 4096  # records that are encoded at once: an encoding holds much more than its ids
+BATCH = 1_000_000  # letters that are encoded at once, or a few more: an encoding holds some 100 bytes a token
 
 
 class Tokenizer:
@@ -175,8 +175,7 @@ class Tokenizer:
         chat template nothing is added. If the tokenizer puts a space before every text, prompt +
         completion is encoded as one text, and the completion's ids are those after the prompt's.
         """
-        for start in range(0, len(texts), BATCH):
-            batch = texts[start : start + BATCH]
+        for batch in batches_of(texts):
             pieces = []
             for prompt, completions in batch:
                 prefix = prompt if self.adds_space else ""
@@ -225,6 +224,21 @@ class Tokenizer:
             (mark,) = self.encode([MARK])
             return self.hf.decode([*mark, *ids], **options).removeprefix(MARK)
         return self.hf.decode(ids, **options)
+
+
+def batches_of(texts: list[tuple[str, list[str]]]) -> Iterator[list[tuple[str, list[str]]]]:
+    """The texts of the records, in their order, in lists of about BATCH letters."""
+    batch = []
+    letters = 0
+    for prompt, completions in texts:
+        batch.append((prompt, completions))
+        letters += len(prompt) + sum(map(len, completions))
+        if letters >= BATCH:
+            yield batch
+            batch = []
+            letters = 0
+    if batch:
+        yield batch
 
 
 def template_kwargs(text: str | None) -> dict:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
+from records import tokenizer
 from records.examples import load_examples
 from records.forms import Record
 from records.tokenizer import Tokenizer
@@ -83,6 +84,24 @@ def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_
     assert Tokenizer(Source(adapter, Source(path))).stops == (0, 5)
     (path / "tokenizer_config.json").write_text("{}")  # GPT-2 on the Hub names no EOS there
     assert (Tokenizer(Source(path)).eos, Tokenizer(Source(path)).stops) == (5, (5, 0))
+
+
+def test_texts_are_encoded_by_so_many_letters_at_once_or_one_record_however_long(monkeypatch):
+    """What an encoding holds beside its ids took 2 GB for 2,000 long records."""
+    t = tokens.bos()
+    texts = [("ab" * n, ["c" * n, "d"]) for n in (1, 1, 30, 2, 2, 2, 40, 1)]
+    whole = list(t.encode_all(texts, by_template=True))
+    at_once = []
+    encode = t.encode
+
+    def counted(pieces):
+        at_once.append(sum(map(len, pieces)))
+        return encode(pieces)
+
+    monkeypatch.setattr(t, "encode", counted)
+    monkeypatch.setattr(tokenizer, "BATCH", 20)
+    assert list(t.encode_all(texts, by_template=True)) == whole
+    assert at_once == [99, 21, 121, 4]
 
 
 def test_what_is_decoded_has_every_space(tmp_path):
