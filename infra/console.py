@@ -119,10 +119,11 @@ def make_bar(**options: Any) -> tqdm:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, silent: float = 5) -> Iterator[None]:
-    """Show how far the work within is, in units that it counts by advance(). Nothing in the first `silent`
-    seconds; then on a terminal a bar, elsewhere a line at least so many seconds apart, up to 60."""
-    shown = "{desc}: {percentage:.0f}%, {remaining} left"
+def progress(title: str, total: int | None, silent: float = 5) -> Iterator[None]:
+    """Show how far the work within is, in units that it counts by advance(); total: None if it is not known. Nothing
+    in the first `silent` seconds; then on a terminal a bar, elsewhere a line at least so many seconds apart, up
+    to 60."""
+    shown = "{desc}: {percentage:.0f}%, {remaining} left" if total else "{desc}: {n:,}"
     _bars.append(make_bar(total=total, desc=title, bar_format=shown, delay=silent))
     try:
         yield

@@ -8,11 +8,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from infra.console import BadInput, say, user_error
+from infra.console import BadInput, advance, progress, say, user_error
 from infra.settings import Data, refuse_unless, split_commas
 from packing import prompt_groups
 from records.foreign import Reader
@@ -103,15 +104,18 @@ def load_file(
 ) -> list[Example]:
     """The examples of one file, or of a share of its records; adds to the counts. Raises BadInput."""
     faults: list[str] = []
+    name = Path(file).name
     # 1. understand: what a line of the file holds becomes Records
     records: dict[str, Record] = {}
     extra = split_commas(data.extra)
-    for where, ours in reader.read(decoded_records(file, faults, counts), faults):
-        with collect(faults, where):
-            record = understand_record(ours, kind, extra)
-            for name in record.ignored:  # the table prints it
-                refuse_half_characters("record", name)
-            records[where] = record
+    with progress(f"{name}: records", None):
+        for where, ours in reader.read(decoded_records(file, faults, counts), faults):
+            with collect(faults, where):
+                record = understand_record(ours, kind, extra)
+                for ignored in record.ignored:  # the table prints it
+                    refuse_half_characters("record", ignored)
+                records[where] = record
+            advance()
     records = seeded_share(file, records, share)
     for record in records.values():
         for what in what_looks_wrong(record, tokenizer):
@@ -124,42 +128,46 @@ def load_file(
         by_template = any(record.instruct for record in records.values())
     counts["by the chat template" if by_template else "plain"] += len(records)
     texts: dict[str, tuple[str, list[str]]] = {}
-    for where, record in records.items():
-        with collect(faults, where):
-            try:
-                texts[where] = render_record(record, tokenizer, by_template, counts)
-            except LeftOut:
-                if data.left_out == "refuse":
-                    raise
-                counts["dropped by data.left_out"] += 1
+    with progress(f"{name}: records as text", len(records)):
+        for where, record in records.items():
+            with collect(faults, where):
+                try:
+                    texts[where] = render_record(record, tokenizer, by_template, counts)
+                except LeftOut:
+                    if data.left_out == "refuse":
+                        raise
+                    counts["dropped by data.left_out"] += 1
+            advance()
     if faults:
         fault = reader.path_that_finds_nothing()
         raise BadInput(f"{file}: {fault}" if fault else "\n".join(faults[:20]))
     # 3. encode: texts become token ids, with BOS and EOS, and are cut
     examples: list[Example] = []
-    for where, (prompt, completions) in zip(texts, encode_texts(texts, tokenizer, by_template)):
-        if not prompt or not all(completions):
-            raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
-        if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
-            counts["with letters that the tokenizer does not know"] += 1
-        record = records[where]
-        whole = Example(
-            np.array(prompt, np.int32),
-            tuple(np.array(ids, np.int32) for ids in completions),
-            record.label is not False,
-            record.rewards,
-            where,
-            record.weight,
-            record.extra,
-        )
-        example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
-        # a preference between equal answers teaches nothing
-        if len(example.completions) == 2 and np.array_equal(*example.completions):
-            counts["equal pairs, left out"] += 1
-        elif kind == "rated" and len(example.completions) == 2:
-            examples += two_ratings(example)
-        else:
-            examples.append(example)
+    with progress(f"{name}: records as tokens", len(texts)):
+        for where, (prompt, completions) in zip(texts, encode_texts(texts, tokenizer, by_template)):
+            if not prompt or not all(completions):
+                raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
+            if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
+                counts["with letters that the tokenizer does not know"] += 1
+            record = records[where]
+            whole = Example(
+                np.array(prompt, np.int32),
+                tuple(np.array(ids, np.int32) for ids in completions),
+                record.label is not False,
+                record.rewards,
+                where,
+                record.weight,
+                record.extra,
+            )
+            example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
+            # a preference between equal answers teaches nothing
+            if len(example.completions) == 2 and np.array_equal(*example.completions):
+                counts["equal pairs, left out"] += 1
+            elif kind == "rated" and len(example.completions) == 2:
+                examples += two_ratings(example)
+            else:
+                examples.append(example)
+            advance()
     if texts and not examples:
         after = " after data.max_completion" if counts["completions cut"] else ""
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs{after}")

@@ -12,10 +12,11 @@ from tokenizers.processors import TemplateProcessing
 from tokens import CHATML, EOS, bot, folder, ids_of, rated, user, write
 from transformers import AutoTokenizer
 
+from infra import console
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
-from records import tokenizer
+from records import examples, tokenizer
 from records.examples import load_examples
 from records.forms import Record
 from records.tokenizer import Tokenizer
@@ -102,6 +103,25 @@ def test_texts_are_encoded_by_so_many_letters_at_once_or_one_record_however_long
     monkeypatch.setattr(tokenizer, "BATCH", 20)
     assert list(t.encode_all(texts, by_template=True)) == whole
     assert at_once == [99, 21, 121, 4]
+
+
+def test_a_large_file_says_how_far_it_is_read(tmp_path, capsys, monkeypatch):
+    """Every five seconds; here at once."""
+    monkeypatch.setattr(console, "shows_progress", True)  # a run in this process may have set it
+
+    def at_once(title, total):
+        return console.progress(title, total, silent=1e-9)
+
+    monkeypatch.setattr(examples, "progress", at_once, raising=False)
+    source = write(tmp_path / "d.jsonl", *map(rated, "abcd"))
+    load_examples(source, tokens.bos(), "rated", Data(source, max_prompt=9, max_completion=9))
+    out = capsys.readouterr().out
+    for said in (
+        "records: 1",
+        "records as text: 25%, 00:00 left",
+        "records as tokens: 25%, 00:00 left",
+    ):
+        assert f"d.jsonl: {said}\n" in out
 
 
 def test_what_is_decoded_has_every_space(tmp_path):
