@@ -1,0 +1,108 @@
+"""The page of rate.py in a browser: what clicks and keys ask of the server, and what is seen. The server is a stand-in
+within the page; a test's steps run in the page's own scope. Without Chromium or Chrome these tests are skipped."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+from conftest import ROOT
+
+NAMES = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"]
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+
+# rate.py as the page sees it. A test may put its own answer, an object or a promise, into `server`.
+SERVER = """
+const thumbs = {};
+const count = (label) => Object.values(thumbs).filter((x) => x === label).length;
+const counts = () => ({ up: count(true), down: count(false), note: "", command: "" });
+let answers = 0;
+const server = {
+  "/state": () => ({ mode: MODE, model: "m", chat: true, asks: true, cards: CARDS, waiting: false, ...counts() }),
+  "/answer": () => ({ text: `answer ${++answers}`, cut: false, label: null }),
+  "/label": ({ completion }) => ({ label: thumbs[completion] ?? null }),
+  "/rate": ({ completion, label }) => { thumbs[completion] = label; return counts(); },
+};
+fetch = async (path, options) => {
+  const content = await server[path](options && JSON.parse(options.body));
+  return new Response(typeof content === "string" ? content : JSON.stringify(content));
+};
+"""
+PERSON = """
+const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+const press = (key, more) => {
+  const event = new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...more });
+  (document.activeElement || document.body).dispatchEvent(event);
+  return event;
+};
+const click = (words) => [...document.querySelectorAll("button")].findLast((x) => x.textContent === words).click();
+const say = async (text) => { $("text").value = text; press("Enter"); await wait(50); };
+const shown = () => document.querySelector(".user").textContent;
+const found = [];
+(async () => {
+  await wait(50);
+  try { %s } catch (e) { found.push(String(e)); }
+  const node = document.createElement("output");
+  node.textContent = JSON.stringify(found);
+  document.body.replaceChildren(node);
+})();
+"""
+
+
+@pytest.fixture
+def play(tmp_path):
+    """play(steps, cards) -> what the steps, in JavaScript, push to `found`. cards: prompts; without: a chat."""
+
+    def play(steps: str, cards: tuple[str, ...] = (), size: str = "800,600") -> list:
+        prompts = [{"id": i, "prompt": prompt} for i, prompt in enumerate(cards)]
+        mode = json.dumps("cards" if cards else "chat")
+        begin = SERVER.replace("MODE", mode).replace("CARDS", json.dumps(prompts))
+        text = (ROOT / "rate.html").read_text()
+        text = text.replace("<script>", f"<script>{begin}</script>\n<script>")
+        text = text.replace("\nbegin();\n", f"\nbegin();\n{PERSON % steps}")
+        page = tmp_path / "page.html"
+        page.write_text(text)
+        argv = [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+        ]
+        argv += [
+            f"--window-size={size}",
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+            page.as_uri(),
+        ]
+        said = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+        output = re.search("<output>(.*)</output>", said.stdout)
+        assert output, said.stderr
+        return json.loads(unescape(output[1]))
+
+    return play
+
+
+@pytest.mark.parametrize("gap", [20, 250, 450])
+def test_the_second_click_of_a_double_click_neither_withdraws_a_thumb_nor_rates_the_next_answer(
+    gap, play
+):
+    steps = f"click('👎'); await wait({gap}); click('👎'); await wait(1000); found.push(thumbs, shown());"
+    assert play(steps, ("one", "two", "three")) == [{"answer 1": False}, "two"]
+    steps = f"await say('one'); click('👎'); await wait({gap}); click('👎'); await wait(1000); found.push(thumbs);"
+    assert play(steps) == [{"answer 1": False}]
+
+
+def test_a_held_key_counts_once(play):
+    hold = (
+        "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
+    )
+    steps = hold.replace("KEY", "'k'") + "found.push(thumbs, shown());"
+    assert play(steps, ("one", "two", "three")) == [{"answer 1": True}, "two"]
+    # on a button the browser itself repeats the click, unless the page keeps it from doing so
+    steps = "await say('one'); document.querySelector('.thumb').focus();"
+    steps += "found.push(press('Enter').defaultPrevented, press('Enter', { repeat: true }).defaultPrevented);"
+    assert play(steps) == [False, True]
