@@ -395,11 +395,12 @@ def load_policy_and_reference(
     tokenizer: Tokenizer,
     objective: Objective,
     width: int,
+    last_ids: set[int],
 ) -> tuple[nn.Module, nn.Module | None, dict[str, str]]:
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
     adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
     The objective's module, for hidden states of this width, becomes a part of the policy after the
-    reference was copied from the policy. Raises BadInput."""
+    reference was copied from the policy. last_ids: with which token ids completions end. Raises BadInput."""
     sharded = cfg.strategy == "fsdp"
     dtype = dtype_of(cfg.precision)
     policy = None
@@ -423,6 +424,8 @@ def load_policy_and_reference(
         hashes["reference config"] = hashlib.sha256(config).hexdigest()
     if policy:
         add_adapters(policy, cfg.lora)
+        if cfg.lora.rank:
+            say_untrained_ends(policy, tokenizer, last_ids)
     # without a reference of its own, a run with adapters takes the policy with its adapters off
     is_model = cfg.reference or not cfg.lora.rank
     if objective.needs_reference and is_model:
@@ -442,6 +445,24 @@ def load_policy_and_reference(
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
     return policy.eval(), frozen, hashes
+
+
+def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, last_ids: set[int]) -> None:
+    """Say where completions end in a token whose row of the head was never trained, as in base models the rows of a
+    chat template's tokens. Adapters of other layers leave the row as it is, so no answer learns to end."""
+    if hasattr(policy.lm_head, "lora_A"):
+        return
+    w_VC = policy.lm_head.weight
+    for i in sorted(last_ids.intersection(tokenizer.stops)):
+        # such a row is 0, or equal to those of the other tokens that were never trained
+        n_equal = (w_VC == w_VC[i]).all(1).sum()
+        if n_equal > 1 or w_VC[i].abs().max() <= 1e-16:
+            token = tokenizer.decode([i], special_tokens=True)
+            advice = "train in full" if policy.tied else "add lm_head to lora.targets"
+            say(
+                f"{token} ends the answers, and its row of the head was never trained. Adapters leave it as it is, so "
+                f"answers do not learn to end: begin with an instruct model, or {advice}"
+            )
 
 
 @torch.no_grad()

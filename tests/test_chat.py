@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 import tokens
 import torch
+import transformers
 from conftest import assert_same, start, train
+from tiny_models import GQA, made
 from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -395,6 +397,34 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
         r"the chat template's <\|im_start\|>, <\|im_end\|>: no single token .* \d+, \d+ ", marks
     )
     assert end.startswith(r"the chat template ends an answer in '<|im_end|>\n', which is no token")
+
+
+@pytest.mark.parametrize("rows", ["zero", "equal", "trained"])
+def test_a_lora_run_says_that_the_end_of_its_answers_was_never_trained(rows, tmp_path, capsys):
+    """As in Llama 3's base model: unslothai/unsloth #658, axolotl PR #1771."""
+    base = tmp_path / "base"
+    hf = made(transformers.LlamaConfig(**GQA | {"vocab_size": 516}), base)
+    tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
+    marks = transformers.AutoTokenizer.from_pretrained(base).convert_tokens_to_ids(
+        ["<|im_start|>", "<|im_end|>"]
+    )
+    with torch.no_grad():
+        head = hf.lm_head.weight
+        if rows == "zero":
+            head[marks] = 0
+        if rows == "equal":
+            head[marks] = head.mean(0)
+    hf.save_pretrained(base)
+    source = write(tmp_path / "d.jsonl", *(rated([user(x)], [bot("c")]) for x in "pq"))
+    run = ("--batch_size=2", "--max_steps=1", "--data.max_prompt=40", "--data.max_completion=20")
+    line = "<|im_end|> ends the answers, and its row of the head was never trained."
+    for argv, says in (
+        ("--lora.rank=2", rows != "trained"),
+        ("--lora.rank=2 --lora.targets=all-linear,lm_head", False),
+        ("", False),
+    ):
+        train(base, source, tmp_path / f"run{len(argv)}", *run, *argv.split())
+        assert (line in capsys.readouterr().out) == says
 
 
 def test_transformers_ends_an_answer_of_an_export_where_the_template_does(tiny, tmp_path):
