@@ -122,12 +122,14 @@ class DPO(Objective):
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
         d_B = to_device(self.true_margin(batch.examples), h_B.device).to(h_B.dtype)
-        preference_B = LOSSES[args.loss](h_B, d_B, args)
-        sft_B = -logps[:, 0] / (batch.length[:, 0] if args.divides_sft else 1)
-        loss_B = args.preference_loss_weight * preference_B + args.sft_loss_weight * sft_B
+        preference_loss_B = LOSSES[args.loss](h_B, d_B, args)
+        sft_loss_B = -logps[:, 0]
+        if args.divides_sft:
+            sft_loss_B = sft_loss_B / batch.length[:, 0]
+        loss_B = args.preference_loss_weight * preference_loss_B + args.sft_loss_weight * sft_loss_B
         return loss_B, {
-            "preference_loss": preference_B,
-            "sft_loss": sft_B,
+            "preference_loss": preference_loss_B,
+            "sft_loss": sft_loss_B,
             "h": h_B,
             "rewards/chosen": args.beta * r_BK[:, 0],
             "logps/chosen": logps[:, 0],
@@ -144,8 +146,8 @@ class DPO(Objective):
             "rewards/mean": mean(rewards),
             # an online fork may have a step without pairs
             "rewards/std": rewards.std().item() if len(rewards) else None,
-            # before the first update h is 0 everywhere: neither is preferred
-            "accuracy": mean((h_G > 0).double()) if h_G.any() else None,
+            # a tie counts one half. Before the first update h is 0 everywhere: none is preferred
+            "accuracy": mean((h_G > 0) + 0.5 * (h_G == 0)) if h_G.any() else None,
         }
         return join_columns(means, row)
 

@@ -21,6 +21,7 @@ from data import MicroBatch, epoch_order
 from dpo import DPO, DPOSettings
 from evaluation import Checker, format_table
 from infra.console import BadInput, run_cli, say
+from infra.devices import to_device
 from infra.files import read_lines
 from infra.optimizer import iteration_plans
 from infra.parse import parse
@@ -100,7 +101,11 @@ class SPIN(DPO):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if logps.shape[1] == 1:  # validation
             return -logps[:, 0] / batch.length[:, 0], {}
-        return super().loss(logps, ref_logps, batch, z_B)
+        loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
+        # the policy may answer with the demonstration itself: a tie, in which h is rounding alone
+        is_tie = torch.tensor([np.array_equal(*e.completions) for e in batch.examples])
+        columns["h"] = columns["h"].masked_fill(to_device(is_tie, logps.device), 0)
+        return loss_B, columns
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
         kind = DPO if "h" in columns else Objective  # validation has no h
