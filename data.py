@@ -95,8 +95,8 @@ def next_mismatched(examples: list[Example]) -> list[int | None]:
     Shifting by one is not enough: two ratings of one prompt often stand side by side, and the mismatched
     completion could then equal the example's own one.
     """
-    prompts = [e.keys[0] for e in examples]
-    completions = [e.keys[1] for e in examples]  # the first one's
+    prompts = [e.prompt_key for e in examples]
+    completions = [e.completions[0].tobytes() for e in examples]
     n = len(examples)
     if len(set(prompts)) == 1 or len(set(completions)) == 1:
         return [None] * n  # a shortcut: the search below would compare each example with all others

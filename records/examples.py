@@ -1,7 +1,7 @@
 """From files of records to a list of examples of token ids, and what a run does with them before it trains.
 
 Reading order: Example (what comes out); load_examples and load_file (the whole way of a record); what a table before
-training points at; the parts of the data and their table (load_splits); the hash of the data.
+training points at; the splits of the data and their tables (load_splits); the hash of the data.
 """
 
 import hashlib
@@ -37,17 +37,28 @@ class Example(NamedTuple):
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
     label: bool  # desirable; True where nothing was rated
-    rewards: tuple = (None, None)  # of chosen and rejected: numbers, or None
+    # numbers or None: of chosen and rejected, or of the only completion and None
+    rewards: tuple = (None, None)
     where: str = ""  # file:line
     weight: float = 1.0
     extra: dict = {}  # the fields that data.extra names: texts and numbers
-    # its number in its part of the data (train, val or test): the same in each epoch and after a resume
+    # its number in its split (train, val or test): the same in each epoch and after a resume
     number: int = 0
 
     @property
-    def keys(self) -> tuple[bytes, ...]:
-        """The prompt and each completion as bytes, to see which examples have equal ones."""
+    def prompt_key(self) -> bytes:
+        """To see which examples have the same prompt. Made anew at each look."""
+        return self.prompt.tobytes()
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """To see which examples have the same prompt and completions. Made anew at each look."""
         return tuple(ids.tobytes() for ids in (self.prompt, *self.completions))
+
+
+# Counts that more than the table reads; and all that begin with "dropped".
+BY_TEMPLATE = "by the chat template"
+COMPLETIONS_CUT = "completions cut"
 
 
 # ---- from a file to examples ---------------------------------------------------------------------
@@ -72,20 +83,22 @@ def load_examples(
     counts: Counter = Counter()
     examples: list[Example] = []
     reader = Reader(data, kind, counts, make_records)
-    for part in split_sources(source):
+    for source_with_share in split_sources(source):
         before = len(examples)
-        name, share = split_share(part)
+        name, share = split_share(source_with_share)
         files = files_of(name)
         if len(files) > 1 and isinstance(share, int):
             raise BadInput(f"{name}: {len(files)} files; a number after # is of one file (or #0.5)")
-        for file in files:
+        for file in files:  # a first reading, for votes; the second one reports the faults
             reader.settle(decoded_records(file, []))
         for file in files:
             examples += load_file(file, tokenizer, kind, data, counts, reader, share)
         if fault := reader.path_that_finds_nothing():
             raise BadInput(f"{name}: {fault}")
         if len(examples) == before:
-            dropped = [f", {n:,} {what}" for what, n in counts.items() if "dropped" in what]
+            dropped = [
+                f", {n:,} {what}" for what, n in counts.items() if what.startswith("dropped")
+            ]
             raise BadInput(f"{name}: no records{''.join(dropped)}")
     if kind == "prompts":
         groups = prompt_groups([e.prompt for e in examples])
@@ -126,7 +139,7 @@ def load_file(
     by_template = any(record.needs_template for record in records.values())
     if tokenizer.template and not by_template:
         by_template = any(record.instruct for record in records.values())
-    counts["by the chat template" if by_template else "plain"] += len(records)
+    counts[BY_TEMPLATE if by_template else "plain"] += len(records)
     texts: dict[str, tuple[str, list[str]]] = {}
     with progress(f"{name}: records as text", len(records)):
         for where, record in records.items():
@@ -151,13 +164,13 @@ def load_file(
                 counts["with letters that the tokenizer does not know"] += 1
             record = records[where]
             whole = Example(
-                np.array(prompt, np.int32),
-                tuple(np.array(ids, np.int32) for ids in completions),
-                record.label is not False,
-                record.rewards,
-                where,
-                record.weight,
-                record.extra,
+                prompt=np.array(prompt, np.int32),
+                completions=tuple(np.array(ids, np.int32) for ids in completions),
+                label=record.label is None or record.label,
+                rewards=record.rewards,
+                where=where,
+                weight=record.weight,
+                extra=record.extra,
             )
             example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
             # a preference between equal answers teaches nothing
@@ -169,7 +182,7 @@ def load_file(
                 examples.append(example)
             advance()
     if texts and not examples:
-        after = " after data.max_completion" if counts["completions cut"] else ""
+        after = " after data.max_completion" if counts[COMPLETIONS_CUT] else ""
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs{after}")
     return examples
 
@@ -191,7 +204,7 @@ def cut_example(example: Example, n_first: int, data: Data, counts: Counter) -> 
     ends."""
     too_many = max(0, len(example.prompt) - data.max_prompt)
     counts["prompts cut"] += too_many > 0
-    counts["completions cut"] += sum(len(ids) > data.max_completion for ids in example.completions)
+    counts[COMPLETIONS_CUT] += sum(len(ids) > data.max_completion for ids in example.completions)
     return example._replace(
         prompt=np.delete(example.prompt, slice(n_first, n_first + too_many)),
         # a view would keep all of the ids
@@ -228,7 +241,7 @@ def encode_texts(
 def seeded_share(
     file: str, records: dict[str, Record], share: int | float | None
 ) -> dict[str, Record]:
-    """Some of the records, in the order of the file: always the same ones of the same file. share: as in
+    """Some of the records, in the order of the file: the same ones in all runs, whatever their seed. share: as in
     split_share. Raises BadInput."""
     if share is None:
         return records
@@ -291,7 +304,7 @@ def note_damaged_answers(records: Iterable[Record], counts: Counter) -> None:
         counts[ONE_ANSWER] += n_equal
 
 
-# ---- the parts of the data -----------------------------------------------------------------------
+# ---- the splits of the data ----------------------------------------------------------------------
 
 
 def with_limits(data: Data, context: int) -> Data:
@@ -311,13 +324,13 @@ def with_limits(data: Data, context: int) -> Data:
 def load_splits(
     data: Data, tokenizer: Tokenizer, kind: Kind, make_records: Callable | None = None
 ) -> dict[str, list[Example]]:
-    """{"train", "val", "test": examples}, each described in a table. A part that the settings do not
+    """{"train", "val", "test": examples}, each described in a table. A split that the settings do not
     name is empty. `data` as in load_examples. Raises BadInput."""
-    parts = {}
+    splits = {}
     counts = {}
     for name, source in {"train": data.train, "val": data.val, "test": data.test}.items():
-        parts[name], counts[name] = load_examples(source, tokenizer, kind, data, make_records)
-    if any(count["by the chat template"] for count in counts.values()):
+        splits[name], counts[name] = load_examples(source, tokenizer, kind, data, make_records)
+    if any(count[BY_TEMPLATE] for count in counts.values()):
         tokenizer.end_as_the_template_does()
         tokenizer.say_what_leads_an_answer()
     if data.split:
@@ -325,21 +338,26 @@ def load_splits(
             not data.val and not data.test,
             "data.split: it cuts data.train; give it, or data.val and data.test",
         )
-        parts = dict(zip(parts, split_by_prompt(parts["train"], data.split)))
-    parts = {name: numbered(examples) for name, examples in parts.items()}
-    if parts["val"] or parts["test"]:
-        trained_on = {hash(example.keys) for example in parts["train"]}
-        prompts_trained_on = {hash(example.keys[0]) for example in parts["train"]}
-        for name in ("val", "test"):
-            for example in parts[name]:
-                if hash(example.keys) in trained_on:
-                    counts[name]["which are in data.train, too"] += 1
-                elif hash(example.keys[0]) in prompts_trained_on:
-                    counts[name]["whose prompt is in data.train, with other answers"] += 1
-    for name, examples in parts.items():
+        splits = dict(zip(splits, split_by_prompt(splits["train"], data.split)))
+    splits = {name: numbered(examples) for name, examples in splits.items()}
+    for name in ("val", "test"):
+        if splits[name]:
+            count_known(splits[name], splits["train"], counts[name])
+    for name, examples in splits.items():
         if examples:
             describe(name, examples, kind, counts[name])
-    return parts
+    return splits
+
+
+def count_known(held_out: list[Example], train: list[Example], counts: Counter) -> None:
+    """Count the held-out examples that training sees, and those of which it sees the prompt."""
+    known = {hash(example.key) for example in train}
+    known_prompts = {hash(example.prompt_key) for example in train}
+    for example in held_out:
+        if hash(example.key) in known:
+            counts["which are in data.train, too"] += 1
+        elif hash(example.prompt_key) in known_prompts:
+            counts["whose prompt is in data.train, with other answers"] += 1
 
 
 def numbered(examples: list[Example]) -> list[Example]:
@@ -347,14 +365,14 @@ def numbered(examples: list[Example]) -> list[Example]:
     return [example._replace(number=i) for i, example in enumerate(examples)]
 
 
-def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
+def split_by_prompt(examples: list[Example], proportions: str) -> list[list[Example]]:
     """[train, val, test], in the proportions of data.split: `980,10,10` or `990,10`.
 
-    A prompt's part is a function of a hash of its ids: it depends neither on the order nor on the
+    A prompt's split is a function of a hash of its ids: it depends neither on the order nor on the
     other prompts, and ratings of one prompt stay together. Raises BadInput.
     """
-    with user_error("data.split", f"{parts}: expected two or three numbers like 980,10,10"):
-        sizes = np.array(split_commas(parts), float)
+    with user_error("data.split", f"{proportions}: expected two or three numbers like 980,10,10"):
+        sizes = np.array(split_commas(proportions), float)
         if len(sizes) not in (2, 3):
             raise ValueError
     upper_edges = sizes.cumsum() / sizes.sum()
@@ -368,15 +386,14 @@ def split_by_prompt(examples: list[Example], parts: str) -> list[list[Example]]:
 
 def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) -> None:
     """Say, in a table, what is about to be learned from, for a person to check before it starts."""
-    keys = [e.keys for e in examples]
-    n_prompts = len({prompt for prompt, *_ in keys})
-    head = f"{name}: {len(keys):,} examples of {n_prompts:,} prompts"
+    n_prompts = len({e.prompt_key for e in examples})
+    line = f"{name}: {len(examples):,} examples of {n_prompts:,} prompts"
     up = down = 0
     if kind == "rated":
         up = sum(e.label for e in examples)
         down = len(examples) - up
-        head += f", {up:,} desirable, {down:,} undesirable"
-    say(head)
+        line += f", {up:,} desirable, {down:,} undesirable"
+    say(line)
     completions: list[np.ndarray] = []
     for e in examples:
         completions += e.completions
@@ -389,10 +406,13 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
             median, most, longest = np.percentile(lengths, [50, 95, 100]).astype(int)
             say(f"  {what} tokens: median {median}, 95% below {most}, longest {longest}")
     # duplicates repeat prompt, completions and label; contradictions repeat all but the label
-    distinct = len(set(keys))
-    with_label = len({(key, e.label) for key, e in zip(keys, examples)})
-    numbers = {"duplicates": len(keys) - with_label, "contradictions": with_label - distinct}
-    numbers |= counts
+    n_distinct = len({e.key for e in examples})
+    n_distinct_with_label = len({(e.key, e.label) for e in examples})
+    numbers = {
+        "duplicates": len(examples) - n_distinct_with_label,
+        "contradictions": n_distinct_with_label - n_distinct,
+        **counts,
+    }
     say("  " + ", ".join(f"{n:,} {what}" for what, n in numbers.items() if what not in WARNINGS))
     for warning in WARNINGS:
         if counts[warning]:
@@ -409,11 +429,11 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
         say(f"  no thumbs {'down' if up else 'up'}: KTO is made for both")
 
 
-def examples_hash(parts: dict[str, list[Example]]) -> str:
+def examples_hash(splits: dict[str, list[Example]]) -> str:
     """A hash of all that is learned from, in its order; the names of the files are no part of it."""
     h = hashlib.sha256()
-    for name, examples in parts.items():
+    for name, examples in splits.items():
         for e in examples:
-            content = name, e.keys, e.label, e.rewards, e.weight, e.extra
+            content = name, e.key, e.label, e.rewards, e.weight, e.extra
             h.update(repr(content).encode())
     return h.hexdigest()

@@ -631,13 +631,13 @@ def test_one_file_is_split_by_prompt(tmp_path):
     records = [rated(p, c) for c in "xyz" for p in prompts]
     train = write(tmp_path / "t.jsonl", *records)
     parts, table = parts_of(Data(train=train, split="2,1,1"))
-    kept = [{e.keys[0] for e in part} for part in parts.values()]
+    kept = [{e.prompt_key for e in part} for part in parts.values()]
     assert [*parts] == ["train", "val", "test"] and " ".join(table).count("examples of") == 3
     assert sum(map(len, parts.values())) == 300 and sum(map(len, kept)) == 100 and all(kept)
     assert "suggests" not in " ".join(table), "all are desirable"
     fewer = write(tmp_path / "f.jsonl", *random.Random(0).sample(records, 50))
     again, _ = parts_of(Data(train=fewer, split="0.5, 0.25, 0.25"))
-    assert all({e.keys[0] for e in part} <= own for part, own in zip(again.values(), kept))
+    assert all({e.prompt_key for e in part} <= own for part, own in zip(again.values(), kept))
     for other in ("val", "test"):
         with pytest.raises(BadInput, match="^data.split: .* or data.val and data.test$"):
             parts_of(Data(train, split="2,1,1", **{other: train}))

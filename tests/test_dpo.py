@@ -34,13 +34,13 @@ def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_
 
     class Recorded(dpo.DPO):
         def after_step(self, step, columns, z):
-            assert [e.keys for e in step.examples] == [e.keys for e in examples]
+            assert [e.key for e in step.examples] == [e.key for e in examples]
             seen.update(columns)
 
     records = [json.loads(x) for x in (PARITY / "dpo_data.jsonl").read_text().splitlines()]
     by_prompt = {tokens_of(r["prompt"]): r for r in records}
     data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(by_prompt[e.keys[0]]) + "\n" for e in examples))
+    data.write_text("".join(json.dumps(by_prompt[e.prompt_key]) + "\n" for e in examples))
     loss = {"sigmoid": "dpo"}.get(name, name)
     argv = [
         f"--dpo.loss={loss}",

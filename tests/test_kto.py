@@ -75,13 +75,13 @@ def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_
 
         def after_step(self, step, columns, z):
             for e, expected in zip(step.examples, examples, strict=True):
-                assert e.keys == expected.keys and e.label == expected.label
+                assert e.key == expected.key and e.label == expected.label
             seen.update(columns)
 
     data = tmp_path / "four.jsonl"
     records = [json.loads(x) for x in (PARITY / "kto_data.jsonl").read_text().splitlines()]
     by_prompt = {tokens_of(r["prompt"]): r for r in records}
-    ordered = [by_prompt[e.keys[0]] | {"label": e.label} for e in examples]
+    ordered = [by_prompt[e.prompt_key] | {"label": e.label} for e in examples]
     data.write_text("".join(json.dumps(r) + "\n" for r in ordered))
     settings = {k: v for k, v in case["settings"].items() if "weight" in k or k == "beta"}
     settings["loss"] = case["settings"].get("loss_type", "kto")
