@@ -127,6 +127,8 @@ class KTO(Objective):
         is_clamped = n > 0 and has_moved and mean_z == 0 and logratio_n.mean().item() < 0
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
+        if "sft_loss" in means and not desirable_G.any():
+            means["sft_loss"] = None  # its mean is over the desirable ones, and there are none
         row = {
             "kl": mean_z if self.needs_mismatched_pairs else None,
             "kl/stderr": (logratio_n.std() / math.sqrt(n)).item() if n > 1 else None,

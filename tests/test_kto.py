@@ -223,6 +223,13 @@ def test_the_sft_term_is_a_mean_over_the_desirable(average, own, divides):
     assert columns["sft_loss"][1] == 0, "an undesirable completion is no demonstration"
 
 
+def test_without_a_thumb_up_the_likelihood_is_an_empty_cell_and_not_0():
+    objective, batch = tables((False,) * 4, sft_loss_weight=0.5)
+    _, _, row, _ = score(objective, POLICY, REF, batch)
+    assert row["sft_loss"] is None
+    assert row["loss"] == row["preference_loss"]
+
+
 def test_loss_and_gradient_are_equation_8_by_hand_and_a_records_weight_multiplies_both_terms():
     """Neither z nor the reference has a gradient; a weight changes neither z nor the columns; class weights do
     not touch the SFT term."""
