@@ -242,6 +242,22 @@ def format_share(right: float, of: int) -> str:
     return f"{right / of:6.1%}" if of else "     -"
 
 
+def format_gain(before: dict, after: dict) -> str:
+    """How much larger the share of right answers is after training. Where answers have no verdict, the two shares
+    are of different prompts, so the gain is taken over those that have one both times."""
+    if "unjudged" not in before and "unjudged" not in after:
+        return (
+            f"{100 * (after['right'] / after['of'] - before['right'] / before['of']):+5.1f} points"
+        )
+    pairs = zip(before["answers"], after["answers"])
+    verdicts = [(old["right"], new["right"]) for old, new in pairs]
+    gains = [new - old for old, new in verdicts if None not in (old, new)]
+    if not gains:
+        return "unknown: no prompt has a verdict both times"
+    points = 100 * sum(gains) / len(gains)
+    return f"{points:+5.1f} points on the {len(gains)} prompts with a verdict both times"
+
+
 def format_before_after(before: dict, after: dict) -> str:
     """The checker's accuracy before and after training, with 95% intervals, and five answers.
 
@@ -249,11 +265,9 @@ def format_before_after(before: dict, after: dict) -> str:
     Answers that changed come first.
     """
     lines = ["", "held-out accuracy by the checker (95% interval)"]
-    shares = []
     for name, check in (("before", before), ("after", after)):
         right = check["right"]
         of = check["of"]
-        shares.append(right / of)
         low, high = wilson_interval(right, of)
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         # a sum of numbers from 0 to 1 has many digits
@@ -261,8 +275,7 @@ def format_before_after(before: dict, after: dict) -> str:
         if "unjudged" in check:
             line += f", {check['unjudged']} without a verdict"
         lines.append(line)
-    gain = 100 * (shares[1] - shares[0])
-    lines.append(f"  gain    {gain:+5.1f} points")
+    lines.append(f"  gain    {format_gain(before, after)}")
     for name, counts in after["by"].items():
         lines.append(f"  before   after     of  {name}")
         for value, (right, of) in sorted(counts.items()):

@@ -325,8 +325,22 @@ def test_shares_are_of_the_answers_with_a_verdict():
     after = {"right": 6, "of": 10, "by": {"kind": {"a": [5, 8], "b": [1, 2]}}}
     text = format_before_after(before | {"answers": []}, after | {"answers": []})
     assert ")  2 of 8, 2 without a verdict\n" in text and ")  6 of 10\n" in text
-    assert "  gain    +35.0 points\n" in text
+    assert "  gain    unknown: no prompt has a verdict both times\n" in text
     assert "   25.0%   62.5%      8  a\n" in text and "       -   50.0%      2  b\n" in text
+
+
+def test_the_gain_is_of_the_prompts_that_have_a_verdict_before_and_after():
+    """A judge that gives none on the wrong answers of one time only: the policy has not moved."""
+
+    def check(*verdicts):
+        judged = [v for v in verdicts if v is not None]
+        rows = [row | {"right": v} for row, v in zip(answers("a", "b", "c", "d"), verdicts)]
+        counts = {"right": sum(judged), "of": len(judged), "by": {}, "answers": rows}
+        return counts | ({"unjudged": 4 - len(judged)} if len(judged) < 4 else {})
+
+    text = format_before_after(check(True, None, None, True), check(True, False, False, True))
+    assert ")  2 of 2, 2 without a verdict\n" in text and "   50.0%  " in text
+    assert "  gain     +0.0 points on the 2 prompts with a verdict both times\n" in text
 
 
 # ---- the best step -------------------------------------------------------------------------------
