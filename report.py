@@ -23,7 +23,7 @@ PLOTS = """loss rewards/margins accuracy checker_accuracy
 entropy kl kl/clamped kl/own""".split()
 ABOUT = """
 before: checker_accuracy at step 0; kl/clamped: share of the training steps;
-the others: of the last validation. docs/columns.md says what each is"""
+the others: of the last validation after step 0 that has the number (docs/columns.md)"""
 
 
 def read_run(folder: Path) -> dict:
@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
         numbers.append(
             {
                 "before": val["checker_accuracy"].get(0),
-                **val.ffill().tail(1).mean(),
+                # step 0 says nothing of what was trained: its check may be the only one so far
+                **val[val.index > 0].ffill().tail(1).mean(),
                 "kl/clamped": metrics["kl/clamped"].mean(),
             }
         )

@@ -96,6 +96,13 @@ def test_the_picture_has_a_colour_for_each_group_and_smooth_curves(show, monkeyp
     assert curves[0].get_ydata()[-1] == pytest.approx(expected)
 
 
+def test_the_check_before_a_run_does_not_stand_for_one_of_its_trained_weights(show):
+    """A run that goes on: its answers are checked at step 0 and at the end alone."""
+    lines = show(show.run("out/a", "2,0.5,1,,\n4,0.3,2,,\n", finished=False))
+    assert ["before", "0.5"] in lines and ["loss", "0.3"] in lines
+    assert not {"checker_accuracy", "kl/own"} & {words[0] for words in lines if words}
+
+
 def test_a_folder_that_is_no_run_is_one_line(show, tmp_path):
     with pytest.raises(BadInput, match="^/.*/settings.yaml: No such file or directory$"):
         show(tmp_path / "nothing")
