@@ -90,11 +90,16 @@ class AdaptersOff:
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
 
+WRITE_EVERY = (
+    60  # seconds: what a run that is killed while it precomputes may have to compute again
+)
+
+
 class CachedReference:
     """A reference whose log-probs are kept in a folder, by the content of prompt and completion.
 
-    It computes what the folder does not have, until `release` writes them and frees the model. Runs and
-    ranks can share a folder: each writes a file of its own.
+    It computes what the folder does not have, and writes it every minute, until `release` frees the model. Runs and
+    ranks can share a folder: each writes files of its own.
     """
 
     def __init__(
@@ -111,9 +116,11 @@ class CachedReference:
         models = [x for name, x in sorted(hashes.items()) if name not in ("program", "records")]
         depends = [*models, cfg.precision, cfg.lora.quantize, cfg.data.score_prompt]
         self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-        # hash of an example: its log-prob. Those in the folder, and those computed here
+        # hash of an example: its log-prob. All that are known, and those that are not written yet
         self.known: dict[str, float] = {}
-        self.computed: dict[str, float] = {}
+        self.unwritten: dict[str, float] = {}
+        self.n_computed = 0
+        self.written = time.monotonic()
         with user_error("reference_cache", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._read()
@@ -160,21 +167,29 @@ class CachedReference:
         elif all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
             for key, x in zip(keys, self.compute(packed).logps.flatten().tolist()):
                 if key not in self.known:
-                    self.known[key] = self.computed[key] = x
+                    self.known[key] = self.unwritten[key] = x
+                    self.n_computed += 1
+            if time.monotonic() - self.written > WRITE_EVERY:
+                self._write()
         logps = torch.tensor([self.known[key] for key in keys])
         return Scores(to_device(logps.view(packed.length_BK.shape), device))
 
     def release(self) -> None:
         """Write what was computed, and free the model: everything that the run needs is known now."""
-        if self.computed:
-            name = f"{self.key}-{rank()}-{time.time_ns()}.json"
-            write_whole(self.folder / name, json.dumps(self.computed))
+        self._write()
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
         self.reference = None
-        computed = f"{len(self.computed):,} log-probs computed"
+        computed = f"{self.n_computed:,} log-probs computed"
         say(f"reference: {computed}, {len(self.known):,} known in {self.folder}")
+
+    def _write(self) -> None:
+        if self.unwritten:
+            name = f"{self.key}-{rank()}-{time.time_ns()}.json"
+            write_whole(self.folder / name, json.dumps(self.unwritten))
+        self.unwritten = {}
+        self.written = time.monotonic()
 
     def _read(self) -> None:
         for file in sorted(self.folder.glob(f"{self.key}-*.json")):

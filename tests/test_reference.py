@@ -10,6 +10,7 @@ import transformers
 from conftest import assert_same, numbers, ranks, train
 from tiny_models import GQA, HF, made
 
+import reference
 from infra.console import BadInput
 from models import load
 from models.export import export
@@ -54,6 +55,24 @@ def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings
     assert "reference: 0 log-probs computed" in capsys.readouterr().out
     assert_same(first, second)
     assert sorted((tmp_path / "cache").iterdir()) == files
+
+
+def test_a_run_that_is_killed_while_it_precomputes_goes_on_where_it_was(
+    tiny, ratings, tmp_path, capsys, monkeypatch
+):
+    """Every minute; here always."""
+    argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")
+    with monkeypatch.context() as m:
+        m.setattr(reference, "WRITE_EVERY", -1)
+
+        def killed(cache):
+            raise BadInput("killed before the end")
+
+        m.setattr(reference.CachedReference, "release", killed)
+        with pytest.raises(BadInput, match="killed"):
+            train(tiny, ratings, tmp_path / "a", *argv)
+    train(tiny, ratings, tmp_path / "b", *argv)
+    assert "reference: 0 log-probs computed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
