@@ -204,7 +204,7 @@ class Evaluator:
         before = self.file(0)
         last = self.file(step)
         if self.fabric.global_rank == 0 and last.exists():
-            shutil.copy(last, last.with_name("after.json"))
+            shutil.copyfile(last, last.with_name("after.json"))
             if before.exists():  # not in a branch of another run
                 say(format_before_after(read_json(before), read_json(last)))
 

@@ -90,9 +90,8 @@ class AdaptersOff:
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
 
-WRITE_EVERY = (
-    60  # seconds: what a run that is killed while it precomputes may have to compute again
-)
+# seconds: what a run that is killed while it precomputes may have to compute again
+WRITE_EVERY = 60
 
 
 class CachedReference:

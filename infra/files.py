@@ -1,5 +1,6 @@
 """Files and folders that are whole or not there, and lines of JSON."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +16,12 @@ from infra.console import Failed
 from infra.devices import on_rank_0
 
 
+def set_mode(file: Path, mode: int) -> None:
+    """Set who may read and write a file, where its file system has such modes: a share or a bucket refuses."""
+    with contextlib.suppress(OSError):
+        file.chmod(mode)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is whole or not there, also after a kill. Of a link, the file that it leads to."""
     path = path.resolve()
@@ -22,7 +29,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
     new.write_text(text, encoding="utf-8")
     if path.exists():
-        shutil.copymode(path, new)  # others may write it, too
+        set_mode(new, path.stat().st_mode & 0o7777)  # others may write it, too
     new.replace(path)
 
 
@@ -50,12 +57,12 @@ def publish_folder(
         new.mkdir(parents=True)
 
     def end():
-        for path in new.iterdir():
+        for path in new.rglob("*"):
             if path.is_file():
                 # safetensors lets the owner alone read; others are to load the model, too
-                path.chmod(new.stat().st_mode & 0o666)
-            with open(path, "rb") as f:
-                os.fsync(f.fileno())
+                set_mode(path, new.stat().st_mode & 0o666)
+                with open(path, "rb") as f:
+                    os.fsync(f.fileno())
         shutil.rmtree(out, ignore_errors=True)
         new.rename(out)
 

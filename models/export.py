@@ -129,7 +129,9 @@ def export(
     _say_type_in_config(out / "config.json", numbers_of)
     templates = source.tokenizer / "additional_chat_templates"
     if templates.exists():
-        shutil.copytree(templates, out / templates.name)
+        (out / templates.name).mkdir()  # not copytree, which also copies modes
+        for file in templates.iterdir():
+            shutil.copyfile(file, out / templates.name / file.name)
     for name, text in notes.items():
         (out / name).write_text(text)
 

@@ -1,5 +1,6 @@
 """What a run exports (final, best, adapters, shards), loaded by the programs that users load it with."""
 
+import errno
 import json
 import os
 import re
@@ -526,3 +527,28 @@ NOT_OURS = {
 def test_an_adapter_of_another_kind_is_refused_by_name(match, lora, tmp_path):
     folder = peft_folder(lora, tmp_path / "peft", **NOT_OURS[match])
     refused(match, our_logits, folder)
+
+
+def test_a_file_system_without_modes_is_good_enough(tiny, ratings, tmp_path, monkeypatch):
+    """A bucket or a share of Windows refuses every chmod."""
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    argv = ("--batch_size=6", f"--data.val={ratings}", "--eval.max_new_tokens=2", "--max_steps=2")
+    out = tmp_path / "run"
+    train(tiny, ratings, out, *argv, "--stop_at=1", checker=lambda answers: [True] * len(answers))
+    train(tiny, ratings, out, *argv, "--resume=auto", checker=lambda answers: [True] * len(answers))
+    assert (out / "eval" / "after.json").exists() and (out / "final").exists()
+
+
+def test_a_folder_of_templates_beside_the_tokenizer_is_exported(tiny, ratings, tmp_path):
+    """Command-R's tokenizer and others have several templates; transformers writes all but the default into it."""
+    source = shutil.copytree(tiny, tmp_path / "model")
+    more = source / "additional_chat_templates" / "tool_use.jinja"
+    more.parent.mkdir()
+    for file in (source / "chat_template.jinja", more):
+        file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    train(source, ratings, tmp_path / "run", "--batch_size=6", "--max_steps=1")
+    assert (tmp_path / "run/final" / more.relative_to(source)).read_text() == more.read_text()
