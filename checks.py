@@ -168,6 +168,7 @@ def check_limits(
     contexts: of the model, and of the reference if that is another model, in tokens. mismatched_pairs: any
     prompt may be scored with any completion. Raises BadInput."""
     faults = []
+    # the groups of settings that say how answers are sampled: eval, and online or spin
     samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
     for name, args in samplers.items():
         new = args.max_new_tokens or cfg.data.max_completion

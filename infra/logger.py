@@ -256,7 +256,7 @@ class Logger:
         left_out = n - plan.per_epoch * batch_size
         say(f"{plan.total:,} steps of {batch_size:,} examples")
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
-        warmup = steps_of(self.cfg.optim.warmup, plan.schedule_epoch)
+        warmup = steps_of(self.cfg.optim.warmup, plan.warmup_epoch)
         if warmup > plan.total:
             say(
                 f"the warmup of {warmup:,} steps is longer than the run, which never reaches optim.lr"

@@ -23,8 +23,8 @@ class Plan(NamedTuple):
     """Steps before this iteration, which has the steps begin + 1, ..., end."""
     end: int
     """The last step of this iteration."""
-    schedule_epoch: int
-    """Steps of the epoch of which optim.warmup may be a fraction: the first iteration's epoch, for every iteration."""
+    warmup_epoch: int
+    """Steps of the first iteration's epoch: a warmup of '0.1 epochs' is a fraction of this one."""
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -43,9 +43,11 @@ def is_in_epochs(interval: int | str) -> bool:
 
 
 def is_due(step: int, interval: int | str | None, plan: Plan) -> bool:
-    """Whether what happens every `interval` happens after this step. Steps are counted over the whole run,
-    and its last step counts. Epochs are counted from the beginning of the iteration, and its last step
-    counts, also where the interval is None."""
+    """Whether what happens every `interval` happens after this step.
+
+    An interval in steps: counted over the whole run; and after the run's last step.
+    An interval in epochs: counted from the beginning of the iteration; and after the iteration's last step.
+    None: after the iteration's last step alone."""
     if interval is None:
         return step == plan.end
     every = steps_of(interval, plan.per_epoch)
@@ -80,20 +82,20 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
 # ---- the learning rate --------------------------------------------------------------------------
 
 
-def lr_at(step: int, plan: Plan, o: Optim) -> float:
-    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to o.lr, then a decay that would reach
-    o.min_lr one step after the last."""
-    warmup = steps_of(o.warmup, plan.schedule_epoch)
+def lr_at(step: int, plan: Plan, optim: Optim) -> float:
+    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to optim.lr, then a decay that would reach
+    optim.min_lr one step after the last."""
+    warmup = steps_of(optim.warmup, plan.warmup_epoch)
     if step <= warmup:
-        return o.lr * step / warmup
-    if o.schedule == "constant":
-        return o.lr
+        return optim.lr * step / warmup
+    if optim.schedule == "constant":
+        return optim.lr
     decay_steps = max(1, plan.total - warmup)
     progress = (step - 1 - warmup) / decay_steps  # 0 to 1
     scale = 1 - progress
-    if o.schedule == "cosine":
+    if optim.schedule == "cosine":
         scale = (1 + math.cos(math.pi * progress)) / 2
-    return o.min_lr + (o.lr - o.min_lr) * scale
+    return optim.min_lr + (optim.lr - optim.min_lr) * scale
 
 
 # ---- AdamW --------------------------------------------------------------------------------------

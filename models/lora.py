@@ -82,7 +82,7 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         old = model.get_submodule(name)
         kind = AdaptedLinear
         options = dict(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)
-        if len(chosen) == 3:
+        if len(chosen) == 3:  # q, k and v
             kind = AdaptedQKV
             c = model.config
             options |= dict(
@@ -98,15 +98,15 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         # at least float32: in bfloat16 the small steps of AdamW would round to nothing
         new.to_empty(device=w.device).to(torch.promote_types(w.dtype, torch.float32))
         new.linear = old
-        new.reset_parameters()  # A random, B zero
+        new.reset_parameters()  # A random, B zero; `linear` stays
         model.set_submodule(name, new)
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
     """The layers that lora.targets names by PEFT's rule: `o_proj` stands for all layers whose names end
     so. {layer: (True,)}; for litgpt's layer for q, k and v: which of the three get an adapter."""
-    targets = {target.strip() for target in targets.split(",")}
-    used_targets = set()
+    wanted = {target.strip() for target in targets.split(",")}
+    used = set()
     layers = {}
     # not for a mixture: PEFT puts adapters of these names at joined experts, too (0.21)
     unfit = ("gate_proj", "up_proj", "down_proj") if model.has_experts else ()
@@ -115,20 +115,20 @@ def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]
             continue
         hits = []  # for each name the targets that fit it
         for hf_name in _hf_names(model, name):
-            fitting = {target for target in targets if f".{hf_name}".endswith(f".{target}")}
+            fitting = {target for target in wanted if f".{hf_name}".endswith(f".{target}")}
             if name != "lm_head":
-                fitting |= targets & {"all-linear"}
+                fitting |= wanted & {"all-linear"}
             hits.append(fitting)
-        if name.endswith("attn.qkv"):
-            hits = (hits * 3)[:3]  # GPT-2 has one name for all three
+        if name.endswith("attn.qkv") and len(hits) == 1:
+            hits = hits * 3  # GPT-2 has one name for all three
         if any(hits):
             layers[name] = tuple(map(bool, hits))
-            used_targets.update(*hits)
-    unused_targets = targets - used_targets
-    if unused_targets:
+            used.update(*hits)
+    unused = wanted - used
+    if unused:
         raise BadInput(
             "lora.targets: expected all-linear or names of linear layers, such as q_proj or "
-            f"self_attn.o_proj; got {', '.join(unused_targets)}"
+            f"self_attn.o_proj; got {', '.join(unused)}"
         )
     if "lm_head" in layers and model.tied:
         raise BadInput("lora.targets: lm_head: it is tied to the embedding, so it takes no adapter")
@@ -231,7 +231,7 @@ def merge_adapters(weights: Mapping, adapters: Adapters, model: nn.Module) -> No
     of a layer that the model does not have."""
     for layer, (a, b, scale) in adapters.items():
         rows = model.rows[f"{layer}.weight"]
-        weights[rows.name][rows.span].add_(b @ a * scale)
+        weights[rows.name][rows.span].add_(b @ a * scale)  # (outputs, inputs), as our matrices are
 
 
 def plain_name(name: str) -> str:
@@ -245,16 +245,20 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
     """The weights of a model by their plain names, whole and on the CPU, with its adapters merged
     in. base: weights to use in place of the model's own, if those are rounded. A collective if the
     model is sharded: then rank 0 alone returns the values."""
+    params = model.unique_parameters()
+    is_sharded = any(isinstance(p, DTensor) for p in params.values())
+    has_values = rank() == 0 or not is_sharded
     adapters = gather_adapters(model)
+    if not has_values:
+        adapters = {}
     weights = {}
-    for name, p in model.unique_parameters().items():
+    for name, p in params.items():
         if "lora_" in name or name.startswith("objective_module."):
             continue
         name = plain_name(name)
         w = gather_tensor(p) if base is None else base[name].detach()
-        if rank() and isinstance(p, DTensor):
-            w = w.new_zeros(()).expand(w.shape)  # takes no memory; rank 0's tensor counts
-            adapters = {}
+        if not has_values:
+            w = w.new_zeros(()).expand(w.shape)  # takes no memory
         if adapters:  # bfloat16 would round the merged weights
             w = w.to(torch.promote_types(w.dtype, torch.float32), copy=True)
         weights[name] = w
@@ -268,7 +272,7 @@ def merge_for_good(model: nn.Module) -> None:
     adapters = gather_adapters(model)
     for name, layer in _adapted_layers(model).items():
         model.set_submodule(name, layer.linear)
-    merge_adapters(model.state_dict(), adapters, model)
+    merge_adapters(model.state_dict(), adapters, model)  # it shares the weights' memory
     model.requires_grad_(True)
 
 

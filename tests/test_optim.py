@@ -84,7 +84,7 @@ def test_iterations_lie_end_to_end_under_one_schedule():
     plans = iteration_plans(twice, [87, 87, 40])
     assert [(p.begin, p.end) for p in plans] == [(0, 20), (20, 40), (40, 50)]
     assert [p.per_epoch for p in plans] == [10, 10, 5]
-    assert {(p.total, p.schedule_epoch) for p in plans} == {(50, 10)}
+    assert {(p.total, p.warmup_epoch) for p in plans} == {(50, 10)}
     plans = iteration_plans(run_settings(batch_size=8, max_steps=12), [87, 87, 87])
     assert [(p.end, p.total) for p in plans] == [(10, 12), (12, 12)], "max_steps counts all of them"
 
