@@ -28,7 +28,7 @@ const server = {
 };
 fetch = async (path, options) => {
   const content = await server[path](options && JSON.parse(options.body));
-  return new Response(typeof content === "string" ? content : JSON.stringify(content));
+  return { ok: true, json: async () => JSON.parse(JSON.stringify(content)) };
 };
 """
 PERSON = """
@@ -56,7 +56,7 @@ const found = [];
 def play(tmp_path):
     """play(steps, cards) -> what the steps, in JavaScript, push to `found`. cards: prompts; without: a chat."""
 
-    def play(steps: str, cards: tuple[str, ...] = (), size: str = "800,600") -> list:
+    def play(steps: str, cards: tuple[str, ...] = (), size: str = "800,900") -> list:
         prompts = [{"id": i, "prompt": prompt} for i, prompt in enumerate(cards)]
         mode = json.dumps("cards" if cards else "chat")
         begin = SERVER.replace("MODE", mode).replace("CARDS", json.dumps(prompts))
@@ -94,6 +94,35 @@ def test_the_second_click_of_a_double_click_neither_withdraws_a_thumb_nor_rates_
     assert play(steps, ("one", "two", "three")) == [{"answer 1": False}, "two"]
     steps = f"await say('one'); click('👎'); await wait({gap}); click('👎'); await wait(1000); found.push(thumbs);"
     assert play(steps) == [{"answer 1": False}]
+
+
+def test_a_long_answer_is_scrolled_by_the_arrows_and_stays_where_its_reader_is(play):
+    steps = """
+    const lines = "a line\\n".repeat(200);
+    let later = null;
+    server["/answer"] = ({ prompt }) => {
+      const answer = { text: prompt + lines, cut: false, label: null };
+      return prompt === "one" ? answer : new Promise((done) => { later = () => done(answer); });
+    };
+    for (const step of steps) step.answers = [];
+    await show();
+    scrollTo(0, 900);
+    const kept = [];
+    const look = () => kept.push(Math.round(scrollY));
+    press("ArrowDown"); press("ArrowDown"); press("ArrowUp"); press("ArrowDown", { shiftKey: true });
+    await wait(1000);
+    look();                   // of "one", which has no thumb
+    later(); await wait(50);  // "two" comes, while "one" is read
+    look();
+    found.push(thumbs, shown(), kept);
+    click("Another answer"); await wait(50);
+    """
+    steps += "found.push(scrollY > 2000);"
+    assert play(steps, ("one", "two")) == [{}, "one", [900, 900], True]
+    # where all is in sight, they rate
+    assert play("press('ArrowDown'); await wait(1000); found.push(thumbs);", ("one", "two")) == [
+        {"answer 1": False}
+    ]
 
 
 def test_a_held_key_counts_once(play):
