@@ -125,6 +125,22 @@ def test_a_long_answer_is_scrolled_by_the_arrows_and_stays_where_its_reader_is(p
     ]
 
 
+def test_without_keys_a_card_can_be_gone_past_and_a_thumb_be_changed(play):
+    steps = """
+    click("👍"); await wait(1000);
+    click("Back"); click("👎"); await wait(1000);
+    found.push(shown(), thumbs);
+    server["/answer"] = () => { throw new Error("no answer"); };
+    steps[1].answers = [];
+    click("Next"); await wait(50);
+    found.push(shown(), steps[1].answers.length);
+    click("Next");
+    found.push(shown());
+    """
+    expected = ["one", {"answer 1": False}, "two", 0, "three"]
+    assert play(steps, ("one", "two", "three")) == expected
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
