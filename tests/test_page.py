@@ -141,6 +141,13 @@ def test_without_keys_a_card_can_be_gone_past_and_a_thumb_be_changed(play):
     assert play(steps, ("one", "two", "three")) == expected
 
 
+@pytest.mark.parametrize("how", ["isComposing: true", "keyCode: 229"])  # 229: Safari
+def test_an_enter_that_confirms_a_word_of_an_input_method_sends_nothing(how, play):
+    steps = f"$('text').value = 'にほん'; press('Enter', {{ {how} }}); await wait(50);"
+    steps += "found.push(answers, $('text').value);"
+    assert play(steps) == [0, "にほん"]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
