@@ -148,6 +148,20 @@ def test_an_enter_that_confirms_a_word_of_an_input_method_sends_nothing(how, pla
     assert play(steps) == [0, "にほん"]
 
 
+def test_a_message_survives_a_reload_that_comes_before_its_answer(play):
+    steps = """
+    await say("one");
+    server["/answer"] = () => new Promise(() => {});
+    await say("a long message");
+    server["/answer"] = () => ({ text: "an answer", cut: false, label: null });
+    steps = [];
+    await begin();
+    await wait(50);
+    found.push(steps.map((step) => [step.prompt.at(-1).content, step.answers[0].text]));
+    """
+    assert play(steps) == [[["one", "answer 1"], ["a long message", "an answer"]]]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
