@@ -162,6 +162,18 @@ def test_a_message_survives_a_reload_that_comes_before_its_answer(play):
     assert play(steps) == [[["one", "answer 1"], ["a long message", "an answer"]]]
 
 
+def test_of_several_answers_the_page_shows_the_one_from_which_the_chat_went_on(play):
+    steps = """
+    await say("one");
+    click("Another answer"); await wait(50);
+    await say("two");
+    steps[0].answers.forEach((x) => { x.label = null; });
+    rate(steps[0], steps[0].answers[0], true); await wait(50);
+    found.push([...document.querySelectorAll(".aside")].map((x) => x.textContent), steps[1].prompt[1].content);
+    """
+    assert play(steps) == [["answer 1"], "answer 2"]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
