@@ -174,6 +174,13 @@ def test_of_several_answers_the_page_shows_the_one_from_which_the_chat_went_on(p
     assert play(steps) == [["answer 1"], "answer 2"]
 
 
+def test_enter_opens_what_has_the_focus_and_goes_to_the_next_card_elsewhere(play):
+    steps = "$('training').hidden = false; document.querySelector('summary').focus();"
+    steps += "found.push(press('Enter').defaultPrevented, shown());"
+    steps += "document.activeElement.blur(); press('Enter'); await wait(50); found.push(shown());"
+    assert play(steps, ("one", "two")) == [False, "one", "two"]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
