@@ -181,6 +181,18 @@ def test_enter_opens_what_has_the_focus_and_goes_to_the_next_card_elsewhere(play
     assert play(steps, ("one", "two")) == [False, "one", "two"]
 
 
+def test_an_answer_that_is_not_of_rate_py_is_said_in_words(play):
+    steps = """
+    await say("one");
+    const json = async () => { throw new SyntaxError("Unexpected token <"); };
+    fetch = async () => ({ ok: false, status: 502, statusText: "Bad Gateway", json });
+    click("👍"); await wait(50);
+    found.push(document.querySelector("[role=alert]").textContent);
+    """
+    said = "This thumb was not saved: Not rate.py but something before it answered, perhaps a proxy: 502 Bad Gateway"
+    assert play(steps) == [said]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
