@@ -39,10 +39,14 @@ CELLS = {
 # ---- speed and memory ------------------------------------------------------------------------
 
 
-# Part of a GPU's name -> its dense bf16 FLOP/s by the data sheet. The first name that fits is taken, so
+# Part of a GPU's name -> its dense bf16 FLOP/s by the data sheet; 0: not known. The first name that fits is taken, so
 # "H100 PCIe" stands before "H100".
 BF16_PEAKS = {
+    " MIG ": 0,  # a part of a GPU
+    "Laptop": 0,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -80,8 +84,7 @@ class Throughput:
         gpu = ""
         if self.device.type == "cuda" and "bf16" in cfg.precision:
             gpu = torch.cuda.get_device_name(self.device)
-        peak = next((peak for name, peak in BF16_PEAKS.items() if name in gpu), 0)
-        self.peak_flops = peak * fabric.world_size
+        self.peak_flops = bf16_peak(gpu) * fabric.world_size
         self.tokens = self.flops = self.seconds = 0
 
     def add(self, examples: Sequence[Any], seconds: float) -> None:
@@ -117,6 +120,11 @@ class Throughput:
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def bf16_peak(gpu: str) -> float:
+    """The peak FLOP/s of a GPU by its name; 0 if it is not known."""
+    return next((peak for name, peak in BF16_PEAKS.items() if name in gpu), 0)
 
 
 def n_used_weights(parameter: torch.nn.Parameter, experts_per_token: int) -> int:

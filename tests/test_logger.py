@@ -23,7 +23,7 @@ from evaluation import format_before_after, wilson_interval
 from infra import console
 from infra.checkpoint import RunState
 from infra.console import BadInput, advance, progress
-from infra.logger import Logger, Throughput, add_row, cut_rows
+from infra.logger import Logger, Throughput, add_row, bf16_peak, cut_rows
 from infra.optimizer import Plan
 from infra.settings import Data, Lora
 from model import TransformersGPT
@@ -406,6 +406,20 @@ def test_useful_flops_are_two_for_each_weight_token_and_pass(
     assert row["mfu"] == pytest.approx(flops / 2 / (2 * 756e12)) and row["memory_gb"] == 2
     speed.add([example], 3.0)
     assert speed.read()["tokens/s"] == 4, "each row is of its own steps"
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),  # 1,671e12 on the data sheet, with sparsity
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 0),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
+    ],
+)
+def test_a_slower_gpu_of_the_same_name_or_a_part_of_one_has_no_foreign_peak(name, peak):
+    assert bf16_peak(name) == peak
 
 
 def test_memory_on_a_cpu_is_the_largest_resident_set_in_gb(monkeypatch):
