@@ -130,6 +130,10 @@ def check_examples(
     if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
         iteration_plans(cfg, [len(examples["train"])])
+    elif examples["test"]:  # no completions to score, and only data.val's prompts are answered
+        say(
+            "data.test: no number is computed of prompts alone; at the end ask `final` yourself: generate.py"
+        )
     if cfg.keep_best and not examples["val"]:
         raise BadInput(
             "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"

@@ -203,6 +203,14 @@ def test_an_answer_without_a_verdict_is_no_thumb_and_no_part_of_the_accuracy(
     assert "33.3%" in said and "2 of 6, 1 without a verdict" in said
 
 
+def test_it_says_that_no_number_comes_of_a_test_split_of_prompts(tiny, prompts, tmp_path, capsys):
+    go(tiny, prompts, tmp_path / "a", ONE)
+    assert "data.test" not in capsys.readouterr().out
+    go(tiny, prompts, tmp_path / "b", ONE, f"--data.test={prompts}")
+    assert "data.test: no number is computed of prompts alone" in capsys.readouterr().out
+    assert not (tmp_path / "b" / "eval" / "test.json").exists()
+
+
 def test_no_verdict_at_all_or_none_where_each_answer_needs_one_ends_the_run(
     tiny, prompts, tmp_path
 ):
