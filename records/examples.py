@@ -403,8 +403,10 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
     }
     for what, lengths in all_lengths.items():
         if lengths:
-            median, most, longest = np.percentile(lengths, [50, 95, 100]).astype(int)
-            say(f"  {what} tokens: median {median}, 95% below {most}, longest {longest}")
+            # lengths that occur, not numbers between two of them
+            shares = [50, 95, 100]
+            median, most, longest = np.percentile(lengths, shares, method="inverted_cdf")
+            say(f"  {what} tokens: median {median}, 95% at most {most}, longest {longest}")
     # duplicates repeat prompt, completions and label; contradictions repeat all but the label
     n_distinct = len({e.key for e in examples})
     n_distinct_with_label = len({(e.key, e.label) for e in examples})

@@ -616,14 +616,24 @@ def test_the_table_counts_what_was_read(tmp_path):
     assert val == table[0].replace("train", "val")
     assert table == [
         "train: 8 examples of 3 prompts, 5 desirable, 3 undesirable",
-        "  prompt tokens: median 1, 95% below 2, longest 4",
-        "  completion tokens: median 2, 95% below 4, longest 4",
+        "  prompt tokens: median 1, 95% at most 4, longest 4",
+        "  completion tokens: median 2, 95% at most 4, longest 4",
         "  2 duplicates, 1 contradictions, 1 with note, which nothing reads, 1 with wieght, which "
         "nothing reads, 8 plain, 1 prompts cut, 2 completions cut",
         # arXiv 2402.01306 eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]
         "  for this balance the KTO paper suggests kto.desirable_weight / kto.undesirable_weight "
         "from 0.60 to 0.80",
     ]
+
+
+@pytest.mark.parametrize("longer, most", [(1, 1), (2, 3)])
+def test_a_limit_at_the_length_that_the_table_names_cuts_at_most_a_twentieth(
+    longer, most, tmp_path
+):
+    records = [rated(f"{i}", "x" * (3 if i < longer else 1)) for i in range(20)]
+    source = write(tmp_path / "d.jsonl", *records)
+    _, (_, _, line, *_) = parts_of(Data(source, max_prompt=4, max_completion=9))
+    assert f", 95% at most {most + 1}, longest 4" in line, "each with its EOS"
 
 
 def test_one_file_is_split_by_prompt(tmp_path):
