@@ -34,15 +34,21 @@ from records.tokenizer import Tokenizer
 
 # Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
 SEARCH_INTERVAL = 4
+# Logits of which a CPU makes probabilities at once: of 256 rows of a vocabulary of 262,144 these take 2 to 4 GB.
+CHOSEN_AT_ONCE = 2**23
 
 # ---- one token ----------------------------------------------------------------------------------
 
 
 def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> torch.Tensor:
     """The next token (B,) of each row: the likeliest at temperature 0, else the first whose cumulative probability is
-    above the row's uniform number u. u is below 1, so there is one."""
+    above u times the total, by the row's uniform number u. u is below 1, so there is one."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
+    rows = max(1, CHOSEN_AT_ONCE // logits_BV.shape[1])
+    if logits_BV.device.type == "cpu" and len(logits_BV) > rows:
+        parts = zip(logits_BV.split(rows), u_B.split(rows))
+        return torch.cat([choose_token(logits_bV, u_b, args) for logits_bV, u_b in parts])
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_k or args.top_p < 1:
         V = p_BV.shape[1]

@@ -51,6 +51,7 @@ def publish_folder(
     """Make the folder `out` so that it is whole or not there: write(folder) makes the files in a folder
     beside it, which is then renamed. Rank 0 writes, or every rank. A collective. Raises Failed."""
     new = out.with_name(f".{out.name}.tmp")
+    old = out.with_name(f".{out.name}.old.tmp")
 
     def begin():
         shutil.rmtree(new, ignore_errors=True)
@@ -63,8 +64,13 @@ def publish_folder(
                 set_mode(path, new.stat().st_mode & 0o666)
                 with open(path, "rb") as f:
                     os.fsync(f.fileno())
-        shutil.rmtree(out, ignore_errors=True)
+        # renamed before it is removed: a half is never there, and on NFS a file that another program has open keeps
+        # its folder
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            out.rename(old)
         new.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
 
     try:
         on_rank_0(fabric, begin)

@@ -25,7 +25,7 @@ from tiny_models import (
 )
 
 import evaluation
-from infra import checkpoint
+from infra import checkpoint, files
 from infra.rounding import round_at_random
 from models import load
 from models.hub import find_model
@@ -541,6 +541,28 @@ def test_a_file_system_without_modes_is_good_enough(tiny, ratings, tmp_path, mon
     train(tiny, ratings, out, *argv, "--stop_at=1", checker=lambda answers: [True] * len(answers))
     train(tiny, ratings, out, *argv, "--resume=auto", checker=lambda answers: [True] * len(answers))
     assert (out / "eval" / "after.json").exists() and (out / "final").exists()
+
+
+def test_an_export_is_replaced_whole_though_another_program_has_a_file_of_it_open(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    """On NFS a file that is removed while it is open stays, as .nfs..., and so does its folder."""
+    out = tmp_path / "run"
+    argv = ("--batch_size=6", "--max_steps=1", "--resume=auto")
+    train(tiny, ratings, out, *argv)
+    before = load_file(out / "final" / "model.safetensors")
+    seen = []
+
+    def leave_one(folder, **_):
+        seen.append((out / "final" / "model.safetensors").exists())
+        for file in folder.glob("*"):
+            file.rename(folder / ".nfs0001")
+
+    monkeypatch.setattr(files.shutil, "rmtree", leave_one)
+    train(tiny, ratings, out, *argv)
+    after = load_file(out / "final" / "model.safetensors")
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+    assert seen and all(seen), "whole, or not there for a moment"
 
 
 def test_a_folder_of_templates_beside_the_tokenizer_is_exported(tiny, ratings, tmp_path):
