@@ -48,7 +48,7 @@ def check_objective(objective: Objective) -> None:
 
 
 # of earlier versions: a fork that has them would silently be another algorithm
-OLD_NAMES = {"baseline": "make_z", "records": "record_kind"}
+OLD_NAMES = {"baseline": "make_z", "records": "record_kind", "reduce": "reduce_tokens"}
 # what a subclass of Objective may set in its class
 ATTRIBUTES = (
     "record_kind",
@@ -302,7 +302,7 @@ def check_row(row: object) -> dict[str, float | None]:
     return numbers
 
 
-def find_not_finite(
+def not_finite_error(
     step: Step,
     loss_G: torch.Tensor,
     z: Z,

@@ -1,6 +1,6 @@
 """A step: its examples, its mismatched pairs, its micro-batches.
 
-This file knows no model and no loss. Reading order: which examples a step has (step_examples); Step;
+This file knows no loss, and of a model its size alone. Reading order: which examples a step has (step_examples); Step;
 MicroBatch, which is what a loss sees; how a step is split (split_step). How a micro-batch becomes one row
 of tokens: packing.py. How the records of a file become examples: records/examples.py. `python data.py FILE`:
 records/page.py.
@@ -36,14 +36,14 @@ def step_examples(
 ) -> Iterator[list[Example]]:
     """The G examples of each step to come: of those after the first `done` steps, until plan.end. A step's
     examples are a slice of its epoch's order, which depends on seed, epoch and examples only: every rank draws
-    the same, and a resume needs no sampler state. What is left at an epoch's end is no step (plan.per_epoch)."""
+    the same, and a resume needs no sampler state. An epoch's last examples, too few for a step, are left out."""
     order = None
     for number in range(done + 1, plan.end + 1):
         done_in_plan = number - 1 - plan.begin
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # Another number for each epoch of the run. plan.begin counts steps, and an iteration has at least as
-            # many steps as epochs: one of 2 epochs and 10 steps has 0 and 1, the next one 10 and 11.
+            # A number that no other epoch of the run has: the epochs of earlier iterations are at most plan.begin,
+            # since each has at least one step.
             epoch_number = plan.begin + epoch
             order = order_of_examples(examples, cfg, epoch_number)
         start = step_in_epoch * cfg.batch_size
@@ -56,7 +56,7 @@ def order_of_examples(
     """The indices of the examples in the order of an epoch."""
     order = range(len(examples))
     if cfg.data.shuffle:
-        order = epoch_order(len(examples), epoch_number, cfg.seed)
+        order = shuffled(len(examples), epoch_number, cfg.seed)
     if cfg.data.group_by_prompt:
         # examples with one prompt side by side, so that a micro-batch computes it once
         positions = chain(*prompt_groups([examples[j].prompt for j in order]))
@@ -64,7 +64,7 @@ def order_of_examples(
     return order
 
 
-def epoch_order(n: int, epoch: int, seed: int) -> list[int]:
+def shuffled(n: int, epoch: int, seed: int) -> list[int]:
     """The shuffled order of an epoch's n examples. It depends on the arguments alone."""
     generator = torch.Generator().manual_seed(mixed(seed, epoch))
     return torch.randperm(n, generator=generator).tolist()
@@ -97,14 +97,14 @@ def next_mismatched(examples: list[Example]) -> list[int | None]:
     """
     prompts = [e.prompt_key for e in examples]
     completions = [e.completions[0].tobytes() for e in examples]
-    n = len(examples)
+    G = len(examples)
     if len(set(prompts)) == 1 or len(set(completions)) == 1:
-        return [None] * n  # a shortcut: the search below would compare each example with all others
+        return [None] * G  # a shortcut: the search below would compare each example with all others
     partners = []
-    for i in range(n):
+    for i in range(G):
         partner = None
-        for distance in range(1, n):
-            j = (i + distance) % n
+        for distance in range(1, G):
+            j = (i + distance) % G
             if prompts[j] != prompts[i] and completions[j] != completions[i]:
                 partner = j
                 break
@@ -116,8 +116,10 @@ def next_mismatched(examples: list[Example]) -> list[int | None]:
 
 # of a micro-batch, where neither micro_batch_size nor micro_batch_tokens is set
 DEFAULT_TOKENS = 16384
-CPU_ACTIVATIONS = 4e9  # bytes
-NUMBERS_KEPT = 20  # for the backward, of each token, layer and unit of the width: about so many
+CPU_ACTIVATIONS = 4e9  # bytes of a micro-batch, at most
+NUMBERS_KEPT = (
+    20  # activations that the backward needs, about: for each token, layer and unit of the width
+)
 
 
 class Budget(NamedTuple):
@@ -177,7 +179,8 @@ class Step:
     mismatched_index (n,) which of the G have a mismatched pair. Indices, not a mask: a mask would make the
                      host wait for a GPU
     score_prompt     whether the prompts' tokens are targets, too
-    mismatched_completions a list of G arrays of token ids, or None: the step has no mismatched pairs
+    mismatched_completions a list of G arrays of token ids: where an example has no pair, a stand-in that z never
+                     sees. Or None: the step has no mismatched pairs
     longest          L of every micro-batch: tokens of the step's longest completion, own or mismatched. One
                      number for all, so that a sum over L rounds alike however the step is split
     parts            the examples of each of this rank's micro-batches. All ranks have equally many
@@ -332,45 +335,45 @@ def split_step(step: Step, budget: Budget) -> list[Part]:
         if step.mismatched_completions is not None:
             # own and mismatched batch have the same examples: the larger one must fit
             added = [max(n, len(ids)) for n, ids in zip(added, step.mismatched_completions)]
-    groups = []
+    pieces = []  # examples with one prompt, in one micro-batch
     sizes = []
     for group in prompt_groups([e.prompt for e in examples]):
         prompt_tokens = len(examples[group[0]].prompt) if budget.by_tokens else 0
-        # A group that is larger than a micro-batch is divided, and each piece computes the prompt. Where the prompt
-        # alone fills a micro-batch the room is 0 or less, and each example is a piece.
+        # A group that is larger than a micro-batch becomes several pieces, and each computes the prompt. Where the
+        # prompt alone fills a micro-batch the room is 0 or less, and each example is a piece.
         for piece in fill(group, added, budget.room - prompt_tokens, first_fit=budget.by_tokens):
-            groups.append(piece)
+            pieces.append(piece)
             sizes.append(prompt_tokens + sum(added[i] for i in piece))
-    return split_into_parts(groups, sizes, budget)[budget.rank]
+    return split_into_parts(pieces, sizes, budget)[budget.rank]
 
 
-def split_into_parts(groups: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
-    """The parts of each rank. groups: examples that stay together; sizes: of each group, in the unit of
+def split_into_parts(pieces: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
+    """The parts of each rank. pieces: examples that stay together; sizes: of each piece, in the unit of
     budget.room.
 
-    By tokens each rank gets about as many (share_by_size); otherwise ranks take groups in turn. All ranks get equally
-    many parts, because collectives inside a sharded forward must match: a rank with fewer repeats group 0
+    By tokens each rank gets about as many (share_by_size); otherwise ranks take pieces in turn. All ranks get equally
+    many parts, because collectives inside a sharded forward must match: a rank with fewer repeats piece 0
     as a filler.
     """
     if budget.by_tokens:
         shares = share_by_size(sizes, budget.ranks)
     else:
-        shares = [range(rank, len(groups), budget.ranks) for rank in range(budget.ranks)]
+        shares = [range(rank, len(pieces), budget.ranks) for rank in range(budget.ranks)]
     parts_of_rank = []
     for share in shares:
         parts = []
-        for groups_of_part in fill(share, sizes, budget.room, first_fit=budget.by_tokens):
-            index = chain(*(groups[g] for g in groups_of_part))
+        for pieces_of_part in fill(share, sizes, budget.room, first_fit=budget.by_tokens):
+            index = chain(*(pieces[p] for p in pieces_of_part))
             parts.append(Part(sorted(index)))  # in the order of the step
         parts_of_rank.append(parts)
     most = max(map(len, parts_of_rank))
     for parts in parts_of_rank:
-        parts += [Part(groups[0], filler=True)] * (most - len(parts))
+        parts += [Part(pieces[0], filler=True)] * (most - len(parts))
     return parts_of_rank
 
 
 def share_by_size(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Which groups each rank takes: the largest first, each to the rank that has least so far. The short ones, which
+    """Which pieces each rank takes: the largest first, each to the rank that has least so far. The short ones, which
     come last, even out what is left."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks

@@ -20,7 +20,7 @@ import torch
 from checks import as_python
 from data import Step
 from infra.checkpoint import checkpoint_folder
-from infra.console import BadInput, Failed, own_code, progress, say
+from infra.console import BadInput, Failed, progress, say, user_code
 from infra.devices import Stop, all_reduce, on_all_ranks, on_rank_0
 from infra.files import publish_folder
 from infra.logger import format_cells, write_json
@@ -141,7 +141,7 @@ class Evaluator:
         refuse_unless(
             self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
         )
-        with own_code("checker"):  # which may sort or empty its list
+        with user_code("checker"):  # which may sort or empty its list
             given = self.checker(list(answers))
         refuse_unless(
             given is not None, "checker: it returned None: a verdict for each answer is missing"
@@ -341,7 +341,7 @@ def row_of(loop: Any, examples: list[Example], title: str) -> dict:
     if not examples[0].completions:
         return {}
     columns, z = copied_to_cpu(*loop.score_examples(examples, title))
-    return on_all_ranks(loop.run.fabric, lambda: loop.metrics(columns, z))
+    return on_all_ranks(loop.run.fabric, lambda: loop.checked_metrics(columns, z))
 
 
 @torch.no_grad()

@@ -17,8 +17,8 @@ what is remembered from step to step.
 
 Where we differ from the paper and its ports: z is made once for the whole optimizer step, from all
 micro-batches and devices, one number for all examples; a mismatched completion never comes from an equal
-prompt; before the first step a few examples are scored, and without a --reference of its own every r, of own and of
-mismatched completions, must be exactly 0 (checks.check_start).
+prompt; before the first step a few examples are scored, and unless --reference names another model every r, of
+rated and of mismatched completions, must be exactly 0 (checks.check_start).
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
@@ -89,15 +89,15 @@ class KTO(Objective):
         z_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         args = self.args
-        logp_B = logps[:, 0]  # K is 1: a rated example has one completion
+        # (B, K), and K is 1: a rated example has one completion
+        logp_B = logps[:, 0]
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
+        length_B = batch.length[:, 0]  # the completion's tokens
         preference_loss_B = kto_loss(logratio_B, z_B, batch.label, args)
-        sft_loss_B = -logp_B
-        if args.divides_sft:
-            sft_loss_B = sft_loss_B / batch.length[:, 0]
-        # The loop takes the mean over all G examples. Times G / n_desirable it is the mean over the step's desirable
-        # ones; the label makes this loss 0 for all others.
-        sft_loss_B = sft_loss_B * batch.label * (batch.step.size / max(1, batch.step.n_desirable))
+        nll_B = -logp_B / length_B if args.divides_sft else -logp_B
+        # The loop takes the mean over all G examples; times this it is the mean over the step's desirable ones.
+        scale = batch.step.size / max(1, batch.step.n_desirable)
+        sft_loss_B = torch.where(batch.label, nll_B, 0) * scale
         loss_B = args.preference_loss_weight * preference_loss_B + args.sft_loss_weight * sft_loss_B
         return loss_B, {  # metrics needs logratio, logp and desirable
             "preference_loss": preference_loss_B,
@@ -109,43 +109,48 @@ class KTO(Objective):
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
         desirable_G = columns["desirable"] > 0  # the loop has made float64 of all columns
-        r_G = columns["logratio"]
+        logratio_G = columns["logratio"]
         logp_G = columns["logp"]
         sign_G = torch.where(desirable_G, 1.0, -1.0)
-        reward_G = self.args.beta * r_G
+        reward_G = self.args.beta * logratio_G
+        # TRL's words for the desirable and the undesirable ones
         chosen = mean(reward_G[desirable_G])
         rejected = mean(reward_G[~desirable_G])
         has_both = chosen is not None and rejected is not None
-        z_G, logratio_n = z
-        n = len(logratio_n)
-        # the mean of many equal numbers may differ from them in its last digits
+        z_G, mismatched_logratio_n = z
+        n = len(mismatched_logratio_n)
+        # KTO's z is one number, whose mean would differ in its last digits; a fork's make_z may give several
         is_one_number = bool((z_G == z_G[0]).all())
         mean_z = (z_G[0] if is_one_number else z_G.mean()).item()
-        # Before the first update r is 0 everywhere (but with a --reference of its own). Then no r is on a side
-        # of 0 or z, and the mean over the mismatched pairs is 0 but for rounding.
-        has_moved = bool(r_G.any())
-        is_clamped = n > 0 and has_moved and mean_z == 0 and logratio_n.mean().item() < 0
+        # Before the first update r is 0 everywhere, unless --reference names another model. Then no r is on a side of
+        # 0 or z; and that of mismatched pairs may be off 0 by rounding (Trainer.reference_and_pairs).
+        any_r = bool(logratio_G.any())
+        is_clamped = n > 0 and any_r and mean_z == 0 and mismatched_logratio_n.mean().item() < 0
         inputs = ("logratio", "logp", "desirable")  # used below, not logged themselves
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
+        # a mean over the desirable ones; a fork's loss may leave it out
         if "sft_loss" in means and not desirable_G.any():
-            means["sft_loss"] = None  # its mean is over the desirable ones, and there are none
+            means["sft_loss"] = None
+        # n is 0 with pairs, too, where all prompts of a step are equal
         row = {
             "kl": mean_z if self.needs_mismatched_pairs else None,
-            "kl/stderr": (logratio_n.std() / math.sqrt(n)).item() if n > 1 else None,
+            "kl/stderr": (mismatched_logratio_n.std() / math.sqrt(n)).item() if n > 1 else None,
             "kl/clamped": float(is_clamped) if n else None,
             "kl/pairs": n if self.needs_mismatched_pairs else None,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected if has_both else None,
             "rewards/mean": mean(reward_G),
-            "rewards/std": reward_G.std().item() if len(r_G) > 1 else None,
+            "rewards/std": reward_G.std().item() if len(reward_G) > 1 else None,
             "logps/chosen": mean(logp_G[desirable_G]),
             "logps/rejected": mean(logp_G[~desirable_G]),
             # the share of r on its label's side of 0; and on its label's side of z, as the loss sees it
-            "accuracy": mean((sign_G * r_G > 0).double()) if has_moved else None,
-            "accuracy/about_z": mean((sign_G * (r_G - z_G) > 0).double()) if has_moved else None,
+            "accuracy": mean((sign_G * logratio_G > 0).double()) if any_r else None,
+            "accuracy/about_z": mean((sign_G * (logratio_G - z_G) > 0).double()) if any_r else None,
             # P(r of a thumbs up > r of a thumbs down)
-            "auc": auc(r_G[desirable_G], r_G[~desirable_G]) if has_both and has_moved else None,
+            "auc": auc(logratio_G[desirable_G], logratio_G[~desirable_G])
+            if has_both and any_r
+            else None,
         }
         return join_columns(means, row)
 
@@ -175,9 +180,10 @@ def main(
     class like Settings with a group kto; trainer, a subclass of Trainer; checker, a function that judges a
     list of held-out answers (evaluation.Checker); optimizer(policy, cfg), as infra.optimizer.make_optimizer;
     make_records(raw record), which turns one record of the user's file into a list of records in our form."""
+    # without --model and --config: config/demo.yaml; --help begins with the docstring of the objective's file
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
-    with trainer(run) as loop:  # after an error its end saves the last whole step
+    with trainer(run) as loop:  # after an error Trainer.__exit__ saves the last whole step
         if loop.fit():  # False: stopped early
             loop.finish()
 

@@ -42,8 +42,8 @@ class Objective:
     needs_reference = True
     """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
-    """True: the models give the log-prob of each token, (B, K, L). Then `reduce` turns these into what the loss, z and
-    `logratio` get."""
+    """True: the models give the log-prob of each token, (B, K, L). Then `reduce_tokens` turns these into what the
+    loss, z and `logratio` get."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its scored tokens (MicroBatch.length)."""
 
@@ -54,23 +54,23 @@ class Objective:
         batch: MicroBatch,
         z_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce` gives.
+        """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` gives.
         z_B: (B,) z of each example. -> the loss (B,) of each example, not their mean; and
         {column: (B,)}, which reach `metrics` for all examples of the step. The loop multiplies each loss by
-        the weight that its record may give, and adds it to the columns as `loss`. Validation calls it too.
+        its record's weight, and the product is also the column `loss`. Validation calls it too.
 
         A micro-batch is any part of the step, so a loss must not mix its examples: sums over the step
         come from batch.step. The start check refuses nearly all that do: it compares the losses of a
         few examples together with the loss of each alone, at z = 0."""
         raise NotImplementedError
 
-    def reduce(
-        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, lengths: torch.Tensor
+    def reduce_tokens(
+        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the log-probs of the models to those that the loss, z and `logratio` get. Here nothing changes.
 
         The models give (B, K); with by_token (B, K, L), 0 beyond a completion's end. The result must be (B, K) if
-        there are mismatched pairs, or with average_logps, which divides by lengths (B, K)."""
+        there are mismatched pairs, or with average_logps, which divides by length_BK."""
         return logps, ref_logps
 
     def mismatched_completions(
@@ -87,16 +87,16 @@ class Objective:
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
-        """columns: of all G examples, on the CPU. -> a row of metrics.csv or val.csv; None is an empty cell."""
+        """columns: float64, of all G examples, on the CPU. -> a row of metrics.csv or val.csv; None: an empty cell."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(
-        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, lengths: torch.Tensor
+        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> torch.Tensor:
         """r = log pi - log ref in nats, of which the loss, z and the rewards are made. All arguments have the
         shape of the result, such as (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
-        return r / lengths if self.average_logps else r
+        return r / length_BK if self.average_logps else r
 
     def make_z(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
         """z of a step from the log-ratios (n,) of its mismatched pairs: their mean, an estimate of a KL
@@ -154,8 +154,8 @@ def copied_to_cpu(
     parts = numbers.split([x.numel() for x in tensors])
     # float64 has every number of float32, and every bool, exactly
     copies = [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)]
-    n = len(columns)
-    return dict(zip(columns, copies)), Z(*copies[n : n + 2]), *copies[n + 2 :]
+    end = len(columns)
+    return dict(zip(columns, copies)), Z(*copies[end : end + 2]), *copies[end + 2 :]
 
 
 def join_columns(first: dict, second: dict) -> dict:

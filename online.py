@@ -17,7 +17,7 @@ from typing import Literal
 
 from jsonargparse.typing import PositiveInt
 
-from data import epoch_order
+from data import shuffled
 from evaluation import Checker, as_answers, format_table, with_answers
 from infra.console import run_cli, say
 from infra.optimizer import iteration_plans
@@ -151,7 +151,7 @@ def items_of_iteration(items: list, i: int, n: int, seed: int) -> list:
 
     Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
     """
-    endless = chain.from_iterable(epoch_order(len(items), epoch, seed) for epoch in count())
+    endless = chain.from_iterable(shuffled(len(items), epoch, seed) for epoch in count())
     return [items[j] for j in islice(endless, (i - 1) * n, i * n)]
 
 

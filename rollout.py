@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from data import Step
-from infra.console import BadInput, Failed, advance, own_code, progress, user_error
+from infra.console import BadInput, Failed, advance, progress, user_code, user_error
 from infra.devices import all_reduce, on_rank_0
 from infra.files import as_lines, publish_folder, read_lines, write_whole
 from infra.optimizer import Plan
@@ -163,7 +163,7 @@ def policy_answers(
                 questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
 
                 def ask_engine() -> tuple:
-                    with own_code("rollout"):
+                    with user_code("rollout"):
                         answers = run.rollout(*questions)
                     return read_engine(answers, len(prompts))
 
@@ -327,7 +327,7 @@ def rated_examples(
 
     def read_or_rate() -> tuple[list[dict], dict]:
         if run.state.step == plan.begin:  # later the file counts: rate may answer otherwise now
-            with own_code("rate"):
+            with user_code("rate"):
                 examples = list(rate(run, prompts, answers))
             refuse_unless(
                 len(examples) == len(prompts),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveInt
 
-from data import MicroBatch, epoch_order
+from data import MicroBatch, shuffled
 from dpo import DPO, DPOSettings
 from evaluation import Checker, format_table
 from infra.console import BadInput, run_cli, say
@@ -122,7 +122,7 @@ def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
         last = read_lines(file)
         if len(last) != len(demonstrations):
             raise BadInput(f"resume: {file}: {LOST}")
-        order = epoch_order(len(demonstrations), i, run.cfg.seed)
+        order = shuffled(len(demonstrations), i, run.cfg.seed)
         mixed = order[: int(mix * len(demonstrations))]
         pairs += [(demonstrations[j], last[j]["ids"]) for j in mixed]
     return [e._replace(completions=(*e.completions, np.array(ids, np.int32))) for e, ids in pairs]

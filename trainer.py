@@ -5,9 +5,9 @@ A Trainer trains the policy of a Run (run.py, which owns all that lives during a
 Reading order: Trainer.fit; gradient, with its two orders; the parts of a step, where `z_of_step` makes z. Validation
 and the end of a run are in evaluation.py.
 
-How a step is split into micro-batches, devices and shards changes the loss, z and the gradient
-by rounding at most (with lora.dropout, by its random draws too). So z is made once for the whole step, and the
-loss is a sum over the step's G examples, divided by G once.
+How a step is split into micro-batches, devices and shards must change the loss, z and the gradient by rounding at
+most (with lora.dropout, by its random draws too). To this end z is made once for the whole step, and the loss is a
+sum over the step's G examples, divided by G once.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
@@ -23,12 +23,12 @@ import torch
 
 import evaluation
 from attention import PromptCache
-from checks import check_loss, check_row, check_start, check_state_dict, check_z, find_not_finite
+from checks import check_loss, check_row, check_start, check_state_dict, check_z, not_finite_error
 from data import MicroBatch, Part, Step, made_ahead, step_examples
-from infra.console import BadInput, Failed, Interrupted, advance, own_code, progress, say
+from infra.console import BadInput, Failed, Interrupted, advance, progress, say, user_code
 from infra.devices import all_reduce, known_to_all, raise_together
 from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
-from infra.seeds import generator_of, seed_other_generators
+from infra.seeds import generator_of, seed_for_forks
 from model import Scores
 from objective import Z, copied_to_cpu, join_columns
 from packing import PackedBatch
@@ -46,12 +46,12 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        self.val = run.examples["val"][: run.cfg.limit_val]
+        self.val = run.examples["val"][: run.cfg.limit_val]  # for evaluation.validate
         # the names of a loss's columns; for the keys see gather_columns
         self.column_names: dict[tuple, list[str]] = {}
-        # what save_after puts back: before the step that has begun, the random state and the objective's
+        # (random state, Objective.state_dict()) from before the step that is running: save_after puts them back
         self.undo: tuple[torch.Tensor, dict] | None = None
-        self.weights_change = False  # within optimizer_step
+        self.is_changing_weights = False  # within optimizer_step
         self.first_step = 1  # the number of the first step of the present fit
 
     def __enter__(self):
@@ -59,13 +59,13 @@ class Trainer:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
         """The end of a run. After Interrupted, which is no error, the last step is saved; after an error too, if it can
-        be (save_after), and the error goes on. After Ctrl-C a second time nothing is."""
+        be (save_after), and the error goes on."""
         run = self.run
         failed = kind not in (None, Interrupted)
         if kind is Interrupted:
             traceback.clear_frames(trace)  # they hold the model, which close must be able to free
             run.save_and_say_how_to_go_on(run.stop.reason)
-        elif isinstance(error, Exception):
+        elif isinstance(error, Exception):  # a second Ctrl-C is none, and saves nothing
             self.save_after(error)
         run.close(failed)
         if not failed and run.stop.signal:
@@ -78,7 +78,7 @@ class Trainer:
         run = self.run
         # iterations are those of spin.py and online.py
         has_begun = run.state.step > 0 or run.state.iteration > 0
-        if not has_begun or self.weights_change or not known_to_all(run.fabric, error):
+        if not has_begun or self.is_changing_weights or not known_to_all(run.fabric, error):
             return
         if self.undo:
             random_state, remembered = self.undo
@@ -90,9 +90,9 @@ class Trainer:
             say(f"the last step is not saved: {e}")
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
-        """Train on `examples` until plan.end. Defaults: data.train, and the plan of the whole run; so a second
-        fit needs a plan of its own. -> False if a signal, stop_at or max_time ended it early. Raises Interrupted
-        where this was in the middle of a validation."""
+        """Train on `examples` until plan.end, the last step of this iteration (plan.total: of the run). Defaults:
+        data.train, and the plan of the whole run; so a second fit needs a plan of its own. -> False if a signal,
+        stop_at or max_time ended it early. A signal in the middle of a validation raises Interrupted instead."""
         run = self.run
         assert plan or run.last_step == 0, "fit: the default plan has ended: give another one"
         examples = run.examples["train"] if examples is None else examples
@@ -108,7 +108,7 @@ class Trainer:
             check_is_due = has_checker and is_due(number, run.cfg.eval.check_interval, plan)
             if check_is_due or is_due(number, run.cfg.val_interval, plan):
                 is_best = evaluation.validate(self, plan)
-            # validate has saved the step where it was due; this is for a step without a validation, and the best one
+            # does nothing where validate has saved this step already, before it spent time on it
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
                 run.save()
             if number == run.cfg.stop_at:
@@ -128,7 +128,7 @@ class Trainer:
         needs_row = is_due(number, run.cfg.log_interval, plan)
         remembered = copy.deepcopy(run.objective.state_dict())
         self.undo = generator_of(run.fabric).get_state(), remembered
-        seed_other_generators(run.fabric, run.cfg.seed, number)
+        seed_for_forks(run.fabric, run.cfg.seed, number)
         run.policy.train()  # everywhere else it is in eval mode
         # the first step, which is slow and comes before any row, shows sooner that the run is alive
         with self.progress(f"step {number}", step, silent=5 if is_first else 60):
@@ -137,11 +137,11 @@ class Trainer:
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         columns, z, grad_norm = copied_to_cpu(columns, z, grad_norm)
         objective_row, error = self.metrics_and_after_step(step, columns, z, needs_row)
-        not_finite = find_not_finite(step, columns["loss"], z, grad_norm, number)
+        not_finite = not_finite_error(step, columns["loss"], z, grad_norm, number)
         self.agree_on_error_and_stop(not_finite or error)
-        self.weights_change = True
+        self.is_changing_weights = True
         lr = self.optimizer_step(plan)
-        self.weights_change = False
+        self.is_changing_weights = False
         self.undo = None
         # On a GPU the optimizer may still run. The next step waits for it, and its time counts there.
         seconds = time.perf_counter() - began
@@ -204,17 +204,17 @@ class Trainer:
     def policy_forward_first(
         self, step: Step, micro: MicroBatch, entropy: bool
     ) -> tuple[Columns, Z]:
-        """One micro-batch: the forward with gradient, z from its prompts, then the backward. The forwards without
-        gradient in between prepare no backward: DDP and FSDP2 only do so where gradients are on."""
+        """One micro-batch: the forward with gradient, z from its prompts, then the backward. Other forwards run in
+        between. They do not disturb DDP and FSDP2, which prepare a backward only in forwards with gradient."""
         micro = micro.to(self.run.fabric.device)
         with self.synchronised(True):
             by_token = self.run.objective.by_token
             scores = self.forward(
                 micro.packed, keeps_prompts=True, by_token=by_token, entropy=entropy
             )
-            advance(len(micro.part.index))
-            ref_logps, logratio_B = self.reference_and_pairs(micro, scores.prompts)
-            z = self.z_of_step(step, [(micro.part, micro.index_B, logratio_B)])
+            advance(len(micro.part.index))  # of two for each example: see progress
+            ref_logps, mismatched_logratio_B = self.reference_and_pairs(micro, scores.prompts)
+            z = self.z_of_step(step, [(micro.part, micro.index_B, mismatched_logratio_B)])
             loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, z.z_G)
             self.backward(loss_B, micro)
         advance(len(micro.part.index))
@@ -248,12 +248,12 @@ class Trainer:
         """-> the reference's log-probs of each micro-batch's completions, and z. In a training step lora.dropout acts
         on z as on the loss."""
         all_ref_logps = []
-        scored = []
+        pairs = []
         for micro in self.on_device(micro_batches):
-            ref_logps, logratio_B = self.reference_and_pairs(micro)
+            ref_logps, mismatched_logratio_B = self.reference_and_pairs(micro)
             all_ref_logps.append(ref_logps)
-            scored.append((micro.part, micro.index_B, logratio_B))
-        return all_ref_logps, self.z_of_step(step, scored)
+            pairs.append((micro.part, micro.index_B, mismatched_logratio_B))
+        return all_ref_logps, self.z_of_step(step, pairs)
 
     @torch.no_grad()
     def reference_and_pairs(
@@ -262,9 +262,9 @@ class Trainer:
         """-> the reference's log-probs of a micro-batch's completions, and the log-ratios (B,) of its mismatched pairs,
         in nats; None if it has none. prompts: the policy's keys and values of the prompts, if they are known.
 
-        The reference runs the same micro-batches as the policy, so both round alike. As long as both models are
-        equal, r of an own completion is exactly 0. So is r of a mismatched one, if both read keys and values of
-        the prompts that are kept; without `prompts` the policy computes these anew, and rounding may show."""
+        The reference runs the same micro-batches as the policy, so equal models give exactly r = 0 for the examples'
+        own completions. For mismatched ones they do so in policy_forward_first, where both go on from kept prompts.
+        In z_first the policy computes the prompts anew, and the reference does not: r is 0 up to rounding."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
         ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
@@ -273,29 +273,30 @@ class Trainer:
         packed = micro.mismatched.to(self.run.fabric.device)
         logps = self.forward(packed, prompts, by_token=objective.by_token).logps
         ref_logps = self.reference_forward(packed, ref_scores.prompts).logps
-        logps, ref_logps = objective.reduce(logps, ref_logps, packed.length_BK)
-        logratio_BK = objective.logratio(logps, ref_logps, packed.length_BK)
-        return ref_scores.logps, logratio_BK[:, 0]  # one completion each: K is 1
+        logps, ref_logps = objective.reduce_tokens(logps, ref_logps, packed.length_BK)
+        mismatched_logratio_BK = objective.logratio(logps, ref_logps, packed.length_BK)
+        return ref_scores.logps, mismatched_logratio_BK[:, 0]  # one completion each: K is 1
 
     @torch.no_grad()
     def z_of_step(
-        self, step: Step, scored: list[tuple[Part, torch.Tensor, torch.Tensor | None]]
+        self, step: Step, pairs: list[tuple[Part, torch.Tensor, torch.Tensor | None]]
     ) -> Z:
-        """z from the log-ratios of the mismatched pairs of all ranks. scored: of each of this rank's micro-batches its
-        part, its examples' indices and its pairs' log-ratios (B,)."""
+        """z from the log-ratios of the mismatched pairs of all ranks. pairs: of each of this rank's micro-batches its
+        part, its examples' indices and the log-ratios (B,) of its mismatched pairs."""
         device = self.run.fabric.device
         # 0 at the examples of other ranks, so a sum over ranks puts them together
-        logratio_G = torch.zeros(step.size, dtype=torch.float64, device=device)
-        for part, index_B, logratio_B in scored:
-            if logratio_B is not None and not part.filler:
-                logratio_G[index_B] = logratio_B.double()
-        all_reduce(logratio_G)
-        logratio_n = logratio_G[step.mismatched_index]  # without the examples that have no pair
-        z = self.run.objective.make_z(logratio_n, step)  # a number, or (G,)
+        mismatched_logratio_G = torch.zeros(step.size, dtype=torch.float64, device=device)
+        for part, index_B, mismatched_logratio_B in pairs:
+            if mismatched_logratio_B is not None and not part.filler:
+                mismatched_logratio_G[index_B] = mismatched_logratio_B.double()
+        all_reduce(mismatched_logratio_G)
+        # without the examples that have no pair
+        mismatched_logratio_n = mismatched_logratio_G[step.mismatched_index]
+        z = self.run.objective.make_z(mismatched_logratio_n, step)  # a number, or (G,)
         # in the type in which the losses are computed
         z = torch.as_tensor(z, device=device, dtype=torch.get_default_dtype())
         check_z(z, step)
-        return Z(z.expand(step.size), logratio_n)
+        return Z(z.expand(step.size), mismatched_logratio_n)
 
     def forward(
         self,
@@ -326,14 +327,16 @@ class Trainer:
     ) -> tuple[torch.Tensor, Columns]:
         """-> the weighted losses (B,) of a micro-batch, and its columns (B,). ref_logps: of its completions."""
         objective = self.run.objective
-        logps, ref_logps = objective.reduce(scores.logps, ref_logps, micro.length)
+        logps, ref_logps = objective.reduce_tokens(scores.logps, ref_logps, micro.length)
         batch = micro.with_outputs(scores.outputs)
         given = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
         loss_B, own_columns = check_loss(given, B=len(micro.part.index))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
         if scores.entropy is not None:
-            tokens_B = micro.length.sum(1)
+            tokens_B = micro.length.sum(
+                1
+            )  # those that are scored, as in the sums of entropies (B, K)
             columns["entropy"] = scores.entropy.sum(1) / tokens_B
             columns["scored_tokens"] = tokens_B
         columns = join_columns(columns, own_columns)
@@ -362,8 +365,9 @@ class Trainer:
         of validation) differ in their columns: where one has none, its examples would count as 0."""
         run = self.run
         _, _, first_columns = scored[0]
+        # What may change the columns of a loss: asked for once, and on all ranks together.
         key = (type(run.objective), run.policy.training, "entropy" in first_columns)
-        if key not in self.column_names:  # new on all ranks together. Rank 0's names, in its order
+        if key not in self.column_names:  # in rank 0's order, for the sum over ranks
             self.column_names[key] = run.fabric.broadcast(list(first_columns))
         names = self.column_names[key]
         columns_G = first_columns["loss"].new_zeros(len(names), step.size)
@@ -392,17 +396,17 @@ class Trainer:
         try:
             if needs_row:
                 copies = {name: x.clone() for name, x in visible.items()}  # metrics may change them
-                row = self.metrics(copies, z)
-            with own_code("after_step"):
+                row = self.checked_metrics(copies, z)
+            with user_code("after_step"):
                 objective.after_step(step, visible, z)
-        except (BadInput, Failed) as e:  # own_code makes Failed of all other errors
+        except (BadInput, Failed) as e:  # user_code makes Failed of all other errors
             return {}, e
         return row, None
 
     def agree_on_error_and_stop(self, error: Exception | None) -> None:
         """Raise the error if a step has one on any rank. Here the ranks also agree on whether to stop."""
         run = self.run
-        # of all ranks the larger numbers count: 0 is to go on, and no error
+        # 0 is to go on, and no error; the largest number of all ranks counts
         codes = torch.tensor([run.stop.code(), float(error is not None)], dtype=torch.float64)
         if run.fabric.world_size > 1:
             codes = all_reduce(codes.to(run.fabric.device), "max")
@@ -412,7 +416,7 @@ class Trainer:
             raise_together(error)
 
     def optimizer_step(self, plan: Plan) -> float:
-        """Change the weights. -> the learning rate of the step"""
+        """Change the weights by the learning rate of the step, clear the gradient and count the step. -> the rate"""
         run = self.run
         lr = lr_at(run.state.step + 1, plan, run.cfg.optim)
         for group in run.optimizer.param_groups:
@@ -437,9 +441,9 @@ class Trainer:
             row["engine/gap"] = self.run.engine_gap
         return row
 
-    def metrics(self, columns: Columns, z: Z) -> dict[str, float | None]:
+    def checked_metrics(self, columns: Columns, z: Z) -> dict[str, float | None]:
         """A row by the objective's metrics. All tensors are on the CPU. Raises Failed."""
-        with own_code("metrics"):
+        with user_code("metrics"):
             try:
                 return check_row(self.run.objective.metrics(columns, z))
             except KeyError as e:
@@ -454,7 +458,7 @@ class Trainer:
         if run.objective.needs_mismatched_pairs:
             is_own = run.objective.overrides("mismatched_completions")
             if is_own:
-                seed_other_generators(run.fabric, run.cfg.seed, run.state.step)
+                seed_for_forks(run.fabric, run.cfg.seed, run.state.step)
             completions = run.objective.mismatched_completions(examples)
             if is_own:  # ranks may have drawn different random numbers: rank 0's count
                 completions = run.fabric.broadcast(completions)

@@ -45,7 +45,7 @@ class Settings(kto.Settings):
 class Humanline(kto.KTO):
     by_token = True
 
-    def reduce(self, logps, ref_logps, lengths):
+    def reduce_tokens(self, logps, ref_logps, length_BK):
         """(B, K, L) -> (B, K). The reference's log-prob moves to where the log-ratio is at its limit; beyond it
         the token has no gradient."""
         clipped = (logps - ref_logps).clamp(-self.args.fall, self.args.rise)

@@ -141,7 +141,7 @@ def advance(n: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def own_code(what: str) -> Iterator[None]:
+def user_code(what: str) -> Iterator[None]:
     """Around a call of a function that a fork hands over or overrides. An exception in it becomes Failed, one line with
     its place in the user's own files: `checker: mine.py:12: TimeoutError: the judge is busy`."""
     try:

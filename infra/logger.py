@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from infra.console import Failed, make_bar, own_code, rank, say, user_error
+from infra.console import Failed, make_bar, rank, say, user_code, user_error
 from infra.files import write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
@@ -316,7 +316,7 @@ class Logger:
         if self.track:
             numbers = {prefix + name: value for name, value in row.items() if value is not None}
             try:
-                with own_code(f"logger: {self.cfg.logger}"):
+                with user_code(f"logger: {self.cfg.logger}"):
                     self.track(step, numbers, samples)
             except Failed as e:  # the network is away, or a key has expired
                 self.track = None

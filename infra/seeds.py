@@ -20,7 +20,7 @@ def generator_of(fabric: Fabric) -> torch.Generator:
     return torch.default_generator
 
 
-def seed_other_generators(fabric: Fabric, seed: int, step: int) -> None:
+def seed_for_forks(fabric: Fabric, seed: int, step: int) -> None:
     """Seed what a fork may draw from and no checkpoint holds: the generators of Python and numpy and, on a GPU,
     torch's own of the CPU. The same step of a run, or of its resume, then draws the same."""
     number = mixed(seed, step) % 2**32

@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from infra.console import BadInput, Failed, own_code
+from infra.console import BadInput, Failed, user_code
 from infra.settings import Data
 from records.answers import (
     Rating,
@@ -121,7 +121,7 @@ class Reader:
         result = []
         for where, raw in records:
             try:
-                with own_code("main(make_records=...)"):
+                with user_code("main(make_records=...)"):
                     made = self.make_records(raw) or []
             except (BadInput, Failed) as e:
                 faults.append(f"{where}: {e}")

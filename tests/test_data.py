@@ -795,7 +795,7 @@ def test_a_split_by_hand():
 
 def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only():
     def order(epoch, seed):
-        return data.epoch_order(50, epoch, seed)
+        return data.shuffled(50, epoch, seed)
 
     first = order(3, 7)
     assert sorted(first) == list(range(50)) and first != list(range(50))

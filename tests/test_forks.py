@@ -884,7 +884,7 @@ def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():
     objective = Humanline(HumanlineSettings())
     logps = torch.tensor([[[-1.0, -4.0, -0.5, -2.0, 0.0]]], requires_grad=True)
     ref_logps = torch.tensor([[[-1.5, -2.0, -3.5, -2.0, 0.0]]])  # log-ratios 0.5, -2, 3, 0; the end
-    policy, reference = objective.reduce(logps, ref_logps, torch.tensor([[4]]))
+    policy, reference = objective.reduce_tokens(logps, ref_logps, torch.tensor([[4]]))
     assert policy.item() == -7.5 and (policy - reference).item() == 0.5 - 1 + 1.5
     (gradient,) = torch.autograd.grad((policy - reference).sum(), logps)
     assert gradient.tolist() == [[[1, 0, 0, 1, 1]]], "beyond a limit a token has no gradient"
