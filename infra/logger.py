@@ -161,15 +161,20 @@ def add_row(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
-def open_tracker(cfg: RunSettings) -> Callable[[int, dict, Sequence[dict]], None] | None:
+def open_tracker(
+    cfg: RunSettings, first_step: int
+) -> Callable[[int, dict, Sequence[dict]], None] | None:
     """-> track(step, numbers, samples), which hands {name: number} and answers of the policy to tensorboard,
-    wandb or trackio; None if none is asked for."""
+    wandb or trackio; None if none is asked for. first_step: the first one that this process logs."""
     out = Path(cfg.out_dir)
     if cfg.logger == "tensorboard":
         from tensorboardX import SummaryWriter
 
         # tensorboardX names a file by whole seconds: a quick resume would replace the file
-        writer = SummaryWriter(out / "tensorboard", filename_suffix=f".{time.time_ns()}")
+        suffix = f".{time.time_ns()}"
+        # what a killed process has logged after its checkpoint comes again: TensorBoard is to drop the first copy
+        purged = first_step or None
+        writer = SummaryWriter(out / "tensorboard", filename_suffix=suffix, purge_step=purged)
 
         def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
             for name, value in numbers.items():
@@ -253,7 +258,7 @@ class Logger:
         if self.main:
             cut_rows(self.out / "metrics.csv", last_step)
             cut_rows(self.out / "val.csv", last_step - unvalidated)
-            self.track = open_tracker(cfg)
+            self.track = open_tracker(cfg, last_step + 1)
 
     def begin(self, plan: Plan, n: int) -> None:
         """Say how long the run is, on n training examples. Later calls, of later iterations, do nothing."""

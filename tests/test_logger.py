@@ -215,6 +215,21 @@ def test_tensorboard_gets_every_value_at_its_step_and_the_samples(tracked):
     assert len(files) == 2 and all(file.stat().st_size > 100 for file in files), "a resume adds one"
 
 
+def test_a_resume_tells_tensorboard_to_drop_what_came_after_its_checkpoint(tracked):
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    starts = []
+    for file in sorted((tracked["kto"] / "tensorboard").iterdir()):
+        data = file.read_bytes()
+        while data:  # a record: its length and a checksum, the event, a checksum
+            end = 12 + int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12:end])
+            data = data[end + 4 :]
+            if event.session_log.status == SessionLog.START:
+                starts.append(event.step)
+    assert starts == [3], "of the second process, which goes on after step 2"
+
+
 def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(tracked):
     out = tracked["spin"]
     calls = [json.loads(line) for line in (out / "calls").read_text().splitlines()]
