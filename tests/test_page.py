@@ -193,6 +193,21 @@ def test_an_answer_that_is_not_of_rate_py_is_said_in_words(play):
     assert play(steps) == [said]
 
 
+def test_of_several_answers_the_one_that_a_key_rates_has_a_frame(play):
+    steps = """
+    const framed = () => [...document.querySelectorAll(".keyed")].map((x) => x.textContent);
+    found.push(framed());
+    press("a"); await wait(50);
+    found.push(framed());
+    press("k"); await wait(50);
+    found.push({ ...thumbs }, framed());
+    press("j"); await wait(50);
+    found.push(thumbs);
+    """
+    both = {"answer 1": True, "answer 2": False}
+    assert play(steps, ("one",)) == [[], ["answer 1"], {"answer 1": True}, ["answer 2"], both]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
