@@ -208,6 +208,20 @@ def test_of_several_answers_the_one_that_a_key_rates_has_a_frame(play):
     assert play(steps, ("one",)) == [[], ["answer 1"], {"answer 1": True}, ["answer 2"], both]
 
 
+def test_a_paragraph_stands_in_the_direction_of_its_own_script(play):
+    steps = """
+    server["/answer"] = () => ({ text: "مرحبا\\nhello", cut: false, label: null });
+    await say("hello");
+    const box = document.querySelector(".answer").getBoundingClientRect();
+    const range = document.createRange();
+    range.selectNodeContents(document.querySelector(".answer"));
+    for (const line of range.getClientRects()) {
+      if (line.width > 9) found.push([line.left - box.left < 20, box.right - line.right < 20]);  // else the line's end
+    }
+    """
+    assert play(steps) == [[False, True], [True, False]]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
