@@ -222,6 +222,17 @@ def test_a_paragraph_stands_in_the_direction_of_its_own_script(play):
     assert play(steps) == [[False, True], [True, False]]
 
 
+def test_an_answer_without_a_visible_character_is_told_from_an_empty_one(play):
+    steps = """
+    for (const text of ["", " \\n\\u200b", " a\\n"]) {
+      server["/answer"] = () => ({ text, cut: false, label: null });
+      await say("one");
+      found.push([...document.querySelectorAll(".answer")].at(-1).textContent);
+    }
+    """
+    assert play(steps) == ["(an empty answer)", "(an answer of nothing but blanks)", " a\n"]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
