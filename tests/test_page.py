@@ -233,6 +233,15 @@ def test_an_answer_without_a_visible_character_is_told_from_an_empty_one(play):
     assert play(steps) == ["(an empty answer)", "(an answer of nothing but blanks)", " a\n"]
 
 
+def test_the_end_of_the_cards_speaks_of_a_command_where_there_is_one(play):
+    steps = (
+        "press('k'); await wait(1000); found.push(document.querySelector('.empty').textContent);"
+    )
+    steps += "state.command = 'python kto.py'; render(); found.push(document.querySelector('.empty').textContent);"
+    end = "All prompts have a thumbThank you."
+    assert play(steps, ("one",)) == [end, end + " The command below trains on them."]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
