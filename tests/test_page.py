@@ -242,6 +242,21 @@ def test_the_end_of_the_cards_speaks_of_a_command_where_there_is_one(play):
     assert play(steps, ("one",)) == [end, end + " The command below trains on them."]
 
 
+def test_a_screen_reader_hears_an_answer_once_and_not_the_whole_chat_at_each_thumb(play):
+    steps = """
+    const changes = (list) => list.forEach((x) => x.addedNodes.forEach((node) => found.push(node.textContent)));
+    const observer = new MutationObserver(changes);
+    const all = { childList: true, subtree: true };
+    document.querySelectorAll("[aria-live]").forEach((node) => observer.observe(node, all));
+    await say("one");
+    await say("two");
+    click("👍"); await wait(50);
+    """
+    said = play(steps)
+    assert [text for text in said if "answer" in text] == ["answer 1", "answer 2"]
+    assert [text for text in said if "👍 1" in text]
+
+
 def test_a_held_key_counts_once(play):
     hold = (
         "press(KEY); for (let i = 0; i < 60; i++) { await wait(33); press(KEY, { repeat: true }); }"
