@@ -248,9 +248,9 @@ class Desk:
         return {"up": up, "down": down} | advice
 
     def answer(self, prompt: Turns) -> dict:
-        """One more answer, with its thumb if this very answer has one already."""
+        """One more answer, whose it is, and its thumb if this very answer has one already."""
         reply = self.model.answer(prompt)
-        return reply._asdict() | self.label(prompt, reply.text)
+        return reply._asdict() | {"model": self.model.name} | self.label(prompt, reply.text)
 
     def label(self, prompt: Turns, completion: str) -> dict:
         """The thumb that this answer has; null: none."""

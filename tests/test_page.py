@@ -22,7 +22,7 @@ const counts = () => ({ up: count(true), down: count(false), note: "", command: 
 let answers = 0;
 const server = {
   "/state": () => ({ mode: MODE, model: "m", chat: true, asks: true, cards: CARDS, waiting: false, ...counts() }),
-  "/answer": () => ({ text: `answer ${++answers}`, cut: false, label: null }),
+  "/answer": () => ({ text: `answer ${++answers}`, cut: false, label: null, model: "m" }),
   "/label": ({ completion }) => ({ label: thumbs[completion] ?? null }),
   "/rate": ({ completion, label }) => { thumbs[completion] = label; return counts(); },
 };
@@ -255,6 +255,17 @@ def test_a_screen_reader_hears_an_answer_once_and_not_the_whole_chat_at_each_thu
     said = play(steps)
     assert [text for text in said if "answer" in text] == ["answer 1", "answer 2"]
     assert [text for text in said if "👍 1" in text]
+
+
+def test_an_open_page_names_the_model_that_answers_when_rate_py_was_started_with_another(play):
+    steps = """
+    await say("one");
+    found.push($("model").textContent);
+    server["/answer"] = () => ({ text: "a", cut: false, label: null, model: "out/thumbs-1" });
+    await say("two");
+    found.push($("model").textContent);
+    """
+    assert play(steps) == ["m", "thumbs-1"]
 
 
 def test_a_held_key_counts_once(play):
