@@ -272,7 +272,7 @@ class RateServer(ThreadingHTTPServer):
     def __init__(self, desk: Any, port: int):
         """desk: a Desk, or another object with those of its methods that the page asks."""
         self.desk = desk
-        with user_error("port", f"{port}"):
+        with user_error("port", f"{port} (0: any free one)"):
             super().__init__(("127.0.0.1", port), PageHandler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -413,10 +413,10 @@ def main(argv: list[str] | None = None) -> None:
         ratings.file.absolute().parent.is_dir(), f"ratings: {args.ratings}: its folder is not there"
     )
     ratings.read()  # a bad line is refused before a model is loaded
+    server = RateServer(None, args.port)  # a port that is taken is refused before it, too
     model = OtherServer(args) if args.server else OwnModel(args)
     prompts = shown_prompts(args.prompts, model.chat) if args.prompts else []
-    desk = Desk(model, ratings, prompts)
-    server = RateServer(desk, args.port)
+    desk = server.desk = Desk(model, ratings, prompts)
     say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {ratings.file}")
     up, down = count_labels(ratings.read())
     if up or down:

@@ -377,6 +377,13 @@ def test_a_prompt_with_tools_or_arguments_of_the_template_is_refused_with_its_li
     assert "p.jsonl:3: chat_template_kwargs: rate.py asks without them" in arguments
 
 
+def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(other, tmp_path):
+    port = other.server_port
+    argv = ["--model=no/such/model", f"--port={port}", f"--ratings={tmp_path / 'ratings.jsonl'}"]
+    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
+    assert (code, said) == (2, f"error: port: {port} (0: any free one): Address already in use\n")
+
+
 # ---- who may ask ---------------------------------------------------------------------------------
 
 
