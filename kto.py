@@ -148,19 +148,17 @@ class KTO(Objective):
             "accuracy": mean((sign_G * logratio_G > 0).double()) if any_r else None,
             "accuracy/about_z": mean((sign_G * (logratio_G - z_G) > 0).double()) if any_r else None,
             # P(r of a thumbs up > r of a thumbs down)
-            "auc": auc(logratio_G[desirable_G], logratio_G[~desirable_G])
-            if has_both and any_r
-            else None,
+            "auc": auc(logratio_G, desirable_G) if has_both and any_r else None,
         }
         return join_columns(means, row)
 
 
-def auc(high: torch.Tensor, low: torch.Tensor) -> float:
-    """The probability that a value of `high` is above a value of `low`; a tie counts one half.
+def auc(x: torch.Tensor, is_high: torch.Tensor) -> float:
+    """The probability that one of the numbers x that are marked high is above one of the others; a tie counts one half.
 
-    Both are 1-D tensors with at least one value.
-    """
-    low = low.sort().values
+    Both are 1-D tensors; at least one number is marked, and one is not."""
+    high = x[is_high]
+    low = x[~is_high].sort().values
     n_below = torch.searchsorted(low, high)  # for each of `high`
     n_below_or_equal = torch.searchsorted(low, high, right=True)
     wins = (n_below + n_below_or_equal).double() / 2

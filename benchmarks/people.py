@@ -352,7 +352,7 @@ def measure(judged: list[Judged]) -> dict[str, float]:
     negation_won = np.concatenate([wins(j.negates, j.pairs) for j in judged])
     return {
         "pairs": won.mean(),
-        "auc": auc(torch.tensor(value[good]), torch.tensor(value[~good])),
+        "auc": auc(torch.tensor(value), torch.tensor(good)),
         "sign": ((value > 0) == good).mean(),
         "better_shorter": mean(won[longer_won == 0]),
         "better_longer": mean(won[longer_won == 1]),

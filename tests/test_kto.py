@@ -266,9 +266,12 @@ def test_the_loop_multiplies_each_loss_by_the_records_weight(tiny, ratings, tmp_
 
 
 def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one():
-    high, low = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0])
-    assert auc(high, low) == pytest.approx((1 + 1.5 + 2) / 6)
-    assert auc(low, high) == pytest.approx(1.5 / 6)
+    rewards, is_desirable = (
+        torch.tensor([1.0, 0.0, 2.0, 2.0, 3.0]),
+        torch.tensor([1, 0, 1, 0, 1]) > 0,
+    )
+    assert auc(rewards, is_desirable) == pytest.approx((1 + 1.5 + 2) / 6)
+    assert auc(rewards, ~is_desirable) == pytest.approx(1.5 / 6)
 
 
 def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampled(
