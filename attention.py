@@ -1,4 +1,5 @@
-"""Who attends to whom: over a packed batch, whose completions share their prompts, or over a cache of keys and values.
+"""Who attends to whom: over a packed batch, whose completions share their prompts, or over a key/value cache,
+which is kept here.
 
 Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
 

@@ -1,4 +1,4 @@
-"""What an algorithm is: its loss, its z, its mismatched pairs, its metrics.
+"""What an algorithm is: its loss, its mismatched pairs, its z (their mean log-ratio, at least 0), its metrics.
 
 An algorithm is a subclass of Objective, in a file of its own (kto.py, dpo.py, examples/). Only `loss` must be
 given. Reading order: Objective, then PreferenceSettings, what kto.py and dpo.py share.

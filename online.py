@@ -131,12 +131,16 @@ def balanced(examples: list[Example]) -> list[Example]:
 def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     """Print the iteration's counts and a few of its answers."""
     answers = as_answers(run.tokenizer, examples, run.cfg.online.stop)
-    right = sum(e.label for e in examples)
+    rated = [e for e in examples if e.weight > 0]  # the others are left out
+    right = sum(e.label for e in rated)
     cut = sum(a.cut for a in answers)
     tokens = sum(len(e.completions[0]) for e in examples)
     n = len(examples)
-    share = f"{right:,} right ({right / n:.1%})"
-    say(f"iteration {i}: {n:,} answers, {share}, {cut:,} cut, {tokens:,} tokens{gap_text(run)}")
+    share = f"{right / max(1, len(rated)):.1%}"
+    if len(rated) < n:
+        share += f" of {len(rated):,} that are rated"
+    counts = f"{n:,} answers, {right:,} right ({share}), {cut:,} cut"
+    say(f"iteration {i}: {counts}, {tokens:,} tokens{gap_text(run)}")
     rows = []
     for answer, example in zip(answers[:4], examples):
         rating = "up" if example.label else "down"

@@ -1,4 +1,4 @@
-"""Sample from a policy, batched, with a key/value cache.
+"""Sample from a policy, batched (its key/value cache: attention.py).
 
 Reading order: choose_token (one token); generate, which divides the prompts over ranks and batches; sample_batch, the
 loop over tokens; when an answer has ended, and its text.

@@ -1,4 +1,4 @@
-"""The loop: steps, their gradients, and when z is computed.
+"""The loop: steps, their gradients, when z is computed; validations, checkpoints and stops between steps.
 
 A Trainer trains the policy of a Run (run.py, which owns all that lives during a run) by an Objective (objective.py).
 

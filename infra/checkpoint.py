@@ -1,4 +1,4 @@
-"""A run on disk: its folder and lock, what a resume compares, and checkpoints.
+"""A run on disk: its folder and lock, checkpoints, and whether a resume is of the same run.
 
 | in the run's folder | holds |
 | --- | --- |

@@ -1,4 +1,5 @@
-"""From --devices and --strategy to processes that compute together: launch, shard, collectives, stop.
+"""From --devices and --strategy to processes that compute together: launch, shard, collectives; and signals that
+stop a run.
 
 All of this is Fabric's and torch's; this file chooses among it, and works around what it gets wrong.
 """

@@ -1,4 +1,4 @@
-"""Settings that every program shares.
+"""Settings that every program shares, and which of them a resume may change.
 
 A field's type says what it may be, the sentence under it is its --help, null means off; its default says, where it
 is not a plain value, what a resume may do with it (`free`, `rounding`, `content`). How they are read from files and

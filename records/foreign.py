@@ -1,4 +1,5 @@
-"""A record from elsewhere becomes none, one or several of ours, by what the settings say.
+"""A record from elsewhere, such as another tool's export, becomes none, one or several of ours, by what the settings
+(config/data/*.yaml) say.
 
 Exports of tools and published data sets come in four shapes: a record is one rated answer; it is a
 conversation whose messages carry ratings, or with a pointer to the rated message; it has two answers and
