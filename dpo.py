@@ -147,7 +147,7 @@ class DPO(Objective):
             # an online fork may have a step without pairs
             "rewards/std": rewards.std().item() if len(rewards) else None,
             # a tie counts one half. Before the first update h is 0 everywhere: none is preferred
-            "accuracy": mean((h_G > 0) + 0.5 * (h_G == 0)) if h_G.any() else None,
+            "accuracy": mean((h_G > 0).double() + 0.5 * (h_G == 0)) if h_G.any() else None,
         }
         return join_columns(means, row)
 

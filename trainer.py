@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+import numpy as np
 import torch
 
 import evaluation
@@ -429,11 +430,10 @@ class Trainer:
     def loop_row(self, step: Step, columns: Columns, plan: Plan) -> dict[str, float | None]:
         """The loop's own columns of metrics.csv, of the step that was just done."""
         done = self.run.state.step
-        # of each example the mean over its tokens: weighed by these, the mean over all tokens of the step
-        tokens_G = columns["scored_tokens"]
-        entropy = (columns["entropy"] * tokens_G).sum() / tokens_G.sum()
+        # of each example it is the mean over its tokens: weighed by these, the mean over all tokens of the step
+        entropy = np.average(columns["entropy"], weights=columns["scored_tokens"])
         row = {
-            "entropy": entropy.item(),
+            "entropy": float(entropy),
             "epoch": (done - plan.begin) / plan.per_epoch,
             "samples": done * step.size,
         }
