@@ -370,8 +370,8 @@ def finish(loop: Any) -> None:
     if run.cfg.lora.rank:
         export_adapters(run)
     exports = {"final": run.state.step, "best": run.state.best_step}
-    start = run.state.start_value
-    if run.state.best_step and start is not None and run.state.best_value <= start:
+    start = run.state.start_score
+    if run.state.best_step and start is not None and run.state.best_score <= start:
         say(f"keep_best: {run.cfg.keep_best}: no step was better than the model before the run")
     test = run.examples["test"]
     scores = {}

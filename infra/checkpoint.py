@@ -79,9 +79,9 @@ class RunState:
     """Hash of the policy's weights when the iteration began."""
     best_step: int | None = None
     """The step of the best checkpoint by the setting keep_best."""
-    best_value: float | None = None
+    best_score: float | None = None
     """The value of keep_best's column at best_step, negated where the lowest is best."""
-    start_value: float | None = None
+    start_score: float | None = None
     """The same at step 0."""
     objective_state: dict = field(default_factory=dict)
     """Objective.state_dict()."""
@@ -100,15 +100,15 @@ class RunState:
         value = row[column]
         if value is None or not math.isfinite(value):
             return False
-        if column.endswith("loss") or column.split("/")[0] == "kl":
-            value = -value  # the lowest loss or KL is best
+        lowest_is_best = column.endswith("loss") or column.split("/")[0] == "kl"
+        score = -value if lowest_is_best else value
         if self.step == 0:
-            self.start_value = value
+            self.start_score = score
             return False
-        if self.best_value is not None and value <= self.best_value:
+        if self.best_score is not None and score <= self.best_score:
             return False
         self.best_step = self.step
-        self.best_value = value
+        self.best_score = score
         return True
 
 
@@ -225,7 +225,7 @@ def begin_run(
     """Write into the folder for the first time: rename the checkpoints of later steps than the one from which
     the run goes on, and write the settings. -> the state that the run begins with. Raises BadInput for
     models that are not those of the checkpoint."""
-    check_resumed_hashes(checkpoint, hashes)
+    check_resumed_hashes(checkpoint, hashes)  # now with those of the weights
     state = RunState(hashes=hashes)
     if checkpoint:
         state = read_state(checkpoint)
@@ -233,7 +233,7 @@ def begin_run(
         path_of = checkpoints_by_step(out)
         # the best checkpoint was removed; or this is a branch, which has no checkpoint yet
         if state.best_step not in path_of:
-            state.best_step = state.best_value = None
+            state.best_step = state.best_score = None
         for step, path in path_of.items():
             if step > state.step:  # made after the checkpoint that the run goes back to
                 aside = path.with_name(f"abandoned-{path.name}")
@@ -280,7 +280,8 @@ def save_checkpoint(run: Any) -> None:
             else:
                 state.optimizer_numbers[name] = x
     tensors[f"random|{fabric.global_rank}"] = generator_of(fabric).get_state()
-    # a file for each kind: a rank holds only one file's bytes at once
+    # A file for each kind: a rank holds only one file's bytes at once. The list must be the same on all ranks, so it
+    # has the random states of all.
     names_of_random_states = [f"random|{rank}" for rank in range(fabric.world_size)]
     names = [*tensors, *names_of_random_states]
     kinds = sorted({name.split("|")[0] for name in names})
