@@ -82,6 +82,5 @@ def publish_folder(
         error = e
         if isinstance(e, CheckpointException):  # it holds the error of each rank that failed
             error, _ = next(iter(e.failures.values()))
-        shutil.rmtree(new, ignore_errors=True)  # a full disk has no room for a half
         reason = getattr(error, "strerror", None) or error
         raise Failed(f"{out}: not saved: {reason}") from None
