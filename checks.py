@@ -311,6 +311,12 @@ def not_finite_error(
 ) -> Failed | None:
     """-> the error to raise if the norm, z or a loss of a step is not finite. All tensors are on the CPU."""
     losses = loss_G.tolist()
+    is_z_finite = bool(z.z_G.isfinite().all())
+    if z.mismatched_logratio_n.isfinite().all() and not is_z_finite:
+        return Failed(
+            f"step {step_number}: make_z: z is not finite, though all log-ratios are: give a finite number, or one for "
+            "each example, also for one without a mismatched pair; the weights are unchanged"
+        )
     # a loss may be infinite where its gradient is not, as by a constant
     numbers = [grad_norm.item(), z.z_G.double().sum().item(), sum(losses)]
     if all(map(math.isfinite, numbers)):
@@ -330,6 +336,17 @@ def not_finite_error(
         f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
         f"weights are unchanged{advice}"
     )
+
+
+def say_without_gradient(weights: dict[str, torch.nn.Parameter]) -> None:
+    """After the first backward: say which weights are to be trained and have no gradient, as those that a fork's block
+    leaves out. They never change, and DDP would fail at its second step."""
+    names = [name for name, p in weights.items() if p.requires_grad and p.grad is None]
+    if names:
+        say(
+            f"{len(names)} weights get no gradient and stay as they are, {names[0]} first: freeze them "
+            "(requires_grad_(False)), else strategy ddp fails"
+        )
 
 
 # ---- the start of a run, or of an iteration --------------------------------------------------------

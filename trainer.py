@@ -22,9 +22,9 @@ from types import TracebackType
 import numpy as np
 import torch
 
+import checks
 import evaluation
 from attention import PromptCache
-from checks import check_loss, check_row, check_start, check_state_dict, check_z, not_finite_error
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from infra.console import BadInput, Failed, Interrupted, advance, progress, say, user_code
 from infra.devices import all_reduce, known_to_all, raise_together
@@ -135,10 +135,12 @@ class Trainer:
         with self.progress(f"step {number}", step, silent=5 if is_first else 60):
             columns, z = self.gradient(step, micro_batches, entropy=needs_row)
         run.policy.eval()
+        if is_first:
+            checks.say_without_gradient(run.policy.module.unique_parameters())
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         columns, z, grad_norm = copied_to_cpu(columns, z, grad_norm)
         objective_row, error = self.metrics_and_after_step(step, columns, z, needs_row)
-        not_finite = not_finite_error(step, columns["loss"], z, grad_norm, number)
+        not_finite = checks.not_finite_error(step, columns["loss"], z, grad_norm, number)
         self.agree_on_error_and_stop(not_finite or error)
         self.is_changing_weights = True
         lr = self.optimizer_step(plan)
@@ -154,7 +156,7 @@ class Trainer:
             run.logger.step(number, join_columns(objective_row, of_step), seconds)
         if is_first:
             say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
-            check_state_dict(run.objective)  # before hours are spent
+            checks.check_state_dict(run.objective)  # before hours are spent
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """The steps to come with this rank's micro-batches, packed. A thread makes and packs the next one while a step
@@ -296,7 +298,7 @@ class Trainer:
         z = self.run.objective.make_z(mismatched_logratio_n, step)  # a number, or (G,)
         # in the type in which the losses are computed
         z = torch.as_tensor(z, device=device, dtype=torch.get_default_dtype())
-        check_z(z, step)
+        checks.check_z(z, step)
         return Z(z.expand(step.size), mismatched_logratio_n)
 
     def forward(
@@ -331,7 +333,7 @@ class Trainer:
         logps, ref_logps = objective.reduce_tokens(scores.logps, ref_logps, micro.length)
         batch = micro.with_outputs(scores.outputs)
         given = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
-        loss_B, own_columns = check_loss(given, B=len(micro.part.index))
+        loss_B, own_columns = checks.check_loss(given, B=len(micro.part.index))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
         if scores.entropy is not None:
@@ -445,7 +447,7 @@ class Trainer:
         """A row by the objective's metrics. All tensors are on the CPU. Raises Failed."""
         with user_code("metrics"):
             try:
-                return check_row(self.run.objective.metrics(columns, z))
+                return checks.check_row(self.run.objective.metrics(columns, z))
             except KeyError as e:
                 raise Failed(f"metrics: no column {e}: the loss must return it") from e
 
@@ -486,7 +488,7 @@ class Trainer:
         run = self.run
         run.logger.begin(plan, len(examples))
         if run.state.step == run.reference_step:  # at the start, or the reference is new
-            check_start(self, examples)
+            checks.check_start(self, examples)
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         if run.state.step == 0 or run.state.unvalidated:  # a validation was interrupted

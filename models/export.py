@@ -152,9 +152,10 @@ def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
                 f"export: {source.base.folder}: not the weights that {source.folder} was trained on"
             )
     put_on(gpt, source.folder)
+    # transformers cannot load a model with blocks of a fork's own
+    library = "library_name: transformers\n" if GPT.block_class is Block else ""
     card = f"""---
-library_name: transformers
-tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
+{library}tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
 ---
 
 Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have

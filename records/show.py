@@ -138,12 +138,17 @@ def suggestion(records: list, data: Data) -> str:
     if preset:
         return f"its fields are those of {preset}: --config {preset}"
     columns = (
-        conversation_columns(records) or two_answers_columns(records) or one_answer_columns(records)
+        answer_list_columns(records)
+        or conversation_columns(records)
+        or two_answers_columns(records)
+        or one_answer_columns(records)
     )
     line = ",".join(f"{name}={path}" for name, path in columns.items())
     label = columns.get("label") or columns.get("verdict") or "?"
     values = [] if label == "?" else values_of(columns, label, records)
     words = "a=?,b=?" if "verdict" in columns else labels_of(values)
+    if data.kind == "paired" and values and all(number(value) is not None for value in values):
+        words = "'up=>=0'"  # the best and the worst of the answers
     shown = ", ".join(text[:30] for text in values[:5]) + (", ..." if values[5:] else "")
     return (
         f"no file of config/data fits. Perhaps: --data.columns {line} --data.labels {words} "
@@ -236,6 +241,23 @@ def two_answers_columns(records: list) -> dict[str, str]:
         prompt = candidates(records, NAMES["prompt"], is_words) or ["?"]
         verdict = candidates(records, NAMES["verdict"], is_mark) or ["?"]
         return {"prompt": prompt[0], "a": path, "b": twins[0], "verdict": verdict[0]}
+    return {}
+
+
+def answer_list_columns(records: list) -> dict[str, str]:
+    """A list of answers, each with a rating of its own, beside their prompt."""
+    prompt = candidates(records, NAMES["prompt"], is_words)
+    for record in records[:20]:
+        for path in names_in(record):
+            answers = Column(path).one(record) if "*" not in path else None
+            if not isinstance(answers, list) or not all(isinstance(x, dict) for x in answers):
+                continue
+            label = candidates(answers, NAMES["label"], is_mark)
+            text = candidates(answers, f"{NAMES['completion']} content", is_words)
+            role = candidates(answers, "role from author sender", is_mark)
+            if prompt and label and text and not role:
+                columns = {"prompt": prompt[0], "completion": f"{path}.*.{text[0]}"}
+                return columns | {"label": f"{path}.*.{label[0]}"}
     return {}
 
 

@@ -9,6 +9,7 @@ from lightning.fabric import Fabric
 from tiny_models import GQA, made, with_adapters
 from torch import nn
 
+import checks
 import kto
 from infra.optimizer import (
     Plan,
@@ -18,6 +19,7 @@ from infra.optimizer import (
     lr_at,
     make_optimizer,
     steps_of,
+    what_trains,
 )
 from infra.settings import Data, Lora, Optim
 from models import load
@@ -144,6 +146,20 @@ def test_weight_decay_covers_the_matrices_and_skips_biases_norms_and_embeddings(
     skipped = re.compile("bias|norm|ln_f|wte|wpe|lm_head")  # this model's head is its embedding
     assert [name for name in shrinks if skipped.search(name)] == unchanged
     assert sum(shrinks.values()) == 8, "four matrices in each of two layers"
+
+
+def test_weights_without_a_gradient_are_named_and_frozen_ones_counted(capsys):
+    """As a fork's block leaves them out: DDP would fail at its second step."""
+    layers = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2, bias=False)})
+    layers["used"].bias.requires_grad_(False)
+    assert what_trains(layers, Lora()) == "training 8 weights, 2 are frozen (no lora.rank)"
+    layers["used"](torch.ones(2)).sum().backward()
+    checks.say_without_gradient(dict(layers.named_parameters()))
+    said = capsys.readouterr().out
+    assert said.startswith("1 weights get no gradient and stay as they are, unused.weight first")
+    layers["unused"].requires_grad_(False)
+    checks.say_without_gradient(dict(layers.named_parameters()))
+    assert capsys.readouterr().out == ""
 
 
 def test_norms_of_two_dimensions_do_not_decay(tmp_path):

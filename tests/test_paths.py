@@ -581,6 +581,20 @@ def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monke
         assert line in shown(tmp_path, monkeypatch, capsys, source)
 
 
+def test_of_a_prompt_with_scored_answers_data_py_suggests_the_best_and_the_worst(
+    tmp_path, monkeypatch, capsys
+):
+    scored = [("fair", 0.2), ("best", 0.9), ("worst", -0.5)]
+    answers = [{"text": text, "score": score} for text, score in scored]
+    source = write(tmp_path / "d.jsonl", *({"prompt": x, "answers": answers} for x in "PQ"))
+    said = shown(tmp_path, monkeypatch, capsys, source, "--kind", "paired")
+    found = re.search(r"Perhaps: (--data.columns .*) (--data.labels) '(.*)' \(", said)
+    columns, labels = found[1].split(), found.groups()[1:]
+    assert labels == ("--data.labels", "up=>=0")
+    said = shown(tmp_path, monkeypatch, capsys, source, "--kind", "paired", *columns, *labels)
+    assert "chosen    best" in said and "rejected  worst" in said
+
+
 def test_a_long_run_of_blanks_in_a_text_is_read_at_once():
     for text in (" " * 300_000 + "x", "<details " * 30_000 + "x"):
         record = {"q": text, "a": text}

@@ -245,7 +245,7 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     monkeypatch.setattr(model.GPT, "hidden", counted)
     monkeypatch.setattr("trainer.step_examples", draw)
     # it takes the first examples of the first micro-batch, which depend on the cut
-    monkeypatch.setattr("trainer.check_start", lambda *given: None)
+    monkeypatch.setattr("checks.check_start", lambda *given: None)
     argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={other}",
             "--save_interval=null")  # fmt: skip
     for size in (7, 4):
