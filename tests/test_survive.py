@@ -1,5 +1,6 @@
 """A run that is killed or stopped at any moment goes on as the same run, and its processes end together."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -30,8 +31,9 @@ import trainer
 from evaluation import Evaluator
 from infra import devices
 from infra.console import Failed
+from infra.launchers import FIRST_PROCESS
 from infra.logger import Logger
-from models import load
+from models import export
 from trainer import Trainer
 
 EVERY = ("--optim.lr=1e-3", "--save_interval=2", "--precision=32-true", "--progress=false",
@@ -87,7 +89,7 @@ MOMENTS = {
         ((os, "fsync"), 1),  # in the middle of a checkpoint
         ((Path, "rename"), 1),  # at its end
         ((evaluation, "generate"), 2),  # in a validation, one checkpoint later
-        ((load, "export"), 1),
+        ((export, "export"), 1),
     ],
     "spin": [
         ((rollout, "generate"), 2),  # one batch of the first answers is on the disk
@@ -313,12 +315,18 @@ def test_no_process_stays_where_the_first_one_is_killed_before_they_have_found_e
     argv = argv_of("kto", tmp_path / "run", "--devices=2")
     die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     child = Started(tmp_path, KTO, argv, lambda: at_call((dist, "init_process_group"), 1, die))
-    of_child = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    until(of_child.read_text)
-    (other,) = of_child.read_text().split()
     assert child.ended()[0] == -signal.SIGKILL
-    status = Path(f"/proc/{other}/stat")
-    until(lambda: not status.exists() or status.read_text().split()[2] == "Z")
+    mark = f"{FIRST_PROCESS}={child.pid}\0".encode()
+
+    def others() -> list[Path]:
+        """The processes that it has started; what is a zombie has no environment."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # gone in the meantime
+                found += [file] if mark in file.read_bytes() else []
+        return found
+
+    until(lambda: not others())
 
 
 def test_two_processes_say_nothing_but_their_own_lines(argv_of, tmp_path):
