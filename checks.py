@@ -31,9 +31,10 @@ def check_objective(objective: Objective) -> None:
         hook = getattr(Objective, name, None)
         if not hasattr(Objective, name):  # python -OO leaves None as __doc__
             like = get_close_matches(name, dir(Objective), 1, cutoff=0.85)
-            if name in OLD_NAMES or like:
-                new = OLD_NAMES.get(name) or like[0]
-                raise BadInput(f"{kind}.{name}: not known: did you mean {new}?")
+            if name in OLD_NAMES:
+                like = [OLD_NAMES[name]]
+            if like:
+                raise BadInput(f"{kind}.{name}: not known: did you mean {like[0]}?")
         elif inspect.isfunction(hook):
             _, *names = inspect.signature(hook).parameters
             try:
@@ -311,8 +312,8 @@ def not_finite_error(
 ) -> Failed | None:
     """-> the error to raise if the norm, z or a loss of a step is not finite. All tensors are on the CPU."""
     losses = loss_G.tolist()
-    is_z_finite = bool(z.z_G.isfinite().all())
-    if z.mismatched_logratio_n.isfinite().all() and not is_z_finite:
+    has_finite_pairs = z.mismatched_logratio_n.isfinite().all()
+    if has_finite_pairs and not z.z_G.isfinite().all():
         return Failed(
             f"step {step_number}: make_z: z is not finite, though all log-ratios are: give a finite number, or one for "
             "each example, also for one without a mismatched pair; the weights are unchanged"

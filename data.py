@@ -117,9 +117,8 @@ def next_mismatched(examples: list[Example]) -> list[int | None]:
 # of a micro-batch, where neither micro_batch_size nor micro_batch_tokens is set
 DEFAULT_TOKENS = 16384
 CPU_ACTIVATIONS = 4e9  # bytes of a micro-batch, at most
-NUMBERS_KEPT = (
-    20  # activations that the backward needs, about: for each token, layer and unit of the width
-)
+# activations that the backward needs, about: for each token, layer and unit of the width
+NUMBERS_KEPT = 20
 
 
 class Budget(NamedTuple):

@@ -246,9 +246,8 @@ def format_gain(before: dict, after: dict) -> str:
     """How much larger the share of right answers is after training. Where answers have no verdict, the two shares
     are of different prompts, so the gain is taken over those that have one both times."""
     if "unjudged" not in before and "unjudged" not in after:
-        return (
-            f"{100 * (after['right'] / after['of'] - before['right'] / before['of']):+5.1f} points"
-        )
+        gain = after["right"] / after["of"] - before["right"] / before["of"]
+        return f"{100 * gain:+5.1f} points"
     pairs = zip(before["answers"], after["answers"])
     verdicts = [(old["right"], new["right"]) for old, new in pairs]
     gains = [new - old for old, new in verdicts if None not in (old, new)]

@@ -92,9 +92,10 @@ class KTO(Objective):
         # (B, K), and K is 1: a rated example has one completion
         logp_B = logps[:, 0]
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
-        length_B = batch.length[:, 0]  # the completion's tokens
         preference_loss_B = kto_loss(logratio_B, z_B, batch.label, args)
-        nll_B = -logp_B / length_B if args.divides_sft else -logp_B
+        nll_B = -logp_B
+        if args.divides_sft:
+            nll_B = nll_B / batch.length[:, 0]
         # The loop takes the mean over all G examples; times this it is the mean over the step's desirable ones.
         scale = batch.step.size / max(1, batch.step.n_desirable)
         sft_loss_B = torch.where(batch.label, nll_B, 0) * scale

@@ -273,10 +273,8 @@ def setup(
 
     # the models, and what trains the policy
     say(f"loading {cfg.model}")
-    # two, because a template may write a newline behind an answer's end
-    last_ids = {int(i) for e in examples["train"] for ids in e.completions for i in ids[-2:]}
     policy, frozen, of_weights = load_policy_and_reference(
-        cfg, fabric, source, tokenizer, objective, config.hidden_size, last_ids
+        cfg, fabric, source, tokenizer, objective, config.hidden_size, examples["train"]
     )
     hashes |= of_weights
     say(what_trains(policy, cfg.lora))

@@ -52,7 +52,7 @@ def rate(run, prompts, answers):
 
 class GRPO(Objective):
     """The reference is the policy that gave the answers (online.reference last); no KL term. Without a
-    `reduce` of its own its loss sees the log-probs of each token."""
+    `reduce_tokens` of its own its loss sees the log-probs of each token."""
 
     record_kind, by_token = "prompts", True
 

@@ -104,7 +104,7 @@ def lr_at(step: int, plan: Plan, optim: Optim) -> float:
 def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
     """A line that says how many weights are trained."""
     n = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    n_frozen = sum(p.numel() for p in policy.parameters() if not p.requires_grad)
+    n_frozen = sum(p.numel() for p in policy.parameters()) - n
     number = f"{n / 1e6:,.2f} million" if n >= 1e4 else f"{n:,}"
     if not lora.rank and n_frozen:
         return f"training {number} weights, {n_frozen:,} are frozen (no lora.rank)"

@@ -53,6 +53,7 @@ from models.lora import (
 from models.quantize import quantize_base
 from objective import Objective
 from packing import pack
+from records.examples import Example
 from records.tokenizer import Tokenizer
 
 
@@ -395,12 +396,12 @@ def load_policy_and_reference(
     tokenizer: Tokenizer,
     objective: Objective,
     width: int,
-    last_ids: set[int],
+    examples: list[Example],
 ) -> tuple[nn.Module, nn.Module | None, dict[str, str]]:
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
     adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
     The objective's module, for hidden states of this width, becomes a part of the policy after the
-    reference was copied from the policy. last_ids: with which token ids completions end. Raises BadInput."""
+    reference was copied from the policy. examples: of data.train. Raises BadInput."""
     sharded = cfg.strategy == "fsdp"
     dtype = dtype_of(cfg.precision)
     policy = None
@@ -425,7 +426,7 @@ def load_policy_and_reference(
     if policy:
         add_adapters(policy, cfg.lora)
         if cfg.lora.rank:
-            say_untrained_ends(policy, tokenizer, last_ids)
+            say_untrained_ends(policy, tokenizer, examples)
     # without a reference of its own, a run with adapters takes the policy with its adapters off
     is_model = cfg.reference or not cfg.lora.rank
     if objective.needs_reference and is_model:
@@ -447,11 +448,17 @@ def load_policy_and_reference(
     return policy.eval(), frozen, hashes
 
 
-def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, last_ids: set[int]) -> None:
+def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Example]) -> None:
     """Say where completions end in a token whose row of the head was never trained, as in base models the rows of a
     chat template's tokens. Adapters of other layers leave the row as it is, so no answer learns to end."""
     if hasattr(policy.lm_head, "lora_A"):
         return
+    last_ids: set[int] = set()
+    for example in examples:
+        for ids in example.completions:
+            last_ids.update(
+                ids[-2:].tolist()
+            )  # a template may write a newline behind an answer's end
     w_VC = policy.lm_head.weight
     for i in sorted(last_ids.intersection(tokenizer.stops)):
         # such a row is 0, or equal to those of the other tokens that were never trained

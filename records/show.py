@@ -7,7 +7,7 @@ import re
 import textwrap
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import yaml
@@ -28,6 +28,7 @@ NAMES = {
     "label": "label rating feedback thumb thumbs vote liked like score preference",
     "verdict": "winner verdict preference choice better preferred label score",
 }
+ROLE_NAMES = "role from author sender"
 # Values of a rating that mean one thing nearly everywhere, for a suggestion that a person looks at. Not 0: it may be
 # down, no vote or a draw.
 UP = "1 +1 true yes y good great positive like liked up thumbs_up thumbsup thumbs-up 👍 correct right helpful accepted"
@@ -247,35 +248,36 @@ def two_answers_columns(records: list) -> dict[str, str]:
 def answer_list_columns(records: list) -> dict[str, str]:
     """A list of answers, each with a rating of its own, beside their prompt."""
     prompt = candidates(records, NAMES["prompt"], is_words)
-    for record in records[:20]:
-        for path in names_in(record):
-            answers = Column(path).one(record) if "*" not in path else None
-            if not isinstance(answers, list) or not all(isinstance(x, dict) for x in answers):
-                continue
-            label = candidates(answers, NAMES["label"], is_mark)
-            text = candidates(answers, f"{NAMES['completion']} content", is_words)
-            role = candidates(answers, "role from author sender", is_mark)
-            if prompt and label and text and not role:
-                columns = {"prompt": prompt[0], "completion": f"{path}.*.{text[0]}"}
-                return columns | {"label": f"{path}.*.{label[0]}"}
+    for path, answers in lists_of_objects(records):
+        label = candidates(answers, NAMES["label"], is_mark)
+        text = candidates(answers, f"{NAMES['completion']} content", is_words)
+        role = candidates(answers, ROLE_NAMES, is_mark)
+        if prompt and label and text and not role:
+            columns = {"prompt": prompt[0], "completion": f"{path}.*.{text[0]}"}
+            return columns | {"label": f"{path}.*.{label[0]}"}
     return {}
 
 
 def conversation_columns(records: list) -> dict[str, str]:
     """A list of messages, one of which has a rating."""
+    for path, messages in lists_of_objects(records):
+        label = candidates(messages, "rating feedback thumb vote liked score", is_mark)
+        text = candidates(messages, "content text value message", is_words)
+        if label and text:
+            role = candidates(messages, ROLE_NAMES, is_mark) or ["?"]
+            return {
+                "messages": path,
+                "role": f".{role[0]}",
+                "content": f".{text[0]}",
+                "label": f".{label[0]}",
+            }
+    return {}
+
+
+def lists_of_objects(records: list) -> Iterator[tuple[str, list[dict]]]:
+    """(path, list) of each list of objects in the first records, such as messages or answers."""
     for record in records[:20]:
         for path in names_in(record):
-            messages = Column(path).one(record) if "*" not in path else None
-            if not isinstance(messages, list) or not all(isinstance(x, dict) for x in messages):
-                continue
-            label = candidates(messages, "rating feedback thumb vote liked score", is_mark)
-            text = candidates(messages, "content text value message", is_words)
-            if label and text:
-                role = candidates(messages, "role from author sender", is_mark) or ["?"]
-                return {
-                    "messages": path,
-                    "role": f".{role[0]}",
-                    "content": f".{text[0]}",
-                    "label": f".{label[0]}",
-                }
-    return {}
+            found = Column(path).one(record) if "*" not in path else None
+            if isinstance(found, list) and all(isinstance(x, dict) for x in found):
+                yield path, found
