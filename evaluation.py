@@ -445,7 +445,7 @@ def exported_weights(run: Any, name: str) -> Iterator[None]:
     collective."""
     weights = None
     if run.fabric.global_rank == 0 or run.cfg.strategy != "fsdp":
-        weights = load_model(Source(run.folder / name)).unique_parameters()
+        weights = load_model(Source(run.folder / name), dtype=None).unique_parameters()
     dtype = exported_type(run.source, run.cfg)
     with other_weights(run.policy, run.reference, weights, dtype):
         yield

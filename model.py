@@ -27,7 +27,7 @@ from attention import FORWARD, KVCache, Layer, PackedAttention, PromptCache, rep
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from infra.console import BadInput, Failed
 from infra.kernels import RMSNorm, Rotation, SwiGLU
-from models.hub import Rows, experts_per_token, litgpt_sizes
+from models.hub import Rows, blocks_of_decoder, experts_per_token, litgpt_sizes
 from packing import PackedBatch
 
 
@@ -424,9 +424,7 @@ class TransformersGPT(Packed, nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        n = self.config.n_layer
-        modules = self.decoder.modules()
-        return next(m for m in modules if isinstance(m, nn.ModuleList) and len(m) == n)
+        return blocks_of_decoder(self.decoder)
 
     def hidden(
         self,

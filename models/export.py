@@ -8,44 +8,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from infra.checkpoint import read_settings, read_state
 from infra.console import BadInput
 from infra.rounding import dtype_of, is_narrower, round_at_random, widest
 from infra.settings import Export, RunSettings
 from model import GPT, Block
-from models.hub import Rows, Source, mark_blocks, read_config, read_json, read_whole, weights_hash
+from models.hub import (
+    Rows,
+    Source,
+    mark_blocks,
+    read_config,
+    read_json,
+    read_whole,
+    stored_types,
+    weights_hash,
+)
 from models.load import load_model, put_on
+from models.lora import Adapter
 
 # ---- types of weights ----------------------------------------------------------------------------
-
-STORED_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
-
-
-def stored_types(folder: Path) -> dict[str, torch.dtype]:
-    """The type of each weight in the files of a Hugging Face or a litgpt folder, by the files' names.
-    config.json may say another one."""
-    if (folder / "lit_model.pth").exists():
-        weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
-        return {name: x.dtype for name, x in weights.get("model", weights).items()}
-    files = ["model.safetensors"]
-    if not (folder / files[0]).exists():
-        index = read_json(folder / "model.safetensors.index.json")
-        files = sorted(set(index["weight_map"].values()))
-    types = {}
-    for file in files:
-        with safe_open(folder / file, "pt") as weights:
-            for name in weights.keys():
-                stored = weights.get_slice(name).get_dtype()
-                if stored in STORED_TYPES:  # no integers
-                    types[name] = STORED_TYPES[stored]
-    return types
 
 
 def export_types(source: Source, choice: Export, trained: torch.dtype) -> dict[str, torch.dtype]:
@@ -94,15 +76,16 @@ def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
 def export(
     source: Source,
     rows: dict[str, Rows],
-    weights: Mapping,
+    weights: dict[str, torch.Tensor],
     out: Path,
     notes: Mapping = {},
     choice: Export | None = None,
     seed: int = 1,
+    adapters: Mapping[str, Adapter] = {},
 ) -> None:
-    """Write a model as a Hugging Face folder: a copy of the source's, with these weights in the types that
-    `choice` says. rows: see model.Packed. notes: more files, {name: text}. seed: of the rounding. Raises
-    BadInput."""
+    """Write a model as a Hugging Face folder: a copy of the source's, with these weights and adapters in the types
+    that `choice` says. rows: see model.Packed. notes: more files, {name: text}. seed: of the rounding. `weights` is
+    empty afterwards, so that a large model need not be in memory twice. Raises BadInput."""
     choice = choice or Export()
     types = export_types(source, choice, trained=next(iter(weights.values())).dtype)
     hf = read_whole(source.root, read_config(source), widest(types.values()))
@@ -110,15 +93,24 @@ def export(
         # GPT-2's old files leave the prefix out
         short = name.removeprefix(f"{hf.base_model_prefix}.")
         p.data = p.data.to(types.get(name) or types.get(short) or widest(types.values()))
-    hf_weights = hf.state_dict()
+    hf_weights = hf.state_dict(keep_vars=True)
+    last_of = {r.name: name for name, r in rows.items()}
     for name, r in rows.items():
         if r.name not in weights:  # a tied head is the embedding, and a vision tower stays the same
             continue
         x = r.of(weights[r.name])
-        to = hf_weights[name]
-        if choice.rounding == "stochastic" and to.dtype in (torch.bfloat16, torch.float16):
-            x = round_at_random(x, to.dtype, seed, name)
-        to.copy_(x)
+        if adapter := adapters.get(name.removesuffix(".weight")):
+            a, b, scale = adapter
+            delta = b @ a * scale  # (outputs, inputs), as our matrices are
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = x + (delta.T if r.transposed else delta)
+        if last_of[r.name] == name:
+            del weights[r.name]
+        weight = hf_weights[name]
+        if choice.rounding == "stochastic" and weight.dtype in (torch.bfloat16, torch.float16):
+            x = round_at_random(x, weight.dtype, seed, name)
+        # not copied into the old one, which is a page of the source's file as long as nothing changes it
+        weight.data = torch.empty_like(weight).copy_(x)
     hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
     hf.save_pretrained(out, max_shard_size="5GB")
     for file in source.files:
@@ -143,15 +135,21 @@ def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
     settings = read_settings(source.folder)
     state = read_state(source.folder)
     dtype = dtype_of(settings["precision"])
+    has_own_base = settings["lora"]["rank"] and not state.reference_has_moved
     # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
-    gpt = load_model(source.base, dtype=torch.promote_types(dtype, torch.float32))
-    if settings["lora"]["rank"] and not state.reference_has_moved:
-        base = {name: p.to(dtype) for name, p in gpt.unique_parameters().items()}
-        if weights_hash(base) != state.hashes["model weights"]:
-            raise BadInput(
-                f"export: {source.base.folder}: not the weights that {source.folder} was trained on"
-            )
-    put_on(gpt, source.folder)
+    trained = torch.promote_types(dtype, torch.float32)
+    keeps_type = (
+        has_own_base and trained == torch.float32
+    )  # adapters are added in float32 in any case
+    gpt = load_model(source.base, dtype=None if keeps_type else trained)
+    if (
+        has_own_base
+        and weights_hash(gpt.unique_parameters(), dtype) != state.hashes["model weights"]
+    ):
+        raise BadInput(
+            f"export: {source.base.folder}: not the weights that {source.folder} was trained on"
+        )
+    adapters = put_on(gpt, source.folder)
     # transformers cannot load a model with blocks of a fork's own
     library = "library_name: transformers\n" if GPT.block_class is Block else ""
     card = f"""---
@@ -171,6 +169,9 @@ the hash `{state.hashes["records"]}`, with these settings:
     if generation.exists():  # the chat template ends an answer in another token than the model
         notes[generation.name] = generation.read_text()
     seed = settings["seed"]
-    export(source, gpt.rows, gpt.unique_parameters(), out, notes, choice, seed)
+    rows = gpt.rows
+    weights = gpt.unique_parameters()
+    del gpt  # `export` frees the weights one by one
+    export(source, rows, weights, out, notes, choice, seed, adapters)
     if GPT.block_class is not Block:
         mark_blocks(out, GPT.block_class.__name__)

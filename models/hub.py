@@ -4,11 +4,12 @@ transformers reads and computes all of it. A checkpoint and a PEFT folder hold o
 their Source has a base, and models/load.py puts the trained weights into the base's model. This file
 does not import our model classes."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,13 @@ import huggingface_hub
 import numpy as np
 import torch
 import transformers
+from safetensors import safe_open
+from torch import nn
 
 from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
+from infra.rounding import is_narrower, widest
 from infra.settings import find_path, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
@@ -280,10 +284,12 @@ def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
     return rows
 
 
-def weights_hash(weights: dict[str, torch.Tensor]) -> str:
-    """A hash of weights with their names, shapes and dtypes; their order does not matter."""
+def weights_hash(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> str:
+    """A hash of weights with their names, shapes and dtypes; their order does not matter. dtype: hash what the
+    weights are in this type."""
     h = hashlib.sha256()
     for name, x in sorted(weights.items()):
+        x = x.to(dtype or x.dtype)
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         h.update(x.detach().flatten().view(torch.uint8).numpy())
     return h.hexdigest()
@@ -291,12 +297,45 @@ def weights_hash(weights: dict[str, torch.Tensor]) -> str:
 
 # ---- read a whole model --------------------------------------------------------------------------
 
+STORED_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+def stored_types(folder: Path) -> dict[str, torch.dtype]:
+    """The type of each weight in the files of a Hugging Face or a litgpt folder, by the files' names.
+    config.json may say another one."""
+    if (folder / "lit_model.pth").exists():
+        weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+        return {name: x.dtype for name, x in weights.get("model", weights).items()}
+    files = ["model.safetensors"]
+    if not (folder / files[0]).exists():
+        index = folder / "model.safetensors.index.json"
+        refuse_unless(
+            index.exists(),
+            f"{folder}: no file named model.safetensors, and none named {index.name} (a pytorch_model.bin is a "
+            "pickle and is never read; transformers loads it, and its save_pretrained writes the other)",
+        )
+        files = sorted(set(read_json(index)["weight_map"].values()))
+    types = {}
+    for file in files:
+        with safe_open(folder / file, "pt") as weights:
+            for name in weights.keys():
+                stored = weights.get_slice(name).get_dtype()
+                if stored in STORED_TYPES:  # no integers
+                    types[name] = STORED_TYPES[stored]
+    return types
+
 
 def read_whole(
-    folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype
+    folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype | None
 ) -> transformers.PreTrainedModel:
-    """transformers' model of a Hugging Face or a litgpt folder, on the CPU. Raises BadInput where
-    weights are missing, unknown or of another shape: transformers would only log this."""
+    """transformers' model of a Hugging Face or a litgpt folder, on the CPU, with its weights in `dtype`; None: in a
+    type that has all numbers of the files. Raises BadInput where weights are missing, unknown or of another shape:
+    transformers would only log this."""
     auto = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         advice = ""
@@ -305,6 +344,7 @@ def read_whole(
         raise BadInput(
             f"{folder}: transformers has no causal language model of type {config.model_type}{advice}"
         )
+    dtype = dtype or widest(stored_types(folder).values())
     options = dict(attn_implementation="eager", dtype=dtype)
     with user_error(None, folder):
         if (folder / "lit_model.pth").exists():
@@ -324,11 +364,48 @@ def read_whole(
     return hf
 
 
+def blocks_of_decoder(decoder: transformers.PreTrainedModel) -> nn.ModuleList:
+    """The layers of transformers' decoder."""
+    n = decoder.config.num_hidden_layers
+    modules = decoder.modules()
+    return next(m for m in modules if isinstance(m, nn.ModuleList) and len(m) == n)
+
+
 # ---- what transformers computes -------------------------------------------------------------------
 
-# Largest difference of a log-prob, in nats. All are compared in float32 or float64: a model that is
-# to be held in bfloat16 is read in float32, compared, and then rounded.
+# Largest difference of a log-prob, in nats, between models that compute in float32 or float64
 TOLERANCE = 1e-4
+
+
+@contextlib.contextmanager
+def compute_in_float32(model: nn.Module, blocks: nn.ModuleList) -> Iterator[None]:
+    """Within this context a model whose weights are held in 16 bits computes as if they were held in float32.
+    Only the weights outside the blocks, and those of the block that computes, are in float32."""
+    narrow = {}  # {weight: its numbers in 16 bits}
+
+    def widen(params: Iterable[nn.Parameter]) -> None:
+        for p in params:
+            if is_narrower(p.dtype, torch.float32):
+                narrow[p] = p.data
+                p.data = p.data.float()
+
+    def restore(params: Iterable[nn.Parameter]) -> None:
+        for p in params:
+            p.data = narrow.pop(p, p.data)
+
+    of_blocks = set(blocks.parameters())
+    outside = [p for p in model.parameters() if p not in of_blocks]
+    hooks = []
+    for block in blocks:
+        hooks.append(block.register_forward_pre_hook(lambda block, _: widen(block.parameters())))
+        hooks.append(block.register_forward_hook(lambda block, *_: restore(block.parameters())))
+    widen(outside)
+    try:
+        yield
+    finally:
+        restore(outside)
+        for hook in hooks:
+            hook.remove()
 
 
 def short_texts(
@@ -347,13 +424,17 @@ def plain_logps(
     prompts: Sequence[np.ndarray],
     completions: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> torch.Tensor:
-    """transformers' log-probs of the completions' tokens (T,): one forward for each text."""
+    """transformers' log-probs of the completions' tokens (T,)."""
+    pairs = [
+        (prompt, completion) for prompt, pair in zip(prompts, completions) for completion in pair
+    ]
+    texts = [torch.tensor(np.concatenate(pair)) for pair in pairs]
+    # no token sees the padding, which stands behind all of them
+    logits_BLV = hf(input_ids=nn.utils.rnn.pad_sequence(texts, batch_first=True)).logits
     logps = []
-    for prompt, pair in zip(prompts, completions):
-        for completion in pair:
-            ids = torch.tensor(np.concatenate([prompt, completion]))
-            logits_LV = hf(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
-            logps.append(logp_of(logits_LV.double(), ids[len(prompt) :])[0])
+    for (prompt, _), ids, logits_LV in zip(pairs, texts, logits_BLV):
+        logits_TV = logits_LV[len(prompt) - 1 : len(ids) - 1]
+        logps.append(logp_of(logits_TV.double(), ids[len(prompt) :])[0])
     return torch.cat(logps)
 
 

@@ -27,13 +27,15 @@ from head import logp_of
 from infra.checkpoint import read_settings, read_tensors
 from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
-from infra.rounding import dtype_of
+from infra.rounding import dtype_of, is_narrower
 from infra.settings import Lora, RunSettings
 from model import GPT, Block, Packed, TransformersGPT
 from models.hub import (
     Source,
     blocks_of,
+    blocks_of_decoder,
     check_logps,
+    compute_in_float32,
     find_model,
     litgpt_rows,
     litgpt_sizes,
@@ -44,11 +46,14 @@ from models.hub import (
     weights_hash,
 )
 from models.lora import (
+    Adapters,
     add_adapters,
-    merge_for_good,
+    merge_adapters,
     merge_into_layer,
     output_with_adapter,
     read_peft,
+    say_untrained_ends,
+    take_out_adapters,
 )
 from models.quantize import quantize_base
 from objective import Objective
@@ -57,19 +62,20 @@ from records.examples import Example
 from records.tokenizer import Tokenizer
 
 
-def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) -> Packed:
-    """A model on the CPU, in eval mode, with its weights in `dtype`. Raises BadInput."""
+def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.float32) -> Packed:
+    """A model on the CPU, in eval mode, with its weights in `dtype`; None: in the type of its files, but in float32
+    if adapters or trained weights were put into it. Raises BadInput."""
     if not isinstance(source, Source):
         source = find_model(str(source))
     # reading may draw random numbers; adapters, drawn later, must depend on torch's seed alone
     with torch.random.fork_rng(devices=[]):
-        gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).eval()
+        gpt = _load_plain(source, torch.promote_types(dtype or torch.float32, torch.float32)).eval()
     if not isinstance(gpt, TransformersGPT):
         return gpt.to(dtype)
     # Copies: the weights of a file that is mapped into memory lie at odd addresses, where some products round
     # otherwise than those of the reference, which is a copy; and another program may write the file.
     for name, p in gpt.named_parameters():
-        p.data = p.data.to(dtype, copy=True)
+        p.data = p.data.to(dtype or p.dtype, copy=True)
         # A router only chooses by its bias, which never has a gradient: DDP waits for one of every trained weight.
         p.requires_grad = not name.endswith(("e_score_correction_bias", "expert_bias"))
     for x in gpt.buffers():
@@ -79,22 +85,31 @@ def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) 
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     """A model whose adapters are all merged: transformers' model with the adapters of PEFT folders, read and
-    compared, then with the trained weights of checkpoints."""
+    compared, then with the trained weights of checkpoints. dtype: at least float32. A model that nothing was put into
+    may keep the narrower type of its files."""
     if source.base and not _is_peft(source):
         gpt = _load_plain(source.base, dtype)
-        put_on(gpt, source.folder)
+        for p in gpt.parameters():
+            p.data = p.data.to(dtype)
+        merge_adapters(gpt.state_dict(), put_on(gpt, source.folder), gpt)
         return gpt
-    hf = _read_adapted(source, dtype)
+    hf = _read_adapted(source, dtype if source.base else None)
+    # Gemma 3 would round a constant, too
+    if any(x.is_floating_point() and is_narrower(x.dtype, dtype) for x in hf.buffers()):
+        hf = _read_adapted(source, dtype)
     with user_error(f"model: {source.root}: {hf.config.model_type}"):
         prompts, completions = short_texts(hf)
-        expected_T = plain_logps(hf, prompts, completions)
+        with compute_in_float32(hf, blocks_of_decoder(hf.get_decoder())):
+            expected_T = plain_logps(hf, prompts, completions)
         gpt = litgpt_model(hf)
         if gpt is not None:
             copy_from(gpt, hf)
+            del hf  # of a large model not two at once
         else:
             gpt = TransformersGPT(hf)
         if not _has_own_blocks(gpt, source):
-            _compare(gpt, prompts, completions, expected_T)
+            with compute_in_float32(gpt, gpt.blocks):
+                _compare(gpt, prompts, completions, expected_T)
     return gpt
 
 
@@ -114,9 +129,10 @@ def _has_own_blocks(gpt: Packed, source: Source) -> bool:
     return bool(own)
 
 
-def put_on(gpt: Packed, folder: Path) -> None:
-    """Put a checkpoint's trained weights into its base, a model without adapters, and merge its adapters.
-    Raises BadInput."""
+@torch.no_grad()
+def put_on(gpt: Packed, folder: Path) -> Adapters:
+    """Put a checkpoint's trained weights into its base, a model without adapters. -> the checkpoint's adapters, not
+    yet merged. Raises BadInput."""
     with user_error(f"{folder}: does not fit its base"):
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
@@ -126,7 +142,7 @@ def put_on(gpt: Packed, folder: Path) -> None:
                 return params[name].detach()  # shares the weight's memory
 
         read_tensors(folder, place)
-        merge_for_good(gpt)
+        return take_out_adapters(gpt)
 
 
 # ---- PEFT's folders ------------------------------------------------------------------------------
@@ -136,9 +152,9 @@ def _is_peft(source: Source) -> bool:
     return (source.folder / "adapter_config.json").exists()
 
 
-def _read_adapted(source: Source, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """transformers' model of a folder; for PEFT folders, of their base, with their changes. Raises
-    BadInput."""
+def _read_adapted(source: Source, dtype: torch.dtype | None) -> transformers.PreTrainedModel:
+    """transformers' model of a folder; for PEFT folders, of their base, with their changes. dtype: see read_whole.
+    Raises BadInput."""
     if source.base is None:
         return read_whole(source.root, read_config(source), dtype)
     if not _is_peft(source):
@@ -315,7 +331,7 @@ def copy_from(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
     if gpt.config.rope_n_elem:
         position_1N = torch.arange(gpt.config.block_size)[None]
         # rotary_emb returns the dtype of its first argument
-        cos_1ND, sin_1ND = hf.model.rotary_emb(hf.lm_head.weight, position_1N)
+        cos_1ND, sin_1ND = hf.model.rotary_emb(torch.empty(0), position_1N)
         gpt.cos = cos_1ND[0]
         gpt.sin = sin_1ND[0]
 
@@ -433,7 +449,9 @@ def load_policy_and_reference(
         if sharded:
             frozen = shard_over_ranks(fabric, other or policy, other_source, cfg.precision)
         else:  # not wrapped: DDP refuses a module that never trains
-            frozen = fabric.to_device(freeze(other or copy.deepcopy(policy), cfg.precision))
+            # copied on the device: the host may have no room for a second model
+            other = other or copy.deepcopy(fabric.to_device(policy))
+            frozen = fabric.to_device(freeze(other, cfg.precision))
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
         quantize_base(policy, fabric.device)
     objective_module = objective.make_module(width)
@@ -446,30 +464,6 @@ def load_policy_and_reference(
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
     return policy.eval(), frozen, hashes
-
-
-def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Example]) -> None:
-    """Say where completions end in a token whose row of the head was never trained, as in base models the rows of a
-    chat template's tokens. Adapters of other layers leave the row as it is, so no answer learns to end."""
-    if hasattr(policy.lm_head, "lora_A"):
-        return
-    last_ids: set[int] = set()
-    for example in examples:
-        for ids in example.completions:
-            last_ids.update(
-                ids[-2:].tolist()
-            )  # a template may write a newline behind an answer's end
-    w_VC = policy.lm_head.weight
-    for i in sorted(last_ids.intersection(tokenizer.stops)):
-        # such a row is 0, or equal to those of the other tokens that were never trained
-        n_equal = (w_VC == w_VC[i]).all(1).sum()
-        if n_equal > 1 or w_VC[i].abs().max() <= 1e-16:
-            token = tokenizer.decode([i], special_tokens=True)
-            advice = "train in full" if policy.tied else "add lm_head to lora.targets"
-            say(
-                f"{token} ends the answers, and its row of the head was never trained. Adapters leave it as it is, so "
-                f"answers do not learn to end: begin with an instruct model, or {advice}"
-            )
 
 
 @torch.no_grad()

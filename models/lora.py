@@ -21,11 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from infra.console import BadInput, rank, user_error
+from infra.console import BadInput, rank, say, user_error
 from infra.devices import gather_tensor, place_like
 from infra.rounding import is_narrower, round_at_random
 from infra.settings import Lora
 from models.hub import Source, read_json
+from records.examples import Example
+from records.tokenizer import Tokenizer
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
 # {transformers' name of a layer: its adapter}, whole and on the CPU
@@ -100,6 +102,30 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         new.linear = old
         new.reset_parameters()  # A random, B zero; `linear` stays
         model.set_submodule(name, new)
+
+
+def say_untrained_ends(policy: nn.Module, tokenizer: Tokenizer, examples: list[Example]) -> None:
+    """Say where completions end in a token whose row of the head was never trained, as in base models the rows of a
+    chat template's tokens. Adapters of other layers leave the row as it is, so no answer learns to end."""
+    if hasattr(policy.lm_head, "lora_A"):
+        return
+    last_ids: set[int] = set()
+    for example in examples:
+        for ids in example.completions:
+            last_ids.update(
+                ids[-2:].tolist()
+            )  # a template may write a newline behind an answer's end
+    w_VC = policy.lm_head.weight
+    for i in sorted(last_ids.intersection(tokenizer.stops)):
+        # such a row is 0, or equal to those of the other tokens that were never trained
+        n_equal = (w_VC == w_VC[i]).all(1).sum()
+        if n_equal > 1 or w_VC[i].abs().max() <= 1e-16:
+            token = tokenizer.decode([i], special_tokens=True)
+            advice = "train in full" if policy.tied else "add lm_head to lora.targets"
+            say(
+                f"{token} ends the answers, and its row of the head was never trained. Adapters leave it as it is, so "
+                f"answers do not learn to end: begin with an instruct model, or {advice}"
+            )
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
@@ -266,14 +292,13 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
     return weights
 
 
-@torch.no_grad()
-def merge_for_good(model: nn.Module) -> None:
-    """Merge a model's adapters for good: the model is then a plain one."""
+def take_out_adapters(model: nn.Module) -> Adapters:
+    """Make a model with adapters a plain one again. -> what its adapters were"""
     adapters = gather_adapters(model)
     for name, layer in _adapted_layers(model).items():
         model.set_submodule(name, layer.linear)
-    merge_adapters(model.state_dict(), adapters, model)  # it shares the weights' memory
     model.requires_grad_(True)
+    return adapters
 
 
 # ---- PEFT's files --------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import PARITY, checkpoint_tensors, killed, rows_of, start, started_ranks, train
+from conftest import PARITY, ROOT, checkpoint_tensors, killed, rows_of, start, started_ranks, train
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import (
@@ -119,6 +121,63 @@ def test_any_checkpoint_is_a_model_and_becomes_a_folder(full, lora, ratings, tmp
     assert "m.content" in template.read_text(), (
         "its run had one, and so has a run that starts from it"
     )
+
+
+PEAK = """
+import sys, threading, time
+from pathlib import Path
+import export
+from models.load import load_model
+def own_bytes():  # without pages of files, which the system takes back where memory is short
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("RssAnon"))
+load_model(sys.argv[2])  # what is imported late
+before = peak = own_bytes()
+def watch():
+    global peak
+    while True:
+        peak = max(peak, own_bytes())
+        time.sleep(0.001)
+threading.Thread(target=watch, daemon=True).start()
+exec(sys.argv[1])
+print("peak", peak - before)
+"""
+
+
+def peak_of(work: str, warmup: Path) -> int:
+    """Bytes of its own memory that a process takes for this work. warmup: a model to load first."""
+    command = [sys.executable, "-c", PEAK, work, str(warmup)]
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back at once
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux counts this memory")
+def test_a_model_in_16_bits_is_loaded_and_exported_without_a_second_one_in_float32(
+    llama, ratings, tmp_path
+):
+    """transformers loads its files in float32 with 4 bytes a weight, and a LoRA run in bfloat16 needs 2."""
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+    )
+    hf = made(config, tmp_path / "base").bfloat16()
+    hf.save_pretrained(tmp_path / "base")
+    shutil.copytree(PARITY / "tokenizer", tmp_path / "base", dirs_exist_ok=True)
+    argv = ("--batch_size=4", "--max_steps=1", "--precision=bf16-true", "--eval.samples=0", *LORA)
+    argv += ("--data.max_prompt=24", "--data.max_completion=24")
+    train(tmp_path / "base", ratings, tmp_path / "run", *argv)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    n = hf.num_parameters()
+    base, out, final = tmp_path / "base", tmp_path / "out", tmp_path / "run" / "final"
+    assert 3.5 < peak_of(f"gpt = load_model('{base}')", llama) / n < 5, "bytes a weight, in float32"
+    assert 1.8 < peak_of(f"gpt = load_model('{base}', None)", llama) / n < 3, "in bfloat16"
+    assert peak_of(f"export.main(['{checkpoint}', '--out', '{out}'])", llama) / n < 3
+    exported = [load_file(x / "model.safetensors") for x in (out, final)]
+    assert same_weights(*exported)
 
 
 def test_adapters_are_not_merged_into_other_weights(llama, ratings, tmp_path):
