@@ -94,7 +94,7 @@ class PackedAttention:
         if self.prompts is not None:
             k = self.after_prompts(self.prompts.keys[layer], k, 2)
             v = self.after_prompts(self.prompts.values[layer], v, 2)
-        if flash_fits(layer, q):
+        if flash_fits(layer, q, v):
             return self.flash(layer, q, k, v)
         return self.tiled(layer, q, k, v)
 
@@ -289,15 +289,17 @@ class GatherKeys(torch.autograd.Function):
         return grad_N.to(dtype), None
 
 
-def flash_fits(layer: Layer, q: torch.Tensor) -> bool:
+def flash_fits(layer: Layer, q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether torch's flash attention can compute this layer: on an Ampere GPU or later, in bfloat16 or float16, with
-    a head size of up to 256 that is a multiple of 8, without softcap, and with a torch whose varlen_attn takes scale
-    and window_size (2.11)."""
+    a head size of up to 256 that is a multiple of 8 (one size for queries, keys and values), without softcap, and
+    with a torch whose varlen_attn takes scale and window_size (2.11)."""
     if q.device.type != "cuda" or layer.cap is not None or "scale" not in VARLEN:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16):
         return False
     D = q.shape[3]
+    if v.shape[3] != D:  # DeepSeek's values are narrower
+        return False
     return D <= 256 and D % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 

@@ -469,5 +469,11 @@ def export_adapters(run: Any) -> None:
         return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
     if find_path(base).exists():
         base = str(source.root.resolve())
-    write = partial(write_peft, gather_adapters(model), model, run.source, base, run.cfg.lora)
+    adapters = gather_adapters(model)
+
+    def write(new: Path) -> None:
+        write_peft(adapters, model, run.source, base, run.cfg.lora, new)
+        if run.cfg.data.chat_template or run.source.chat_template:
+            (new / "chat_template.jinja").write_text(run.tokenizer.template)
+
     publish_folder(run.fabric, write, run.folder / "final_adapter")

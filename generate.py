@@ -9,7 +9,7 @@ How answers are sampled: sampler.py.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from infra.files import as_lines, write_whole
 from infra.parse import parse_command
 from infra.seeds import mixed
 from infra.settings import Sampling, refuse_unless, split_commas
-from models.hub import find_model
+from models.hub import find_model, weights_hash
 from models.load import load_model
 from records.forms import Record, as_turns, understand_record
 from records.ratings import prompt_key
@@ -43,7 +43,9 @@ class AskedModel:
         """plain: the chat template is left aside. Raises BadInput."""
         source = find_model(name)
         prepare_machine()
-        self.fabric = Fabric(devices=1)
+        # not "auto", which on a Mac is a device without float64
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+        self.fabric = Fabric(accelerator=accelerator, devices=1)
         on_gpu = self.fabric.device.type == "cuda"
         in_bfloat16 = on_gpu and multiplies_bfloat16(self.fabric.device)
         dtype = torch.bfloat16 if in_bfloat16 else torch.float32
@@ -128,9 +130,9 @@ class Ask(Sampling):
     """Records whose prompts are answered into the file --out, in any form that online.py reads; a text goes
     through the chat template, too."""
     out: str = "answers.jsonl"
-    """With --prompts: the file of the answers, a line {"prompt", "completion", "cut"} each; cut: the answer ended at
-    max_new_tokens. With a "label" of yours in each line kto.py learns from it. It is written after each batch; the same
-    command goes on after the answers that are there."""
+    """With --prompts: the file of the answers, a line {"prompt", "generator", "settings", "completion", "cut"} each;
+    generator: the model; cut: the answer ended at max_new_tokens. With a "label" of yours in each line kto.py learns
+    from it. It is written after each batch; the same command goes on after the answers that are there."""
     extra: str | None = None
     """With --prompts: fields of the records that are copied to the lines of their answers, such as source,solution."""
     num_generations: PositiveInt = 1
@@ -159,16 +161,26 @@ def talk(model: AskedModel, args: Ask) -> None:
             print(text)
 
 
+def answer_settings(model: AskedModel, args: Ask) -> dict:
+    """What decides the answers to a file of prompts: a hash of the model's weights, and settings."""
+    names = [field.name for field in fields(Sampling) if field.name != "cache_gb"]
+    names += ["plain", "chat_template_kwargs", "seed"]
+    weights = weights_hash(model.policy.unique_parameters())[:12]
+    return {"weights": weights} | {name: getattr(args, name) for name in names}
+
+
 def answer_file(model: AskedModel, args: Ask) -> None:
     """Answer the prompts of args.prompts into args.out. Raises BadInput."""
     prompts: list[np.ndarray] = []  # of each answer
     lines: list[dict] = []  # what its line holds beside the answer
     faults: list[str] = []
+    settings = answer_settings(model, args)
     records = read_prompts(args.prompts, model.by_template, split_commas(args.extra))
     for where, record in records.items():
         with collect(faults, where):
             prompts += [model.encode(record)] * args.num_generations
-            line = {"prompt": record.prompt, **record.extra}
+            line = {"prompt": record.prompt, **record.extra, "generator": args.model}
+            line["settings"] = settings
             if record.tools:
                 line["tools"] = record.tools
             if record.template_kwargs:
@@ -180,9 +192,12 @@ def answer_file(model: AskedModel, args: Ask) -> None:
         raise BadInput("\n".join(faults[:20]))
     for i, row in enumerate(done):
         is_next = i < len(lines) and row.get("prompt") == lines[i]["prompt"]
-        refuse_unless(
-            is_next, f"out: {out}:{i + 1}: an answer to another prompt: give another --out"
-        )
+        where = f"out: {out}:{i + 1}"
+        refuse_unless(is_next, f"{where}: an answer to another prompt: give another --out")
+        before = row.get("settings") or {}
+        changed = [name for name, x in settings.items() if before.get(name) != x]
+        names = ", ".join(changed)
+        refuse_unless(not changed, f"{where}: an answer with other {names}: give another --out")
     if done:
         say(f"{len(done):,} of {len(lines):,} answers are in {out} already")
     with progress("answers", len(lines) - len(done)):

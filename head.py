@@ -81,7 +81,8 @@ def entropy_of(
     target's logit minus its log-prob logp_T."""
     logits_TV = logits_TV.to(p_TV.dtype)
     logsumexp_T = logits_TV.gather(1, target_T[:, None])[:, 0] - logp_T
-    return logsumexp_T - torch.linalg.vecdot(p_TV, logits_TV)
+    with torch.autocast(p_TV.device.type, enabled=False):  # it would round both factors to bfloat16
+        return logsumexp_T - torch.linalg.vecdot(p_TV, logits_TV)
 
 
 class Head(torch.autograd.Function):

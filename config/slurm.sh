@@ -2,12 +2,12 @@
 # Two nodes with eight GPUs each, started by SLURM:
 #   sbatch config/slurm.sh
 # SLURM sends SIGTERM two minutes before the time is over: the run then saves a checkpoint and ends. The same command
-# continues it.
+# continues it. If one process fails, srun ends the others: NCCL would let them wait.
 #SBATCH --nodes 2
 #SBATCH --ntasks-per-node 8
 #SBATCH --gpus-per-node 8
 #SBATCH --cpus-per-task 8
 #SBATCH --time 8:00:00
 #SBATCH --signal TERM@120
-exec srun python kto.py --config config/llama8b_fsdp.yaml --num_nodes 2 --devices 8 \
+exec srun --kill-on-bad-exit=1 python kto.py --config config/llama8b_fsdp.yaml --num_nodes 2 --devices 8 \
     --out_dir "out/slurm-${NAME:-run}" --resume auto "$@"

@@ -378,6 +378,8 @@ def load_checkpoint(run: Any, folder: Path) -> None:
     for key, x in read_state(folder).optimizer_numbers.items():
         moment, name = key.split("|")
         moments[params[name]][moment] = x
+    generator = generator_of(run.fabric)
     random_state = tensors.get(f"random|{rank}")
-    if random_state is not None:
-        generator_of(run.fabric).set_state(random_state)
+    # a run that moves between a CPU and a GPU draws anew: their states have other sizes
+    if random_state is not None and random_state.shape == generator.get_state().shape:
+        generator.set_state(random_state)

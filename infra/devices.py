@@ -10,6 +10,8 @@ import gc
 import logging
 import math
 import os
+import platform
+import re
 import signal
 import threading
 import time
@@ -25,14 +27,16 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from infra.console import BadInput, Failed, Interrupted, launched, rank, say
+from infra.console import BadInput, Failed, Interrupted, launched, rank, say, user_error
 from infra.launchers import resolve_processes
 from infra.settings import RunSettings, refuse_unless
 
 # Batches of ever new sizes leave gaps in a GPU's memory, unless its segments may grow: GPT-2 1.5B with 16,384
 # tokens would reserve up to 84 GB in place of 69. torch reads this when it first uses a GPU, so it is set now.
 # What the user's environment says about the allocator stays.
-if not any(name.endswith("_ALLOC_CONF") for name in os.environ):
+# In Windows' Linux (WSL 2) some drivers refuse such segments.
+in_wsl = "microsoft" in platform.release().lower()
+if not in_wsl and not any(name.endswith("_ALLOC_CONF") for name in os.environ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
@@ -54,10 +58,28 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
         f"accelerator: gpu, devices: {devices}, but this process sees {gpus} GPUs",
     )
     on_gpu = accelerator == "gpu"
-    what = torch.cuda.get_device_name(0) if on_gpu else "CPU"
+    what = "CPU"
+    if on_gpu:
+        # torch counts GPUs without its driver, which may be too old
+        with user_error("accelerator: gpu (--accelerator cpu computes on the CPU)"):
+            what = torch.cuda.get_device_name(0)
+        refuse_without_kernels(devices)
     say(f"device: {what}" + (f", {devices * nodes} processes" if devices * nodes > 1 else ""))
     precision = resolve_precision(cfg.precision, devices if on_gpu else 0, n_layer, n_embd)
     return dict(devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision)
+
+
+def refuse_without_kernels(gpus: int) -> None:
+    """Raise BadInput for a GPU that is older than all for which this torch has kernels."""
+    known = [re.match(r"sm_(\d+)", name) for name in torch.cuda.get_arch_list()]
+    oldest = min((int(match[1]) for match in known if match), default=0)
+    for gpu in range(gpus):
+        major, minor = torch.cuda.get_device_capability(gpu)
+        refuse_unless(
+            10 * major + minor >= oldest,
+            f"accelerator: gpu: {torch.cuda.get_device_name(gpu)} has capability {major}.{minor}, and this torch has "
+            f"kernels for {oldest / 10} and later: install torch for an older CUDA, or --accelerator cpu",
+        )
 
 
 def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: int) -> str:
@@ -109,6 +131,11 @@ def prepare_machine() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
+# For rank 0 while it does alone what takes long: a judge's answers, an export, loading a large model. With Fabric's
+# half an hour the other ranks would end the run.
+LONGEST_WAIT = timedelta(days=1)
+
+
 class DDP(DDPStrategy):
     """Fabric's DDPStrategy without its side stream. Fabric wraps the model in a side stream; gradients would
     then be added up in that stream, which waits for the backward's stream each time, and torch warns about it."""
@@ -133,13 +160,13 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     strategy = cfg.strategy
     if strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
         strategy = ModelParallelStrategy(
-            shard, data_parallel_size=n_devices, tensor_parallel_size=1
+            shard, data_parallel_size=n_devices, tensor_parallel_size=1, timeout=LONGEST_WAIT
         )
     elif strategy == "ddp" or n_devices > 1:
         # our buffers are constant; the option has a new name since torch 2.13
         is_new = torch.__version__ >= "2.13"
         option = "forward_sync_buffers" if is_new else "broadcast_buffers"
-        strategy = DDP(**{option: False})
+        strategy = DDP(**{option: False}, timeout=LONGEST_WAIT)
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,

@@ -69,6 +69,15 @@ def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
         file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
+def _say_template_in_config(file: Path, template: str) -> None:
+    """Replace a chat template in tokenizer_config.json, too: llama.cpp and old versions of transformers read
+    that one."""
+    config = read_json(file) if file.exists() else {}
+    if "chat_template" in config:
+        config["chat_template"] = template
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
 # ---- write ---------------------------------------------------------------------------------------
 
 
@@ -126,6 +135,8 @@ def export(
             shutil.copyfile(file, out / templates.name / file.name)
     for name, text in notes.items():
         (out / name).write_text(text)
+    if "chat_template.jinja" in notes:
+        _say_template_in_config(out / "tokenizer_config.json", notes["chat_template.jinja"])
 
 
 def export_checkpoint(source: Source, out: Path, choice: Export) -> None:

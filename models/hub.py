@@ -289,9 +289,9 @@ def weights_hash(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = N
     weights are in this type."""
     h = hashlib.sha256()
     for name, x in sorted(weights.items()):
-        x = x.to(dtype or x.dtype)
+        x = x.detach().to("cpu", dtype or x.dtype)
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        h.update(x.detach().flatten().view(torch.uint8).numpy())
+        h.update(x.flatten().view(torch.uint8).numpy())
     return h.hexdigest()
 
 

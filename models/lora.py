@@ -474,9 +474,10 @@ def write_peft(
         elif layer in token_rows:
             name = f"{layer}.token_adapter.base_layer.{kind}"
         tensors[name] = weight
+    alpha = scale * rank
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
-        "r": rank, "lora_alpha": scale * rank, "lora_dropout": lora.dropout,
+        "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "lora_dropout": lora.dropout,
         "target_modules": sorted(modules),
         "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
     }  # fmt: skip

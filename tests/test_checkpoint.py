@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +200,17 @@ def test_a_resume_that_finds_something_changed_is_refused_and_changes_nothing(
 
     ranks(n, work)
     assert all(p.read_bytes() == content for p, content in before.items())
+
+
+def test_a_run_of_a_gpu_goes_on_on_a_cpu(tiny, ratings, tmp_path, monkeypatch):
+    """The state of a GPU's random numbers has 16 bytes, that of a CPU's 5,056."""
+    argv = (*RUN, "--max_steps=2", "--save_interval=1")
+    whole = train(tiny, ratings, tmp_path / "whole", *argv)
+    of_gpu = mock.Mock(get_state=lambda: torch.arange(16, dtype=torch.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "generator_of", lambda fabric: of_gpu)
+        train(tiny, ratings, tmp_path / "run", *argv, "--stop_at=1")
+    assert_same(train(tiny, ratings, tmp_path / "run", *argv, "--resume=auto"), whole)
 
 
 def test_processes_that_have_read_other_records_refuse_to_start(tiny, ratings, tmp_path):

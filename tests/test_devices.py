@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -228,6 +229,42 @@ def gpus(monkeypatch, *capabilities):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capabilities[gpu])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"GPU number {gpu}")
+    architectures = ["sm_75", "sm_80", "sm_90a", "compute_120"]
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+
+
+def test_a_gpu_that_this_torch_cannot_use_is_one_line(monkeypatch):
+    """A driver older than torch's CUDA, and a card that its CUDA has left behind: torch counts both."""
+    gpus(monkeypatch, (8, 0), (7, 0))
+    match = (
+        "^accelerator: gpu: GPU number 1 has capability 7.0, and this torch has kernels for 7.5 and"
+    )
+    with pytest.raises(BadInput, match=match):
+        resolved(accelerator="auto", devices=2)
+    fault = "The NVIDIA driver on your system is too old (found version 12040)."
+    monkeypatch.setattr(torch.cuda, "get_device_name", mock.Mock(side_effect=RuntimeError(fault)))
+    with pytest.raises(
+        BadInput, match=rf"^accelerator: gpu \(--accelerator cpu .*\): {fault[:20]}"
+    ):
+        resolved(accelerator="auto")
+
+
+def test_rank_0_may_work_alone_for_hours_while_the_others_wait(tiny, ratings, tmp_path):
+    """A judge's answers, an export: with Fabric's default of half an hour the others would end the run."""
+    waits = []
+
+    def check(answers):
+        group = torch.distributed.distributed_c10d._get_default_group()
+        waits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return [True] * len(answers)
+
+    def work(_):
+        argv = ("--batch_size=4", "--max_steps=1", f"--data.val={ratings}", "--eval.prompts=2")
+        train(tiny, ratings, tmp_path / "run", *argv, "--strategy=ddp", checker=check)
+        return waits
+
+    longest = max(ranks(2, work)[0])
+    assert longest >= 12 * 3600
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch):

@@ -31,6 +31,7 @@ from infra import checkpoint, files
 from infra.rounding import round_at_random
 from models import load
 from models.hub import find_model
+from records.tokenizer import Tokenizer
 
 STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
 STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")
@@ -496,6 +497,7 @@ def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
     assert "model.layers.0.self_attn.q_proj" in config["target_modules"]
     assert config["base_model_name_or_path"] == str(llama)
     assert (config["r"], config["lora_alpha"]) == (2, 3)
+    assert isinstance(config["lora_alpha"], int), "Ollama, written in Go, refuses 3.0"
     trained = our_logits(lora / "checkpoints" / "step-00000004")
     assert same(our_logits(folder), trained, 1e-5)
     assert not same(trained, our_logits(llama), 1e-2)
@@ -563,6 +565,29 @@ def test_an_adapter_whose_base_is_missing_or_itself_is_refused_with_its_setting(
             our_logits,
             folder,
         )
+
+
+def test_an_export_has_the_template_of_its_run_wherever_a_program_looks(llama, ratings, tmp_path):
+    """transformers reads chat_template.jinja, llama.cpp and transformers before 4.49 tokenizer_config.json."""
+    base, template = tmp_path / "base", tmp_path / "own.jinja"
+    shutil.copytree(llama, base)
+    own = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    template.write_text(own)
+    file = base / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}
+    file.write_text(json.dumps(config))
+    argv = (*STEPS, "--max_steps=1", *LORA)
+    train(base, ratings, tmp_path / "run", *argv, f"--data.chat_template={template}")
+    final = tmp_path / "run" / "final"
+    assert json.loads((final / "tokenizer_config.json").read_text()) == config | {
+        "chat_template": own
+    }
+    train(tmp_path / "run" / "final_adapter", ratings, tmp_path / "on", *argv)
+    folders = [final, *(tmp_path / run / "final_adapter" for run in ("run", "on"))]
+    folders += [tmp_path / "on" / "final"]
+    for folder in folders:
+        assert (folder / "chat_template.jinja").read_text() == own
+        assert Tokenizer(find_model(str(folder))).template == own
 
 
 def test_others_may_read_an_export(lora):

@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import ranks, train
 from lightning.fabric import Fabric
+from lightning.fabric.accelerators import MPSAccelerator
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA, gpt_of, logits
 from torch import nn
@@ -401,6 +402,12 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
     assert seed == 2
 
 
+def test_a_mac_is_asked_on_its_cpu(tiny, monkeypatch):
+    """Fabric's automatic choice is Apple's GPU there, which has no float64."""
+    monkeypatch.setattr(MPSAccelerator, "is_available", lambda: True)
+    generate.main(["--model", str(tiny), "--prompt", "one", "--max_new_tokens", "3"])
+
+
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
 
 
@@ -436,8 +443,12 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
         ids = tokenizer.encode(f"[user] {text} " if by_template else text).ids
         said = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=7, pad_token_id=0)
         answer = said[0, len(ids) :].tolist()
-        row = {"prompt": turns if by_template else text, "kind": kind}
-        row |= {"completion": tokenizer.decode(answer), "cut": 0 not in answer}
+        row = {"prompt": turns if by_template else text, "kind": kind, "generator": str(model)}
+        row |= {
+            "settings": rows[0]["settings"],
+            "completion": tokenizer.decode(answer),
+            "cut": 0 not in answer,
+        }
         expected.append(row)
     assert rows == expected, "a label of the file's is not one of the new answer"
 
@@ -452,6 +463,15 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
     assert "4 of 6 answers are in" in capsys.readouterr().out
     with pytest.raises(BadInput, match="sampled.jsonl:3: an answer to another prompt"):
         generate.main([*sampled, "--num_generations=3"])
+    with pytest.raises(BadInput, match="sampled.jsonl:1: an answer with other seed: give"):
+        generate.main([*sampled, "--seed=2"])
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    weights = load_file(other / "model.safetensors")
+    weights = {name: x * 1.5 for name, x in weights.items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match="sampled.jsonl:1: an answer with other weights: give"):
+        generate.main([*sampled, "--model", str(other)])
     with pytest.raises(BadInput, match="^num_generations: at temperature 0 all answers"):
         generate.main([*greedy, "--num_generations=3"])
 

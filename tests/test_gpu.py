@@ -76,7 +76,7 @@ def test_flash_attention_gives_what_the_tiles_give(heads, K, window, monkeypatch
 
     exact, flash = run(torch.float32), run(torch.bfloat16)
     assert bool(calls) == (DEVICE == "cuda")
-    monkeypatch.setattr(attention, "flash_fits", lambda attn, q: False)
+    monkeypatch.setattr(attention, "flash_fits", lambda attn, q, v: False)
     tiles = run(torch.bfloat16)
     for name, a, b, c in zip(("log-probs", "gradients"), flash, tiles, exact):
         off, allowed = (a - c).norm() / c.norm(), (b - c).norm() / c.norm()

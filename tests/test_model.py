@@ -269,7 +269,7 @@ def use_flash(request, monkeypatch):
 
     def switch():
         monkeypatch.setattr(attention, "varlen_attn", counted)
-        monkeypatch.setattr(attention, "flash_fits", lambda attn, q: True)
+        monkeypatch.setattr(attention, "flash_fits", lambda attn, q, v: True)
         return calls
 
     return switch
@@ -308,12 +308,14 @@ def test_flash_attention_is_chosen_where_torch_has_a_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(attention, "VARLEN", ("scale", "window_size"))
 
-    def fits(dtype=torch.bfloat16, D=64, cap=None, device="cuda"):
+    def fits(dtype=torch.bfloat16, D=64, cap=None, device="cuda", of_values=None):
         q = mock.Mock(dtype=dtype, shape=(1, 4, 9, D), device=torch.device(device))
-        return attention.flash_fits(mock.Mock(cap=cap), q)
+        v = mock.Mock(shape=(1, 4, 9, of_values or D))
+        return attention.flash_fits(mock.Mock(cap=cap), q, v)
 
     assert fits() and fits(torch.float16) and fits(D=256)
-    for other in (dict(dtype=torch.float32), dict(D=264), dict(D=20), dict(cap=9.0)):
+    others = dict(dtype=torch.float32), dict(D=264), dict(D=20), dict(cap=9.0)
+    for other in (*others, dict(D=192, of_values=128)):  # the last is DeepSeek V3
         assert not fits(**other)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not fits()
@@ -445,6 +447,17 @@ def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targe
         logits_TV = logits(gpt, [*prompt, *completion[:-1]])[len(prompt) - 1 :]
         expected = torch.distributions.Categorical(logits=logits_TV).entropy().sum()
         assert same(entropy_BK[b, k], expected.detach(), 1e-4)
+
+
+def test_an_entropy_is_not_rounded_where_products_are_in_bfloat16():
+    h_TC, w_VC, target_T = random(300, 64, dtype=torch.float32), random(4096, 64), torch.arange(300)
+    h_TC, w_VC = h_TC.bfloat16(), w_VC.bfloat16()
+    logits_TV = (h_TC @ w_VC.T).double()
+    expected_T = torch.distributions.Categorical(logits=logits_TV).entropy()
+    chunks = head.Chunks(70, 0, 30, False, entropy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, entropy_T = head.Head.apply(h_TC, w_VC, target_T, None, chunks)
+    assert entropy_T.dtype == torch.float32 and same(entropy_T.double(), expected_T, 1e-4)
 
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
