@@ -69,7 +69,8 @@ class Trainer:
         elif isinstance(error, Exception):  # a second Ctrl-C is none, and saves nothing
             self.save_after(error)
         run.close(failed)
-        if not failed and run.stop.signal:
+        # Launchers kill the other processes once one has failed, and rank 0 may still upload its logs.
+        if not failed and run.stop.signal and run.fabric.global_rank == 0:
             raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
         return not failed
 

@@ -70,12 +70,12 @@ def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
 
 
 def _say_template_in_config(file: Path, template: str) -> None:
-    """Replace a chat template in tokenizer_config.json, too: llama.cpp and old versions of transformers read
+    """Put a chat template into tokenizer_config.json, too: llama.cpp, Ollama and old versions of transformers read
     that one."""
     config = read_json(file) if file.exists() else {}
-    if "chat_template" in config:
-        config["chat_template"] = template
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    file.write_text(
+        json.dumps(config | {"chat_template": template}, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 # ---- write ---------------------------------------------------------------------------------------
