@@ -139,7 +139,8 @@ def load_file(
     by_template = any(record.needs_template for record in records.values())
     if tokenizer.template and not by_template:
         by_template = any(record.instruct for record in records.values())
-    counts[BY_TEMPLATE if by_template else "plain"] += len(records)
+    plain = "plain: the model's chat template is not used" if tokenizer.template else "plain"
+    counts[BY_TEMPLATE if by_template else plain] += len(records)
     texts: dict[str, tuple[str, list[str]]] = {}
     with progress(f"{name}: records as text", len(records)):
         for where, record in records.items():

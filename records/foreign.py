@@ -49,7 +49,6 @@ class Reader:
         self.counts = counts
         self.make_records = records
         self.inner_records = Column(data.records) if data.records else None
-        self.raters = data.raters
         # all records of a file are one tree of messages; the file:line of each
         self.is_tree = "id" in self.layout.columns and "messages" not in self.layout.columns
         self.tree_places: list[str] = []
@@ -161,8 +160,7 @@ class Reader:
             return
         layout.refuse_unwanted(raw, inner=False)
         label = columns.get("label")
-        has_inner_label = label is not None and label.inner
-        if "rated" in columns or ("messages" in columns and has_inner_label):
+        if layout.rates_messages:
             ratings = rated_messages(layout, where, raw, [])
         elif "verdict" in columns:
             ratings = two_answers(layout, where, raw)
@@ -238,7 +236,7 @@ class Reader:
         columns = self.layout.columns
         ratings = columns.get("verdict", columns.get("label"))
         has_raters_in_record = ratings is not None and ratings.is_several
-        is_by_raters = self.raters is not None and not has_raters_in_record
+        is_by_raters = self.layout.raters is not None and not has_raters_in_record
         if self.layout.kind != "rated" or not (self.layout.repeated or is_by_raters):
             return
         counts = Counter(self.counts)

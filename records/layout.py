@@ -48,6 +48,7 @@ class Layout:
         self.columns = columns_of(data.columns)
         self.labels = Labels(data.labels, data.raters)
         self.repeated = data.repeated
+        self.raters = data.raters
         self.where = []
         for path, sign, wanted in split_pairs("data.where", data.where):
             self.where.append((Column(path), sign, wanted))
@@ -96,6 +97,19 @@ class Layout:
             )
         if has_verdict and "label" in columns:
             raise BadInput("data.columns: label: there is a verdict, too: which rating is meant?")
+        for column, _, _ in self.where:
+            if column.inner and not self.rates_messages:
+                path = column.text.removeprefix(".")
+                raise BadInput(
+                    f"data.where: {column.text}: a leading dot stands for messages, and none are rated here; the "
+                    f"record's own field is {path}"
+                )
+        has_several_ratings = ratings is not None and ratings.is_several
+        if self.repeated and self.raters and not has_several_ratings:
+            raise BadInput(
+                "data.raters: data.repeated is given, too: of several ratings of one answer, does one count, or most "
+                "of them?"
+            )
         names = self.labels.wanted.keys()
         if has_verdict and not names & {"a", "b"}:
             raise BadInput("data.labels: a verdict needs a=..., b=... (and both=..., neither=...)")
@@ -104,6 +118,13 @@ class Layout:
             raise BadInput(f"data.labels: {other}: a verdict is a, b, both or neither")
         if not has_verdict and names & VERDICTS:
             raise BadInput("data.labels: a, b, both, neither: only with data.columns verdict=...")
+
+    @property
+    def rates_messages(self) -> bool:
+        """Whether a record is a conversation with ratings of its messages."""
+        label = self.columns.get("label")
+        has_inner_label = label is not None and label.inner
+        return "rated" in self.columns or ("messages" in self.columns and has_inner_label)
 
     def _replaced_fields(self) -> set[str]:
         """Our fields that a column stands for: where a record has one of this name, it means something else."""

@@ -204,8 +204,9 @@ def number(value: object) -> float | None:
 
 
 def matches(value: object, wanted: str) -> bool:
-    """Whether a value is one of those that `4|5`, `>=4`, `-3..-1`, `null` or `*...` name."""
-    text = as_text(value)
+    """Whether a value is one of those that `4|5`, `>=4`, `-3..-1`, `null` (also an empty text, as a csv file has) or
+    `*...` name."""
+    text = as_text(None if value == "" else value)
     for one in wanted.split("|"):
         if one == text or isinstance(value, bool) and one == str(value):
             return True

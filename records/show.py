@@ -28,6 +28,7 @@ NAMES = {
     "label": "label rating feedback thumb thumbs vote liked like score preference",
     "verdict": "winner verdict preference choice better preferred label score",
 }
+INSTRUCTIONS = ("question", "query", "instruction", "user_query", "request")
 ROLE_NAMES = "role from author sender"
 # Values of a rating that mean one thing nearly everywhere, for a suggestion that a person looks at. Not 0: it may be
 # down, no vote or a draw.
@@ -144,7 +145,8 @@ def suggestion(records: list, data: Data) -> str:
         or two_answers_columns(records)
         or one_answer_columns(records)
     )
-    line = ",".join(f"{name}={path}" for name, path in columns.items())
+    paths = [as_instruction(name, path, records) for name, path in columns.items()]
+    line = ",".join(filter(None, paths))
     label = columns.get("label") or columns.get("verdict") or "?"
     values = [] if label == "?" else values_of(columns, label, records)
     words = "a=?,b=?" if "verdict" in columns else labels_of(values)
@@ -155,6 +157,18 @@ def suggestion(records: list, data: Data) -> str:
         f"no file of config/data fits. Perhaps: --data.columns {line} --data.labels {words} "
         f"(values of {label}: {shown or '?'})"
     )
+
+
+def as_instruction(name: str, path: str, records: list) -> str:
+    """`name=path` for data.columns. A text that is a question or an order becomes a turn of the user, where the model
+    has a chat template; a field with one of our own names needs no column."""
+    last = path.split(".")[-1].lower()
+    is_one_text = any(isinstance(Column(path).one(record), str) for record in records[:20])
+    if name == "prompt" and last in INSTRUCTIONS and is_one_text:
+        if path in ("instruction", "question"):
+            return ""
+        name = "instruction"
+    return f"{name}={path}"
 
 
 def labels_of(values: list[str]) -> str:

@@ -264,6 +264,13 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["Q || A +"],
         {"dropped by data.where": 3},
     ),
+    "where a value is missing, null or an empty text": (
+        [rated("Q", x, kind=k) for x, k in (("A", "x"), ("B", ""), ("C", None))]
+        + [rated("Q", "D")],
+        dict(where="kind=null"),
+        ["Q || B +", "Q || C +", "Q || D +"],
+        {"dropped by data.where": 1},
+    ),
     "the last click counts": (
         [
             rated("Q", "A", "up"),
@@ -408,6 +415,21 @@ REFUSED = {  # records, settings, the line
         [rated(kind="x")],
         dict(where="kid=x"),
         ": data.where: kid: found in no record; there is kind",
+    ),
+    "a where for messages in a rated answer": (
+        [rated(kind="x")],
+        dict(where=".kind=x"),
+        "data.where: .kind: a leading dot stands for messages, and none are rated here; the record's own field is kind",
+    ),
+    "a where for messages in a tree of messages": (
+        [dict(id=1, parent=None, role="user", content="Q")],
+        dict(columns="id=id,parent=parent,label=s", labels=UP_DOWN, where=".kind=x"),
+        "data.where: .kind: a leading dot stands for messages",
+    ),
+    "the last click of most raters": (
+        [rated("Q", "A", 1)],
+        dict(labels=UP_DOWN, repeated="last", raters="majority"),
+        "data.raters: data.repeated is given, too: of several ratings of one answer, does one count, or most of them?",
     ),
     "a label that nobody named": (
         [Q],
@@ -558,18 +580,22 @@ def test_data_py_shows_the_first_record_of_each_kind_as_turns_within_80_columns(
 
 def test_where_no_file_of_settings_fits_data_py_suggests_columns(tmp_path, monkeypatch, capsys):
     cases = {
-        "--data.columns prompt=in.question,completion=answer,label=meta.rating --data.labels up=1,down=-1 "
+        "--data.columns instruction=in.question,completion=answer,label=meta.rating --data.labels up=1,down=-1 "
         "(values of meta.rating: 1, -1)": [
             {"in": {"question": "Q"}, "answer": "A", "meta": {"rating": x}} for x in (1, 1, -1)
         ],
-        "--data.columns prompt=ask.question,completion=reply,label=rating --data.labels up=good|Great,down=bad (": [
+        "instruction=ask.question,completion=reply,label=rating --data.labels up=good|Great,down=bad (": [
             {"ask": {"question": "Q"}, "reply": "4", "rating": x}
             for x in ("good", "bad", "good", "Great")
         ],
-        "--data.columns prompt=ask.question,completion=reply,label=rating --data.labels up=?,down=? (": [
+        "--data.columns instruction=ask.question,completion=reply,label=rating --data.labels up=?,down=? (": [
             {"ask": {"question": "Q"}, "reply": "A", "rating": x} for x in (1, 0)
         ],
-        "--data.columns prompt=query,a=reply_a,b=reply_b,verdict=winner --data.labels a=?,b=?": [
+        "--data.columns completion=output,label=feedback --data.labels up=good,down=bad (": [
+            {"instruction": "Q", "input": "ctx", "output": "A", "feedback": x}
+            for x in ("good", "bad")
+        ],
+        "--data.columns instruction=query,a=reply_a,b=reply_b,verdict=winner --data.labels a=?,b=?": [
             {"query": "Q", "reply_a": "A", "reply_b": "B", "winner": "a"}
         ],
         "--data.columns messages=log,role=.author,content=.text,label=.vote --data.labels up=?,down=?": [
