@@ -202,6 +202,11 @@ def run_cli(main: Callable[[], None]) -> None:
             who = f"rank {rank()}: error" if rank() else "error"
             lines = str(e) or "stopped by SIGINT"
             text = "".join(f"{who}: {line}\n" for line in lines.split("\n"))
+        elif type(e).__name__ == "OutOfMemoryError":  # torch's, and this file does without torch
+            text += (
+                "out of memory: a run takes less with --micro_batch_tokens 4096 or --activation_checkpointing true "
+                "(docs/speed.md)\n"
+            )
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()

@@ -166,7 +166,9 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         # our buffers are constant; the option has a new name since torch 2.13
         is_new = torch.__version__ >= "2.13"
         option = "forward_sync_buffers" if is_new else "broadcast_buffers"
-        strategy = DDP(**{option: False}, timeout=LONGEST_WAIT)
+        # the gradients are parts of DDP's own memory for sending them, not copies
+        options = {option: False, "gradient_as_bucket_view": True}
+        strategy = DDP(**options, timeout=LONGEST_WAIT)
     fabric = Fabric(
         accelerator=cfg.accelerator,
         devices=cfg.devices,

@@ -19,6 +19,7 @@ from tiny_models import LLAMA, gpt_of, ragged, shaken
 import attention
 import kto
 import sampler
+from infra.devices import prepare_machine
 from infra.settings import Sampling
 from models.hub import Source
 from models.load import load_model
@@ -37,7 +38,8 @@ MIXED = "--precision=bf16-mixed"
 
 @pytest.fixture(autouse=True)
 def not_deterministic():
-    """A run leaves this process as it was asked to be."""
+    """A run leaves this process as it was asked to be; and as in a run cuDNN's attention is off."""
+    prepare_machine()
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import (
     ROOT,
@@ -299,6 +300,16 @@ def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
     why[failing] = "all is lost"
     said = [f"error: {why[0]}\n", f"rank 1: error: {why[1]}\n"]
     assert [(code, stderr) for code, _, stderr in ended] == [(1, said[0]), (1, said[1])]
+
+
+def test_what_takes_less_memory_is_said_where_it_runs_out(argv_of, tmp_path):
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    first = lambda: at_call((trainer, "clip_gradient"), 2, full)  # noqa: E731
+    code, said, stderr = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first).ended()
+    assert code == 1 and "go on with" in said
+    assert re.search("Tried to allocate.*\nout of memory: .*--micro_batch_tokens", stderr)
 
 
 def test_processes_that_fabric_has_launched_end_with_the_first_one(argv_of, tmp_path):
