@@ -19,37 +19,58 @@ import yaml
 from infra.console import BadInput, command_line, say, user_error
 from infra.settings import ROOT, Epochs, Steps, find_path, flatten
 
-# The names that users of TRL, transformers and PEFT type, and the nearest setting here, which may
-# count otherwise: see its --help.
-NAMES_ELSEWHERE = dict(
-    line.split()
-    for line in """
+# The names that users of TRL, transformers and PEFT type, the nearest setting here, and how that differs
+# (docs/beside.md, "From a KTOConfig").
+NAMES_ELSEWHERE = {}
+for _line in """
+    adam_beta1                   optim.beta1
+    adam_beta2                   optim.beta2
+    adam_epsilon                 optim.eps
+    bf16                         precision       bf16-mixed
+    dataset                      data.train
     dataset_name                 data.train
+    dtype                        precision
+    eval_dataset                 data.val
     eval_steps                   val_interval
-    gradient_accumulation_steps  batch_size
+    eval_strategy                val_interval
+    fp16                         precision
+    full_determinism             deterministic
+    gradient_accumulation_steps  batch_size      the ratings of a whole step: per device x accumulation x devices
     gradient_checkpointing       activation_checkpointing
     learning_rate                optim.lr
-    load_in_4bit                 lora.quantize
+    load_best_model_at_end       keep_best       a column of val.csv
+    load_in_4bit                 lora.quantize   nf4
     logging_steps                log_interval
     lora_r                       lora.rank
     lora_target_modules          lora.targets
     loss_type                    loss
+    lr_scheduler_type            optim.schedule
     max_completion_length        data.max_completion
     max_grad_norm                optim.clip
-    max_length                   data.max_prompt
+    max_length                   data.max_completion  prompts have a limit of their own, data.max_prompt
+    max_prompt_length            data.max_prompt
+    metric_for_best_model        keep_best       a column of val.csv
     model_name_or_path           model
     num_train_epochs             epochs
     output_dir                   out_dir
-    per_device_train_batch_size  micro_batch_size
+    per_device_train_batch_size  batch_size      the ratings of a whole step: per device x accumulation x devices
+    precompute_ref_log_probs     reference_cache  a folder
+    r                            lora.rank
     ref_model                    reference
     report_to                    logger
+    resume_from_checkpoint       resume
     save_steps                   save_interval
+    save_strategy                save_interval
     save_total_limit             keep_last
+    target_modules               lora.targets
     torch_dtype                  precision
+    train_dataset                data.train
     use_peft                     lora.rank
-    warmup_ratio                 optim.warmup
-    """.strip().splitlines()
-)
+    warmup_ratio                 optim.warmup    in steps, or epochs such as 0.1 epochs
+    warmup_steps                 optim.warmup
+    """.strip().splitlines():
+    _name, _setting, *_note = _line.split(maxsplit=2)
+    NAMES_ELSEWHERE[_name] = (_setting, _note[0] if _note else "")
 
 
 def parse(cls, argv: list[str] | None, objective, demo: str):
@@ -142,6 +163,7 @@ def read_command(
     of_files: dict[str, object] = {}
     of_options: dict[str, object] = {}
     switches = []
+    unknown = []  # all are said at once
     stray, *options = split_options(words)
     if stray:
         raise BadInput(unknown_name(stray[0], known))
@@ -153,13 +175,16 @@ def read_command(
         if has_value:
             values = [value, *values]
         if name != "config" and name not in known:
-            raise BadInput(unknown_name(name, known))
+            unknown.append(unknown_name(name, known))
+            continue
         if len(values) != 1:
             raise BadInput(f"{name}: expected one value, got {' '.join(values) or 'none'}")
         if name == "config":
             of_files |= read_config_file(values[0], known)
         else:
             of_options[name] = values[0]
+    if unknown:
+        raise BadInput("\n".join(unknown))
     return of_files | of_options, switches
 
 
@@ -182,14 +207,14 @@ def read_config_file(file: str, known: Mapping[str, object]) -> dict[str, object
         groups = yaml.load(text, Loader=UniqueKeys)  # a SafeLoader
     if not isinstance(groups, dict):
         raise BadInput(f"config: {file}: expected settings, `name: value`")
-    values = {}
-    for name, value in flatten(groups).items():
+    values = flatten(groups)
+    for name in values:
         group = [x for x in known if x.startswith(f"{name}.")]
         if group:
             raise BadInput(f"{file}: {name}: expected a group of settings, such as {group[0]}")
-        if name not in known:
-            raise BadInput(f"{file}: {unknown_name(name, known)}")
-        values[name] = value
+    unknown = [f"{file}: {unknown_name(name, known)}" for name in values if name not in known]
+    if unknown:
+        raise BadInput("\n".join(unknown))
     return values
 
 
@@ -232,10 +257,12 @@ def is_required(cls: type, name: str) -> bool:
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
     """The sentence for a setting that there is not, with the nearest one."""
     wanted = name.replace("-", "_")
-    wanted = NAMES_ELSEWHERE.get(wanted, wanted)
+    wanted, note = NAMES_ELSEWHERE.get(wanted, (wanted, ""))
     similar = [x for x in known if wanted in (x, *x.split("."))]
     similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
-    return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")
+    if not similar:
+        return f"{name}: no such setting"
+    return f"{name}: no such setting; did you mean {similar[0]}?" + (f" ({note})" if note else "")
 
 
 def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:

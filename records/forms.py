@@ -104,7 +104,13 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
             value = value.isoformat()
         extras[name] = value if isinstance(value, str) else _number(value, name)
         refuse_half_characters(name, str(value))
+    for name in ("images", "videos", "audios"):
+        if fields.get(name):
+            raise BadInput(
+                f"{name}: its answer is to more than the text; --data.where {name}=null leaves such records out"
+            )
     instruct = "instruction" in fields and "prompt" not in fields
+    history = _earlier_turns(fields)
     system = fields.pop("system", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
@@ -112,6 +118,8 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     prompt = understood.prompt
     if prompt == []:
         raise Missing("prompt")
+    if history:
+        prompt = [*history, *as_turns(prompt)]
     if system:
         turn = _message({"role": "system", "content": system}, "system")
         prompt = [turn, *as_turns(prompt)]
@@ -246,6 +254,21 @@ def _prompt(fields: dict) -> Turns:
         more = fields.pop("input", "")
         return f"{prompt}\n{more}" if more else prompt
     return prompt
+
+
+def _earlier_turns(fields: dict) -> list[dict]:
+    """The turns of `history`, as LLaMA-Factory and ms-swift have it: pairs of a question and an answer."""
+    pairs = fields.get("history")
+    turns = []
+    for pair in pairs if isinstance(pairs, list) else []:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2):
+            return []  # something else has this name
+        question, answer = pair
+        turns.append(_message({"role": "user", "content": question}, "history"))
+        turns.append(_message({"role": "assistant", "content": answer}, "history"))
+    if turns:
+        del fields["history"]
+    return turns
 
 
 def as_turns(prompt: Turns) -> list[dict]:

@@ -7,6 +7,7 @@ data.where or data.labels); Labels (data.labels and data.raters).
 import difflib
 import json
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ from infra.settings import split_commas
 from records.forms import LABELS, as_text, unique_keys
 
 MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages|type)["']""")
+
+
+# a cut between days or times, as ISO 8601 writes them: as texts they have the order of time
+DAY = re.compile(r"([<>]=?)(\d{4}-\d\d-\d\d.*)")
+COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 class Skipped(Exception):
@@ -204,9 +210,9 @@ def number(value: object) -> float | None:
 
 
 def matches(value: object, wanted: str) -> bool:
-    """Whether a value is one of those that `4|5`, `>=4`, `-3..-1`, `null` (also an empty text, as a csv file has) or
-    `*...` name."""
-    text = as_text(None if value == "" else value)
+    """Whether a value is one of those that `4|5`, `>=4`, `>=2026-11-24`, `-3..-1`, `null` (what is empty, too: a csv
+    file has only empty texts) or `*...` name."""
+    text = as_text(value if is_there(value) else None)
     for one in wanted.split("|"):
         if one == text or isinstance(value, bool) and one == str(value):
             return True
@@ -214,6 +220,11 @@ def matches(value: object, wanted: str) -> bool:
         if limits:
             x = number(value)
             if x is not None and limits[0] <= x <= limits[1]:
+                return True
+        elif day := DAY.fullmatch(one):
+            sign, edge = day.groups()
+            start = text[: len(edge)]  # 2026-11-24T10:00 is of this day
+            if start[:1].isdigit() and COMPARE[sign](start, edge):
                 return True
         elif one[:1] == "*" and isinstance(value, str) and value.endswith(one[1:]):
             return True

@@ -102,7 +102,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
     path = find_path(source)
     suffix = path.suffix.lower()
     with user_error(None, source):
-        if suffix == ".jsonl" or (suffix == ".json" and has_lines(path)):
+        if suffix in (".jsonl", ".ndjson") or (suffix == ".json" and has_lines(path)):
             with open(path, "rb") as lines:
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         elif suffix == ".json":
@@ -136,7 +136,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
 
 
 # of the files that read_records reads; what has no such ending may be an id of the Hub
-ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 def has_lines(path: Path) -> bool:
@@ -207,6 +207,8 @@ def open_table(source: str) -> tuple[dict, Iterable[dict]]:
     path = find_path(name)
     if path.suffix.lower() == ".parquet":
         return open_parquet(path)
+    if path.is_file():
+        raise BadInput(f"expected a file that ends in {', '.join(ENDINGS)}")
     nothing = (
         "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co; without a network "
         "download it elsewhere (hf download --repo-type dataset) and give its folder"

@@ -431,6 +431,11 @@ REFUSED = {  # records, settings, the line
         dict(labels=UP_DOWN, repeated="last", raters="majority"),
         "data.raters: data.repeated is given, too: of several ratings of one answer, does one count, or most of them?",
     ),
+    "an answer to an image": (
+        [rated(images=[]), rated(images=["x.png"])],
+        {},
+        ":2: images: its answer is to more than the text; --data.where images=null leaves such records out",
+    ),
     "a label that nobody named": (
         [Q],
         dict(columns="label=data.rating"),

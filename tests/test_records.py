@@ -432,3 +432,15 @@ def test_a_hub_id_may_name_a_config_and_a_split(monkeypatch, source, asked):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(read_records(source)) == [(1, rated("a")), (2, rated("b"))]
+
+
+def test_a_file_of_another_kind_is_no_data_set_of_the_hub(tmp_path):
+    """Its name would be sent to huggingface.co, and the advice would be to download it."""
+    for name in ("thumbs.xlsx", "thumbs.db", "thumbs.csv.gz"):
+        (tmp_path / name).write_bytes(b"PK")
+        with pytest.raises(
+            BadInput, match=r"expected a file that ends in .jsonl, .ndjson, .json, "
+        ):
+            raw_records(tmp_path / name)
+    (tmp_path / "a.ndjson").write_text('{"prompt": "p"}\n{"prompt": "q"}\n')
+    assert raw_records(tmp_path / "a.ndjson") == [{"prompt": "p"}, {"prompt": "q"}]

@@ -123,7 +123,7 @@ def test_of_two_configs_the_later_wins_and_the_rest_is_kept(config):
         ("optim.weightdecay", "optim.weight_decay"),
         ("top_p", "eval.top_p"),
         # as users of TRL, transformers and PEFT write them; loss is the algorithm's own
-        *(x for x in parse_module.NAMES_ELSEWHERE.items() if x[1] != "loss"),
+        *((name, x[0]) for name, x in parse_module.NAMES_ELSEWHERE.items() if x[0] != "loss"),
         ("loss_type", "kto.loss"),
         ("eval-steps", "val_interval"),
         ("temper", None),  # no guess where little is alike
@@ -131,11 +131,29 @@ def test_of_two_configs_the_later_wins_and_the_rest_is_kept(config):
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(config, wrong, near):
     expected = f"{wrong}: no such setting" + (f"; did you mean {near}?" if near else "")
+    note = parse_module.NAMES_ELSEWHERE.get(wrong, ("", ""))[1]
+    expected += f" ({note})" if note else ""
     assert refused(f"--{wrong}", 3) == refused(f"--{wrong}=3") == expected
     group, _, name = wrong.rpartition(".")
     file = config({group: {name: 3}} if group else {name: 3})
     assert refused("--config", file) == f"{file}: {expected}"
     assert near is None or near in KINDS
+
+
+def test_all_names_of_another_trainer_are_said_at_once(config):
+    """Twenty names of TRL were twenty starts. Four a device and eight steps of accumulation are 32 a step, not 8."""
+    argv = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--seed=1"]
+    whole = "batch_size? (the ratings of a whole step: per device x accumulation x devices)"
+    names = argv[::2][:2]
+    lines = [f"{name[2:]}: no such setting; did you mean {whole}" for name in names]
+    with pytest.raises(BadInput) as e:
+        parse(*argv, "--bf16", "--load_best_model_at_end", "true")
+    assert str(e.value).splitlines()[:2] == lines and len(str(e.value).splitlines()) == 4
+    file = config({"num_train_epochs": 3, "optim": {"learning_rate": 1e-4}})
+    with pytest.raises(BadInput) as e:
+        parse("--config", file)
+    first, second = str(e.value).splitlines()
+    assert first.endswith("did you mean epochs?") and "optim.learning_rate" in second
 
 
 WRONG = {  # option -> what is said
