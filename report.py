@@ -8,6 +8,8 @@ report.png and report.csv (the numbers of each run) beside the first run's folde
 """
 
 import argparse
+import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -23,7 +25,8 @@ PLOTS = """loss rewards/margins accuracy checker_accuracy
 entropy kl kl/clamped kl/own""".split()
 ABOUT = """
 before: checker_accuracy at step 0; kl/clamped: share of the training steps;
-the others: of the last validation after step 0 that has the number (docs/columns.md)"""
+test/: of the test split, by final, and by best; the others: of the last validation after step 0 that has the number
+(docs/columns.md)"""
 
 
 def read_run(folder: Path) -> dict:
@@ -40,6 +43,17 @@ def read_csv(file: Path) -> pd.DataFrame:
     """By step; a column that the run does not have is nan. The file is not there before its first row."""
     table = pd.read_csv(file, index_col="step") if file.exists() else pd.DataFrame()
     return table.reindex(columns=PLOTS).astype(float)
+
+
+def read_test(folder: Path) -> dict[str, float]:
+    """The numbers of the test split: test/accuracy, ... of `final`, and test/best/accuracy, ... of `best`."""
+    file = folder / "eval" / "test.json"
+    rows = json.loads(file.read_text()) if file.exists() else {}
+    before = {"final": "test", "best": "test/best"}
+    numbers = {}
+    for which, row in rows.items():
+        numbers |= {f"{before[which]}/{name}": row[name] for name in PLOTS if name in row}
+    return numbers
 
 
 def free_settings() -> list[str]:
@@ -86,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
                 # step 0 says nothing of what was trained: its check may be the only one so far
                 **val[val.index > 0].ffill().tail(1).mean(),
                 "kl/clamped": metrics["kl/clamped"].mean(),
+                **read_test(folder),
             }
         )
     labels = [
@@ -102,6 +117,10 @@ def main(argv: list[str] | None = None) -> None:
     numbers.to_csv(out / "report.csv")
     table = numbers.groupby(names, sort=False).agg(mean_and_range).reset_index(drop=True)
     print(*labels, "", table.T.to_string(line_width=80), ABOUT, sep="\n")
+    if any(re.search(r"\b(model|reference)=", name) for name in groups):
+        print(
+            "the runs begin at different models: rewards and kl are against each run's own reference"
+        )
     print(f"wrote {out}/report.png, report.csv")
 
 

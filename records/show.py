@@ -32,7 +32,10 @@ INSTRUCTIONS = ("question", "query", "instruction", "user_query", "request")
 ROLE_NAMES = "role from author sender"
 # Values of a rating that mean one thing nearly everywhere, for a suggestion that a person looks at. Not 0: it may be
 # down, no vote or a draw.
-UP = "1 +1 true t yes y good great positive like liked up thumbs_up thumbsup thumbs-up 👍 correct right helpful accepted"
+UP = (
+    "1 +1 true t yes y good great positive like liked up thumbs_up thumbsup thumbs-up 👍 correct right helpful "
+    "accepted"
+)
 DOWN = (
     "-1 false f no n bad poor negative dislike disliked down thumbs_down thumbsdown thumbs-down 👎 wrong incorrect "
     "unhelpful rejected"
