@@ -131,10 +131,6 @@ def check_examples(
     if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
         iteration_plans(cfg, [len(examples["train"])])
-    elif examples["test"]:  # no completions to score, and only data.val's prompts are answered
-        say(
-            "data.test: no number is computed of prompts alone; at the end ask `final` yourself: generate.py"
-        )
     if cfg.keep_best and not examples["val"]:
         raise BadInput(
             "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"
@@ -400,9 +396,14 @@ def check_same(logps: list[torch.Tensor], ref_logps: list[torch.Tensor], step_nu
     r = [policy - reference for policy, reference in zip(logps, ref_logps)]
     largest = torch.cat(r, dim=1).abs().max().item()
     if largest != 0:
+        advice = ""
+        if logps[0].is_cuda:
+            advice = (
+                "; some mixtures of experts need --deterministic true on a GPU (docs/families.md)"
+            )
         raise Failed(
-            f"step {step_number}: policy and reference differ by {largest:.3g} nats: the "
-            "reference is not the model that the run starts from, or gives no finite log-probs"
+            f"step {step_number}: policy and reference differ by {largest:.3g} nats: the reference is not the model "
+            f"that the run starts from, or gives no finite log-probs{advice}"
         )
 
 

@@ -9,7 +9,7 @@ A parameter `loop` is a trainer.Trainer and `run` a run.Run, whose files import 
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,10 +165,10 @@ class Evaluator:
             )
         return verdicts
 
-    def accuracy(self, step: int) -> tuple[float, list[Example]]:
+    def accuracy(self, step: int, name: str | None = None) -> tuple[float, list[Example]]:
         """Sample answers to the held-out prompts and have them checked, after this step. -> the share of the answers
         that are right, of those with a verdict; and the prompts with all answers. Writes eval/before.json (at step 0)
-        or answers-N.json. A collective."""
+        or answers-N.json, or eval/NAME.json. A collective."""
         answered = self.answer(self.cfg.eval.prompts, f"check at step {step}")
         answers = as_answers(self.tokenizer, answered, self.cfg.eval.stop)
         verdicts = on_rank_0(self.fabric, lambda: self.verdicts(answers))
@@ -184,7 +184,7 @@ class Evaluator:
         if len(judged) < len(answers):
             check["unjudged"] = len(answers) - len(judged)
         if self.fabric.global_rank == 0:
-            write_json(self.file(step), check)
+            write_json(self.file(step).with_stem(name) if name else self.file(step), check)
         return check["right"] / check["of"], answered
 
     def file(self, step: int) -> Path:
@@ -379,7 +379,7 @@ def finish(loop: Any) -> None:
             continue
         export_step(run, name, step)
         say(f"\nexported to {run.folder / name}")
-        if test and test[0].completions:
+        if test and (test[0].completions or run.evaluator.checker):
             run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
             scores[name] = test_row(loop, name)
             say(f"test, {name} weights: {', '.join(format_cells(scores[name]))}")
@@ -388,15 +388,24 @@ def finish(loop: Any) -> None:
 
 
 def test_row(loop: Any, name: str) -> dict:
-    """The test split's row, of the weights that were exported as `name`: final or best."""
+    """The test split's row, of the weights that were exported as `name`: final or best. With a checker it has the
+    share of right answers to the split's prompts, which are in eval/test-final.json, or test-best.json."""
     run = loop.run
     test = run.examples["test"]
-    row = row_of(loop, test, "the test split")
-    if not export_rounds(run):
-        return row
-    trained = row
-    with exported_weights(run, name):
+
+    def measure() -> dict:
         row = row_of(loop, test, "the test split")
+        if run.evaluator.checker:
+            evaluator = replace(run.evaluator, examples=test)
+            share, _ = evaluator.accuracy(run.state.step, f"test-{name}")
+            row = join_columns(row, {"checker_accuracy": share})
+        return row
+
+    if not export_rounds(run):
+        return measure()
+    trained = row_of(loop, test, "the test split")
+    with exported_weights(run, name):
+        row = measure()
     say_what_is_left(f"test, {name} weights", trained, row)
     return row
 

@@ -91,7 +91,8 @@ class Data:
     val: str | None = content(default=None)
     """Records to validate on, in the same forms."""
     test: str | None = content(default=None)
-    """Records evaluated once at the end, with the final weights and with the best ones."""
+    """Records evaluated once at the end, with the final weights and with the best ones; a checker also gets answers to
+    their prompts (of eval.prompts of them)."""
     split: str | None = None
     """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a prompt stay together."""
     shuffle: bool = True

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,12 +205,26 @@ def test_an_answer_without_a_verdict_is_no_thumb_and_no_part_of_the_accuracy(
     assert "33.3%" in said and "2 of 6, 1 without a verdict" in said
 
 
-def test_it_says_that_no_number_comes_of_a_test_split_of_prompts(tiny, prompts, tmp_path, capsys):
-    go(tiny, prompts, tmp_path / "a", ONE)
-    assert "data.test" not in capsys.readouterr().out
-    go(tiny, prompts, tmp_path / "b", ONE, f"--data.test={prompts}")
-    assert "data.test: no number is computed of prompts alone" in capsys.readouterr().out
-    assert not (tmp_path / "b" / "eval" / "test.json").exists()
+def test_a_checker_says_how_many_answers_to_the_test_split_are_right(tiny, prompts, tmp_path):
+    """By hand: `final` is asked by generate.py, greedily, and its answers are checked here."""
+    argv = (ONE, f"--data.test={prompts}", "--eval.temperature=0", "--eval.max_new_tokens=4")
+    go(tiny, prompts, tmp_path / "run", *argv)
+    out = tmp_path / "answers.jsonl"
+    asked = [
+        "--model",
+        str(tmp_path / "run" / "final"),
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+    ]
+    start("generate", [*asked, "--temperature=0", "--max_new_tokens=4", "--plain=true"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    verdicts = even([SimpleNamespace(completion=row["completion"]) for row in rows])
+    scores = json.loads((tmp_path / "run" / "eval" / "test.json").read_text())
+    assert scores == {"final": {"checker_accuracy": sum(verdicts) / 7}}
+    check = json.loads((tmp_path / "run" / "eval" / "test-final.json").read_text())
+    assert [a["completion"] for a in check["answers"]] == [row["completion"] for row in rows]
 
 
 def test_no_verdict_at_all_or_none_where_each_answer_needs_one_ends_the_run(
