@@ -21,8 +21,7 @@ from infra.settings import ROOT, Epochs, Steps, find_path, flatten
 
 # The names that users of TRL, transformers and PEFT type, the nearest setting here, and how that differs
 # (docs/beside.md, "From a KTOConfig").
-NAMES_ELSEWHERE = {}
-for _line in """
+ELSEWHERE = """
     adam_beta1                   optim.beta1
     adam_beta2                   optim.beta2
     adam_epsilon                 optim.eps
@@ -68,9 +67,11 @@ for _line in """
     use_peft                     lora.rank
     warmup_ratio                 optim.warmup    in steps, or epochs such as 0.1 epochs
     warmup_steps                 optim.warmup
-    """.strip().splitlines():
-    _name, _setting, *_note = _line.split(maxsplit=2)
-    NAMES_ELSEWHERE[_name] = (_setting, _note[0] if _note else "")
+"""
+NAMES_ELSEWHERE = {
+    name: (setting, " ".join(note))
+    for name, setting, *note in map(str.split, ELSEWHERE.strip().splitlines())
+}
 
 
 def parse(cls, argv: list[str] | None, objective, demo: str):

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from infra.checkpoint import read_settings, read_state
-from infra.console import BadInput
 from infra.rounding import dtype_of, is_narrower, round_at_random, widest
-from infra.settings import Export, RunSettings
+from infra.settings import Export, RunSettings, refuse_unless
 from model import GPT, Block
 from models.hub import (
     Rows,
@@ -149,16 +148,13 @@ def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
     has_own_base = settings["lora"]["rank"] and not state.reference_has_moved
     # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
     trained = torch.promote_types(dtype, torch.float32)
-    keeps_type = (
-        has_own_base and trained == torch.float32
-    )  # adapters are added in float32 in any case
-    gpt = load_model(source.base, dtype=None if keeps_type else trained)
-    if (
-        has_own_base
-        and weights_hash(gpt.unique_parameters(), dtype) != state.hashes["model weights"]
-    ):
-        raise BadInput(
-            f"export: {source.base.folder}: not the weights that {source.folder} was trained on"
+    # adapters are added in float32 whatever the type of the base
+    as_stored = has_own_base and trained == torch.float32
+    gpt = load_model(source.base, dtype=None if as_stored else trained)
+    if has_own_base:
+        refuse_unless(
+            weights_hash(gpt.unique_parameters(), dtype) == state.hashes["model weights"],
+            f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
         )
     adapters = put_on(gpt, source.folder)
     # transformers cannot load a model with blocks of a fork's own
