@@ -99,7 +99,8 @@ class Lines:
 
     def write(self, text: str) -> None:
         line = text.strip()
-        if line and line != self.last:
+        says_nothing = "100%" in line or "? left" in line  # it ends now, or has just begun
+        if line and line != self.last and not says_nothing:
             say(line)
             self.last = line
 
