@@ -307,10 +307,10 @@ def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_s
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bfloat16_is_refused_on_a_gpu_that_does_not_multiply_it(precision, monkeypatch):
-    gpus(monkeypatch, (8, 0), (7, 0))
+    gpus(monkeypatch, (8, 0), (7, 5))
     asked = dict(accelerator="gpu", precision=precision)
     assert resolved(**asked)["precision"] == precision, "the first GPU alone computes"
-    said = f"^precision: {precision}: GPU number 1 .capability 7.0, below 8.0. does not multiply "
+    said = f"^precision: {precision}: GPU number 1 .capability 7.5, below 8.0. does not multiply "
     with pytest.raises(BadInput, match=f"{said}bfloat16; use 32-true$"):
         resolved(devices=2, **asked)
 
