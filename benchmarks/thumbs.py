@@ -95,6 +95,8 @@ def write_lines(file: Path, rows: list[dict]) -> None:
 def rated(model: Path, seed: int, n: int) -> Path:
     """A file of the first n ratings of a seed, as rate.py writes them."""
     prompts = questions(TRAINED)
+    if n > len(prompts):
+        raise SystemExit(f"--thumbs {n}: there are {len(prompts)} questions")
     random.Random(seed).shuffle(prompts)
     file = OUT / f"ratings-{seed}-{n}.jsonl"
     rows = []
