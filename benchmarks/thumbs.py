@@ -12,8 +12,9 @@ a short answer; the other four are open, and the model nearly always goes on bey
 
 The trained model then answers the same six questions about things that no thumb was about. Fewer thumbs of a seed are
 the first ones of more. A finished run is a line in benchmarks/thumbs.jsonl and is not run again; seed 0 is for
-tuning, and no table counts it. Everything else is in out/thumbs/. A step of 8 answers takes 13 s on one core that
-multiplies no bfloat16: 0 to 160 thumbs of one seed are 150 steps and 780 sampled answers, about 45 minutes.
+tuning, and no table counts it. There are 252 questions to rate. Everything else is in out/thumbs/. A step of 8
+answers takes 13 s on one core that multiplies no bfloat16: 0 to 160 thumbs of one seed are 150 steps and 780 sampled
+answers, about 45 minutes.
 """
 
 import argparse
