@@ -184,11 +184,14 @@ class Evaluator:
         if len(judged) < len(answers):
             check["unjudged"] = len(answers) - len(judged)
         if self.fabric.global_rank == 0:
-            write_json(self.file(step).with_stem(name) if name else self.file(step), check)
+            write_json(self.file(step, name), check)
         return check["right"] / check["of"], answered
 
-    def file(self, step: int) -> Path:
-        return Path(self.cfg.out_dir, "eval", f"answers-{step}.json" if step else "before.json")
+    def file(self, step: int, name: str | None = None) -> Path:
+        """Where the check after this step is written: see accuracy."""
+        if name is None:
+            name = f"answers-{step}" if step else "before"
+        return Path(self.cfg.out_dir, "eval", f"{name}.json")
 
     def samples(self, answered: list[Example]) -> list[dict]:
         """A few answers to look at, as {"prompt", "completion"}: the first answers of this step's check (answered),

@@ -1,7 +1,6 @@
 """How a model is written: as a Hugging Face folder, in the types of its source, with a card. (PEFT's
 adapters: lora.py.)"""
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -22,9 +21,10 @@ from models.hub import (
     read_whole,
     stored_types,
     weights_hash,
+    write_config,
 )
 from models.load import load_model, put_on
-from models.lora import Adapter
+from models.lora import Adapter, delta_of
 
 # ---- types of weights ----------------------------------------------------------------------------
 
@@ -65,16 +65,14 @@ def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
 
     config = read_json(file)
     if correct(config):
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        write_config(file, config)
 
 
 def _say_template_in_config(file: Path, template: str) -> None:
     """Put a chat template into tokenizer_config.json, too: llama.cpp, Ollama and old versions of transformers read
     that one."""
     config = read_json(file) if file.exists() else {}
-    file.write_text(
-        json.dumps(config | {"chat_template": template}, indent=2, ensure_ascii=False) + "\n"
-    )
+    write_config(file, config | {"chat_template": template})
 
 
 # ---- write ---------------------------------------------------------------------------------------
@@ -108,8 +106,7 @@ def export(
             continue
         x = r.of(weights[r.name])
         if adapter := adapters.get(name.removesuffix(".weight")):
-            a, b, scale = adapter
-            delta = b @ a * scale  # (outputs, inputs), as our matrices are
+            delta = delta_of(adapter)
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             x = x + (delta.T if r.transposed else delta)
         if last_of[r.name] == name:

@@ -170,6 +170,11 @@ def read_json(file: Path) -> dict:
         return json.loads(file.read_text())
 
 
+def write_config(file: Path, config: dict) -> None:
+    """Write a config as transformers does."""
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
 # ---- its config ----------------------------------------------------------------------------------
 
 
@@ -212,7 +217,7 @@ def mark_blocks(folder: Path, blocks: str) -> None:
     config = read_json(folder / "config.json")
     model_type = config["model_type"].partition(BLOCKS_MARK)[0]
     config["model_type"] = f"{model_type}{BLOCKS_MARK}{blocks}"
-    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    write_config(folder / "config.json", config)
 
 
 def context_of(config: transformers.PretrainedConfig) -> int:
@@ -425,16 +430,18 @@ def plain_logps(
     completions: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> torch.Tensor:
     """transformers' log-probs of the completions' tokens (T,)."""
-    pairs = [
-        (prompt, completion) for prompt, pair in zip(prompts, completions) for completion in pair
-    ]
-    texts = [torch.tensor(np.concatenate(pair)) for pair in pairs]
+    texts = []  # prompt and completion
+    starts = []  # of the completions
+    for prompt, pair in zip(prompts, completions):
+        for completion in pair:
+            texts.append(torch.tensor(np.concatenate([prompt, completion])))
+            starts.append(len(prompt))
     # no token sees the padding, which stands behind all of them
     logits_BLV = hf(input_ids=nn.utils.rnn.pad_sequence(texts, batch_first=True)).logits
     logps = []
-    for (prompt, _), ids, logits_LV in zip(pairs, texts, logits_BLV):
-        logits_TV = logits_LV[len(prompt) - 1 : len(ids) - 1]
-        logps.append(logp_of(logits_TV.double(), ids[len(prompt) :])[0])
+    for ids, start, logits_LV in zip(texts, starts, logits_BLV):
+        logits_TV = logits_LV[start - 1 : len(ids) - 1]
+        logps.append(logp_of(logits_TV.double(), ids[start:])[0])
     return torch.cat(logps)
 
 

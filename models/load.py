@@ -52,10 +52,9 @@ from models.lora import (
     merge_into_layer,
     output_with_adapter,
     read_peft,
-    say_untrained_ends,
     take_out_adapters,
 )
-from models.quantize import quantize_base
+from models.quantize import freeze, quantize_base
 from objective import Objective
 from packing import pack
 from records.examples import Example
@@ -71,7 +70,7 @@ def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.fl
     with torch.random.fork_rng(devices=[]):
         gpt = _load_plain(source, torch.promote_types(dtype or torch.float32, torch.float32)).eval()
     if not isinstance(gpt, TransformersGPT):
-        return gpt.to(dtype)
+        return gpt.to(dtype) if dtype else gpt
     # Copies: the weights of a file that is mapped into memory lie at odd addresses, where some products round
     # otherwise than those of the reference, which is a copy; and another program may write the file.
     for name, p in gpt.named_parameters():
@@ -466,13 +465,25 @@ def load_policy_and_reference(
     return policy.eval(), frozen, hashes
 
 
-@torch.no_grad()
-def freeze(model: nn.Module, precision: str) -> nn.Module:
-    """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
-    head that is tied to the embedding. Autocast would cast these layers at each use: log-probs stay the same bits."""
-    model.requires_grad_(False).eval()
-    if precision == "bf16-mixed":
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
-                module.to(torch.bfloat16)
-    return model
+def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Example]) -> None:
+    """Say where completions end in a token whose row of the head was never trained, as in base models the rows of a
+    chat template's tokens. Adapters of other layers leave the row as it is, so no answer learns to end."""
+    if hasattr(policy.lm_head, "lora_A"):
+        return
+    last_ids: set[int] = set()
+    for example in examples:
+        for ids in example.completions:
+            last_ids.update(
+                ids[-2:].tolist()
+            )  # a template may write a newline behind an answer's end
+    w_VC = policy.lm_head.weight
+    for i in sorted(last_ids.intersection(tokenizer.stops)):
+        # such a row is 0, or equal to those of the other tokens that were never trained
+        n_equal = (w_VC == w_VC[i]).all(1).sum()
+        if n_equal > 1 or w_VC[i].abs().max() <= 1e-16:
+            token = tokenizer.decode([i], special_tokens=True)
+            advice = "train in full" if policy.tied else "add lm_head to lora.targets"
+            say(
+                f"{token} ends the answers, and its row of the head was never trained. Adapters leave it as it is, so "
+                f"answers do not learn to end: begin with an instruct model, or {advice}"
+            )

@@ -21,13 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from infra.console import BadInput, rank, say, user_error
+from infra.console import BadInput, rank, user_error
 from infra.devices import gather_tensor, place_like
 from infra.rounding import is_narrower, round_at_random
 from infra.settings import Lora
 from models.hub import Source, read_json
-from records.examples import Example
-from records.tokenizer import Tokenizer
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
 # {transformers' name of a layer: its adapter}, whole and on the CPU
@@ -102,30 +100,6 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
         new.linear = old
         new.reset_parameters()  # A random, B zero; `linear` stays
         model.set_submodule(name, new)
-
-
-def say_untrained_ends(policy: nn.Module, tokenizer: Tokenizer, examples: list[Example]) -> None:
-    """Say where completions end in a token whose row of the head was never trained, as in base models the rows of a
-    chat template's tokens. Adapters of other layers leave the row as it is, so no answer learns to end."""
-    if hasattr(policy.lm_head, "lora_A"):
-        return
-    last_ids: set[int] = set()
-    for example in examples:
-        for ids in example.completions:
-            last_ids.update(
-                ids[-2:].tolist()
-            )  # a template may write a newline behind an answer's end
-    w_VC = policy.lm_head.weight
-    for i in sorted(last_ids.intersection(tokenizer.stops)):
-        # such a row is 0, or equal to those of the other tokens that were never trained
-        n_equal = (w_VC == w_VC[i]).all(1).sum()
-        if n_equal > 1 or w_VC[i].abs().max() <= 1e-16:
-            token = tokenizer.decode([i], special_tokens=True)
-            advice = "train in full" if policy.tied else "add lm_head to lora.targets"
-            say(
-                f"{token} ends the answers, and its row of the head was never trained. Adapters leave it as it is, so "
-                f"answers do not learn to end: begin with an instruct model, or {advice}"
-            )
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
@@ -252,12 +226,18 @@ def gather_adapters(model: nn.Module) -> Adapters:
     return adapters
 
 
+def delta_of(adapter: Adapter) -> torch.Tensor:
+    """What an adapter adds to its matrix (outputs, inputs): scale * B @ A."""
+    a, b, scale = adapter
+    return b @ a * scale
+
+
 def merge_adapters(weights: Mapping, adapters: Adapters, model: nn.Module) -> None:
     """Add adapters to weights, given by their plain names (see plain_name). Raises KeyError for an adapter
     of a layer that the model does not have."""
-    for layer, (a, b, scale) in adapters.items():
+    for layer, adapter in adapters.items():
         rows = model.rows[f"{layer}.weight"]
-        weights[rows.name][rows.span].add_(b @ a * scale)  # (outputs, inputs), as our matrices are
+        weights[rows.name][rows.span].add_(delta_of(adapter))
 
 
 def plain_name(name: str) -> str:
@@ -396,8 +376,7 @@ def _peft_scale(config: dict, layer: str, rank: int) -> float:
 
 def merge_into_layer(adapter: Adapter, module: nn.Module) -> None:
     """Add an adapter to the matrix of one layer. A tied layer gets a matrix of its own, as in PEFT."""
-    a, b, scale = adapter
-    delta = b @ a * scale
+    delta = delta_of(adapter)
     if isinstance(module, Conv1D):
         delta = delta.T
     module.weight = nn.Parameter(module.weight + delta)

@@ -1,4 +1,4 @@
-"""A frozen base in 4 bits, under adapters (QLoRA)."""
+"""Frozen weights in fewer bits: a base in 4 bits under adapters (QLoRA), a reference in bfloat16."""
 
 import logging
 
@@ -35,3 +35,15 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
         # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
         new.train = lambda mode=True, new=new: new
         model.blocks.set_submodule(name, new)
+
+
+@torch.no_grad()
+def freeze(model: nn.Module, precision: str) -> nn.Module:
+    """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
+    head that is tied to the embedding. Autocast would cast these layers at each use: log-probs stay the same bits."""
+    model.requires_grad_(False).eval()
+    if precision == "bf16-mixed":
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
+                module.to(torch.bfloat16)
+    return model

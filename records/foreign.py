@@ -233,11 +233,9 @@ class Reader:
     def settle(self, records: Iterator[tuple[str, object]]) -> None:
         """Look through a file before it is read: where one prompt and answer are rated several times, the
         last (first) label counts (data.repeated), or that in which the raters agree (data.raters)."""
-        columns = self.layout.columns
-        ratings = columns.get("verdict", columns.get("label"))
-        has_raters_in_record = ratings is not None and ratings.is_several
-        is_by_raters = self.layout.raters is not None and not has_raters_in_record
-        if self.layout.kind != "rated" or not (self.layout.repeated or is_by_raters):
+        layout = self.layout
+        is_by_raters = layout.raters is not None and not layout.has_raters_in_record
+        if layout.kind != "rated" or not (layout.repeated or is_by_raters):
             return
         counts = Counter(self.counts)
         n_records = self.n_records

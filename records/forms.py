@@ -259,10 +259,13 @@ def _prompt(fields: dict) -> Turns:
 def _earlier_turns(fields: dict) -> list[dict]:
     """The turns of `history`, as LLaMA-Factory and ms-swift have it: pairs of a question and an answer."""
     pairs = fields.get("history")
+    if not isinstance(pairs, list):
+        return []
     turns = []
-    for pair in pairs if isinstance(pairs, list) else []:
-        if not (isinstance(pair, list | tuple) and len(pair) == 2):
-            return []  # something else has this name
+    for pair in pairs:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair:  # something else has this name
+            return []
         question, answer = pair
         turns.append(_message({"role": "user", "content": question}, "history"))
         turns.append(_message({"role": "assistant", "content": answer}, "history"))

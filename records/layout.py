@@ -88,7 +88,7 @@ class Layout:
         if chosen is not None and chosen.is_several and "rejected" not in columns:
             raise BadInput("data.columns: chosen: a list of answers needs rejected, too")
         has_verdict = "verdict" in columns
-        ratings = columns.get("label", columns.get("verdict"))
+        ratings = self.rating_column
         # of a field that only has another name, the values may be those of our own labels
         has_foreign_values = ratings is not None and (has_verdict or not ratings.is_name)
         if has_foreign_values and not self.labels.wanted:
@@ -104,8 +104,7 @@ class Layout:
                     f"data.where: {column.text}: a leading dot stands for messages, and none are rated here; the "
                     f"record's own field is {path}"
                 )
-        has_several_ratings = ratings is not None and ratings.is_several
-        if self.repeated and self.raters and not has_several_ratings:
+        if self.repeated and self.raters and not self.has_raters_in_record:
             raise BadInput(
                 "data.raters: data.repeated is given, too: of several ratings of one answer, does one count, or most "
                 "of them?"
@@ -118,6 +117,15 @@ class Layout:
             raise BadInput(f"data.labels: {other}: a verdict is a, b, both or neither")
         if not has_verdict and names & VERDICTS:
             raise BadInput("data.labels: a, b, both, neither: only with data.columns verdict=...")
+
+    @property
+    def rating_column(self) -> Column | None:
+        return self.columns.get("label", self.columns.get("verdict"))
+
+    @property
+    def has_raters_in_record(self) -> bool:
+        """Whether the ratings of several people stand in one record."""
+        return self.rating_column is not None and self.rating_column.is_several
 
     @property
     def rates_messages(self) -> bool:

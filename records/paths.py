@@ -20,11 +20,6 @@ from records.forms import LABELS, as_text, unique_keys
 MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages|type)["']""")
 
 
-# a cut between days or times, as ISO 8601 writes them: as texts they have the order of time
-DAY = re.compile(r"([<>]=?)(\d{4}-\d\d-\d\d.*)")
-COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-
-
 class Skipped(Exception):
     """Nothing can be learned from this record or answer. The text says why; the table counts it."""
 
@@ -202,6 +197,21 @@ def interval(text: str) -> tuple[float, float] | None:
     return None
 
 
+DAY = re.compile(r"([<>]=?)(\d{4}-\d\d-\d\d.*)")
+COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+def is_in_days(text: str, wanted: str) -> bool:
+    """Whether a day or a time is one of those that `>=2026-11-24` names. As ISO 8601 writes them, they have the order
+    of time as texts, too."""
+    cut = DAY.fullmatch(wanted)
+    if not cut or not text[:1].isdigit():
+        return False
+    sign, edge = cut.groups()
+    # 2026-11-24T10:00 is of the day 2026-11-24
+    return COMPARE[sign](text[: len(edge)], edge)
+
+
 def number(value: object) -> float | None:
     with suppress(ValueError):
         if not isinstance(value, bool):
@@ -221,11 +231,8 @@ def matches(value: object, wanted: str) -> bool:
             x = number(value)
             if x is not None and limits[0] <= x <= limits[1]:
                 return True
-        elif day := DAY.fullmatch(one):
-            sign, edge = day.groups()
-            start = text[: len(edge)]  # 2026-11-24T10:00 is of this day
-            if start[:1].isdigit() and COMPARE[sign](start, edge):
-                return True
+        elif is_in_days(text, one):
+            return True
         elif one[:1] == "*" and isinstance(value, str) and value.endswith(one[1:]):
             return True
     return False
