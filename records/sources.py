@@ -208,7 +208,7 @@ def open_table(source: str) -> tuple[dict, Iterable[dict]]:
     if path.suffix.lower() == ".parquet":
         return open_parquet(path)
     if path.is_file():
-        raise BadInput(f"expected a file that ends in {', '.join(ENDINGS)}")
+        raise BadInput(f"{source}: expected a file that ends in {', '.join(ENDINGS)}")
     nothing = (
         "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co; without a network "
         "download it elsewhere (hf download --repo-type dataset) and give its folder"

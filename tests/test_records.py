@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from datetime import datetime
 from decimal import Decimal
@@ -438,9 +439,8 @@ def test_a_file_of_another_kind_is_no_data_set_of_the_hub(tmp_path):
     """Its name would be sent to huggingface.co, and the advice would be to download it."""
     for name in ("thumbs.xlsx", "thumbs.db", "thumbs.csv.gz"):
         (tmp_path / name).write_bytes(b"PK")
-        with pytest.raises(
-            BadInput, match=r"expected a file that ends in .jsonl, .ndjson, .json, "
-        ):
+        expected = f"{name}: expected a file that ends in .jsonl, .ndjson, .json, "
+        with pytest.raises(BadInput, match=re.escape(expected)):
             raw_records(tmp_path / name)
     (tmp_path / "a.ndjson").write_text('{"prompt": "p"}\n{"prompt": "q"}\n')
     assert raw_records(tmp_path / "a.ndjson") == [{"prompt": "p"}, {"prompt": "q"}]
