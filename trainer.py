@@ -338,9 +338,8 @@ class Trainer:
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
         if scores.entropy is not None:
-            tokens_B = micro.length.sum(
-                1
-            )  # those that are scored, as in the sums of entropies (B, K)
+            # the scored tokens, as in the sums of entropies (B, K)
+            tokens_B = micro.length.sum(1)
             columns["entropy"] = scores.entropy.sum(1) / tokens_B
             columns["scored_tokens"] = tokens_B
         columns = join_columns(columns, own_columns)

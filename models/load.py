@@ -473,9 +473,8 @@ def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Exam
     last_ids: set[int] = set()
     for example in examples:
         for ids in example.completions:
-            last_ids.update(
-                ids[-2:].tolist()
-            )  # a template may write a newline behind an answer's end
+            # the last two: a template may write a newline behind an answer's end
+            last_ids.update(ids[-2:].tolist())
     w_VC = policy.lm_head.weight
     for i in sorted(last_ids.intersection(tokenizer.stops)):
         # such a row is 0, or equal to those of the other tokens that were never trained
