@@ -1,6 +1,7 @@
 """What a program says: lines on rank 0, progress, and errors that are one line with an exit code."""
 
 import contextlib
+import math
 import os
 import shlex
 import sys
@@ -112,6 +113,7 @@ def make_bar(**options: Any) -> tqdm:
         file=None if is_terminal else Lines(),
         position=None if is_terminal else 0,  # at 0 tqdm moves no cursor
         miniters=0,
+        maxinterval=math.inf,  # no lines between ours by tqdm's own thread
         dynamic_ncols=True,
         leave=False,
         disable=rank() > 0 or not shows_progress,

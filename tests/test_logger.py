@@ -17,6 +17,7 @@ import torch
 import transformers
 from conftest import ROOT, Started, rows_of, train
 from tiny_models import with_adapters
+from tqdm import TMonitor, tqdm
 
 import kto
 from evaluation import format_before_after, wilson_interval
@@ -123,6 +124,11 @@ def test_elsewhere_than_on_a_terminal_a_run_prints_about_twenty_lines(step_lines
     assert ends == resumed, "its first step too, and an ETA by its own steps"
     assert len(step_lines(100_000, start=99_000, seconds=6.0)) == 100, "or one a minute"
     assert step_lines(100, on=False) == []
+    watch = TMonitor(tqdm, 0.001)  # tqdm's thread, which wakes each 10 s otherwise
+    try:
+        assert len(step_lines(1000)) == 20, "also where it refreshes what was shown 10 s ago"
+    finally:
+        watch.exit()
 
 
 def test_a_line_says_where_the_clamp_made_z_zero(step_lines):
