@@ -98,7 +98,7 @@ class ChatTemplate:
         ]
         errors = []
         # Some templates want the arguments of tool calls as objects, others as texts of JSON.
-        for form in argument_forms([*turns, *answers]):
+        for form in forms_of_calls([*turns, *answers]):
             try:
                 return self.render_form(record, form[: len(turns)], form[len(turns) :], counts)
             except BadInput as e:
@@ -123,7 +123,8 @@ class ChatTemplate:
             earlier_reasoning = check_turns(turns, prompt, is_answer=False)
             for answer, completion in zip(answers, completions):
                 check_turns([answer], completion, is_answer=True)
-            for dialogue in dialogues:
+            for dialogue, completion in zip(dialogues, completions or [""]):
+                check_null(write, dialogue, prompt + completion)
                 earlier_reasoning |= self.check_kind(write, record, dialogue, bool(answers))
         if earlier_reasoning:
             counts[EARLIER_REASONING] += 1
@@ -225,7 +226,22 @@ def join_turns(turn: dict, continuation: dict) -> dict:
     return {**turn, **continuation, "content": content}
 
 
-# ---- arguments of tool calls ---------------------------------------------------------------------
+# ---- tool calls ----------------------------------------------------------------------------------
+
+
+def forms_of_calls(turns: list[dict]) -> Iterator[list[dict]]:
+    """The forms of argument_forms; each then with an empty text in place of null beside a call, as engines give it to
+    templates that write null as None or can do nothing with it."""
+    for form in argument_forms(turns):
+        yield form
+        emptied = without_null(form)
+        if emptied != form:
+            yield emptied
+
+
+def without_null(turns: list[dict]) -> list[dict]:
+    """The turns with an empty text where a turn has none."""
+    return [{**turn, "content": turn.get("content") or ""} for turn in turns]
 
 
 def argument_forms(turns: list[dict]) -> Iterator[list[dict]]:
@@ -370,6 +386,15 @@ def check_turns(turns: list[dict], rendered: str, is_answer: bool) -> bool:
                     raise left_out(role, field, piece.strip())
                 earlier_reasoning = True
     return earlier_reasoning
+
+
+def check_null(write: Write, dialogue: list[dict], rendered: str) -> None:
+    """Whether the template writes no `None` where a turn has no text. Raises LeftOut."""
+    emptied = without_null(dialogue)
+    if emptied != dialogue and "None" in rendered:
+        # a text may have this word, too
+        if rendered.count("None") > write(emptied).count("None"):
+            raise LeftOut("assistant: the chat template writes its content, null, as None")
 
 
 def check_tools(record: Record, turns: list[dict], rendered: str) -> None:

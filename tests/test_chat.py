@@ -22,7 +22,7 @@ from infra.settings import Data
 from models.hub import Source
 from records import tokenizer
 from records.examples import Example, load_examples
-from records.forms import Record
+from records.forms import Record, understand_record
 from records.page import page
 from records.tokenizer import Tokenizer
 
@@ -277,6 +277,29 @@ def test_a_template_that_takes_texts_of_arguments_alone_gets_them(real, ids):
     record["prompt"][2] = RESULT | {"name": "weather"}
     text = t.hf.decode(sum(ids(record, t), []))
     assert '```json\n{"city": "Paris", "days": 2}\n```' in text and '{"c": 21}' in text
+
+
+@pytest.mark.parametrize("rated_call", [True, False])
+@pytest.mark.parametrize(
+    "content", ["m.content", "m.content.strip()", "('' if not m.content else m.content)"]
+)
+def test_null_beside_a_call_is_written_as_no_text(tmp_path, content, rated_call):
+    """OpenAI's form. GLM-4.5's template writes None, and those of Qwen3 and gpt-oss raise an error."""
+    template = tokens.CHATML.replace("m['content']", f"({content})|string + m.tool_calls|string")
+    template = "{{ tools }}" + template.replace("m.tool_calls", "(m.tool_calls or '')")
+    t = Tokenizer(Source(tokens.folder(tmp_path / "t", chat_template=template)))
+    noisy = {"name": "weather", "description": "Default: None", "parameters": {}}
+    for tools in (None, [{"type": "function", "function": noisy}]):
+        record = tool_record(CALLS, rated_call) | {"tools": tools, "label": True}
+        turns = record["prompt"] + record["completion"]
+        theirs = t.hf.apply_chat_template(turns, tools=tools, tokenize=False)
+        (call,) = (turn for turn in turns if turn.get("tool_calls"))
+        for null in ({"content": None}, {}):  # a table has no key for a null
+            del call["content"]
+            call |= null
+            prompt, answers = t.render(understand_record(record, "rated"))
+            assert prompt + answers[0] == theirs
+            call["content"] = ""
 
 
 LOOK = bot("Let me look.", tool_calls=CALLS)
