@@ -157,9 +157,11 @@ class Layout:
         leading dot; else a record."""
         for column, sign, wanted in self.where:
             if column.inner == inner:
-                is_wanted = matches(column.one(record), wanted)
-                if is_wanted != (sign == "="):
-                    raise Skipped("by data.where")
+                found = column.one(record)
+                # of several values each must be as it says
+                for value in found if column.is_several and found else [found]:
+                    if matches(value, wanted) != (sign == "="):
+                        raise Skipped("by data.where")
 
 
 def columns_of(text: str | None) -> dict[str, Column]:

@@ -264,6 +264,25 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["Q || A +"],
         {"dropped by data.where": 3},
     ),
+    "where a list has a value that is not wanted": (
+        [
+            {"prompt": "P", "completion": "A", "label": True, "by": [{"s": "sent"}, {"s": "draft"}]},
+            {"prompt": "Q", "completion": "B", "label": True, "by": [{"s": "sent"}]},
+        ],
+        dict(where="by.*.s!=draft"),
+        ["Q || B +"],
+        {"dropped by data.where": 1},
+    ),
+    "where all values of a list are wanted": (
+        [
+            {"prompt": "P", "completion": "A", "label": True, "s": ["sent", "draft"]},
+            {"prompt": "Q", "completion": "B", "label": True, "s": ["sent", "sent"]},
+            {"prompt": "R", "completion": "C", "label": True, "s": []},
+        ],
+        dict(where="s.*=sent"),
+        ["Q || B +"],
+        {"dropped by data.where": 2},
+    ),
     "where a value is missing, null or an empty text": (
         [rated("Q", x, kind=k) for x, k in (("A", "x"), ("B", ""), ("C", None))]
         + [rated("Q", "D")],
