@@ -18,8 +18,8 @@ from records.paths import Skipped, is_lists_by_key, is_there, opened, rows
 # fields of ours that hold an answer, and all that hold texts of a dialogue
 ANSWERS = ("completion", "messages", *PAIR)
 TEXTS = (*PROMPTS, *ANSWERS)
-# kinds of parts of a message that are no part of its text
-LEFT_OUT = re.compile("think|reason|tool|function|_call")
+# kinds of parts of a message that are no part of its text; step-start is a mark of the AI SDK
+LEFT_OUT = re.compile("think|reason|tool|function|_call|step-start")
 # the same parts where a tool writes them into the text: Open WebUI, Dify, and LibreChat
 # (no pattern begins with blanks, unless at the start of the text: a long run of them would take for ever)
 FLATTENED = re.compile(
@@ -163,7 +163,7 @@ def text_of_part(part: object) -> str:
     kind = type(part).__name__
     if isinstance(part, dict):
         named_kind = str(part.get("type", "text"))
-        if LEFT_OUT.search(named_kind):
+        if LEFT_OUT.search(named_kind) or part.get("thought") is True:  # so Gemini marks its own
             return ""
         inner = part.get("content")  # an item of OpenAI's Responses has parts of its own
         if isinstance(inner, list):

@@ -354,6 +354,47 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["U: Hi || Ho +"],
         {},
     ),
+    "thoughts of Gemini, which are no answer": (
+        [
+            {
+                "contents": [{"role": "user", "parts": [{"text": "Hi"}]}],
+                "content": {
+                    "role": "model",
+                    "parts": [{"text": "A greeting.", "thought": True}, {"text": "Ho"}],
+                },
+                "l": 1,
+            }
+        ],
+        dict(
+            columns="prompt=contents,completion=content,content=.parts,label=l",
+            roles="assistant=model",
+            labels=UP_DOWN,
+        ),
+        ["U: Hi || Ho +"],
+        {},
+    ),
+    "parts of the AI SDK, of which some only mark a step": (
+        [
+            {
+                "messages": [
+                    {"role": "user", "parts": [{"type": "text", "text": "Rain?"}]},
+                    {
+                        "role": "assistant",
+                        "parts": [
+                            {"type": "step-start"},
+                            {"type": "tool-weather", "toolCallId": "x", "output": {}},
+                            {"type": "step-start"},
+                            {"type": "text", "text": "Drip.", "state": "done"},
+                        ],
+                        "vote": 1,
+                    },
+                ]
+            }
+        ],
+        dict(columns="messages=messages,content=.parts,label=.vote", labels=UP_DOWN),
+        ["U: Rain? || Drip. +"],
+        {},
+    ),
     "a given beginning beside a question": (
         [{"question": "Add?", "begun": "It is", "a": " 4.", "l": 1}],
         dict(columns="prefix=begun,completion=a,label=l"),
