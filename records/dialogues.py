@@ -99,6 +99,8 @@ def message(layout: Layout, raw: object) -> dict:
     text = own_words(layout, content) if isinstance(content, str) else text_of(content)
     if isinstance(raw, dict) and any(is_there(raw.get(name)) for name in FILES):
         raise Skipped("with a file beside a message")
+    if role in ("system", "developer"):  # an empty one is what the model was given
+        return {"role": role, "content": text}
     if not text and not calls:
         raise Skipped("with an empty message")
     return {"role": role, "content": text or None, **calls}

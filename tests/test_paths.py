@@ -266,7 +266,12 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
     ),
     "where a list has a value that is not wanted": (
         [
-            {"prompt": "P", "completion": "A", "label": True, "by": [{"s": "sent"}, {"s": "draft"}]},
+            {
+                "prompt": "P",
+                "completion": "A",
+                "label": True,
+                "by": [{"s": "sent"}, {"s": "draft"}],
+            },
             {"prompt": "Q", "completion": "B", "label": True, "by": [{"s": "sent"}]},
         ],
         dict(where="by.*.s!=draft"),
@@ -393,6 +398,20 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ],
         dict(columns="messages=messages,content=.parts,label=.vote", labels=UP_DOWN),
         ["U: Rain? || Drip. +"],
+        {},
+    ),
+    "an empty system message, which stays one, as in a record of ours": (
+        [
+            {
+                "messages": [
+                    {"from": "system", "content": ""},
+                    {"from": "user", "content": "Rain?"},
+                    {"from": "assistant", "content": "Drip.", "score": -1},
+                ]
+            }
+        ],
+        dict(columns="messages=messages,label=.score", labels="up=1,down=-1"),
+        ["S:  | U: Rain? || Drip. -"],
         {},
     ),
     "a given beginning beside a question": (
