@@ -59,13 +59,16 @@ def show_record(where: str, record: Record) -> None:
         show_turn("prompt", record.prompt)
     else:
         for turn in as_turns(record.prompt):
-            show_turn(turn["role"], turn.get("content") or "(a call of tools)")
+            show_turn(turn["role"], words_of(turn))
     names = ["chosen", "rejected"] if len(record.completions) == 2 else ["answer"]
     for name, completion in zip(names, record.completions):
-        text = content_of(completion)
-        if text is None:
-            text = "(a call of tools)"
-        show_turn(name, text or "(empty)")
+        show_turn(name, words_of(completion))
+
+
+def words_of(turn: str | dict) -> str:
+    """The text of a turn, or what it has in place of one."""
+    calls = isinstance(turn, dict) and turn.get("tool_calls")
+    return content_of(turn) or ("(a call of tools)" if calls else "(empty)")
 
 
 def show_turn(name: str, text: str) -> None:

@@ -508,6 +508,18 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown)
     assert "\ntrain: 1 examples of 1 prompts\n" in shown(pair, "--kind", "paired")
 
 
+def test_data_py_tells_an_empty_turn_from_a_call_of_tools(real, tiny, tmp_path, shown):
+    model = shutil.copytree(real("qwen2.5"), tmp_path / "qwen")
+    shutil.copy(tiny / "config.json", model)
+    call = bot("", tool_calls=CALLS)
+    prompt = [{"role": "system", "content": ""}, user("Rain?"), call, RESULT]
+    source = write(tmp_path / "d.jsonl", rated(prompt, [bot("")]), rated(prompt[:2], [call], False))
+    words = re.sub(" +", " ", shown(source, "--model", model))
+    assert words.count("\n system (empty)\n user Rain?\n") == 2
+    assert "\n assistant (a call of tools)\n" in words
+    assert "\n answer (empty)\n" in words and "\n answer (a call of tools)\n" in words
+
+
 def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, capsys):
     stars = [rated(p, "c", n) for p, n in zip("abcdefghij", (1, 2, 3, 4, 5) * 2)]
     source, labels = write(tmp_path / "d.jsonl", *stars), "--data.labels=up=4|5,down=1|2"
