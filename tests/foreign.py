@@ -167,6 +167,15 @@ TREE = [
     oasst("r", "a", "prompter", "How long?"),
     oasst("c", "r", "assistant", "Eight minutes.", 0.5, 0),
 ]
+
+
+def in_parts(texts: list[str]) -> list[dict]:
+    """Turns of a user and an assistant, whose contents are parts in a table."""
+    empty = {"image": None, "mimeType": None}
+    contents = [[{"type": "text", "text": text, **empty}] for text in texts]
+    return [{"role": role, "content": x} for role, x in zip(("user", "assistant"), contents)]
+
+
 PRIME = {"prompt": "Prime?", "response_0": "Eleven.", "response_1": "Twelve."}
 TWO = {"response1": "Rain.", "response2": "It rains."}
 
@@ -488,6 +497,44 @@ PRESETS = {
             "U: Rain? || Rain. -",
         ],
         ["U: Rain? || Drip. >> Rain.", "U: Rain? || Rain. >> Drip."],
+        {},
+    ),
+    "arena_140k": (
+        "arena.jsonl",
+        [
+            {
+                "model_a": "x",
+                "model_b": "y",
+                "winner": winner,
+                "evaluation_order": 1,
+                "conversation_a": in_parts(["Rain?", "Drip."]),
+                "conversation_b": in_parts(["Rain?", "Drop."]),
+                "full_conversation": [],
+            }
+            for winner in ("model_a", "both_bad", "tie")
+        ],
+        [
+            f"U: Rain? || {x}"
+            for x in ("Drip. +", "Drop. -", "Drip. -", "Drop. -", "Drip. +", "Drop. +")
+        ],
+        ["U: Rain? || Drip. >> Drop."],
+        {},
+    ),
+    "openai_preferences": (
+        "preferences.jsonl",
+        [
+            {
+                "input": {
+                    "messages": [{"role": "user", "content": "Rain?"}],
+                    "tools": [],
+                    "parallel_tool_calls": True,
+                },
+                "preferred_output": [{"role": "assistant", "content": "Drip."}],
+                "non_preferred_output": [{"role": "assistant", "content": "Drop."}],
+            }
+        ],
+        ["U: Rain? || Drip. +", "U: Rain? || Drop. -"],
+        ["U: Rain? || Drip. >> Drop."],
         {},
     ),
     "arena_55k": (
