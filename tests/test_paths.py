@@ -17,11 +17,13 @@ from tokens import CHATML, bot, chat, folder, plain, rated, user, write
 
 from infra.console import BadInput
 from infra.settings import Data, find_path
+from models.hub import Source
 from records.examples import Example
 from records.foreign import Reader
 from records.page import PageSettings, page
 from records.show import fitting_preset
 from records.sources import decoded_records
+from records.tokenizer import Tokenizer
 
 FILES = ROOT / "config" / "data"
 ROOM = dict(max_prompt=9999, max_completion=9999)
@@ -106,6 +108,28 @@ def test_every_file_of_settings_has_rows_here_says_when_it_was_tried_and_is_the_
         source = saved(tmp_path, rows[name][0], rows[name][1])
         assert f"--config config/data/{name}.yaml" in shown(tmp_path, monkeypatch, capsys, source)
     assert "\nup (" in shown(tmp_path, monkeypatch, capsys, source, f"--config={FILES / name}.yaml")
+
+
+@pytest.mark.parametrize("name", ["langfuse", "langsmith"])
+def test_tools_that_stand_beside_the_messages_are_in_the_prompt_as_the_model_had_them(
+    tmp_path, name
+):
+    """Langfuse's input is an object, not a list of messages, where there are tools."""
+    template = "{{ tools }}" + CHATML
+    t = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
+    tools = [{"type": "function", "function": {"name": "weather", "description": "Rain?"}}]
+    asked = {"messages": [user("Wet?")], "tools": tools}
+    record = {
+        "langfuse": {"type": "GENERATION", "input": asked, "output": "No.", "user-feedback": [1]},
+        "langsmith": {
+            "inputs": asked,
+            "outputs": {"choices": [{"message": bot("No.")}]},
+            "feedback_stats": {"user_score": {"n": 1, "avg": 1.0}},
+        },
+    }[name]
+    source = write(tmp_path / "d.jsonl", record)
+    ((e,), _) = load(source, t, "rated", **ROOM | preset(name))
+    assert t.decode(e.prompt).startswith(str(tools) + "<|im_start|>user\nWet?")
 
 
 def test_a_given_beginning_of_the_answer_ends_the_prompt_in_the_assistants_turn():
