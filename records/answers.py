@@ -136,7 +136,11 @@ def rated_answers(layout: Layout, where: str, raw: dict) -> Iterator[Rating | st
                 yield str(e)
                 continue
             name = None  # it may still be the best or the worst of the list
-        fields, completion = answer_to(layout, prompt, "completion", answer)
+        try:  # the others may be learned from
+            fields, completion = answer_to(layout, prompt, "completion", answer)
+        except Skipped as e:
+            yield str(e)
+            continue
         value = ratings[0] if len(ratings) == 1 else name
         yield Rating(where, fields, completion, LABELS.get(name), value)
 
@@ -157,7 +161,11 @@ def good_and_bad_answers(layout: Layout, where: str, raw: dict) -> Iterator[Rati
     for name in PAIR:
         for _, answer in layout.columns[name].all(raw):
             if is_there(answer):
-                fields, completion = answer_to(layout, prompt, name, answer)
+                try:
+                    fields, completion = answer_to(layout, prompt, name, answer)
+                except Skipped as e:
+                    yield str(e)
+                    continue
                 yield Rating(where, fields, completion, name == "chosen", name)
 
 

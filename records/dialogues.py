@@ -253,7 +253,7 @@ def with_dialogue(fields: dict, name: str, answer: object, turn: object) -> tupl
         answer = answer[: end_of_turn(answer, turn)]
     if not answer or answer[-1]["role"] != "assistant":
         raise Skipped("whose last turn is not the assistant's")
-    if not answer[-1].get("content"):
+    if not answer[-1].get("content") and not answer[-1].get("tool_calls"):
         raise Skipped("with an empty answer")
     *before, last = answer
     if not before:

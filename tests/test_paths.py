@@ -132,6 +132,19 @@ def test_tools_that_stand_beside_the_messages_are_in_the_prompt_as_the_model_had
     assert t.decode(e.prompt).startswith(str(tools) + "<|im_start|>user\nWet?")
 
 
+@pytest.mark.parametrize("columns", ["a=a,b=b,verdict=w", "completion=a+b,label=w+l"])
+def test_a_call_of_tools_without_a_word_is_an_answer_in_lists_and_in_pairs_too(tmp_path, columns):
+    template = CHATML.replace("m['content']", "(m['content'] or m['tool_calls']|string)")
+    t = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
+    call = bot(None) | {"tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+    record = {"prompt": [user("Wet?")], "a": call, "b": [bot("No.")], "w": 1, "l": 0}
+    source = write(tmp_path / "d.jsonl", record)
+    labels = UP_DOWN if "label" in columns else "a=1,b=2"
+    examples, counts = load(source, t, "rated", **ROOM, columns=columns, labels=labels)
+    assert [e.label for e in examples] == [True, False]
+    assert "weather" in t.decode(examples[0].completions[0])
+
+
 def test_a_given_beginning_of_the_answer_ends_the_prompt_in_the_assistants_turn():
     reader = Reader(Data("x", **preset("math_step")), "paired", Counter())
     ((_, ours),) = reader.read(iter([("x:1", MATH)]), [])
@@ -437,6 +450,21 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         dict(columns="messages=messages,label=.score", labels="up=1,down=-1"),
         ["S:  | U: Rain? || Drip. -"],
         {},
+    ),
+    "a list in which one answer has an image, which drops this answer alone": (
+        [
+            {
+                "prompt": "Q",
+                "as": [
+                    {"t": [bot([{"type": "image_url", "image_url": "x"}])], "s": 5},
+                    {"t": "A", "s": 5},
+                    {"t": "B", "s": 1},
+                ],
+            }
+        ],
+        dict(columns="completion=as.*.t,label=as.*.s", labels="up=>=4,down=<=2"),
+        ["Q || A +", "Q || B -"],
+        {"dropped: with a part of a message that is no text (image_url)": 1},
     ),
     "a given beginning beside a question": (
         [{"question": "Add?", "begun": "It is", "a": " 4.", "l": 1}],
