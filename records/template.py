@@ -201,9 +201,16 @@ def text_behind(prompt: str, dialogue: str) -> str:
     if dialogue.startswith(prompt):
         return dialogue.removeprefix(prompt)
     n = len(commonprefix((prompt, dialogue)))
+    more = prompt[n:]
+    advice = ""
+    if ("think>" in more and "</think>" not in more) or dialogue[n:].startswith("</think>"):
+        advice = (
+            "; the prompt opens a thinking that the dialogue does not have: data.chat_template_kwargs, such as "
+            "enable_thinking=false, or another data.chat_template may mend it"
+        )
     raise Unlike(
         "chat template: the rendered dialogue does not begin with the rendered prompt: "
-        f"{dialogue[n:]!r:.50} in place of {prompt[n:]!r:.50}"
+        f"{dialogue[n:]!r:.50} in place of {more!r:.50}{advice}"
     )
 
 

@@ -207,6 +207,23 @@ def test_what_the_template_writes_before_an_answer_is_said_and_may_be_moved_into
         shown(source, "--model", model, "--chat_template_kwargs", "thinking")
 
 
+def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(real, ids):
+    """Thumbs of a product have answers alone; R1's and QwQ's templates open a thinking before them."""
+    t = Tokenizer(Source(real("r1-distill")))
+    with pytest.raises(
+        BadInput, match="the prompt opens a thinking.*data.chat_template"
+    ) as refused:
+        ids({"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
+    assert "in place of '<think>\\n'" in str(refused.value)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for name, record in (
+        ("mistral-v0.3", {"prompt": [{"role": "system", "content": "Short."}, user("p")]}),
+        ("qwen3", {"prompt": [user("p")], "completion": [bot(THOUGHT)], **off}),
+    ):
+        with pytest.raises(BadInput, match="in place of '[^']*'$"):
+            ids({"completion": [bot("c")]} | record, Tokenizer(Source(real(name))))
+
+
 def test_a_template_that_ends_no_answer_is_said(tiny, tmp_path, shown):
     """GLM's closes a turn by the next turn's mark."""
     model = shutil.copytree(tiny, tmp_path / "glm")
