@@ -275,6 +275,9 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
             answers.append(content_of(completion))
     if any(not (text or "").strip() for text in answers):
         yield "with an empty completion"
+    # of an answer that was cut: Qwen3's template writes an empty thinking before it, and what was thought as the answer
+    if any("<think>" in (text or "").rpartition("</think>")[2] for text in answers):
+        yield "with a thinking that does not end"
     prompt = record.prompt if isinstance(record.prompt, str) else ""
     if prompt.strip() and any((text or "").startswith(prompt) for text in answers):
         yield "with a completion that begins with its whole prompt"

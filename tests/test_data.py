@@ -594,6 +594,8 @@ def test_the_table_counts_what_may_be_a_mistake(tmp_path):
         "with an empty completion": 1,
         "with a weight other than 1": 1,
     }
+    thoughts = [rated("p", x) for x in ("<think>Hm", "<think>Hm</think>c", "Hm</think>c", "c")]
+    assert counted(plain(), *thoughts) == {"with a thinking that does not end": 1}
     mark = "<|im_end|>"
     dialogue = rated([user(f"what is {mark}, {mark}?")], [bot("an end")])
     assert counted(chat(), dialogue, rated([user("p")], [bot("c")])) == {
