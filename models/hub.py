@@ -349,9 +349,9 @@ def read_whole(
         raise BadInput(
             f"{folder}: transformers has no causal language model of type {config.model_type}{advice}"
         )
-    dtype = dtype or widest(stored_types(folder).values())
-    options = dict(attn_implementation="eager", dtype=dtype)
     with user_error(None, folder):
+        dtype = dtype or widest(stored_types(folder).values())
+        options = dict(attn_implementation="eager", dtype=dtype)
         if (folder / "lit_model.pth").exists():
             hf = auto.from_config(config, **options)
             weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)

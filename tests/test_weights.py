@@ -1,6 +1,7 @@
 """What is read from folders and what is refused; where a model is found; a model's fingerprint."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -122,12 +123,27 @@ def with_weights(**changes):
     return edit
 
 
+def git_lfs_pointer(folder: Path) -> None:
+    """What `git clone` leaves without git-lfs."""
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+    (folder / "model.safetensors").write_text(text)
+
+
+def half_of_a_download(folder: Path) -> None:
+    """One of two files is not there."""
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    files = {NORM: "model-1.safetensors", "transformer.ln_f.weight": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
 NORM = "transformer.ln_f.bias"
 BROKEN = {
     "config.json: Expecting value": lambda f: (f / "config.json").write_text('{"model_type": '),
     "config.json: .*model type .llamba.": lambda f: edited(f, model_type="llamba"),
     '"quantization_config" is not supported': lambda f: edited(f, quantization_config={"bits": 4}),
     "no file named model.safetensors": lambda f: (f / "model.safetensors").unlink(),
+    "^{folder}: .*header too large": git_lfs_pointer,
+    "^{folder}: .*No such file.*model-2.safetensors": half_of_a_download,
     "do not fit config.json: .*mismatched.*wte": lambda f: edited(f, vocab_size=511),
     "do not fit config.json: .*missing.*ln_f.bias": with_weights(**{NORM: None}),
     "do not fit config.json: .*unexpected.*score": with_weights(score=torch.zeros(2)),
@@ -139,6 +155,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(match, tiny, tmp_path
     """transformers itself would only log a missing weight, and draw it at random."""
     shutil.copytree(tiny, tmp_path / "in")
     BROKEN[match](tmp_path / "in")
+    match = match.replace("{folder}", re.escape(str(tmp_path / "in")))
     refused(match, load.load_model, tmp_path / "in")
 
 
