@@ -197,19 +197,24 @@ def interval(text: str) -> tuple[float, float] | None:
     return None
 
 
-DAY = re.compile(r"([<>]=?)(\d{4}-\d\d-\d\d.*)")
+DAY = r"\d{4}-\d\d-\d\d.*"
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 def is_in_days(text: str, wanted: str) -> bool:
     """Whether a day or a time is one of those that `>=2026-11-24` names. As ISO 8601 writes them, they have the order
-    of time as texts, too."""
-    cut = DAY.fullmatch(wanted)
-    if not cut or not text[:1].isdigit():
+    of time as texts, too. Raises BadInput for a text that is no day: another form has another order."""
+    cut = re.fullmatch(f"([<>]=?)({DAY})", wanted)
+    if not cut or text == "null":
         return False
-    sign, edge = cut.groups()
+    if not re.match(DAY, text):
+        raise BadInput(
+            f"data.where: {wanted}: {text:.40} is no day or time such as 2026-11-24T10:00"
+        )
+    # Python and SQL write a blank before the hour
+    text, edge = (x.replace(" ", "T", 1) for x in (text, cut[2]))
     # 2026-11-24T10:00 is of the day 2026-11-24
-    return COMPARE[sign](text[: len(edge)], edge)
+    return COMPARE[cut[1]](text[: len(edge)], edge)
 
 
 def number(value: object) -> float | None:
@@ -220,8 +225,8 @@ def number(value: object) -> float | None:
 
 
 def matches(value: object, wanted: str) -> bool:
-    """Whether a value is one of those that `4|5`, `>=4`, `>=2026-11-24`, `-3..-1`, `null` (what is empty, too: a csv
-    file has only empty texts) or `*...` name."""
+    """Whether a value is one of those that `4|5`, `>=4`, `>=2026-11-24`, `-3..-1`, `null` (what is empty, too: a csv file
+    has only empty texts) or `*...` name. Raises BadInput: see is_in_days."""
     text = as_text(value if is_there(value) else None)
     for one in wanted.split("|"):
         if one == text or isinstance(value, bool) and one == str(value):

@@ -332,6 +332,19 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["Q || B +", "Q || C +", "Q || D +"],
         {"dropped by data.where": 1},
     ),
+    "days": (
+        [rated("Q", x, day=f"2026-11-{n}") for x, n in (("A", 23), ("B", 24), ("C", 25))]
+        + [rated("Q", "D", day="2026-11-24T23:59:59Z"), rated("Q", "E", day=None)],
+        dict(where="day=>=2026-11-24,day=<2026-11-25"),
+        ["Q || B +", "Q || D +"],
+        {"dropped by data.where": 3},
+    ),
+    "times, with a T or a blank before the hour": (
+        [rated("Q", x, at=f"2026-11-24{x}10:30:00") for x in "T "],
+        dict(where="at=>=2026-11-24T10:00|<2026-11-24 09:00"),
+        ["Q || T +", "Q ||   +"],
+        {},
+    ),
     "the last click counts": (
         [
             rated("Q", "A", "up"),
@@ -556,6 +569,16 @@ REFUSED = {  # records, settings, the line
         [dict(id=1, parent=None, role="user", content="Q")],
         dict(columns="id=id,parent=parent,label=s", labels=UP_DOWN, where=".kind=x"),
         "data.where: .kind: a leading dot stands for messages",
+    ),
+    "seconds since 1970 beside a day": (
+        [rated(at="2025-01-01"), rated(at=1763942400)],
+        dict(where="at=<2026-11-24"),
+        ":2: data.where: <2026-11-24: 1763942400 is no day or time such as 2026-11-24T10:00",
+    ),
+    "a day in another form": (
+        [rated(at="11/24/2026")],
+        dict(where="at=<2026-11-24"),
+        ":1: data.where: <2026-11-24: 11/24/2026 is no day or time such as 2026-11-24T10:00",
     ),
     "the last click of most raters": (
         [rated("Q", "A", 1)],
