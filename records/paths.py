@@ -225,11 +225,11 @@ def number(value: object) -> float | None:
 
 
 def matches(value: object, wanted: str) -> bool:
-    """Whether a value is one of those that `4|5`, `>=4`, `>=2026-11-24`, `-3..-1`, `null` (what is empty, too: a csv file
-    has only empty texts) or `*...` name. Raises BadInput: see is_in_days."""
+    """Whether a value is one of those that `4|5`, `>=4`, `>=2026-11-24`, `-3..-1`, `null` (also written as
+    nothing; what is empty, too: a csv file has only empty texts) or `*...` name. Raises BadInput: see is_in_days."""
     text = as_text(value if is_there(value) else None)
     for one in wanted.split("|"):
-        if one == text or isinstance(value, bool) and one == str(value):
+        if (one or "null") == text or isinstance(value, bool) and one == str(value):
             return True
         limits = interval(one)
         if limits:

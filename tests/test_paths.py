@@ -332,6 +332,18 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["Q || B +", "Q || C +", "Q || D +"],
         {"dropped by data.where": 1},
     ),
+    "where a value is an empty text": (
+        [rated("Q", x, kind=k) for x, k in (("A", "x"), ("B", ""), ("C", "y"))],
+        dict(where="kind!=y|z,kind=x|"),
+        ["Q || A +", "Q || B +"],
+        {"dropped by data.where": 1},
+    ),
+    "where a value is no empty text": (
+        [rated("Q", x, kind=k) for x, k in (("A", "x"), ("B", ""))],
+        dict(where="kind!="),
+        ["Q || A +"],
+        {"dropped by data.where": 1},
+    ),
     "days": (
         [rated("Q", x, day=f"2026-11-{n}") for x, n in (("A", 23), ("B", 24), ("C", 25))]
         + [rated("Q", "D", day="2026-11-24T23:59:59Z"), rated("Q", "E", day=None)],
