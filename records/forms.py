@@ -32,6 +32,8 @@ ALIASES = {
     "question": "instruction",
     "conversations": "messages",
 }
+# What a prompt may have beside its text.
+MEDIA = ("images", "videos", "audios")
 # A record's prompt is the first of these fields that it has.
 PROMPTS = ("prompt", "instruction", "input")
 # Only values that can mean nothing else; as texts, since a csv file has no others.
@@ -104,8 +106,8 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
             value = value.isoformat()
         extras[name] = value if isinstance(value, str) else _number(value, name)
         refuse_half_characters(name, str(value))
-    for name in ("images", "videos", "audios"):
-        if fields.get(name):
+    for name in MEDIA:
+        if _opened_list(fields.get(name)):
             raise BadInput(
                 f"{name}: its answer is to more than the text; --data.where {name}=null leaves such records out"
             )
@@ -258,7 +260,7 @@ def _prompt(fields: dict) -> Turns:
 
 def _earlier_turns(fields: dict) -> list[dict]:
     """The turns of `history`, as LLaMA-Factory and ms-swift have it: pairs of a question and an answer."""
-    pairs = fields.get("history")
+    pairs = _opened_list(fields.get("history"))
     if not isinstance(pairs, list):
         return []
     turns = []
@@ -272,6 +274,14 @@ def _earlier_turns(fields: dict) -> list[dict]:
     if turns:
         del fields["history"]
     return turns
+
+
+def _opened_list(value: object) -> object:
+    """A list that a table has as a text of JSON; anything else as it is."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def as_turns(prompt: Turns) -> list[dict]:

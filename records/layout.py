@@ -11,7 +11,7 @@ from collections import Counter
 
 from infra.console import BadInput
 from infra.settings import Data, split_commas
-from records.forms import ALIASES, PROMPTS, ROLES, Kind
+from records.forms import ALIASES, MEDIA, PROMPTS, ROLES, Kind
 from records.paths import Column, Labels, Skipped, matches, nearest, split_pairs, unique_items
 
 PAIR = ("chosen", "rejected")
@@ -145,10 +145,10 @@ class Layout:
 
     def _fields_beside(self) -> set[str]:
         """The fields that are kept where columns are paths, though no column names them."""
-        beside = {*BESIDE, *self.extra}
+        beside = {*BESIDE, *MEDIA, *self.extra}
         if not self.columns.keys() & {*PROMPTS, "messages", "id"}:
             # no column leads to a prompt: the record's own field is it
-            beside |= set(PROMPTS)
+            beside |= {*PROMPTS, "history"}
             beside |= {alias for alias, name in ALIASES.items() if name in PROMPTS}
         return beside
 

@@ -227,7 +227,8 @@ def number(value: object) -> float | None:
 def matches(value: object, wanted: str) -> bool:
     """Whether a value is one of those that `4|5`, `>=4`, `>=2026-11-24`, `-3..-1`, `null` (also written as
     nothing; what is empty, too: a csv file has only empty texts) or `*...` name. Raises BadInput: see is_in_days."""
-    text = as_text(value if is_there(value) else None)
+    is_empty = not is_there(value) or value == "[]"  # a csv file's empty list
+    text = as_text(None if is_empty else value)
     for one in wanted.split("|"):
         if (one or "null") == text or isinstance(value, bool) and one == str(value):
             return True

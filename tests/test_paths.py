@@ -182,6 +182,7 @@ GPT = {  # a tree of nodes around messages, whose root is none
     },
 }
 UP_DOWN = "up=1,down=0"
+EARLIER = [["P", "O"]]
 SHAPES = {  # records, settings, what is learned from, what is dropped
     "a path": (
         [{"in": {"q": "Q"}, "out": [{"t": "A"}], "f": {"r": 1}}],
@@ -294,6 +295,21 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["Q || A +", "Q || B -"],
         {},
     ),
+    "earlier turns in history, also as a text of JSON in a table, or as words": (
+        [
+            {"instruction": "Q", "output": "A", "label": True, "history": history}
+            for history in (EARLIER, json.dumps(EARLIER), [], "[]", "it rained")
+        ],
+        {},
+        ["U: P | A: O | U: Q || A +"] * 2 + ["U: Q || A +"] * 3,
+        {},
+    ),
+    "earlier turns beside a rating that lies deeper": (
+        [{"instruction": "Q", "output": "A", "history": EARLIER, "meta": {"l": 1}, "images": "[]"}],
+        dict(columns="completion=output,label=meta.l", labels=UP_DOWN),
+        ["U: P | A: O | U: Q || A +"],
+        {},
+    ),
     "one object": (rated("Q", "A"), {}, ["Q || A +"], {}),
     "where": (
         [rated("Q", x, kind=x, n=i) for i, x in enumerate("ABCD")],
@@ -331,6 +347,15 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         dict(where="kind=null"),
         ["Q || B +", "Q || C +", "Q || D +"],
         {"dropped by data.where": 1},
+    ),
+    "where a record has no image, in a list or in a cell of a csv file": (
+        [
+            rated("Q", x, images=i)
+            for x, i in (("A", []), ("B", "[]"), ("C", '["x"]'), ("D", ["x"]))
+        ],
+        dict(where="images=null"),
+        ["Q || A +", "Q || B +"],
+        {"dropped by data.where": 2},
     ),
     "where a value is an empty text": (
         [rated("Q", x, kind=k) for x, k in (("A", "x"), ("B", ""), ("C", "y"))],
@@ -601,6 +626,11 @@ REFUSED = {  # records, settings, the line
         [rated(images=[]), rated(images=["x.png"])],
         {},
         ":2: images: its answer is to more than the text; --data.where images=null leaves such records out",
+    ),
+    "an answer to an image, whose rating lies deeper": (
+        [{"q": "Q", "a": "A", "meta": {"l": 1}, "images": ["x.png"]}],
+        dict(columns="prompt=q,completion=a,label=meta.l", labels=UP_DOWN),
+        ":1: images: its answer is to more than the text",
     ),
     "a label that nobody named": (
         [Q],
