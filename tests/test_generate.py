@@ -461,6 +461,10 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
     generate.main(sampled)
     assert (tmp_path / "sampled.jsonl").read_text() == whole
     assert "4 of 6 answers are in" in capsys.readouterr().out
+    (tmp_path / "sampled.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
+    generate.main([*sampled, "--batch_size=1", "--cache_gb=1"])  # where memory has run out
+    went_on = (tmp_path / "sampled.jsonl").read_text().splitlines()
+    assert went_on[:4] == whole.splitlines()[:4] and len(went_on) == 6
     with pytest.raises(BadInput, match="sampled.jsonl:3: an answer to another prompt"):
         generate.main([*sampled, "--num_generations=3"])
     with pytest.raises(BadInput, match="sampled.jsonl:1: an answer with other seed: give"):
