@@ -26,7 +26,7 @@ from infra.files import publish_folder
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
 from infra.settings import RunSettings, find_path, refuse_unless
-from models.export import export_checkpoint, exported_type
+from models.export import export_checkpoint, exported_type, make_card
 from models.hub import Source, read_json
 from models.load import load_model
 from models.lora import gather_adapters, write_peft
@@ -485,6 +485,8 @@ def export_adapters(run: Any) -> None:
 
     def write(new: Path) -> None:
         write_peft(adapters, model, run.source, base, run.cfg.lora, new)
+        checkpoint = Source(checkpoint_folder(run.folder, run.state.step), run.source)
+        (new / "README.md").write_text(make_card(checkpoint, "peft"))
         if run.cfg.data.chat_template or run.source.chat_template:
             (new / "chat_template.jinja").write_text(run.tokenizer.template)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import yaml
 
 from infra.checkpoint import read_settings, read_state
 from infra.rounding import dtype_of, is_narrower, round_at_random, widest
@@ -15,16 +16,19 @@ from model import GPT, Block
 from models.hub import (
     Rows,
     Source,
+    is_hub_id,
     mark_blocks,
     read_config,
     read_json,
     read_whole,
+    root_id,
     stored_types,
     weights_hash,
     write_config,
 )
 from models.load import load_model, put_on
 from models.lora import Adapter, delta_of
+from records.sources import split_share, split_sources
 
 # ---- types of weights ----------------------------------------------------------------------------
 
@@ -73,6 +77,51 @@ def _say_template_in_config(file: Path, template: str) -> None:
     that one."""
     config = read_json(file) if file.exists() else {}
     write_config(file, config | {"chat_template": template})
+
+
+# ---- the card ------------------------------------------------------------------------------------
+
+
+def make_card(checkpoint: Source, library: str | None) -> str:
+    """README.md of what a checkpoint is exported to, for the Hub: which model and data it comes from, as far as
+    they have ids there, and the settings. library: what loads the export."""
+    settings = read_settings(checkpoint.folder)
+    state = read_state(checkpoint.folder)
+    parts = split_sources(settings["data"]["train"])
+    names = [split_share(part)[0].partition(":")[0] for part in parts]
+    about = {
+        "library_name": library,
+        "base_model": root_id(checkpoint),
+        "datasets": list(dict.fromkeys(filter(is_hub_id, names))),
+        "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
+    }
+    metadata = yaml.safe_dump({k: v for k, v in about.items() if v}, sort_keys=False)
+    return f"""---
+{metadata}---
+
+Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have
+the hash `{state.hashes["records"]}`, with these settings (of paths the last names):
+
+```yaml
+{yaml.safe_dump(_without_folders(settings), sort_keys=False)}```
+"""
+
+
+# settings that hold paths, by their last name, so that a fork's reward.model is among them
+PATHS = "model reference reference_cache train val test chat_template out_dir".split()
+
+
+def _without_folders(settings: dict) -> dict:
+    """Settings without the folders of absolute paths: these say whose machine it was, and nothing lies there
+    elsewhere."""
+    shown = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            shown[name] = _without_folders(value)
+        elif name in PATHS and isinstance(value, str):
+            parts = split_sources(value)
+            shown[name] = ",".join(Path(x).name if x.startswith("/") else x for x in parts)
+    return shown
 
 
 # ---- write ---------------------------------------------------------------------------------------
@@ -155,18 +204,8 @@ def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
         )
     adapters = put_on(gpt, source.folder)
     # transformers cannot load a model with blocks of a fork's own
-    library = "library_name: transformers\n" if GPT.block_class is Block else ""
-    card = f"""---
-{library}tags: [{Path(state.hashes["program"]).stem}, preference-tuning]
----
-
-Trained by {state.hashes["program"]} for {state.step} steps, on data whose token ids and labels have
-the hash `{state.hashes["records"]}`, with these settings:
-
-```yaml
-{(source.folder / "settings.yaml").read_text()}```
-"""
-    notes = {"README.md": card}
+    library = "transformers" if GPT.block_class is Block else None
+    notes = {"README.md": make_card(source, library)}
     if source.chat_template:
         notes["chat_template.jinja"] = source.chat_template.read_text()
     generation = source.folder / "generation_config.json"

@@ -165,6 +165,27 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     return Source(folder, base and find_model(base, what, weights))
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a setting, in which paths are absolute, names a repository of the Hub."""
+    try:
+        huggingface_hub.utils.validate_repo_id(name)
+    except huggingface_hub.utils.HFValidationError:
+        return False
+    return not find_path(name).exists()
+
+
+def root_id(source: Source) -> str | None:
+    """The id on the Hub of the model to which checkpoints and adapters belong; None if it was given as a folder."""
+    name = ""
+    while source.base:
+        if (source.folder / "state.json").exists():
+            name = read_settings(source.folder)["model"]
+        else:
+            name = read_json(source.folder / "adapter_config.json")["base_model_name_or_path"]
+        source = source.base
+    return name if is_hub_id(name) else None
+
+
 def read_json(file: Path) -> dict:
     with user_error(None, file):
         return json.loads(file.read_text())
