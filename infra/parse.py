@@ -11,6 +11,7 @@ import sys
 import typing
 from collections.abc import Mapping
 from datetime import date, timedelta
+from pathlib import Path
 
 import docstring_parser
 import jsonargparse
@@ -165,6 +166,7 @@ def read_command(
     of_options: dict[str, object] = {}
     switches = []
     unknown = []  # all are said at once
+    files = []
     stray, *options = split_options(words)
     if stray:
         raise BadInput(unknown_name(stray[0], known))
@@ -181,12 +183,28 @@ def read_command(
         if len(values) != 1:
             raise BadInput(f"{name}: expected one value, got {' '.join(values) or 'none'}")
         if name == "config":
+            files.append(values[0])
             of_files |= read_config_file(values[0], known)
         else:
             of_options[name] = values[0]
     if unknown:
         raise BadInput("\n".join(unknown))
+    if of_options.get("resume") and "out_dir" not in of_options:
+        refuse_moved_run(files, of_files.get("out_dir"))
     return of_files | of_options, switches
+
+
+def refuse_moved_run(files: list[str], out_dir: object) -> None:
+    """Raise BadInput if a file is the settings.yaml of a run that has been moved or copied: out_dir, which it says, is
+    where the run was, and a resume would begin anew there, or go on with the original."""
+    for file in map(find_path, files):
+        folder = file.resolve().parent
+        if file.name == "settings.yaml" and out_dir and (folder / "checkpoints").is_dir():
+            was = Path(str(out_dir)).expanduser()
+            if not (was.exists() and was.samefile(folder)):
+                raise BadInput(
+                    f"out_dir: {file} says {was}: the run was moved or copied; --out_dir {folder} goes on here"
+                )
 
 
 class UniqueKeys(yaml.SafeLoader):

@@ -237,6 +237,32 @@ def test_a_resume_from_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny,
     assert f"resumed from {step(out, 9)}\n" in capsys.readouterr().out, "the newest one"
 
 
+def test_a_run_that_was_moved_or_copied_goes_on_where_it_is_or_not_at_all(
+    done, tiny, ratings, tmp_path
+):
+    """Its settings.yaml names the old folder: there the original would go on, or the run begin anew."""
+    out, run = done
+    train(
+        tiny, ratings, out, *RUN, f"--resume={step(out, 4)}", "--stop_at=4"
+    )  # as the fixture moved it
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    start("kto", [f"--config={link}/settings.yaml", "--resume=auto", "--stop_at=5"])
+    before = sorted(out.rglob("*"))
+    copied = shutil.copytree(out, tmp_path / "copy")
+    argv = [f"--config={copied}/settings.yaml", "--resume=auto"]
+    line = f"^out_dir: {copied}/settings.yaml says {out}: .*; --out_dir {copied} goes on here$"
+    with pytest.raises(BadInput, match=line):
+        start("kto", argv)
+    assert sorted(out.rglob("*")) == before
+    shutil.rmtree(out)
+    with pytest.raises(BadInput, match=line):
+        start("kto", argv)
+    assert not out.exists()
+    start("kto", [*argv, f"--out_dir={copied}"])
+    assert_same(result(copied), run)
+
+
 def test_a_branch_killed_in_its_first_step_goes_on_with_rows_and_a_best_checkpoint_of_its_own(
     tiny, ratings, tmp_path
 ):
