@@ -115,6 +115,9 @@ def read_prompts(source: str, by_template: bool, extra: Sequence[str] = ()) -> d
 
 # ---- the command --------------------------------------------------------------------------------
 
+# fields of an answer's line that its record does not give
+OWN_FIELDS = ("generator", "settings", "completion", "cut")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Sampling):
@@ -220,6 +223,9 @@ def main(argv: list[str] | None = None) -> None:
         faults.append("prompts: not with --prompt")
     if args.num_generations > 1 and args.temperature == 0:
         faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
+    taken = [name for name in split_commas(args.extra) if name in OWN_FIELDS]
+    if taken:
+        faults.append(f"extra: {', '.join(taken)}: what an answer's own line says")
     out = Path(args.out).expanduser()
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")

@@ -476,6 +476,8 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match="sampled.jsonl:1: an answer with other weights: give"):
         generate.main([*sampled, "--model", str(other)])
+    with pytest.raises(BadInput, match="^extra: generator, cut: what an answer's own line says$"):
+        generate.main([*greedy, "--extra=kind,generator,cut"])
     with pytest.raises(BadInput, match="^num_generations: at temperature 0 all answers"):
         generate.main([*greedy, "--num_generations=3"])
 
