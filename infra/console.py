@@ -207,8 +207,8 @@ def run_cli(main: Callable[[], None]) -> None:
             text = "".join(f"{who}: {line}\n" for line in lines.split("\n"))
         elif type(e).__name__ == "OutOfMemoryError":  # torch's, and this file does without torch
             text += (
-                "out of memory: a run takes less with --micro_batch_tokens 4096 or --activation_checkpointing true "
-                "(docs/speed.md)\n"
+                "out of memory: a step takes less with --micro_batch_tokens 4096 or --activation_checkpointing true, "
+                "sampling with a smaller batch_size (docs/speed.md)\n"
             )
     sys.stdout.flush()
     sys.stderr.write(text)
