@@ -33,8 +33,11 @@ def read_run(folder: Path) -> dict:
     """A run's settings by dotted name, and what else keeps two runs apart. Raises BadInput."""
     with user_error(None):
         text = (folder / "settings.yaml").read_text()
+    head = text.partition("\n")[0]  # "# kto.py, records ..., commit ..."
+    records = re.search(r", records (\w+)", head)
     return {
-        "program": text.partition(",")[0],  # the first line: # kto.py, commit ...
+        "program": head.partition(",")[0],
+        "records": records and records[1],  # a file of the same name may have changed
         "finished": (folder / "final").exists(),
     } | flatten(yaml.safe_load(text))
 
@@ -57,11 +60,13 @@ def read_test(folder: Path) -> dict[str, float]:
 
 
 def free_settings() -> list[str]:
-    """Settings of all programs in which two runs of the same numbers may differ."""
+    """Settings of all programs in which two runs of the same numbers may differ. A resume may also change some of data
+    and export: it compares the records themselves, and exports anew."""
     rules = resume_rules(RunSettings)
     for group in ("spin", "online"):
         rules |= {f"{group}.{name}": rule for name, rule in resume_rules(Sampling).items()}
-    return [name for name, rule in rules.items() if rule in ("free", "rounding")]
+    names = [name for name, rule in rules.items() if rule in ("free", "rounding")]
+    return [name for name in names if not name.startswith(("data.", "export."))]
 
 
 def group_names(settings: list[dict]) -> list[str]:

@@ -5,7 +5,7 @@
 | checkpoints/step-N/*.safetensors | trained weights (all, if the base moved), moving reference, moments, random state |
 | checkpoints/step-N/state.json | RunState |
 | checkpoints/abandoned-step-N | a checkpoint of a later step than the one that the run went back to |
-| settings.yaml, also in step-N/ | the settings; on top the commit and versions of the last start |
+| settings.yaml, also in step-N/ | the settings; on top the records' hash, the commit and versions of the last start |
 | metrics.csv, val.csv | rows; a resume removes those after its checkpoint's step |
 | eval/ | validations and checks; after a resume those of later steps stay until they are written again |
 | final, best, final_adapter | exported models (evaluation.py) |
@@ -239,7 +239,8 @@ def begin_run(
                 aside = path.with_name(f"abandoned-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-    write_whole(out / "settings.yaml", f"# {hashes['program']}, {versions()}\n{dump_yaml(cfg)}")
+    head = f"# {hashes['program']}, records {hashes['records'][:12]}, {versions()}"
+    write_whole(out / "settings.yaml", f"{head}\n{dump_yaml(cfg)}")
     say(f"run folder: {out}")
     return state
 

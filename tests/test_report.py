@@ -23,13 +23,21 @@ def show(tmp_path, monkeypatch, capsys):
         report.main([str(folder) for folder in folders])
         return [line.split() for line in capsys.readouterr().out.splitlines()]
 
-    def run(name: str, val: str = "", metrics=METRICS, finished=True, **settings):
+    def run(
+        name: str,
+        val: str = "",
+        metrics=METRICS,
+        finished=True,
+        records="11ede4685efe",
+        **settings,
+    ):
         """A run folder. val: rows of val.csv after step 0."""
         folder = tmp_path / name
         folder.mkdir(parents=True)
         settings = {"seed": 1, "kto": {"beta": 0.1}, "lora": {"rank": None}} | settings
+        settings = {"data": {"where": None}, "export": {"rounding": "stochastic"}} | settings
         settings["out_dir"] = name
-        text = f"# kto.py, commit {name}\n{yaml.safe_dump(settings)}"
+        text = f"# kto.py, records {records}, commit {name}\n{yaml.safe_dump(settings)}"
         (folder / "settings.yaml").write_text(text)
         (folder / "metrics.csv").write_text(metrics)
         (folder / "val.csv").write_text(VAL + val)
@@ -85,8 +93,13 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         ({}, ["copy=0", "copy=1"]),
         ({"seed": 2, "lora": {"rank": 8}}, ["lora.rank=None", "lora.rank=8"]),
         ({"seed": 2, "finished": False}, ["finished=True", "finished=False"]),
+        # a resume may change these, since it compares the records; they make other runs
+        ({"seed": 2, "data": {"where": "lang=de"}}, ["data.where=None", "data.where=lang=de"]),
+        ({"seed": 2, "export": {"rounding": "nearest"}}, ["stochastic", "rounding=nearest"]),
+        # the same file, which has grown
+        ({"seed": 2, "records": "5d41402abc4b"}, ["records=11ede4685efe", "records=5d41402abc4b"]),
     ],
-    ids=["bookkeeping and speed", "same seed", "null", "finished"],
+    ids="bookkeeping_and_speed same_seed null finished data.where export records".split(),
 )
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, settings, names):
     lines = show(show.run("out/a"), show.run("out/b", **settings))
