@@ -18,7 +18,7 @@ from signal import SIGINT, SIGTERM, signal
 from subprocess import Popen
 
 import report
-from infra.console import Failed, run_cli
+from infra.console import BadInput, Failed, run_cli
 from infra.parse import split_options
 
 
@@ -58,6 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     grid = []
     for option in filter(None, split_options(words)):
         name, _, values = "=".join(option).partition("=")
+        if len(option) > 2 or ("=" in option[0] and len(option) > 1):
+            given = " ".join(option)
+            raise BadInput(f"{given}: expected one value, or several by commas without blanks")
         grid.append([f"{name}={value}" for value in next(csv.reader([values])) or [""]])
 
     failed = []

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 import sweep  # noqa: E402
-from infra.console import Failed  # noqa: E402
+from infra.console import BadInput, Failed  # noqa: E402
 
 HERE = Path(sweep.__file__).parent
 # Finishes at once, but for --kto.beta=0.3: while a file `how` is there, it does what that says.
@@ -77,6 +77,13 @@ def test_an_option_without_a_value_is_passed_on():
     sweep.main([*GRID, "--debug"])
     log = Path("out/sweep-mine/kto.beta=0.1,lora.targets=v/log.txt").read_text()
     assert " --debug= " in log
+
+
+@pytest.mark.parametrize("words", [["--seed", "1,", "2"], ["--seed=1", "2"]])
+def test_values_that_blanks_part_are_refused_before_the_first_run(words):
+    with pytest.raises(BadInput, match="^--seed.*: expected one value, or several by commas"):
+        sweep.main([*GRID, *words])
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
