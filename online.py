@@ -180,6 +180,10 @@ def main(
         "eval.check: online KTO needs a checker: demo, or main(checker=...)",
     )
     run = setup(cfg, objective(cfg.kto), checker, optimizer, rollout, make_records=make_records)
+    if run.examples["test"] and not run.evaluator.checker:
+        say(
+            "data.test: without a checker no number is computed of prompts: ask `final` by generate.py"
+        )
     with trainer(run) as loop:
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))

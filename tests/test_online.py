@@ -227,6 +227,24 @@ def test_a_checker_says_how_many_answers_to_the_test_split_are_right(tiny, promp
     assert [a["completion"] for a in check["answers"]] == [row["completion"] for row in rows]
 
 
+def test_without_a_checker_it_says_that_no_number_comes_of_a_test_split(
+    tiny, prompts, tmp_path, capsys
+):
+    """As in examples/human.py, where a person rates the answers."""
+
+    def rate(run, asked, ids):
+        answered = evaluation.with_answers(asked, ids)
+        return [e._replace(label=i % 2 == 0) for i, e in enumerate(answered)]
+
+    for name, argv in {"a": (), "b": (f"--data.test={prompts}",)}.items():
+        go(tiny, prompts, tmp_path / name, ONE, *argv, checker=None, rate=rate)
+        said = capsys.readouterr().out
+        assert ("data.test: without a checker no number is computed of prompts" in said) == bool(
+            argv
+        )
+        assert not (tmp_path / name / "eval" / "test.json").exists()
+
+
 def test_no_verdict_at_all_or_none_where_each_answer_needs_one_ends_the_run(
     tiny, prompts, tmp_path
 ):
