@@ -12,7 +12,7 @@ a short answer; the other four are open, and the model nearly always goes on bey
 
 The trained model then answers the same six questions about things that no thumb was about. Fewer thumbs of a seed are
 the first ones of more. A finished run is a line in benchmarks/thumbs.jsonl and is not run again; seed 0 is for
-tuning, and no table counts it. There are 252 questions to rate. Everything else is in out/thumbs/. A step of 8
+tuning, and no table counts it. There are 324 questions to rate. Everything else is in out/thumbs/. A step of 8
 answers takes 13 s on one core that multiplies no bfloat16: 0 to 160 thumbs of one seed are 150 steps and 780 sampled
 answers, about 45 minutes.
 """
@@ -43,6 +43,8 @@ apple, a bridge, a candle, a carpet, a castle, a cat, cheese, chess, a clock, a 
 cow, a desert, a drum, a feather, a fern, a forest, a fox, a garden, glass, gold, a guitar, a harbour, a horse, an
 island, jazz, a kite, a lamp, leather, a library, a magnet, a map, milk, a mirror, the moon, a mountain, a needle, an
 onion, an orchestra, an owl, paper"""
+# Asked only after all questions about the things above: the first 252 thumbs of a seed were given before these.
+ADDED = """a pencil, pepper, a piano, a planet, rice, a river, a robot, a rose, a ship, snow, tea, a wheel"""
 HELD_OUT = """bread, a violin, honey, a volcano, rust, a rainbow, coffee, a whale, a ladder, salt, a tulip, a harp, a
 glacier, a coin, silk, a telescope"""
 
@@ -95,10 +97,13 @@ def write_lines(file: Path, rows: list[dict]) -> None:
 
 def rated(model: Path, seed: int, n: int) -> Path:
     """A file of the first n ratings of a seed, as rate.py writes them."""
-    prompts = questions(TRAINED)
+    prompts = []
+    for things in (TRAINED, ADDED):
+        some = questions(things)
+        random.Random(seed).shuffle(some)
+        prompts += some
     if n > len(prompts):
         raise SystemExit(f"--thumbs {n}: there are {len(prompts)} questions")
-    random.Random(seed).shuffle(prompts)
     file = OUT / f"ratings-{seed}-{n}.jsonl"
     rows = []
     for answer in answers(model, prompts[:n], seed):
