@@ -219,6 +219,31 @@ def sampling_faults(args: Sampling, longest: int, prefix: str = "") -> list[str]
     return faults
 
 
+def check_new_reference(cfg: RunSettings, has_reference: bool, share: float) -> None:
+    """Refuse a move of the reference that cannot be, before anything has changed (Run.new_reference)."""
+    refuse_unless(has_reference, "new_reference: this objective has no reference")
+    refuse_unless(0 < share <= 1, f"new_reference: share: expected above 0, at most 1, got {share}")
+    refuse_unless(
+        not cfg.reference_cache,
+        "reference_cache: it has the log-probs of a reference that stays, and this one moves",
+    )
+    if not cfg.lora.rank or cfg.reference:
+        return
+    own = "give --reference, too, the model itself"
+    refuse_unless(
+        share == 1,
+        f"lora.rank: the reference is the model without adapters, which cannot move by a share: {own}",
+    )
+    merged = "adapters are merged into the base, which is their reference"
+    refuse_unless(
+        not cfg.lora.quantize, f"lora.quantize: {merged}, and this one is quantised: {own}"
+    )
+    refuse_unless(
+        cfg.precision != "bf16-true",
+        f"precision: bf16-true: {merged}, and would be lost to rounding: use bf16-mixed, or {own}",
+    )
+
+
 def check_optimizer(
     optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter]
 ) -> None:

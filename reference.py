@@ -53,9 +53,11 @@ class FrozenModel:
         """The weights that the policy does not hold."""
         return self.model.unique_parameters()
 
-    def set_weights(self, weights: dict[str, torch.Tensor] | None, share: float = 1.0) -> None:
+    def set_weights(
+        self, weights: dict[str, torch.Tensor] | None, share: float = 1.0, seed: int = 0
+    ) -> None:
         """Take these weights, or move towards them by a share. A collective (devices.set_weights)."""
-        set_weights(self.model, weights, share)
+        set_weights(self.model, weights, share, seed)
 
 
 class AdaptersOff:
@@ -83,9 +85,8 @@ class AdaptersOff:
         """The weights that the policy does not hold: none."""
         return {}
 
-    def set_weights(self, weights: dict[str, torch.Tensor], share: float = 1.0) -> None:
+    def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Put weights by their plain names into the policy's base; its adapters stay. A collective."""
-        assert share == 1, "adapters are merged into their base as a whole"
         names = self.policy.module.unique_parameters()
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from checks import (
     check_examples,
     check_files,
+    check_new_reference,
     check_objective,
     check_optimizer,
     check_settings,
@@ -53,6 +54,7 @@ from infra.devices import (
 )
 from infra.logger import Logger, Throughput
 from infra.optimizer import make_optimizer, what_trains
+from infra.seeds import mixed
 from infra.settings import RunSettings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module
@@ -161,11 +163,14 @@ class Run:
         """The policy as it is becomes the reference; with a share below 1 the reference moves by that share towards it.
         LoRA's adapters are merged into the base, which is their reference, and begin anew with the optimizer's state.
         A collective."""
-        self.reference.set_weights(self.merged_weights(), share)
+        check_new_reference(self.cfg, self.reference is not None, share)
+        weights = self.merged_weights()
         if isinstance(self.reference, AdaptersOff):
-            assert self.cfg.precision != "bf16-true", "adapters are merged into a float32 base"
+            self.reference.set_weights(weights)
             reset_adapters(self.policy.module, self.cfg.seed + 7919 * self.state.iteration)
             self.optimizer.optimizer.state.clear()
+        else:
+            self.reference.set_weights(weights, share, mixed(self.cfg.seed, self.state.step))
         # at step 0 they are equal already, unless the reference is another model
         if self.state.step > 0 or self.cfg.reference:
             self.state.reference_has_moved = True

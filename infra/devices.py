@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infra.console import BadInput, Failed, Interrupted, launched, rank, say, user_error
 from infra.launchers import resolve_processes
+from infra.rounding import is_narrower, round_at_random
 from infra.settings import RunSettings, refuse_unless
 
 # Batches of ever new sizes leave gaps in a GPU's memory, unless its segments may grow: GPT-2 1.5B with 16,384
@@ -287,17 +288,29 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def set_weights(module: torch.nn.Module, weights: Mapping | None, share: float = 1.0) -> None:
+def set_weights(
+    module: torch.nn.Module, weights: Mapping | None, share: float = 1.0, seed: int = 0
+) -> None:
     """Copy weights into a module's parameters of the same names, or move these by a share towards the
-    weights. Parameters that `weights` lacks stay.
+    weights. Parameters that `weights` lacks stay. seed: of the rounding of such a move.
 
     A collective if the module is sharded: rank 0 gives the weights of all parameters, the other ranks may give None.
     """
     for name, p in module.unique_parameters().items():
         x = torch.empty(p.shape) if weights is None else weights.get(name)
-        if x is not None:
-            new = place_like(x.detach().to(p.dtype), p)
-            p.copy_(new if share == 1 else p.lerp(new, share))
+        if x is None:
+            continue
+        new = place_like(x.detach().to(p.dtype), p)
+        if share != 1:
+            wide = torch.promote_types(p.dtype, torch.float32)
+            new = p.to(wide).lerp(new.to(wide), share)
+            # In training most weights move by a spacing of bfloat16 or by none. Rounded to nearest, a share of 0.4 of
+            # that would be nothing, and one of 0.6 the whole.
+            if is_narrower(p.dtype, wide):
+                x = round_at_random(local_part(new), p.dtype, seed, name)
+                local_part(p).copy_(x)
+                continue
+        p.copy_(new)
 
 
 # ---- when a run ends early -----------------------------------------------------------------------

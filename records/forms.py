@@ -104,6 +104,10 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         value = _take({**record, **fields}, name)  # by the record's own name or by ours
         if isinstance(value, date | time):  # of a table
             value = value.isoformat()
+        if isinstance(value, list | dict):
+            raise BadInput(
+                f"{name}: data.extra: expected a text or a number, got {value!r:.50}; as json.dumps(...) it is a text"
+            )
         extras[name] = value if isinstance(value, str) else _number(value, name)
         refuse_half_characters(name, str(value))
     for name in MEDIA:

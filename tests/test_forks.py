@@ -41,7 +41,7 @@ from tiny_models import ragged
 import dpo
 import kto
 import online
-from checks import check_objective
+from checks import check_new_reference, check_objective
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, Failed
 from infra.logger import Logger
@@ -877,6 +877,64 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     run = train(tiny, ratings, tmp_path / "lora", *COMMON, *lora, trainer=SyncedReference)
     assert torch.equal(run["weights"]["transformer.wte.weight"], start["transformer.wte.weight"])
     assert (tmp_path / "lora" / "final_adapter").exists(), "the policy's base has not moved"
+
+
+@pytest.mark.parametrize("share", [0.25, 0.4, 0.6])
+def test_a_reference_in_bfloat16_moves_by_its_share_on_average(share, tiny, ratings, tmp_path):
+    """Rounded to nearest, a share of 0.4 of one spacing would be nothing, and one of 0.6 the whole."""
+
+    class Synced(Trainer):
+        def optimizer_step(self, plan):
+            lr = super().optimizer_step(plan)
+            self.run.new_reference(share=share)
+            return lr
+
+    argv = (*COMMON, "--max_steps=1", "--precision=bf16-mixed", "--optim.lr=1e-4")
+    train(tiny, ratings, tmp_path, *argv, trainer=Synced)
+    policy = saved(tmp_path, 1, "weights")
+    reference = saved(tmp_path, 1, "reference")
+    start = load.load_model(tiny).unique_parameters()
+    moved = whole = 0.0
+    for name, x in reference.items():
+        if x.dtype == torch.bfloat16:
+            first = start[name].detach().bfloat16().double()
+            step = policy[name].bfloat16().double() - first
+            moved += (step.sign() * (x.double() - first)).sum().item()
+            whole += step.abs().sum().item()
+    assert moved / whole == pytest.approx(share, abs=0.05)
+
+
+CANNOT_MOVE = {
+    "lora.rank: .* cannot move by a share: give --reference": ("--lora.rank=2",),
+    "reference_cache: ": ("--reference_cache={out}/cache",),
+    "new_reference: share: .* got 60": (),
+}
+
+
+@pytest.mark.parametrize("fault", CANNOT_MOVE)
+def test_a_reference_that_cannot_move_is_refused_before_it_does(fault, tiny, ratings, tmp_path):
+    class Synced(Trainer):
+        def optimizer_step(self, plan):
+            self.run.new_reference(share=60.0 if "got 60" in fault else 0.6)
+            return super().optimizer_step(plan)
+
+    argv = [word.format(out=tmp_path) for word in CANNOT_MOVE[fault]]
+    with pytest.raises(BadInput, match=f"^{fault}"):
+        train(tiny, ratings, tmp_path / "run", *COMMON, *argv, trainer=Synced)
+
+
+def test_adapters_that_would_be_merged_into_a_rounded_base_are_refused():
+    def cfg(**of_lora):
+        lora = SimpleNamespace(**{"rank": 2, "quantize": None, **of_lora})
+        given = dict(reference_cache=None, reference=None, precision="bf16-true", lora=lora)
+        return SimpleNamespace(**given)
+
+    with pytest.raises(BadInput, match="^lora.quantize: "):
+        check_new_reference(cfg(quantize="nf4"), True, 1.0)
+    with pytest.raises(BadInput, match="^precision: bf16-true: "):
+        check_new_reference(cfg(), True, 1.0)
+    with pytest.raises(BadInput, match="^new_reference: this objective has no reference"):
+        check_new_reference(cfg(), False, 1.0)
 
 
 def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():

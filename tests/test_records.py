@@ -236,8 +236,11 @@ def test_fields_that_data_extra_names_are_kept_and_others_that_nothing_reads_are
     assert record.extra == {"score": 3.0, "source": "web"} and record.ignored == ("other",)
     assert understand_record(rated(weight=2), "rated", ("weight",)).weight == 2, "still read"
     assert understand_record(pair(chosen_reward=1), "paired").ignored == ()
-    for value in [*INFINITE, True, [1]]:
+    for value in [*INFINITE, True]:
         with pytest.raises(BadInput, match="^source: expected a finite number"):
+            understand_record(rated(source=value), "rated", ("source",))
+    for value in ([1], {"a": 1}):
+        with pytest.raises(BadInput, match="^source: data.extra: expected a text or a number, got"):
             understand_record(rated(source=value), "rated", ("source",))
     question = {"question": "q", "completion": "c", "label": 1}
     record = understand_record(question, "rated", ("question",))
