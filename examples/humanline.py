@@ -1,7 +1,9 @@
 """Humanline KTO (arXiv 2509.24207): each token's log-ratio is clipped, and the reference is the policy of a step ago.
 
     python examples/humanline.py
-    python examples/humanline.py --config config/lora.yaml --model M --reference M --data.train ratings.jsonl
+    python examples/humanline.py --config config/lora.yaml --model M --reference M --precision 32-true --data.train F
+
+(A reference in bfloat16 takes only a part of what adapters have learned: docs/forks.md.)
 
 The clip and its limits are those of the authors' code (HALOs), for the mismatched pairs of z too. There the reference
 becomes the policy just before each step; the paper has every k steps (--kto.sync_interval). What differs is kto.py's: z
