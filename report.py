@@ -108,14 +108,16 @@ def main(argv: list[str] | None = None) -> None:
                 **read_test(folder),
             }
         )
+    # runs of different programs differ in most settings
+    short = [name[:150] for name in groups]
+    long = short if len(set(short)) == len(groups) else groups  # else nothing tells them apart
     labels = [
-        # runs of different programs differ in most settings
-        f"{i}: {name[:150] or folders[0]} (n={names.count(name)})"
-        for i, name in enumerate(groups)
+        f"{i}: {name or folders[0]} (n={names.count(group)})"
+        for i, (name, group) in enumerate(zip(long, groups))
     ]
     # each run has drawn two lines, training and validation
     first_lines = [axes[0, 0].lines[2 * names.index(name)] for name in groups]
-    figure.legend(first_lines, labels, loc="outside lower center")
+    figure.legend(first_lines, [label[:170] for label in labels], loc="outside lower center")
     out = folders[0].parent
     figure.savefig(out / "report.png")
     numbers = pd.DataFrame(numbers, folders).dropna(axis=1, how="all")
