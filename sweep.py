@@ -14,12 +14,14 @@ import shlex
 import sys
 from itertools import product
 from pathlib import Path
-from signal import SIGINT, SIGTERM, signal
+from signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, SIGUSR1, getsignal, signal
 from subprocess import Popen
 
 import report
 from infra.console import BadInput, Failed, run_cli
 from infra.parse import split_options
+
+STOPS = SIGINT, SIGTERM, SIGUSR1, SIGHUP  # after which a run has saved (devices.Stop)
 
 
 def run_one(command: list[str], folder: Path) -> str:
@@ -33,11 +35,14 @@ def run_one(command: list[str], folder: Path) -> str:
         if finished in log.read():
             return "finished before"
         run = Popen(command, stdout=log, stderr=log)
-        # a terminal sends Ctrl-C to the run, too; SIGTERM comes here alone. The run saves and ends.
+        # A terminal sends Ctrl-C to the run, too. The others may come here alone: the run is told, saves and
+        # ends. Else a scheduler's notice would end the sweep at once, and with it the run, unsaved.
         signal(SIGINT, lambda *_: None)
-        signal(SIGTERM, lambda *_: run.terminate())
+        for number in STOPS[1:]:
+            if getsignal(number) != SIG_IGN:  # by nohup
+                signal(number, lambda *_: run.terminate())
         code = run.wait()
-        if code in (130, 143, -SIGINT, -SIGTERM):
+        if code - 128 in STOPS or -code in STOPS:
             raise SystemExit("stopped; the same command goes on")
         if code:
             log.seek(0)

@@ -15,6 +15,7 @@ import sweep  # noqa: E402
 from infra.console import BadInput, Failed  # noqa: E402
 
 HERE = Path(sweep.__file__).parent
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Finishes at once, but for --kto.beta=0.3: while a file `how` is there, it does what that says.
 PROGRAM = """
 import signal, sys, time
@@ -29,6 +30,8 @@ for name in ("metrics.csv", "val.csv"):
 if given["kto.beta"] == "0.3" and Path("how").exists():
     if Path("how").read_text() == "fail":
         sys.exit("loading\\nerror: no luck")
+    if Path("how").read_text() == "138":
+        sys.exit(138)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         print("waiting", flush=True)
@@ -44,7 +47,7 @@ if given["kto.beta"] == "0.3" and Path("how").exists():
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -86,7 +89,14 @@ def test_values_that_blanks_part_are_refused_before_the_first_run(words):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_a_signal_of_its_own_has_stopped_ends_the_sweep():
+    Path("how").write_text("138")  # 128 + SIGUSR1
+    with pytest.raises(SystemExit, match="^stopped; the same command goes on$"):
+        sweep.main(GRID)
+    assert len(list(Path("out/sweep-mine").iterdir())) == 3, "the fourth run has not begun"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_lets_the_run_save_and_ends_the_sweep(number):
     Path("how").write_text("wait")
     command = [sys.executable, str(HERE / "sweep.py"), *GRID]
@@ -98,7 +108,7 @@ def test_a_signal_lets_the_run_save_and_ends_the_sweep(number):
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
-        process.terminate()  # the sweep alone, as a scheduler may
+        process.send_signal(number)  # the sweep alone, as a scheduler may
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "stopped; the same command goes on\n")
     assert log.read_text() == "waiting\nsaved\n" and len(os.listdir("out/sweep-mine")) == 3
