@@ -33,12 +33,14 @@ def read_run(folder: Path) -> dict:
     """A run's settings by dotted name, and what else keeps two runs apart. Raises BadInput."""
     with user_error(None):
         text = (folder / "settings.yaml").read_text()
+    steps = read_csv(folder / "val.csv").index
     head = text.partition("\n")[0]  # "# kto.py, records ..., commit ..."
     records = re.search(r", records (\w+)", head)
     return {
         "program": head.partition(",")[0],
         "records": records and records[1],  # a file of the same name may have changed
-        "finished": (folder / "final").exists(),
+        # an unfinished run by the step of its last validation: no mean over different ones
+        "ended": (folder / "final").exists() or f"step-{steps.max() if len(steps) else 0}",
     } | flatten(yaml.safe_load(text))
 
 

@@ -92,7 +92,7 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         ({"seed": 2, "micro_batch_size": 4, "logger": "wandb", "out_dir": "elsewhere"}, ["out/a"]),
         ({}, ["copy=0", "copy=1"]),
         ({"seed": 2, "lora": {"rank": 8}}, ["lora.rank=None", "lora.rank=8"]),
-        ({"seed": 2, "finished": False}, ["finished=True", "finished=False"]),
+        ({"seed": 2, "finished": False}, ["ended=True", "ended=step-0"]),
         # a resume may change these, since it compares the records; they make other runs
         ({"seed": 2, "data": {"where": "lang=de"}}, ["data.where=None", "data.where=lang=de"]),
         ({"seed": 2, "export": {"rounding": "nearest"}}, ["stochastic", "rounding=nearest"]),
@@ -106,6 +106,17 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, sett
     found = [words[1] for words in lines[: len(names)]]
     assert all(line.endswith(name) for line, name in zip(found, names, strict=True)), found
     assert not lines[len(names)]
+
+
+def test_no_mean_is_taken_over_unfinished_runs_that_have_come_to_different_steps(show):
+    rows = {"a": "2,0.5,1,,\n4,0.3,2,,\n", "b": "2,0.4,1,,\n", "c": "2,0.6,1,,\n"}
+    runs = [
+        show.run(f"out/{name}", val, finished=False, seed=seed)
+        for seed, (name, val) in enumerate(rows.items())
+    ]
+    lines = [" ".join(words) for words in show(*runs)]
+    assert lines[:2] == ["0: ended=step-4 (n=1)", "1: ended=step-2 (n=2)"]
+    assert "loss 0.3 0.5 (0.4 to 0.6)" in lines
 
 
 def test_the_settings_that_tell_two_groups_apart_are_shown_behind_long_paths(show):

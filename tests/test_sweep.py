@@ -64,7 +64,7 @@ def test_every_combination_runs_and_a_failed_one_goes_on_with_the_same_command(c
     runs = [f"kto.beta={beta},lora.targets={x}" for beta in (0.1, 0.3) for x in ("q,k", "v")]
     ends = ["finished"] * 2 + ["failed, code 1: error: no luck"] * 2
     assert printed[:4] == [f"{run}  {end}" for run, end in zip(runs, ends)]
-    assert "2: finished=False, kto.beta=0.3, lora.targets=q,k (n=1)" in printed, "the report has it"
+    assert "2: ended=step-1, kto.beta=0.3, lora.targets=q,k (n=1)" in printed, "the report has it"
     assert (
         "lora.targets: q,k\nseed: 1\n"
         in Path(f"out/sweep-mine/{runs[0]}/settings.yaml").read_text()
