@@ -4,6 +4,7 @@
     python benchmarks/answers.py run            # what is missing, one run after the other: a night
     python benchmarks/answers.py run kto dpo --seeds 1 --shapes 1,8 --precision 32-true
     python benchmarks/answers.py table          # the table for RESULTS.md
+    python benchmarks/answers.py picture        # benchmarks/answers.svg
 
 SmolLM2-135M answers 576 prompts once, 288 twice, 144 four times or 72 eight times; the checker of
 examples/instructions.py rates all of it. Each method then learns from these 576 ratings in 36 steps of 16
@@ -36,7 +37,13 @@ SFT = {
     "epochs": methods.STEPS,
     "max_steps": methods.STEPS,
 }
-METHODS = ("kto", "apo_zero_unpaired", "dpo", "sft")
+LABELS = {
+    "kto": "KTO",
+    "apo_zero_unpaired": "KTO, z = 0",
+    "dpo": "DPO",
+    "sft": "SFT on the right ones",
+}
+METHODS = tuple(LABELS)
 
 
 def finished() -> list[dict]:
@@ -84,6 +91,43 @@ def print_table() -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def draw(file: Path) -> None:
+    """Right held-out answers against the number of answers to a prompt: a line for each method, all seeds together with
+    their 95% interval; small marks are the seeds."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    from evaluation import wilson_interval
+
+    rcParams["svg.hashsalt"] = "answers"  # the same file each time
+    figure = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    before = [r["val"] for r in methods.read_records(methods.RESULTS) if r["method"] == "base"]
+    share = 100 * sum(right for right, _ in before) / sum(of for _, of in before)
+    axes.axhline(share, color="0.5", linestyle=":", label="before training")
+    for i, (name, label) in enumerate(LABELS.items()):
+        at, shares = [], []
+        for n in SHAPES:
+            counts = [r["val"] for r in finished() if (r["method"], r["answers"]) == (name, n)]
+            if not counts:
+                continue
+            x = SHAPES.index(n) + 0.08 * (i - 1.5)  # side by side
+            right, of = (sum(column) for column in zip(*counts))
+            low, high = wilson_interval(right, of)
+            axes.vlines(x, 100 * low, 100 * high, f"C{i}")
+            seeds = [100 * right / of for right, of in counts]
+            axes.plot([x] * len(seeds), seeds, ".", color=f"C{i}", markersize=4)
+            at.append(x)
+            shares.append(100 * right / of)
+        axes.plot(at, shares, "o-", color=f"C{i}", label=label)
+    axes.set_xticks(range(len(SHAPES)), [f"{RATINGS // n}×{n}" for n in SHAPES])
+    axes.set(xlabel="prompts × answers to a prompt", ylabel="right held-out answers, %")
+    axes.set_ylim(0, 60)
+    axes.grid(axis="y", color="0.9")
+    axes.legend(loc="lower left", fontsize=8, ncols=3)
+    figure.savefig(file, metadata={"Date": None})
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -92,13 +136,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("what", choices=["run", "table", "picture"])
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--seeds", type=numbers, default=[1])
     parser.add_argument("--shapes", type=numbers, default=list(SHAPES), help="answers to a prompt")
     parser.add_argument("--model", default=str(methods.HERE.parent / "out" / "smollm2-135m"))
     parser.add_argument("--precision", default=methods.COMMON["precision"])
     args = parser.parse_args()
+    if args.what == "picture":
+        return draw(RESULTS.with_suffix(".svg"))
     if args.what == "run":
         methods.COMMON["precision"] = args.precision
         methods.METHODS["sft"] = ("", "kto", "right", SFT)
