@@ -48,6 +48,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
