@@ -149,6 +149,7 @@ def export(
         short = name.removeprefix(f"{hf.base_model_prefix}.")
         p.data = p.data.to(types.get(name) or types.get(short) or widest(types.values()))
     hf_weights = hf.state_dict(keep_vars=True)
+    # {our weight: the last of transformers' names that is cut from it}; after that one it is freed
     last_of = {r.name: name for name, r in rows.items()}
     for name, r in rows.items():
         if r.name not in weights:  # a tied head is the embedding, and a vision tower stays the same
@@ -163,7 +164,8 @@ def export(
         weight = hf_weights[name]
         if choice.rounding == "stochastic" and weight.dtype in (torch.bfloat16, torch.float16):
             x = round_at_random(x, weight.dtype, seed, name)
-        # not copied into the old one, which is a page of the source's file as long as nothing changes it
+        # A new tensor. To write into the old one, which is mapped from the source's file, would first copy it into
+        # memory.
         weight.data = torch.empty_like(weight).copy_(x)
     hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
     hf.save_pretrained(out, max_shard_size="5GB")

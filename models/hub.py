@@ -332,7 +332,7 @@ STORED_TYPES = {
 
 
 def stored_types(folder: Path) -> dict[str, torch.dtype]:
-    """The type of each weight in the files of a Hugging Face or a litgpt folder, by the files' names.
+    """The type of each weight in the files of a Hugging Face or a litgpt folder, by the names that they have there.
     config.json may say another one."""
     if (folder / "lit_model.pth").exists():
         weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)

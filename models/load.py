@@ -93,7 +93,8 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         merge_adapters(gpt.state_dict(), put_on(gpt, source.folder), gpt)
         return gpt
     hf = _read_adapted(source, dtype if source.base else None)
-    # Gemma 3 would round a constant, too
+    # Some models keep a constant as a buffer (Gemma 3: the embedding's factor), which 16 bits would round. The check
+    # below would not see it, since it has the same buffer.
     if any(x.is_floating_point() and is_narrower(x.dtype, dtype) for x in hf.buffers()):
         hf = _read_adapted(source, dtype)
     with user_error(f"model: {source.root}: {hf.config.model_type}"):
