@@ -247,8 +247,10 @@ def begin_run(
 
 def versions() -> str:
     """The project's commit, if this is a git clone, and the versions of torch and lightning."""
-    # through a shell, which raises nothing where git is not installed
-    command = "git describe --always --dirty '--exclude=*'"
+    # A copy without .git may lie in a clone of something else, whose commit says nothing: git must know this file.
+    # Through a shell, which raises nothing where git is not installed.
+    command = "git ls-files --error-unmatch infra/checkpoint.py >/dev/null && "
+    command += "git describe --always --dirty '--exclude=*'"
     git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     commit = git.stdout.strip() or "unknown"
     return f"commit {commit}, torch {torch.__version__}, lightning {lightning.__version__}"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -106,6 +107,25 @@ def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
 
 
 # ---- what a resume compares ----------------------------------------------------------------------
+
+
+def test_the_commit_is_that_of_this_code_and_not_of_a_clone_around_it(tmp_path, monkeypatch):
+    def git(*words):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b.example"]
+        command = ["git", *name, *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    file = tmp_path / "unpacked" / "infra" / "checkpoint.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    git("init")
+    git("commit", "--allow-empty", "-m", "of the user's own project")
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path / "unpacked")
+    assert checkpoint.versions().startswith("commit unknown, torch ")
+    git("add", ".")
+    git("commit", "-m", "with this code")
+    commit = git("rev-parse", "--short", "HEAD").stdout.strip()
+    assert checkpoint.versions().startswith(f"commit {commit}, torch ")
 
 
 def test_a_cell_of_a_notebook_goes_on_with_what_it_prints_and_reads_no_argument_of_the_kernel(
