@@ -234,13 +234,19 @@ def check_new_reference(cfg: RunSettings, has_reference: bool, share: float) -> 
         share == 1,
         f"lora.rank: the reference is the model without adapters, which cannot move by a share: {own}",
     )
+    check_merging(cfg, instead=f"; or {own}")
+
+
+def check_merging(cfg: RunSettings, instead: str = "") -> None:
+    """Refuse a moving reference that adapters are merged into, if it could not hold them. instead: other advice."""
     merged = "adapters are merged into the base, which is their reference"
     refuse_unless(
-        not cfg.lora.quantize, f"lora.quantize: {merged}, and this one is quantised: {own}"
+        not cfg.lora.quantize,
+        f"lora.quantize: {merged}, which a quantised base cannot take{instead}",
     )
     refuse_unless(
         cfg.precision != "bf16-true",
-        f"precision: bf16-true: {merged}, and would be lost to rounding: use bf16-mixed, or {own}",
+        f"precision: bf16-true: {merged}, and a bfloat16 base would lose them to rounding; use bf16-mixed{instead}",
     )
 
 

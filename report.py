@@ -111,11 +111,12 @@ def main(argv: list[str] | None = None) -> None:
             }
         )
     # runs of different programs differ in most settings
-    short = [name[:150] for name in groups]
-    long = short if len(set(short)) == len(groups) else groups  # else nothing tells them apart
+    shown = [name[:150] for name in groups]
+    if len(set(shown)) < len(groups):  # nothing would tell them apart
+        shown = groups
     labels = [
         f"{i}: {name or folders[0]} (n={names.count(group)})"
-        for i, (name, group) in enumerate(zip(long, groups))
+        for i, (name, group) in enumerate(zip(shown, groups))
     ]
     # each run has drawn two lines, training and validation
     first_lines = [axes[0, 0].lines[2 * names.index(name)] for name in groups]

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from checks import check_merging
 from data import Step
 from infra.console import BadInput, Failed, advance, progress, user_code, user_error
 from infra.devices import all_reduce, on_rank_0
@@ -57,15 +58,9 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
         raise BadInput("reference_cache: the answers are not known before the run")
     if not moving_reference:
         return
-    merged = "adapters are merged into the base between iterations"
     if cfg.reference:
         raise BadInput("reference: it is the policy as an iteration begins")
-    if cfg.lora.quantize:
-        raise BadInput(f"lora.quantize: {merged}, which a quantised base cannot take")
-    if cfg.precision == "bf16-true":
-        raise BadInput(
-            f"precision: bf16-true: {merged}, and a bfloat16 base would lose them to rounding; use bf16-mixed"
-        )
+    check_merging(cfg)
 
 
 def iterations(run: Any, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:

@@ -298,19 +298,23 @@ def set_weights(
     """
     for name, p in module.unique_parameters().items():
         x = torch.empty(p.shape) if weights is None else weights.get(name)
-        if x is None:
-            continue
-        new = place_like(x.detach().to(p.dtype), p)
-        if share != 1:
-            wide = torch.promote_types(p.dtype, torch.float32)
-            new = p.to(wide).lerp(new.to(wide), share)
-            # In training most weights move by a spacing of bfloat16 or by none. Rounded to nearest, a share of 0.4 of
-            # that would be nothing, and one of 0.6 the whole.
-            if is_narrower(p.dtype, wide):
-                x = round_at_random(local_part(new), p.dtype, seed, name)
-                local_part(p).copy_(x)
-                continue
-        p.copy_(new)
+        if x is not None:
+            own = local_part(p)
+            new = local_part(place_like(x.detach().to(p.dtype), p))
+            own.copy_(new if share == 1 else moved(own, new, share, seed, name))
+
+
+def moved(
+    x: torch.Tensor, target: torch.Tensor, share: float, seed: int, name: str
+) -> torch.Tensor:
+    """A weight that has moved by a share towards the target, in its own type. seed, name: see round_at_random."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    exact = x.to(wide).lerp(target.to(wide), share)
+    if not is_narrower(x.dtype, wide):
+        return exact
+    # In training most weights move by a spacing of bfloat16 or by none. Rounded to nearest, a share of 0.4 of that
+    # would be nothing, and one of 0.6 the whole.
+    return round_at_random(exact, x.dtype, seed, name)
 
 
 # ---- when a run ends early -----------------------------------------------------------------------

@@ -108,7 +108,16 @@ the hash `{state.hashes["records"]}`, with these settings (of paths the last nam
 
 
 # settings that hold paths, by their last name, so that a fork's reward.model is among them
-PATHS = "model reference reference_cache train val test chat_template out_dir".split()
+PATHS = (
+    "model",
+    "reference",
+    "reference_cache",
+    "train",
+    "val",
+    "test",
+    "chat_template",
+    "out_dir",
+)
 
 
 def _without_folders(settings: dict) -> dict:

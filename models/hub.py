@@ -147,22 +147,28 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         ):
             download = huggingface_hub.snapshot_download
             folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-    base = None
-    if (folder / "state.json").exists():
-        base = read_settings(folder)["model"]
-    elif (folder / "adapter_config.json").exists():
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    base = base_name(folder)
+    if (folder / "adapter_config.json").exists():
         is_other = base and find_path(base).resolve() != folder.resolve()
         refuse_unless(
             is_other,
             f"{what}: {name}/adapter_config.json: base_model_name_or_path: {base}: expected the folder or id of "
             "the model that the adapter belongs to",
         )
-    elif not (folder / "config.json").exists():
+    elif not base and not (folder / "config.json").exists():
         raise BadInput(
             f"{what}: {name}: a folder without config.json: no model of Hugging Face's form"
         )
     return Source(folder, base and find_model(base, what, weights))
+
+
+def base_name(folder: Path) -> str | None:
+    """The folder or id, as it was given, of the model that a checkpoint or an adapter belongs to; None for a model."""
+    if (folder / "state.json").exists():
+        return read_settings(folder)["model"]
+    if (folder / "adapter_config.json").exists():
+        return read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    return None
 
 
 def is_hub_id(name: str) -> bool:
@@ -178,10 +184,7 @@ def root_id(source: Source) -> str | None:
     """The id on the Hub of the model to which checkpoints and adapters belong; None if it was given as a folder."""
     name = ""
     while source.base:
-        if (source.folder / "state.json").exists():
-            name = read_settings(source.folder)["model"]
-        else:
-            name = read_json(source.folder / "adapter_config.json")["base_model_name_or_path"]
+        name = base_name(source.folder)
         source = source.base
     return name if is_hub_id(name) else None
 

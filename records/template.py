@@ -398,10 +398,11 @@ def check_turns(turns: list[dict], rendered: str, is_answer: bool) -> bool:
 def check_null(write: Write, dialogue: list[dict], rendered: str) -> None:
     """Whether the template writes no `None` where a turn has no text. Raises LeftOut."""
     emptied = without_null(dialogue)
-    if emptied != dialogue and "None" in rendered:
-        # a text may have this word, too
-        if rendered.count("None") > write(emptied).count("None"):
-            raise LeftOut("assistant: the chat template writes its content, null, as None")
+    if emptied == dialogue or "None" not in rendered:
+        return
+    # a text may have this word, too
+    if rendered.count("None") > write(emptied).count("None"):
+        raise LeftOut("assistant: the chat template writes its content, null, as None")
 
 
 def check_tools(record: Record, turns: list[dict], rendered: str) -> None:
