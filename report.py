@@ -12,10 +12,16 @@ import json
 import re
 from pathlib import Path
 
-import pandas as pd
 import yaml
-from matplotlib import colormaps
-from matplotlib.figure import Figure
+
+try:
+    import pandas as pd
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as e:
+    raise SystemExit(
+        f"error: {e}: report.py and sweep.py need: pip install -e '.[report]'"
+    ) from None
 
 from infra.console import run_cli, user_error
 from infra.settings import RunSettings, Sampling, flatten, resume_rules

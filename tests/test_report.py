@@ -1,9 +1,13 @@
 """report.py over run folders written by hand, with numbers worked out by hand."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import yaml
+from conftest import ROOT
 
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
@@ -165,3 +169,13 @@ def test_a_run_that_ended_before_its_first_step_is_in_the_table(show):
     (failed / "metrics.csv").unlink()
     lines = show(show.run("out/a", "4,0.7,0,0.4,0\n"), failed)
     assert ["before", "0.5", "0.5"] in lines and ["kl/clamped", "0.25", "nan"] in lines
+
+
+@pytest.mark.parametrize("program", ["report", "sweep"])
+def test_without_its_libraries_one_line_says_what_to_install(program):
+    """README's first command installs neither pandas nor matplotlib."""
+    code = f"import sys; sys.modules['matplotlib'] = None; import {program}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and re.fullmatch(
+        r"error: .*matplotlib.*: pip install -e '.\[report\]'\n", done.stderr
+    )
