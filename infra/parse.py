@@ -134,7 +134,9 @@ def parse_command(
     except (jsonargparse.ArgumentError, ValueError) as e:
         raise BadInput(first_fault(cls, texts) or " ".join(str(e).split())) from None
     del parsed["config"]
-    return with_plain_types(cls(**parser.instantiate_classes(parsed)))
+    # its name before jsonargparse 4.49 was instantiate_classes
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    return with_plain_types(cls(**instantiate(parsed)))
 
 
 def with_plain_types(value: object) -> object:

@@ -214,11 +214,14 @@ def read_config(source: Source) -> transformers.PretrainedConfig:
             )
         else:
             config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
-        refused = REFUSED.search(config.to_json_string(use_diff=False))
+        text = config.get_text_config()
+        # A model that reads images, too, describes its encoder beside the text model, and the encoder is
+        # not computed. But a quantization of both stands outside of the text model's part.
+        quantization = {"quantization_config": getattr(config, "quantization_config", None)}
+        refused = REFUSED.search(text.to_json_string(use_diff=False) + json.dumps(quantization))
         if refused:
             raise BadInput(f"{file}: {refused[0]} is not supported")
         int(context_of(config))  # raises for a type without a longest text
-    text = config.get_text_config()
     for name, value in text.to_dict().items():
         is_random = "drop" in name or "jitter" in name
         if is_random and isinstance(value, float):

@@ -98,11 +98,11 @@ BUDGETS = {
     "sweep.py": 600,
     "trainer.py": 3_700,
     "infra/": 14_650,
-    "models/": 10_950,
+    "models/": 11_000,
     "records/": 26_450,
     "convert/": 8_500,
     "rate/": 3_400,  # with the page, which is in records/ today
-    "tests/": 140_100,
+    "tests/": 140_300,
     "benchmarks/": 23_600,
 }
 # What `python kto.py` imports.

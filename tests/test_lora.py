@@ -243,7 +243,7 @@ def test_targets_are_named_as_peft_names_them(folders):
 
 def base_model(folder: Path, kind: str, tie: bool = False) -> Path:
     """A small model of random weights with 512 tokens, and its tokenizer."""
-    sizes = GQA | dict(vocab_size=512, tie_word_embeddings=tie)
+    sizes = GQA | dict(vocab_size=512, tie_word_embeddings=bool(tie))
     config = {
         "llama": lambda: transformers.LlamaConfig(**sizes),
         "qwen2": lambda: transformers.Qwen2Config(**sizes),
