@@ -9,7 +9,7 @@ anew for each thumb, so a killed server loses none, and a page that is still ope
 The page, rate.html, shows the command that trains on the thumbs.
 
 Reading order: training_advice (the command), the two who answer, Desk (what the page may ask), PageHandler (HTTP).
-The file of thumbs: records/ratings.py. examples/human.py shows another desk.
+The file of thumbs: records/ratings.py.
 """
 
 import json

@@ -1,48 +1,46 @@
 """The same run, cut five ways, by TRL and by us: does it matter how a step is split into micro-batches?
 
-    python benchmarks/cuts.py run                       # what is missing, one run after the other
+    python benchmarks/cuts.py run                       # the missing runs, one after the other
     python benchmarks/cuts.py run --sides trl --seeds 1 --orders file
-    python benchmarks/cuts.py run --task smollm2        # a real model; python examples/smollm2.py makes it
-    python benchmarks/cuts.py table                     # the tables for RESULTS.md
+    python benchmarks/cuts.py table                     # the table for RESULTS.md
     python benchmarks/cuts.py picture                   # benchmarks/cuts.svg
 
-A step of 64 examples is 64x1, 16x4, 8x8, 4x16 or 2x32: examples of a micro-batch x micro-batches of a step
-(TRL: per_device_train_batch_size x gradient_accumulation_steps). TRL computes z, the KL baseline, in each
-micro-batch, from mismatched pairs inside of it. Ours is computed once for the whole step.
+A step of 64 examples is cut as 64x1, 16x4, 8x8, 4x16 or 2x32: micro-batch size x micro-batches per step
+(TRL: per_device_train_batch_size x gradient_accumulation_steps). TRL computes z, the KL baseline, per
+micro-batch, from mismatched pairs inside the micro-batch. Ours is computed once for the whole step.
 
 Both sides have the same start, records, order, steps, learning rates, AdamW, clipping and precision
-(32-true). A seed is an order of the records; nothing else is random in training, but the first adapters of
-a real model. `shuffled`: each rating has a place of its own. `file`: ratings of one prompt stand side by
-side, as in the demo's file and in many others. TRL's mismatched pairs take the completion before, ours the
-one after, so TRL gets the records of each step in reverse order: uncut and shuffled, the two are one run.
+(32-true). The seed sets the order of the records; nothing else in training is random. `shuffled` shuffles all
+ratings. `file` keeps the ratings of one prompt together, as the demo's file does. TRL's mismatched pairs take the
+previous completion, ours take the next one. Therefore TRL gets the records of each step in reverse order, and the
+two sides' uncut, shuffled runs are the same run.
 
-The sides are `ours`, `trl`, and `trl-zero`: TRL without z (apo_zero_unpaired). That one is a control: if its cuts
-agree, then z is all that a cut changes.
+The sides are `ours`, `trl`, and the control `trl-zero`: TRL without z (apo_zero_unpaired). If the cuts of `trl-zero`
+agree, z is all that a cut changes.
 
-A finished run is a line in benchmarks/cuts.jsonl and is not run again. Everything else is in out/cuts/. TRL
-runs in an environment of its own (vs_trl.py makes it). Models of both sides are checked by our functions:
+A finished run is a line in benchmarks/cuts.jsonl and is not run again. Other files are in out/cuts/. TRL
+runs in its own environment (vs_trl.py makes it). Our functions check the models of both sides:
 
-- right: held-out answers, sampled by our generate with one seed for all, that the demo's checker accepts;
-- sign, margin: of the held-out ratings' log-ratios the share on its label's side of 0, and beta times the mean
-  of the right ones minus that of the wrong ones;
+- right: held-out answers that the demo's checker accepts, sampled by our generate with one seed;
+- sign, margin: the share of held-out ratings whose log-ratio has the label's sign, and beta times the difference
+  of the mean log-ratios of thumbs up and thumbs down;
 - distance: |w - w of the uncut run| / |w of the uncut run - start|, over all weights;
-- z: its mean over micro-batches (ours: over steps) in nats; z_zero: the share where it is 0.
+- z: its mean over micro-batches (ours: over steps) in nats; z_zero: the share of them in which z is 0.
 """
 
 import argparse
 import csv
 import json
 import random
+import resource
 import shutil
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from importlib.metadata import version
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 
-from methods import read_records, run_logged, write_records
 from vs_trl import environment
 
 HERE = Path(__file__).resolve().parent
@@ -51,44 +49,35 @@ RESULTS = HERE / "cuts.jsonl"
 OUT = ROOT / "out" / "cuts"
 SIDES = ("ours", "trl", "trl-zero")
 START = 51.0  # % of the demo's held-out answers that are right before training (RESULTS.md)
-TASKS = {
-    "demo": {
-        "model": ROOT / "demo" / "base",
-        "records": ROOT / "demo" / "train.jsonl",
-        "held_out": ROOT / "demo" / "val.jsonl",
-        "orders": ("shuffled", "file"),
-        "cuts": (64, 16, 8, 4, 2),
-        "measured": 31,  # steps between two points of a curve
-        "settings": {
-            "batch_size": 64,
-            "epochs": 2,
-            "optim.lr": 7e-4,
-            "optim.warmup": 10,
-            "kto.beta": 0.5,
-            "data.max_prompt": 32,
-            "data.max_completion": 32,
-        },
-    },
-    "smollm2": {  # rated sentences, as in benchmarks/rounding.py
-        "model": ROOT / "out" / "smollm2-135m",
-        "records": OUT / "train.jsonl",
-        "held_out": OUT / "val.jsonl",
-        "orders": ("shuffled",),
-        "cuts": (16, 8, 4, 2),
-        "measured": None,  # at the end alone
-        "settings": {
-            "batch_size": 16,
-            "epochs": 1,
-            "optim.lr": 2e-4,
-            "optim.warmup": 2,
-            "kto.beta": 0.1,
-            "data.max_prompt": 64,
-            "data.max_completion": 32,
-            "lora.rank": 16,
-            "lora.alpha": 32,
-        },
-    },
+MODEL = ROOT / "demo" / "base"
+RECORDS = ROOT / "demo" / "train.jsonl"
+HELD_OUT = ROOT / "demo" / "val.jsonl"
+ORDERS = ("shuffled", "file")
+CUTS = (64, 16, 8, 4, 2)
+SETTINGS = {
+    "batch_size": 64,
+    "epochs": 2,
+    "optim.lr": 7e-4,
+    "optim.warmup": 10,
+    "kto.beta": 0.5,
+    "data.max_prompt": 32,
+    "data.max_completion": 32,
 }
+
+
+def read_records(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def run_logged(command: list, log: Path) -> float:
+    """Run a command and append its output to a log. -> its CPU seconds. SystemExit if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with log.open("a") as file:
+        code = subprocess.run(list(map(str, command)), stdout=file, stderr=file).returncode
+    if code:
+        raise SystemExit(f"exit code {code}: see {log}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 # ---- the records, in an order --------------------------------------------------------------------
@@ -117,39 +106,29 @@ def reversed_steps(records: list[dict], batch: int) -> list[dict]:
 # ---- the two sides -------------------------------------------------------------------------------
 
 
-def folder_of(task: str, side: str, order: str, seed: int, cut: int) -> Path:
-    return OUT / f"{task}-{side}-{order}-{seed}-{cut}"
+def folder_of(side: str, order: str, seed: int, cut: int) -> Path:
+    return OUT / f"{side}-{order}-{seed}-{cut}"
 
 
-def run_kto(task: dict, records: Path, cut: int, seed: int, out: Path, **more) -> float:
-    """kto.py, in the folder out/run. -> CPU seconds"""
-    settings = {
-        "model": task["model"],
+def train_ours(records: Path, cut: int, seed: int, out: Path) -> dict:
+    """-> losses, gradient norms and z of each step. The trained model is left in out/final."""
+    settings = SETTINGS | {
+        "model": MODEL,
         "data.train": records,
+        "data.val": "null",
         "data.shuffle": "false",
         "micro_batch_size": cut,
         "precision": "32-true",
         "seed": seed,
         "out_dir": out / "run",
-        "val_interval": "null",
-        "save_interval": task["measured"] or "null",
-        "keep_last": 1000,
+        "save_interval": "null",
         "eval.samples": 0,
         "progress": "false",
-    } | task["settings"]
-    command = [sys.executable, ROOT / "kto.py"]
-    command += [f"--{name}={value}" for name, value in (settings | more).items()]
-    return run_logged(list(map(str, command)), out / "log.txt")
-
-
-def train_ours(task: dict, records: Path, cut: int, seed: int, out: Path) -> dict:
-    """-> losses, norms of the gradient and z of each step; models are left in `out`."""
-    seconds = run_kto(task, records, cut, seed, out)
+    }
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    seconds = run_logged([sys.executable, ROOT / "kto.py", *options], out / "log.txt")
     with (out / "run" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    for checkpoint in (out / "run" / "checkpoints").iterdir():
-        if task["measured"]:
-            checkpoint.rename(out / f"step-{int(checkpoint.name.split('-')[1])}")
     (out / "run" / "final").rename(out / "final")
     return {
         "cpu_seconds": seconds,
@@ -160,31 +139,32 @@ def train_ours(task: dict, records: Path, cut: int, seed: int, out: Path) -> dic
 
 
 def train_trl(
-    task: dict, side: str, records: Path, cut: int, seed: int, factors: list[float], out: Path
+    side: str, records: Path, cut: int, seed: int, factors: list[float], out: Path
 ) -> dict:
-    """As train_ours; z of each micro-batch. factors: of the learning rate at each step."""
-    spec = {"model": task["model"], "records": records, "cut": cut, "seed": seed, "out": out}
-    spec |= {"loss": "kto" if side == "trl" else "apo_zero_unpaired", "factors": factors}
-    spec |= {"measured": task["measured"], "settings": task["settings"], "adapters": None}
-    if "lora.rank" in task["settings"]:  # ours, before their first step
-        spec["adapters"] = out / "run" / "final_adapter"
-        run_kto(task, records, cut, seed, out, **{"optim.lr": 0, "max_steps": 1})
+    """As train_ours, with z per micro-batch. factors: multiply the learning rate, one per step."""
+    loss = "kto" if side == "trl" else "apo_zero_unpaired"
+    spec = {
+        "records": records,
+        "cut": cut,
+        "seed": seed,
+        "factors": factors,
+        "out": out,
+        "loss": loss,
+    }
     command = [environment(), __file__, "--trl", json.dumps(spec, default=str)]
-    seconds = run_logged(list(map(str, command)), out / "log.txt")
+    seconds = run_logged(command, out / "log.txt")
     return {"cpu_seconds": seconds} | json.loads((out / "trl.json").read_text())
 
 
 def trl(spec: dict) -> None:
-    """Run TRL's trainer, in its environment. spec: what train_trl hands over."""
+    """Run TRL's trainer, in its environment. spec: see train_trl."""
     import datasets
-    import peft
     import torch
     import transformers
     from trl import KTOConfig, KTOTrainer
 
     datasets.disable_progress_bars()
     transformers.set_seed(spec["seed"])
-    settings = spec["settings"]
     out, cut = Path(spec["out"]), spec["cut"]
     losses, norms, z = [], [], []
 
@@ -196,37 +176,27 @@ def trl(spec: dict) -> None:
                 z.extend(self._metrics["train"]["kl"])  # of each micro-batch
             super().log(logs, *args, **kwargs)
 
-    class Saver(transformers.TrainerCallback):
-        def on_step_end(self, _args, state, _control, model=None, **_):
-            if spec["measured"] and state.global_step % spec["measured"] == 0:
-                model.save_pretrained(out / f"step-{state.global_step}")
-
     def load():
-        return transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
-    policy, reference = load(), None
-    if spec["adapters"]:  # the reference is the policy with its adapters off
-        policy = peft.PeftModel.from_pretrained(policy, spec["adapters"], is_trainable=True)
-    else:
-        reference = load()
-    weights = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, settings["optim.lr"], weight_decay=0.0)
-    factors = [*spec["factors"], 0.0]  # the schedule asks once more after the last step
+    policy = load()
+    optimizer = torch.optim.AdamW(policy.parameters(), SETTINGS["optim.lr"], weight_decay=0.0)
+    factors = [*spec["factors"], 0.0]  # the scheduler asks once more after the last step
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factors[done])
     args = KTOConfig(
         output_dir=str(out / "trl"),
         bf16=False,
         use_cpu=True,
         seed=spec["seed"],
-        beta=settings["kto.beta"],
+        beta=SETTINGS["kto.beta"],
         loss_type=spec["loss"],
-        num_train_epochs=settings["epochs"],
+        num_train_epochs=SETTINGS["epochs"],
         per_device_train_batch_size=cut,
-        gradient_accumulation_steps=settings["batch_size"] // cut,
+        gradient_accumulation_steps=SETTINGS["batch_size"] // cut,
         train_sampling_strategy="sequential",
         precompute_ref_log_probs=True,  # once, not in each epoch: the same numbers up to rounding
-        precompute_ref_batch_size=settings["batch_size"],
-        max_length=settings["data.max_prompt"] + settings["data.max_completion"],
+        precompute_ref_batch_size=SETTINGS["batch_size"],
+        max_length=SETTINGS["data.max_prompt"] + SETTINGS["data.max_completion"],
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
@@ -237,16 +207,14 @@ def trl(spec: dict) -> None:
     rows = [json.loads(line) for line in Path(spec["records"]).read_text().splitlines()]
     trainer = Recorder(
         model=policy,
-        ref_model=reference,
+        ref_model=load(),
         args=args,
-        callbacks=[Saver()],
-        train_dataset=datasets.Dataset.from_list(reversed_steps(rows, settings["batch_size"])),
-        processing_class=transformers.AutoTokenizer.from_pretrained(spec["model"]),
+        train_dataset=datasets.Dataset.from_list(reversed_steps(rows, SETTINGS["batch_size"])),
+        processing_class=transformers.AutoTokenizer.from_pretrained(MODEL),
         optimizers=(optimizer, schedule),
     )
     trainer.train()
-    final = trainer.model.merge_and_unload() if spec["adapters"] else trainer.model
-    final.save_pretrained(out / "final")
+    trainer.model.save_pretrained(out / "final")
     log = {"losses": losses, "grad_norms": norms, "z": z, "trl": version("trl")}
     (out / "trl.json").write_text(json.dumps(log))
 
@@ -255,9 +223,9 @@ def trl(spec: dict) -> None:
 
 
 class HeldOut:
-    """The held-out records of a task, and the scores of the model that all runs start from."""
+    """The held-out records, and their log-probs under the model that all runs start from."""
 
-    def __init__(self, task: dict):
+    def __init__(self):
         from lightning.fabric import Fabric
 
         from infra.settings import Data
@@ -265,15 +233,13 @@ class HeldOut:
         from records.examples import load_examples
         from records.tokenizer import Tokenizer
 
-        self.beta = task["settings"]["kto.beta"]
-        limits = {x: task["settings"][f"data.{x}"] for x in ("max_prompt", "max_completion")}
-        self.longest = limits["max_completion"]
+        limits = {x: SETTINGS[f"data.{x}"] for x in ("max_prompt", "max_completion")}
         self.fabric = Fabric(accelerator="cpu", devices=1)
-        self.tokenizer = Tokenizer(find_model(str(task["model"])))
-        source = str(task["held_out"])
+        self.tokenizer = Tokenizer(find_model(str(MODEL)))
+        source = str(HELD_OUT)
         data = Data(train=source, **limits)
         self.examples, _ = load_examples(source, self.tokenizer, "rated", data)
-        self.start = self.score(self.load(task["model"]))
+        self.start = self.score(self.load(MODEL))
 
     def load(self, folder: Path):
         from models.load import load_model
@@ -294,19 +260,20 @@ class HeldOut:
                 scores += policy(packed).logps[:, 0].double().tolist()
         return scores
 
-    def measure(self, folder: Path, samples: bool) -> dict:
-        """sign, margin and (samples) right, see above; of sign and right a count, and of how many."""
+    def measure(self, folder: Path) -> dict:
+        """right, sign and margin (see above). right and sign are [count, total]."""
         policy = self.load(folder)
         policy.eval()
         logratios = [a - b for a, b in zip(self.score(policy), self.start)]
         labels = [e.label for e in self.examples]
-        by_label = [[r for r, x in zip(logratios, labels) if x == label] for label in (True, False)]
-        up, down = map(statistics.mean, by_label)
+        up = statistics.mean(r for r, label in zip(logratios, labels) if label)
+        down = statistics.mean(r for r, label in zip(logratios, labels) if not label)
         agree = sum((r > 0) == label for r, label in zip(logratios, labels))
-        row = {"sign": [agree, len(labels)], "margin": self.beta * (up - down)}
-        if samples:
-            row["right"] = self.sample(policy)
-        return row
+        return {
+            "right": self.sample(policy),
+            "sign": [agree, len(labels)],
+            "margin": SETTINGS["kto.beta"] * (up - down),
+        }
 
     def sample(self, policy) -> list[int]:
         from demo.check import check
@@ -315,7 +282,15 @@ class HeldOut:
         from sampler import generate
 
         prompts = [e.prompt for e in self.examples]
-        ids = generate(self.fabric, policy, prompts, self.tokenizer, Sampling(), self.longest, 1)
+        ids = generate(
+            self.fabric,
+            policy,
+            prompts,
+            self.tokenizer,
+            Sampling(),
+            SETTINGS["data.max_completion"],
+            1,
+        )
         verdicts = check(as_answers(self.tokenizer, with_answers(self.examples, ids), []))
         return [sum(verdicts), len(verdicts)]
 
@@ -334,69 +309,46 @@ def distance(a: dict, b: dict) -> float:
 # ---- one run -------------------------------------------------------------------------------------
 
 
-@cache
-def held_out_of(task: str) -> HeldOut:
-    return HeldOut(TASKS[task])
-
-
-def run(name: str, side: str, order: str, seed: int, cut: int) -> dict:
-    """Train and check. -> its line of results"""
+def run(side: str, order: str, seed: int, cut: int, held_out: HeldOut) -> dict:
+    """Train and check one run. -> its line of results"""
     import torch
 
     from infra.optimizer import Plan, lr_at
     from infra.settings import Optim
 
-    task = TASKS[name]
-    settings = task["settings"]
-    batch = settings["batch_size"]
-    if name == "smollm2" and not task["records"].exists():
-        from rounding import write_data
-
-        write_data(OUT)
-    out = folder_of(name, side, order, seed, cut)
-    shutil.rmtree(out, ignore_errors=True)  # of a run that was stopped
+    batch = SETTINGS["batch_size"]
+    out = folder_of(side, order, seed, cut)
+    shutil.rmtree(out, ignore_errors=True)  # left by a run that was stopped
     out.mkdir(parents=True)
-    rows = ordered(read_records(task["records"]), order, seed, batch)
-    records = write_records(out / "train.jsonl", rows)
+    rows = ordered(read_records(RECORDS), order, seed, batch)
+    records = out / "train.jsonl"
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
     per_epoch = len(rows) // batch
-    steps = settings["epochs"] * per_epoch
+    steps = SETTINGS["epochs"] * per_epoch
     if side == "ours":
-        log = train_ours(task, records, cut, seed, out)
+        log = train_ours(records, cut, seed, out)
     else:
         plan = Plan(per_epoch, steps, 0, steps, per_epoch)
-        optim = Optim(lr=1.0, warmup=settings["optim.warmup"])
+        optim = Optim(lr=1.0, warmup=SETTINGS["optim.warmup"])
         factors = [lr_at(step, plan, optim) for step in range(1, steps + 1)]
-        log = train_trl(task, side, records, cut, seed, factors, out)
+        log = train_trl(side, records, cut, seed, factors, out)
     assert len(log["losses"]) == steps
-    uncut = task["cuts"][0]
     final = weights_of(out / "final")
-    of_uncut = weights_of(folder_of(name, side, order, seed, uncut) / "final")
-    start = weights_of(task["model"])
-    held_out = held_out_of(name)
-    row = {"task": name, "side": side, "seed": seed, "order": order, "cut": cut}
+    of_uncut = weights_of(folder_of(side, order, seed, CUTS[0]) / "final")
+    row = {"side": side, "seed": seed, "order": order, "cut": cut}
     row |= {"torch": torch.__version__, "trl": log.get("trl")}
-    row |= held_out.measure(out / "final", bool(task["measured"]))
-    row |= {
-        "distance": distance(final, of_uncut) / distance(of_uncut, start),
+    row |= held_out.measure(out / "final")
+    return row | {
+        "distance": distance(final, of_uncut) / distance(of_uncut, weights_of(MODEL)),
         "z": statistics.mean(log["z"]),
         "z_zero": statistics.mean(z == 0 for z in log["z"]),
         "cpu_seconds": round(log["cpu_seconds"], 1),
         "first_losses": log["losses"][:10],
         "first_grad_norm": log["grad_norms"][0],
     }
-    if task["measured"]:
-        points = range(task["measured"], steps, task["measured"])
-        row["curve"] = [
-            {"step": step} | held_out.measure(out / f"step-{step}", True) for step in points
-        ]
-    for old in out.iterdir():
-        is_needed = old.name == "final" and cut == uncut
-        if old.is_dir() and not is_needed:
-            shutil.rmtree(old)
-    return row
 
 
-# ---- the tables and the picture ------------------------------------------------------------------
+# ---- the table and the picture ------------------------------------------------------------------
 
 
 def finished() -> list[dict]:
@@ -407,80 +359,43 @@ def rows_of(**wanted) -> list[dict]:
     return [r for r in finished() if all(r[key] == value for key, value in wanted.items())]
 
 
-def percent(counts: list[int]) -> str:
-    return f"{100 * counts[0] / counts[1]:.1f}"
-
-
 def print_table() -> None:
-    """A line for each task, order, side and seed; in its cells the cuts, the uncut run first."""
-    for name, task in TASKS.items():
-        cuts = task["cuts"]
-        batch = task["settings"]["batch_size"]
-        what = "right" if task["measured"] else "sign"
-        names = ", ".join(f"{cut}x{batch // cut}" for cut in cuts)
-        head = f"{name}: order, side, seed | {what} of {names}, %"
-        print(f"\n| {head} | margin | distance | z, nats | z = 0, % |\n{'| --- ' * 6}|")
-        for order, side in product(task["orders"], SIDES):
-            for seed in sorted({r["seed"] for r in rows_of(task=name, side=side, order=order)}):
-                rows = {r["cut"]: r for r in rows_of(task=name, side=side, order=order, seed=seed)}
-
-                def cell(text: Callable[[dict], str]) -> str:
-                    return ", ".join(text(rows[cut]) if cut in rows else "-" for cut in cuts)
-
-                cells = [
-                    f"{order}, {side}, {seed}",
-                    cell(lambda r: percent(r[what])),
-                    cell(lambda r: f"{r['margin']:.2f}"),
-                    cell(lambda r: f"{r['distance']:.2g}"),
-                    cell(lambda r: f"{r['z']:.2f}"),
-                    cell(lambda r: f"{100 * r['z_zero']:.0f}"),
-                ]
-                print(f"| {' | '.join(cells)} |")
-        print_agreement(name)
-        print_scale(name)
-
-
-def print_agreement(task: str) -> None:
-    """How far apart the two sides' uncut, shuffled runs are in the losses of their first ten steps."""
-    uncut = TASKS[task]["cuts"][0]
-    for row in rows_of(task=task, side="trl", order="shuffled", cut=uncut):
-        for ours in rows_of(task=task, side="ours", order="shuffled", cut=uncut, seed=row["seed"]):
-            pairs = zip(ours["first_losses"], row["first_losses"])
-            off = ", ".join(f"{abs(a - b) / b:.0e}" for a, b in pairs)
-            print(f"\nseed {row['seed']}, uncut: losses of steps 1 to 10 differ by {off}")
-
-
-def print_scale(task: str) -> None:
-    """How far apart two seeds' uncut runs end, where their weights are still in out/cuts/."""
-    uncut = TASKS[task]["cuts"][0]
-    for order, side in product(TASKS[task]["orders"], SIDES):
-        folders = [folder_of(task, side, order, seed, uncut) / "final" for seed in (1, 2, 3)]
-        for a, b in combinations([folder for folder in folders if folder.exists()], 2):
-            start, end = weights_of(TASKS[task]["model"]), weights_of(a)
-            apart = distance(weights_of(b), end) / distance(end, start)
-            print(f"\n{a.parent.name} and {b.parent.name}: {apart:.2f} apart")
+    """A line per order, side and seed. Each cell lists the cuts, the uncut run first."""
+    names = ", ".join(f"{cut}x{SETTINGS['batch_size'] // cut}" for cut in CUTS)
+    print(f"| order, side, seed | right of {names}, % | margin | distance | z, nats |")
+    print(f"{'| --- ' * 5}|")
+    for order, side, seed in product(ORDERS, SIDES, (1, 2, 3)):
+        rows = {row["cut"]: row for row in rows_of(order=order, side=side, seed=seed)}
+        if not rows:
+            continue
+        lines = [rows[cut] for cut in CUTS if cut in rows]
+        cells = [
+            f"{order}, {side}, {seed}",
+            ", ".join(f"{100 * row['right'][0] / row['right'][1]:.1f}" for row in lines),
+            ", ".join(f"{row['margin']:.2f}" for row in lines),
+            ", ".join(f"{row['distance']:.2g}" for row in lines),
+            ", ".join(f"{row['z']:.2f}" for row in lines),
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 def draw(file: Path) -> None:
-    """The demo: right answers at the end of each run with their 95% interval, against its cut. A line is a
-    seed; a panel for each order."""
+    """Right answers at the end of each run with their 95% interval, by cut: a line per seed, a panel per order."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     from evaluation import wilson_interval
 
     rcParams["svg.hashsalt"] = "cuts"  # the same file each time
-    task = TASKS["demo"]
-    cuts, batch = task["cuts"], task["settings"]["batch_size"]
     figure = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
     titles = {"shuffled": "shuffled", "file": "ratings of a prompt side by side"}
-    for axes, order in zip(figure.subplots(1, 2, sharey=True), task["orders"]):
+    for axes, order in zip(figure.subplots(1, 2, sharey=True), ORDERS):
         axes.axhline(START, color="0.5", linestyle=":", label="before training")
         for side, color, name in (("trl", "C1", "TRL 1.16"), ("ours", "C0", "ours")):
             for seed, marker in zip((1, 2, 3), "osD"):
                 counts = {
-                    cuts.index(r["cut"]): r["right"]
-                    for r in rows_of(task="demo", side=side, order=order, seed=seed)
+                    CUTS.index(r["cut"]): r["right"]
+                    for r in rows_of(side=side, order=order, seed=seed)
                 }
                 at = sorted(counts)
                 shares = [100 * counts[i][0] / counts[i][1] for i in at]
@@ -489,8 +404,10 @@ def draw(file: Path) -> None:
                 for i in at:
                     low, high = wilson_interval(*counts[i])
                     axes.vlines(i, 100 * low, 100 * high, color, linewidth=1, alpha=0.4)
-        axes.set_xticks(range(len(cuts)), [f"{cut}×{batch // cut}" for cut in cuts])
-        axes.set(xlabel="examples of a micro-batch × micro-batches of a step", title=titles[order])
+        axes.set_xticks(
+            range(len(CUTS)), [f"{cut}×{SETTINGS['batch_size'] // cut}" for cut in CUTS]
+        )
+        axes.set(xlabel="micro-batch size × micro-batches per step", title=titles[order])
         axes.set_ylim(45, 100)
         axes.grid(axis="y", color="0.9")
     axes.legend(loc="lower left", fontsize=8, ncols=2)
@@ -503,42 +420,33 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["run", "table", "picture"])
-    parser.add_argument("--task", choices=list(TASKS), default="demo")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--orders", default="shuffled,file")
     parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--cuts", help="examples of a micro-batch, as 64,2; default: all")
-    parser.add_argument("--model", type=Path, help="where SmolLM2 lies")
     args = parser.parse_args()
-    if args.model:
-        TASKS["smollm2"]["model"] = args.model
     if args.what == "picture":
         draw(HERE / "cuts.svg")
     elif args.what == "table":
         print_table()
     else:
-        run_missing(args)
+        run_missing(args.seeds.split(","), args.orders.split(","), args.sides.split(","))
 
 
-def run_missing(args: argparse.Namespace) -> None:
-    task = TASKS[args.task]
-    orders = [order for order in task["orders"] if order in args.orders.split(",")]
-    cuts = task["cuts"]
-    if args.cuts:
-        cuts = [cut for cut in cuts if str(cut) in args.cuts.split(",")]
-    runs = product(map(int, args.seeds.split(",")), orders, args.sides.split(","), cuts)
-    for seed, order, side, cut in runs:
-        if rows_of(task=args.task, side=side, seed=seed, order=order, cut=cut):
+def run_missing(seeds: list[str], orders: list[str], sides: list[str]) -> None:
+    held_out = None
+    for seed, order, side, cut in product(map(int, seeds), orders, sides, CUTS):
+        if rows_of(side=side, seed=seed, order=order, cut=cut):
             continue
-        print(f"{args.task}, {side}, {order}, seed {seed}, {cut} ...", flush=True)
-        row = run(args.task, side, order, seed, cut)
+        print(f"{side}, {order}, seed {seed}, {cut} ...", flush=True)
+        held_out = held_out or HeldOut()
+        row = run(side, order, seed, cut, held_out)
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--trl"]:  # a process that train_trl started, in TRL's environment
+    if sys.argv[1:2] == ["--trl"]:  # started by train_trl, in TRL's environment
         trl(json.loads(sys.argv[2]))
     else:
         main()

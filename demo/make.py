@@ -11,8 +11,8 @@ are replaced by rated answers of another author, who makes fewer mistakes and wr
 never uses. Without this author KTO's baseline z would be 0 in nearly every step: the mean of log pi/ref over the
 reference's own samples is at most 0 (Jensen's inequality), and z is clamped there.
 
-The files are bit-equal on equal machines, with equal versions and numbers of threads. For another task see
-examples/reverse_digits.py.
+The files are bit-equal on equal machines, with equal versions and numbers of threads. For another task, pass
+another `Task` to `make`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A file of thumbs that is read and written anew for each one: what rate.py and examples/human.py keep.
+"""A file of thumbs that is read and written anew for each one: what rate.py keeps.
 
 Reading order: Ratings (the file); what makes two ratings ratings of one answer (answer_key).
 """

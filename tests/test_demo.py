@@ -47,10 +47,15 @@ def small(monkeypatch):
         monkeypatch.setattr(kit, name, value)
 
 
-def test_another_task_is_made_by_fifteen_lines(small, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from reverse_digits import task
-
+def test_another_task_is_made_by_ten_lines(small, tmp_path):
+    digits = list("0123456789")
+    task = kit.Task(
+        words=digits,
+        draw=lambda rng: rng.choices(digits, k=rng.randint(3, 7)),
+        prompt=lambda words: f"reverse: {' '.join(words)} =",
+        answer=lambda words: words[::-1],
+        check=lambda p, c: c in (plain(p.split()[-2:0:-1]), quoted(p.split()[-2:0:-1])),
+    )
     kit.make(task, tmp_path / "a")
     assert task.check("reverse: 1 2 3 =", " 3 2 1") and task.check("reverse: 1 2 3 =", "> 3 2 1")
     assert not task.check("reverse: 1 2 3 =", " 1 2 3")

@@ -230,7 +230,7 @@ def test_a_checker_says_how_many_answers_to_the_test_split_are_right(tiny, promp
 def test_without_a_checker_it_says_that_no_number_comes_of_a_test_split(
     tiny, prompts, tmp_path, capsys
 ):
-    """As in examples/human.py, where a person rates the answers."""
+    """As if a person rated the answers."""
 
     def rate(run, asked, ids):
         answered = evaluation.with_answers(asked, ids)

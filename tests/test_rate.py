@@ -458,35 +458,3 @@ def test_a_rare_kind_of_thumb_gets_its_class_weight(up, down, weights):
     words = rate.training_command("m", Path("r.jsonl"), up, down, "out/t")
     expected = [f"--kto.{weights[0]}desirable_weight", weights[1]] if weights else []
     assert words[10:] == expected
-
-
-# ---- examples/human.py ---------------------------------------------------------------------------
-
-
-def test_a_run_waits_for_a_persons_thumbs_and_a_kill_loses_none(opened, tiny, tmp_path):
-    questions = [{"prompt": f"question {i} :"} for i in range(3)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
-    argv = [f"--model={tiny}", "--data.train=prompts.jsonl", "--out_dir=run", "--resume=auto",
-            "--online.max_iterations=2", "--batch_size=3", "--data.max_completion=6", "--precision=32-true",
-            "--progress=false", "--save_interval=1"]  # fmt: skip
-    human = dict(program=str(ROOT / "examples" / "human.py"), port="--page.port=0")
-    page = opened(*argv, **human)
-    cards = page("/state")[1]["cards"]
-    assert len(cards) == 3
-    given = {cards[0]["text"]: True}
-    page.rate(True, cards[0]["prompt"], cards[0]["text"])
-    page.kill()
-    page = opened(*argv, **human)
-    assert page("/state")[1]["cards"] == cards[1:], "the first one has its thumb"
-    for iteration in (1, 2):
-        until(lambda: f"iteration {iteration}" in page("/state")[1]["model"])
-        cards = page("/state")[1]["cards"]
-        for card in cards:
-            given[card["text"]] = len(given) % 2 == 0
-            page.rate(given[card["text"]], card["prompt"], card["text"])
-    assert page.process.ended()[0] == 0
-    for iteration in (1, 2):
-        sampled = lines(f"run/iterations/answers-{iteration}.jsonl")
-        learned = lines(f"run/iterations/rated-{iteration}.jsonl")
-        assert [row["label"] for row in learned] == [given[row["completion"]] for row in sampled]
-    assert Path("run/final").is_dir()
