@@ -1,5 +1,4 @@
-"""Who attends to whom: over a packed batch, whose completions share their prompts, or over a key/value cache,
-which is kept here.
+"""Who attends to whom in a packed batch, whose completions share their prompts. (sampler.py has the key/value cache.)
 
 Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
 
@@ -20,17 +19,13 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
 """
 
 import inspect
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import transformers
 from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 
-from head import autocast
-from infra.devices import to_device
 from packing import PackedBatch
 
 # Prompts (with their completions) of up to so many tokens together share one tile of attention. A larger tile means
@@ -323,139 +318,3 @@ def sdpa(
     score = layer.cap * torch.tanh(q @ k.mT * layer.scale / layer.cap)
     score = score.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
     return score.float().softmax(-1).to(v.dtype) @ v
-
-
-class KVCache:
-    """Keys and values of B sequences (prompts and their answers so far), for sampling.
-
-    Slot p of a sequence holds its position p, so prompts of different lengths need no padding: slots beyond a
-    sequence's position are masked, and overwritten later. The first forward takes the packed prompts, and computes a
-    prompt once even if several sequences have it. Each later forward takes one token of each sequence (see `at`).
-    """
-
-    def __init__(self, batch: PackedBatch, slots: int):
-        self.slots = slots
-        # after the first forward: the slots that are in use, those of the longest sequence
-        self.length = 0
-        self.tensors = {}  # layer -> keys, values; each (B, key heads, slots, D)
-        self.masks = {}  # (window, dtype) -> mask of the current forward
-        # the tokens of the next forward
-        self.packed = PackedAttention(batch)  # None after the first forward
-        self.token_RQ = batch.token_N[None]
-        self.position_RQ = batch.position_N[None]
-        # which of these tokens predict the next token of each sequence
-        self.last_B = batch.source_T[batch.first_target_BK[:, 0]]
-        self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
-        # The keys and values of token copied_token[i] go to the row row_of_token[i], and to the slot of the token's
-        # position. A token of a shared prompt goes to several rows.
-        self.copied_token = batch.key_I
-        sequence_I = torch.repeat_interleave(batch.key_start_S.diff(), output_size=len(batch.key_I))
-        self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
-
-    def at(self, token_B: torch.Tensor, position_B: torch.Tensor, longest: int) -> None:
-        """Set the tokens of the next forward. `longest` is the largest of their positions."""
-        self.token_RQ = token_B[:, None]
-        self.position_RQ = position_B[:, None]
-        self.row_of_token = self.row_B
-        self.copied_token = slice(None)  # each token once
-        self.last_B = self.row_B
-        self.packed = None
-        self.masks = {}
-        self.length = longest + 1
-
-    def keep(self, rows: list[int]) -> list[int]:
-        """Keep the sequences in these rows (ascending) and drop the others. The last ones move into the gaps.
-
-        Returns the row that each sequence had before, in the new order.
-        """
-        n = len(rows)
-        gaps = sorted({*range(n)} - {*rows})
-        movers = [row for row in rows if row >= n]
-        self.row_B = self.row_B[:n]
-        device = self.row_B.device
-        to = to_device(torch.tensor(gaps, dtype=torch.long), device)
-        source = to_device(torch.tensor(movers, dtype=torch.long), device)
-        for layer, (k, v) in self.tensors.items():
-            k[to] = k[source]
-            v[to] = v[source]
-            self.tensors[layer] = k[:n], v[:n]
-        row_before = dict(zip(gaps, movers))
-        return [row_before.get(row, row) for row in range(n)]
-
-    def attend(
-        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """q (R, H, Q, D), k and v (R, key heads, Q, D) -> (R, H, Q, D). Fills the slots of k and v."""
-        shape = len(self.row_B), k.shape[1], self.slots
-        if layer not in self.tensors:
-            self.tensors[layer] = [x.new_zeros(*shape, x.shape[3]) for x in (k, v)]
-        slot = self.position_RQ.flatten()[self.copied_token]
-        for cached, new in zip(self.tensors[layer], (k, v)):
-            new = new.transpose(1, 2).flatten(0, 1)[self.copied_token]
-            cached[self.row_of_token, :, slot] = new
-        if self.packed:
-            return self.packed.attend(layer, q, k, v)
-        k, v = (cached[:, :, : self.length] for cached in self.tensors[layer])
-        # The query heads that share a key head become queries of this head: keys need not be repeated.
-        grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
-        out = sdpa(layer, grouped, k, v, self.mask(layer.window, q.dtype))
-        return out.reshape(*q.shape[:3], v.shape[3])
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """(B, 1, 1, length), added to the scores: 0 for the slots that the current tokens see, else -inf.
-
-        The mask is made once a forward: from a boolean mask each layer would make these numbers again. Its rows begin
-        at multiples of 16 numbers, else a GPU's kernels would copy the mask in each layer.
-        """
-        if (window, dtype) not in self.masks:
-            slot = torch.arange(-(-self.length // 16) * 16, device=self.position_RQ.device)
-            distance = (self.position_RQ - slot)[:, None, None]
-            is_seen = (distance >= 0) & (distance < (window or self.length))
-            mask = torch.zeros(is_seen.shape, dtype=dtype, device=slot.device)
-            self.masks[window, dtype] = mask.masked_fill_(~is_seen, -torch.inf)[..., : self.length]
-        return self.masks[window, dtype]
-
-
-# ---- our attention in transformers' own classes ---------------------------------------------------
-
-ATTENTION = "packed"  # the name under which transformers finds our attention
-# The current forward's attention, and the layers that have called it. A global, because not every class
-# of transformers hands arguments on to its layers.
-FORWARD = SimpleNamespace(attention=None, called=set())
-
-
-def _window_as_mask(
-    local_size: int | None = None, use_vmap: bool = False, **_unused: object
-) -> int | None:
-    """What transformers hands to layers in place of a mask: their window (see Layer)."""
-    if use_vmap:
-        raise ValueError("attention: a mask of its own is not supported")
-    return local_size
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: int | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **_unused: object,
-) -> tuple[torch.Tensor, None]:
-    """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
-    D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of models/load.py sees it."""
-    window = attention_mask  # see _window_as_mask
-    layer = Layer(module, window, scaling, softcap)
-    FORWARD.called.add(module)
-    # Under autocast transformers rotates queries and keys in float32. Attention would cast them anyway, but
-    # flash attention is chosen by their dtype, and a cache stores that dtype.
-    out = FORWARD.attention.attend(layer, autocast(query), autocast(key), autocast(value))
-    return out.transpose(1, 2).contiguous(), None
-
-
-def replace_attention(hf: transformers.PreTrainedModel) -> None:
-    """Let all layers of transformers' model call our attention, that of FORWARD."""
-    transformers.AttentionInterface.register(ATTENTION, _attend)
-    transformers.AttentionMaskInterface.register(ATTENTION, _window_as_mask)
-    hf.set_attn_implementation(ATTENTION)

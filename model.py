@@ -1,8 +1,8 @@
 """What a GPT computes on a packed batch: log-probs of completions, or logits of the next token.
 
-There are two codes. GPT is the one to read and edit: for GPT-2 and the Llama shape, with litgpt's
-config, names and MLPs. TransformersGPT is transformers' own class, for every other type. Both have our
-attention (attention.py), head (head.py) and LoRA layers (models/lora.py). models/load.py loads the weights.
+There are two implementations. GPT is the one to read and edit: GPT-2 and the Llama shape, with litgpt's config,
+names and MLPs. models/other.py runs transformers' own classes, for every other type. Both have our attention
+(attention.py), head (head.py) and LoRA layers (models/lora.py). models/load.py loads the weights.
 
 Shape letters, besides those of attention.py:
 
@@ -10,25 +10,26 @@ Shape letters, besides those of attention.py:
     V  vocabulary
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import litgpt
 import litgpt.model
 import torch
-import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from attention import FORWARD, KVCache, Layer, PackedAttention, PromptCache, replace_attention
+from attention import Layer, PackedAttention, PromptCache
 from head import Chunks, Head, autocast, entropy_of, logp_of
 from infra.console import BadInput, Failed
 from infra.kernels import RMSNorm, Rotation, SwiGLU
-from models.hub import Rows, blocks_of_decoder, experts_per_token, litgpt_sizes
+from models.hub import Rows
 from packing import PackedBatch
+
+if TYPE_CHECKING:
+    from sampler import KVCache
 
 
 class Scores(NamedTuple):
@@ -47,8 +48,8 @@ class Scores(NamedTuple):
 
 
 class Packed:
-    """What both codes do with a PackedBatch or a KVCache. Each adds: config, blocks, embedding, lm_head,
-    max_seq_length, hidden."""
+    """What both implementations do with a PackedBatch or a KVCache (sampler.py). Each adds: config, blocks, embedding,
+    lm_head, max_seq_length, hidden."""
 
     # {transformers' name of a weight: our weight, and which rows of it}
     rows: dict[str, Rows]
@@ -60,7 +61,7 @@ class Packed:
 
     def forward(
         self,
-        x: PackedBatch | KVCache,
+        x: "PackedBatch | KVCache",
         prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
         by_token: bool = False,
@@ -71,7 +72,7 @@ class Packed:
         (B, K, L), not of completions (B, K). entropy: return the distributions' entropy, too.
 
         KVCache -> (B, V) logits of the next tokens, in float32."""
-        if isinstance(x, KVCache):
+        if not isinstance(x, PackedBatch):
             h_RQC = self.hidden(x.token_RQ, x.position_RQ, x)
             return self.head(h_RQC.flatten(0, 1)[x.last_B]).float()
         # transformers' classes would go on at positions that the model has never seen in its training
@@ -262,7 +263,7 @@ class GPT(Packed, nn.Module):
         self,
         token_RQ: torch.Tensor,
         position_RQ: torch.Tensor,
-        attention: PackedAttention | KVCache,
+        attention: "PackedAttention | KVCache",
     ) -> torch.Tensor:
         """-> last hidden states (R, Q, C)."""
         x_RQC = self.transformer.wte(token_RQ)
@@ -300,7 +301,7 @@ class Block(nn.Module):
         x_RQC: torch.Tensor,
         cos_RQD: torch.Tensor,
         sin_RQD: torch.Tensor,
-        attention: PackedAttention | KVCache,
+        attention: "PackedAttention | KVCache",
     ) -> torch.Tensor:
         # autocast: once here, else each linear layer that reads the norm would cast the norm again
         y_RQC = self.attn(autocast(self.norm_1(x_RQC)), cos_RQD, sin_RQD, attention)
@@ -340,7 +341,7 @@ class Attention(nn.Module):
         x_RQC: torch.Tensor,
         cos_RQD: torch.Tensor,
         sin_RQD: torch.Tensor,
-        attention: PackedAttention | KVCache,
+        attention: "PackedAttention | KVCache",
     ) -> torch.Tensor:
         """-> (R, Q, C). The cosines and sines are those of the tokens' positions."""
         heads = self.qkv(x_RQC).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -385,101 +386,3 @@ class GatedMLP(litgpt.model.LLaMAMLP):
 
     def forward(self, x_RQC: torch.Tensor) -> torch.Tensor:
         return self.proj(SwiGLU.apply(self.fc_1(x_RQC), self.fc_2(x_RQC)))
-
-
-# ---- transformers' own class ---------------------------------------------------------------------
-
-
-class TransformersGPT(Packed, nn.Module):
-    """transformers' decoder and head with our attention. Other parts of transformers' model, such as a
-    vision tower, stay out."""
-
-    def __init__(self, hf: transformers.PreTrainedModel):
-        super().__init__()
-        self.objective_module = None
-        replace_attention(hf)
-        c = hf.config.get_text_config()
-        self.config = litgpt.Config(**litgpt_sizes(c), n_expert_per_token=experts_per_token(c))
-        self.max_seq_length = self.config.block_size
-        self.decoder = hf.get_decoder()
-        self.lm_head = hf.get_output_embeddings()
-        hf_names = {module: name for name, module in hf.named_modules()}
-        self.rows = {}
-        for name in self.state_dict():
-            part, _, rest = name.partition(".")  # part: decoder or lm_head
-            self.rows[f"{hf_names[self.get_submodule(part)]}.{rest}"] = Rows(name)
-        # factors of the logits: the head is linear, so they may multiply the hidden states
-        self.hidden_scale = getattr(c, "logit_scale", 1) / getattr(c, "logits_scaling", 1)
-        self.embedding.padding_idx = None  # the padding token's row would have no gradient
-        for block in self.blocks:
-            block.forward = functools.partial(_block_forward, self, block)
-        for module in self.blocks.modules():
-            # transformers gives this field to layers that multiply by all experts at once
-            if hasattr(module, "is_transposed"):
-                module.forward = functools.partial(_experts_forward, module)
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        return self.decoder.get_input_embeddings()
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return blocks_of_decoder(self.decoder)
-
-    def hidden(
-        self,
-        token_RQ: torch.Tensor,
-        position_RQ: torch.Tensor,
-        attention: PackedAttention | KVCache,
-    ) -> torch.Tensor:
-        """-> last hidden states (R, Q, C). Raises ValueError where layers do not call our attention."""
-        FORWARD.attention = attention
-        FORWARD.called = set()
-        # Nothing is padded. Without a mask of ones transformers would read the positions to see whether the
-        # row is packed, and so wait for the device.
-        ones_RQ = torch.ones_like(token_RQ, dtype=torch.bool)
-        y = self.decoder(
-            input_ids=token_RQ, attention_mask=ones_RQ, position_ids=position_RQ, use_cache=False
-        )
-        FORWARD.attention = None
-        n_called = len(FORWARD.called)
-        n_layers = self.config.n_layer
-        if n_called != n_layers:
-            raise ValueError(
-                f"{n_called} of {n_layers} layers have an attention that can be replaced"
-            )
-        return y.last_hidden_state * self.hidden_scale
-
-
-class _InAutocast:
-    """A module whose weights are read in the dtype in which autocast computes products."""
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-
-    def __getattr__(self, name: str):
-        value = getattr(self._module, name)
-        if isinstance(value, nn.Parameter):
-            return autocast(value)
-        return value
-
-
-def _experts_forward(experts: nn.Module, *inputs: object, **options: object) -> torch.Tensor:
-    """The forward of a layer of experts. Autocast does not cast grouped_mm, the product of all experts,
-    and transformers would cast its input to the weights' float32. A GPU then has a fifteenth of its speed
-    in bfloat16, and the program waits for the device."""
-    return type(experts).forward(_InAutocast(experts), *inputs, **options)
-
-
-def _block_forward(
-    model: TransformersGPT, block: nn.Module, *inputs: object, **options: object
-) -> torch.Tensor:
-    """A block's forward. Under activation checkpointing the backward calls `run` again, after the
-    forward of the model has ended: so `run` sets the attention again."""
-    attention = FORWARD.attention
-
-    def run(*inputs: object) -> torch.Tensor:
-        FORWARD.attention = attention
-        return type(block).forward(block, *inputs, **options)
-
-    return model.run_block(run, *inputs)

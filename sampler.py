@@ -1,4 +1,4 @@
-"""Sample from a policy, batched (its key/value cache: attention.py).
+"""Sample from a policy, batched, with a key/value cache.
 
 Reading order: choose_token (one token); generate, which divides the prompts over ranks and batches; sample_batch, the
 loop over tokens; when an answer has ended, and its text.
@@ -23,13 +23,13 @@ from lightning.fabric import Fabric
 from torch.distributed.fsdp import FSDPModule
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from attention import KVCache
+from attention import Layer, PackedAttention, sdpa
 from infra.console import advance
 from infra.devices import reduce_number, to_device
 from infra.seeds import mixed
 from infra.settings import Sampling
 from models.lora import merge_for_sampling
-from packing import pack
+from packing import PackedBatch, pack
 from records.tokenizer import Tokenizer
 
 # Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
@@ -255,3 +255,97 @@ def read_answer(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str] = ()) 
         if not tokenizer.decode([token]):  # a special token
             text = text.replace(tokenizer.decode([token], special_tokens=True), "")
     return text, False
+
+
+# ---- the key/value cache ------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of B sequences (prompts and their answers so far), for sampling. Shape letters: attention.py.
+
+    Slot p of a sequence holds its position p, so prompts of different lengths need no padding: slots beyond a
+    sequence's position are masked, and overwritten later. The first forward takes the packed prompts, and computes a
+    prompt once even if several sequences have it. Each later forward takes one token of each sequence (see `at`).
+    """
+
+    def __init__(self, batch: PackedBatch, slots: int):
+        self.slots = slots
+        # after the first forward: the slots that are in use, those of the longest sequence
+        self.length = 0
+        self.tensors = {}  # layer -> keys, values; each (B, key heads, slots, D)
+        self.masks = {}  # (window, dtype) -> mask of the current forward
+        # the tokens of the next forward
+        self.packed = PackedAttention(batch)  # None after the first forward
+        self.token_RQ = batch.token_N[None]
+        self.position_RQ = batch.position_N[None]
+        # which of these tokens predict the next token of each sequence
+        self.last_B = batch.source_T[batch.first_target_BK[:, 0]]
+        self.row_B = torch.arange(len(self.last_B), device=batch.token_N.device)
+        # The keys and values of token copied_token[i] go to the row row_of_token[i], and to the slot of the token's
+        # position. A token of a shared prompt goes to several rows.
+        self.copied_token = batch.key_I
+        sequence_I = torch.repeat_interleave(batch.key_start_S.diff(), output_size=len(batch.key_I))
+        self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
+
+    def at(self, token_B: torch.Tensor, position_B: torch.Tensor, longest: int) -> None:
+        """Set the tokens of the next forward. `longest` is the largest of their positions."""
+        self.token_RQ = token_B[:, None]
+        self.position_RQ = position_B[:, None]
+        self.row_of_token = self.row_B
+        self.copied_token = slice(None)  # each token once
+        self.last_B = self.row_B
+        self.packed = None
+        self.masks = {}
+        self.length = longest + 1
+
+    def keep(self, rows: list[int]) -> list[int]:
+        """Keep the sequences in these rows (ascending) and drop the others. The last ones move into the gaps.
+
+        Returns the row that each sequence had before, in the new order.
+        """
+        n = len(rows)
+        gaps = sorted({*range(n)} - {*rows})
+        movers = [row for row in rows if row >= n]
+        self.row_B = self.row_B[:n]
+        device = self.row_B.device
+        to = to_device(torch.tensor(gaps, dtype=torch.long), device)
+        source = to_device(torch.tensor(movers, dtype=torch.long), device)
+        for layer, (k, v) in self.tensors.items():
+            k[to] = k[source]
+            v[to] = v[source]
+            self.tensors[layer] = k[:n], v[:n]
+        row_before = dict(zip(gaps, movers))
+        return [row_before.get(row, row) for row in range(n)]
+
+    def attend(
+        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """q (R, H, Q, D), k and v (R, key heads, Q, D) -> (R, H, Q, D). Fills the slots of k and v."""
+        shape = len(self.row_B), k.shape[1], self.slots
+        if layer not in self.tensors:
+            self.tensors[layer] = [x.new_zeros(*shape, x.shape[3]) for x in (k, v)]
+        slot = self.position_RQ.flatten()[self.copied_token]
+        for cached, new in zip(self.tensors[layer], (k, v)):
+            new = new.transpose(1, 2).flatten(0, 1)[self.copied_token]
+            cached[self.row_of_token, :, slot] = new
+        if self.packed:
+            return self.packed.attend(layer, q, k, v)
+        k, v = (cached[:, :, : self.length] for cached in self.tensors[layer])
+        # The query heads that share a key head become queries of this head: keys need not be repeated.
+        grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
+        out = sdpa(layer, grouped, k, v, self.mask(layer.window, q.dtype))
+        return out.reshape(*q.shape[:3], v.shape[3])
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """(B, 1, 1, length), added to the scores: 0 for the slots that the current tokens see, else -inf.
+
+        The mask is made once a forward: from a boolean mask each layer would make these numbers again. Its rows begin
+        at multiples of 16 numbers, else a GPU's kernels would copy the mask in each layer.
+        """
+        if (window, dtype) not in self.masks:
+            slot = torch.arange(-(-self.length // 16) * 16, device=self.position_RQ.device)
+            distance = (self.position_RQ - slot)[:, None, None]
+            is_seen = (distance >= 0) & (distance < (window or self.length))
+            mask = torch.zeros(is_seen.shape, dtype=dtype, device=slot.device)
+            self.masks[window, dtype] = mask.masked_fill_(~is_seen, -torch.inf)[..., : self.length]
+        return self.masks[window, dtype]

@@ -22,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers.pytorch_utils import Conv1D
 
-from attention import KVCache
 from head import logp_of
 from infra.checkpoint import read_settings, read_tensors
 from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
 from infra.rounding import dtype_of, is_narrower
 from infra.settings import Lora, RunSettings
-from model import GPT, Block, Packed, TransformersGPT
+from model import GPT, Block, Packed
 from models.hub import (
     Source,
     blocks_of,
@@ -59,6 +58,7 @@ from objective import Objective
 from packing import pack
 from records.examples import Example
 from records.tokenizer import Tokenizer
+from sampler import KVCache
 
 
 def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.float32) -> Packed:
@@ -69,7 +69,7 @@ def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.fl
     # reading may draw random numbers; adapters, drawn later, must depend on torch's seed alone
     with torch.random.fork_rng(devices=[]):
         gpt = _load_plain(source, torch.promote_types(dtype or torch.float32, torch.float32)).eval()
-    if not isinstance(gpt, TransformersGPT):
+    if isinstance(gpt, GPT):
         return gpt.to(dtype) if dtype else gpt
     # Copies: the weights of a file that is mapped into memory lie at odd addresses, where some products round
     # otherwise than those of the reference, which is a copy; and another program may write the file.
@@ -106,11 +106,18 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
             copy_from(gpt, hf)
             del hf  # of a large model not two at once
         else:
-            gpt = TransformersGPT(hf)
+            gpt = model_of_transformers(hf)
         if not _has_own_blocks(gpt, source):
             with compute_in_float32(gpt, gpt.blocks):
                 _compare(gpt, prompts, completions, expected_T)
     return gpt
+
+
+def model_of_transformers(hf: transformers.PreTrainedModel) -> Packed:
+    """transformers' own class, for a type that GPT does not compute."""
+    from models.other import TransformersGPT
+
+    return TransformersGPT(hf)
 
 
 def _has_own_blocks(gpt: Packed, source: Source) -> bool:
@@ -361,7 +368,7 @@ def shard_over_ranks(
     auto = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         hf = auto.from_config(config, attn_implementation="eager", dtype=dtype)
-        shell = litgpt_model(hf) or TransformersGPT(hf)
+        shell = litgpt_model(hf) or model_of_transformers(hf)
     add_adapters(shell, lora)
     shell.objective_module = objective_module
     if lora is None:

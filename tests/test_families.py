@@ -32,12 +32,10 @@ from tiny_models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import attention
 import model
 import sampler
-from attention import KVCache
 from infra.console import BadInput
-from models import load
+from models import load, other
 from models.export import export
 from models.hub import Source
 from packing import pack
@@ -412,7 +410,7 @@ def test_a_wrong_attention_is_seen_before_the_first_step(name, tmp_path, monkeyp
     """The window is left out: only sequences longer than it show that."""
     folder_of(name, tmp_path)
     load.load_model(tmp_path)
-    monkeypatch.setattr(attention, "_window_as_mask", lambda **options: None)
+    monkeypatch.setattr(other, "_window_as_mask", lambda **options: None)
     build = load.litgpt_model
 
     def without_windows(hf):
@@ -430,5 +428,5 @@ def test_a_wrong_attention_is_seen_before_the_first_step(name, tmp_path, monkeyp
 def test_a_wrong_cache_is_seen_before_the_first_step(name, tmp_path, monkeypatch):
     folder_of(name, tmp_path)
     load.load_model(tmp_path)
-    monkeypatch.setattr(KVCache, "mask", lambda self, *_: torch.zeros(3, 1, 1, self.length))
+    monkeypatch.setattr(sampler.KVCache, "mask", lambda self, *_: torch.zeros(3, 1, 1, self.length))
     refused(f"{name}: .*log-probs token by token are up to", load.load_model, tmp_path)

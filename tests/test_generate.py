@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA, gpt_of, logits
 from torch import nn
 
-import attention
 import generate
 import sampler
 from infra.console import BadInput
@@ -225,14 +224,14 @@ def test_a_cache_of_few_bytes_answers_the_same_prompts_in_waves(
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
     policy, prompts = policy_of(shape, tiny), prompts_of([4, 1, 9, 2, 30])
     whole = answers(policy, prompts, fabric=fabric)
-    sizes, real = [], attention.KVCache.attend
+    sizes, real = [], sampler.KVCache.attend
 
     def attend(self, *args):
         out = real(self, *args)
         sizes.append(sum(x.nbytes for kv in self.tensors.values() for x in kv))
         return out
 
-    monkeypatch.setattr(attention.KVCache, "attend", attend)
+    monkeypatch.setattr(sampler.KVCache, "attend", attend)
     c = policy.config
     slots = 42  # the longest prompt and 12 new tokens
     row = 2 * c.n_layer * c.n_query_groups * c.head_size * slots * bytes_of_a_number

@@ -18,9 +18,9 @@ FLOORS = [
     "infra",
     "packing attention head models.hub models.lora models.quantize records",
     "data",
-    "objective model",
-    "models.load models.export reference",
-    "checks sampler",
+    "objective model sampler",
+    "models.load models.other models.export reference",
+    "checks",
     "rollout",
     "evaluation",
     "run",
@@ -75,7 +75,7 @@ def test_every_package_that_is_imported_is_declared():
 # The most tokens of Python that a file at the root, or a room, may have. Whoever needs more raises the budget
 # in the same commit and says why.
 BUDGETS = {
-    "attention.py": 3_200,
+    "attention.py": 2_150,
     "checks.py": 2_850,
     "data.py": 2_450,
     "dpo.py": 1_050,
@@ -84,7 +84,7 @@ BUDGETS = {
     "generate.py": 1_650,
     "head.py": 1_350,
     "kto.py": 1_100,
-    "model.py": 3_100,
+    "model.py": 2_550,
     "objective.py": 800,
     "online.py": 1_250,
     "packing.py": 1_900,
@@ -93,21 +93,21 @@ BUDGETS = {
     "report.py": 1_100,
     "rollout.py": 2_250,
     "run.py": 1_900,
-    "sampler.py": 1_850,
+    "sampler.py": 2_750,
     "spin.py": 1_100,
     "sweep.py": 600,
     "trainer.py": 3_700,
     "infra/": 14_650,
-    "models/": 11_000,
+    "models/": 11_850,
     "records/": 26_450,
     "convert/": 8_500,
     "rate/": 3_400,  # with the page, which is in records/ today
-    "tests/": 140_300,
-    "benchmarks/": 23_600,
+    "tests/": 136_700,
+    "benchmarks/": 9_900,
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 41
-TOKENS_OF_A_RUN = 76_900
+TOKENS_OF_A_RUN = 76_200
 
 
 def n_tokens(file: Path) -> int:

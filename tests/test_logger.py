@@ -27,7 +27,7 @@ from infra.console import BadInput, advance, progress
 from infra.logger import Logger, Throughput, add_row, bf16_peak, cut_rows
 from infra.optimizer import Plan
 from infra.settings import Data, Lora
-from model import TransformersGPT
+from models.other import TransformersGPT
 from trainer import Trainer
 
 
