@@ -37,25 +37,26 @@ class Interrupted(BaseException):
     `except Exception` must let it through."""
 
 
-def rank() -> int:
-    """0 in the first process of the run, above 0 in all others; also before they have found each other.
-    Where Fabric launches on several nodes, each node repeats the local numbers."""
+FIRST_PROCESS = (
+    "KTO_FIRST_PROCESS"  # its number, in the environment of the processes that Fabric starts
+)
+
+
+def launcher() -> str:
+    """Who has started the processes of this run: torchrun, srun, Fabric, or "" if this is the only one so far."""
     env = os.environ
-    # A variable counts if the launcher's number of processes stands beside it: else it is left from another program.
-    # Those of mpirun and SLURM come last: in a shell that one of them started they are 0 in every process that
-    # Fabric launches. SLURM is the very last: it may have started only mpirun's helper.
-    size_beside = {
-        "RANK": "RANK",
-        "LOCAL_RANK": "WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
-        "PMI_RANK": "PMI_SIZE",
-        "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
-    }
-    node = int(env.get("NODE_RANK") or 0)
-    for name, size in size_beside.items():
-        if env.get(name) and env.get(size):
-            return int(env[name]) or node
-    return node
+    if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= env.keys():
+        return "torchrun"
+    # not SLURM_NTASKS, which sbatch and salloc also set where they start one process
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return "srun"
+    return "Fabric" if FIRST_PROCESS in env else ""
+
+
+def rank() -> int:
+    """0 in the first process of the run, above 0 in all others; also before they have found each other."""
+    variables = {"torchrun": "RANK", "srun": "SLURM_PROCID", "Fabric": "LOCAL_RANK"}
+    return int(os.environ.get(variables.get(launcher(), ""), 0))
 
 
 def in_cell() -> bool:

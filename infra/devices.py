@@ -27,7 +27,7 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from infra.console import BadInput, Failed, Interrupted, launched, rank, say, user_error
+from infra.console import BadInput, Failed, Interrupted, launched, launcher, rank, say, user_error
 from infra.launchers import resolve_processes
 from infra.rounding import is_narrower, round_at_random
 from infra.settings import RunSettings, refuse_unless
@@ -175,9 +175,8 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         devices=cfg.devices,
         num_nodes=cfg.num_nodes,
         strategy=strategy,
-        # we have looked at the environment ourselves (resolve_processes): what Fabric finds is wrong in an
-        # sbatch script, and it never looks for mpirun or Kubeflow
-        plugins=TorchElasticEnvironment() if "RANK" in os.environ else LightningEnvironment(),
+        # see resolve_processes
+        plugins=TorchElasticEnvironment() if launcher() == "torchrun" else LightningEnvironment(),
         # bf16-true: we load the base in bfloat16 ourselves, and adapters stay in float32
         precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
     )

@@ -31,13 +31,10 @@ SBATCH = dict(SLURM_JOB_ID="77", SLURM_JOB_NAME="train", SLURM_NTASKS="2", SLURM
 SBATCH |= dict(SLURM_LOCALID="0", SLURM_NODEID="0", SLURM_JOB_NODELIST="n[07-08]", SLURM_NNODES="2")
 SRUN = SBATCH | dict(SLURM_STEP_ID="3", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="n08")
 SRUN |= dict(SLURM_STEP_TASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1")
-OPEN_MPI = dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_LOCAL_RANK="1")
-OPEN_MPI |= dict(OMPI_COMM_WORLD_LOCAL_SIZE="2", PMIX_NAMESPACE="job")
-INTEL_MPI = dict(PMI_SIZE="2", PMI_RANK="1", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
-CRAY = dict(PMI_SIZE="2", PMI_RANK="1", PMI_LOCAL_RANK="1", PMI_LOCAL_SIZE="2", PALS_APID="7")
-LSF = dict(JSM_NAMESPACE_SIZE="2", JSM_NAMESPACE_RANK="1", JSM_NAMESPACE_LOCAL_RANK="1")
-AZURE = dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", NODE_RANK="0") | RENDEZVOUS
-KUBEFLOW = dict(WORLD_SIZE="2", RANK="1") | RENDEZVOUS  # the numbers of pods
+ON_TWO_NODES = dict(SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_LOCALID="0", SLURM_NODEID="1")
+ON_TWO_NODES |= dict(SLURM_STEP_NODELIST="n[08-09]")
+TORCHRUN = dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2") | RENDEZVOUS
+OPEN_MPI = dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1")
 
 
 @pytest.fixture(autouse=True)
@@ -53,56 +50,34 @@ def environment(monkeypatch):
     os.environ |= before
 
 
-LAUNCHERS = (
-    "SLURM_|OMPI_|PMI|MPI_|JSM_|LSB_|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|(LOCAL_)?WORLD_SIZE$"
-)
+LAUNCHERS = "SLURM_|OMPI_|PMI|JSM_|MASTER_|KTO_|(LOCAL_|NODE_|GROUP_)?RANK$|(LOCAL_)?WORLD_SIZE$"
 
 
 def resolved(size=DEMO, accelerator="cpu", **given) -> dict:
     return resolve_devices(kto.Settings("m", Data("t"), accelerator=accelerator, **given), *size)
 
 
-def test_torchruns_number_of_processes_is_taken(environment):
-    asked = dict(devices=3, num_nodes=1, accelerator="cpu", precision="32-true")
-    assert resolved(**asked) == asked, "no launcher"
-    environment |= AZURE | dict(LOCAL_WORLD_SIZE="2", WORLD_SIZE="4")
-    found = resolved(devices=3)
-    assert (found["devices"], found["num_nodes"]) == (2, 2)
-
-
 @pytest.mark.parametrize(
     "given, devices, nodes, place",
     [
-        (SRUN, 2, 1, "1 1 2 127.0.0.1"),
-        (SRUN | dict(SLURM_JOB_NAME="interactive"), 2, 1, "1 1 2 127.0.0.1"),
-        (SRUN | dict(SLURM_NTASKS_PER_NODE="4"), 2, 1, "1 1 2 127.0.0.1"),
-        (SRUN | dict(SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_LOCALID="0",
-                     SLURM_STEP_NODELIST="n[08-09]"), 1, 2, "1 0 2 n08"),
-        (OPEN_MPI, 2, 1, "1 1 2 127.0.0.1"),
-        (SRUN | OPEN_MPI | dict(SLURM_STEP_NUM_TASKS="1"), 2, 1, "1 1 2 127.0.0.1"),
-        (INTEL_MPI, 2, 1, "1 1 2 127.0.0.1"),
-        (CRAY, 2, 1, "1 1 2 127.0.0.1"),
-        (LSF, 2, 1, "1 1 2 127.0.0.1"),
-        (AZURE, 2, 1, "1 1 2 head"),
-        (SRUN | AZURE, 2, 1, "1 1 2 head"),
-        (KUBEFLOW, 1, 2, None),
-        (KUBEFLOW, 4, 2, None),
-        (KUBEFLOW | dict(WORLD_SIZE="1", RANK="0"), 2, 1, None),
-        (AZURE | dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0"), 2, 1, None),
-        (dict(NODE_RANK="1") | RENDEZVOUS, 1, 2, None),
-        (dict(NODE_RANK="1"), 2, 1, None),  # of a cluster of which the run uses one node
+        (TORCHRUN, 2, 1, "1 1 2 head"),
+        (TORCHRUN | dict(WORLD_SIZE="4", RANK="3"), 2, 2, "3 1 4 head"),
+        (SRUN | TORCHRUN, 2, 1, "1 1 2 head"),  # srun has started torchrun
+        (SRUN, 2, 1, "1 1 2 n08"),
+        (SRUN | dict(SLURM_JOB_NAME="interactive"), 2, 1, "1 1 2 n08"),
+        (SRUN | dict(SLURM_NTASKS_PER_NODE="4"), 2, 1, "1 1 2 n08"),
+        (SRUN | ON_TWO_NODES, 1, 2, "1 0 2 n08"),
         ({}, 2, 1, None),
         (SBATCH, 2, 1, None),
         (SBATCH, 1, 1, None),
         (SBATCH | dict(SLURM_NTASKS_PER_NODE="2"), 2, 1, None),
         (SRUN | dict(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"), 2, 1, None),  # a shell by srun --pty
-        (dict(OPEN_MPI, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0"), 2, 1, None),
-        (dict(LSB_JOBID="7", LSB_HOSTS="a a"), 2, 1, None),  # bsub without jsrun
-        # a variable that another program has left
+        # a pod, or a variable that another program has left
+        (dict(WORLD_SIZE="1", RANK="0") | RENDEZVOUS, 2, 1, None),
+        (dict(NODE_RANK="1"), 2, 1, None),
         (dict(LOCAL_RANK="1"), 2, 1, None),
         (dict(SLURM_PROCID="1", SLURM_NTASKS="4", SLURM_LOCALID="1"), 1, 1, None),
         (dict(OMPI_COMM_WORLD_RANK="1"), 1, 1, None),
-        (dict(PMI_RANK="2"), 2, 1, None),
         (RENDEZVOUS, 2, 1, None),
     ],
 )  # fmt: skip
@@ -112,36 +87,31 @@ def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
     """place: rank, local rank, number of processes and first address, in torchrun's variables, which torch,
     Fabric and our own console read; None: Fabric starts the processes."""
     environment |= given
-    found = resolved(devices=devices, num_nodes=nodes)
+    assert rank() == (int(place[0]) if place else 0), "before anything is resolved"
+    asked = (3, 1) if "LOCAL_WORLD_SIZE" in given else (devices, nodes)  # torchrun's numbers count
+    found = resolved(devices=asked[0], num_nodes=asked[1])
     assert (found["devices"], found["num_nodes"]) == (devices, nodes)
+    assert resolved(devices=devices, num_nodes=nodes) == found, "a second run in this process"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
     if place:
-        assert " ".join(environment[n] for n in names) == place
+        assert " ".join(environment[n] for n in names) == place and rank() == int(place[0])
         assert 0 < int(environment["MASTER_PORT"]) < 32768, "no port that the system gives away"
     else:
-        assert not {*names[:3]} & environment.keys(), (
-            "processes that Fabric starts would inherit it"
-        )
-        assert environment.get("NODE_RANK") == ("1" if nodes == 2 else None)
-        assert rank() == nodes - 1, "a second node says nothing"
-        if nodes == 1:
-            assert not {*RENDEZVOUS} & environment.keys(), "another job may listen at this port"
+        # the processes that Fabric starts would inherit it, and another job may listen at this port
+        assert not {*names, "NODE_RANK", "MASTER_PORT"} & environment.keys()
 
 
 @pytest.mark.parametrize(
     "given, devices, nodes, said",
     [
-        (SRUN, 1, 1, "devices: 1 on each of 1 nodes, but srun started 2 processes, 2 on a node"),
-        (SRUN, 1, 2, "devices: 1 on each of 2 nodes, but srun started 2 processes, 2 on a node"),
-        (OPEN_MPI, 1, 1, "devices: 1 on each of 1 nodes, but mpirun started 2 processes, 2 on a node"),
-        (AZURE, 1, 1, "devices: 1 on each of 1 nodes, but torchrun started 2 processes"),
-        (CRAY, 1, 1, "devices: 1 on each of 1 nodes, but mpiexec started 2 processes, 2 on a node"),
-        (LSF, 4, 1, "devices: 4 on each of 1 nodes, but jsrun started 2 processes"),
-        (KUBEFLOW, 2, 1, "num_nodes: 1, but RANK=1 and WORLD_SIZE=2 in the environment say"),
-        (OPEN_MPI | dict(OMPI_COMM_WORLD_LOCAL_SIZE="1"), 1, 2,
-         "num_nodes: 2: mpirun does not say where the first process is: set MASTER_ADDR"),
-        (SBATCH, 1, 2, "num_nodes: 2, but nothing says which node this is: start the program by srun"),
-        (dict(LT_CLI_USED="1"), 1, 1, "fabric run: start this program by python or torchrun"),
+        (SRUN, 1, 1, "devices: 1, num_nodes: 1: expected 1 processes, but srun started 2"),
+        (SRUN, 1, 2, "devices: 1, num_nodes: 2: expected 1(x2) processes, but srun started 2"),
+        (SRUN | ON_TWO_NODES, 2, 1, "devices: 2, num_nodes: 1: expected 2 processes, but srun"),
+        (OPEN_MPI, 1, 1, "OMPI_COMM_WORLD_SIZE is 2 in the environment, but neither torchrun nor"),
+        (SRUN | OPEN_MPI | dict(SLURM_STEP_NUM_TASKS="1"), 2, 1, "OMPI_COMM_WORLD_SIZE is 2 in"),
+        (dict(PMI_SIZE="2"), 2, 1, "PMI_SIZE is 2 in the environment"),
+        (dict(WORLD_SIZE="2", RANK="1") | RENDEZVOUS, 1, 2, "WORLD_SIZE is 2 in the"),  # Kubeflow's pods
+        (SBATCH, 1, 2, "num_nodes: 2: start the program on each node by torchrun or srun"),
     ],
 )  # fmt: skip
 def test_processes_that_would_be_other_runs_or_wait_for_ever_are_refused(
@@ -150,25 +120,6 @@ def test_processes_that_would_be_other_runs_or_wait_for_ever_are_refused(
     environment |= given
     with pytest.raises(BadInput, match=f"^{re.escape(said)}"):
         resolved(devices=devices, num_nodes=nodes)
-
-
-def test_a_notebook_has_one_process(monkeypatch):
-    """Colab's and Kaggle's among them. A command in a cell (!python) has no prompt of its own."""
-    monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
-    assert resolved()["devices"] == 1
-    for more in (dict(devices=2), dict(strategy="ddp")):
-        with pytest.raises(
-            BadInput, match="^devices: ., strategy: .*: a notebook .* one of several proc"
-        ):
-            resolved(**more)
-    monkeypatch.delattr(sys, "ps1")
-    assert resolved(devices=2)["devices"] == 2
-    monkeypatch.setattr(sys, "argv", ["-c"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    with pytest.raises(
-        BadInput, match="^devices: 2: each process runs the program's file, and this"
-    ):
-        resolved(devices=2)
 
 
 RUN = (
@@ -180,8 +131,8 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("given, nodes", [(SRUN, 1), (OPEN_MPI, 1), (KUBEFLOW, 2)])
-def test_two_processes_are_the_same_run_whoever_started_them(
+@pytest.mark.parametrize("given, nodes", [(SRUN, 1), (SRUN | ON_TWO_NODES, 2)])
+def test_two_processes_that_srun_has_started_are_the_same_run_as_torchruns(
     given, nodes, tiny, ratings, tmp_path, environment
 ):
     argv = (f"--devices={2 // nodes}", f"--num_nodes={nodes}", *RUN)
@@ -190,9 +141,8 @@ def test_two_processes_are_the_same_run_whoever_started_them(
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *argv]
     processes = []
     for i in range(2):
-        env = {n: str(i) if x == "1" and "RANK" in n or n[-3:] in ("CID", "LID") else x
-               for n, x in given.items()}  # fmt: skip
-        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        env = given | dict(SLURM_PROCID=str(i), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        env["SLURM_LOCALID" if nodes == 1 else "SLURM_NODEID"] = str(i)
         processes.append(Started(tmp_path / str(i), "kto", argv, **env))
     for process in processes:
         code, said, faults = process.ended()

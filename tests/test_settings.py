@@ -18,7 +18,7 @@ from lightning.fabric.accelerators import CUDAAccelerator
 import kto
 from infra import parse as parse_module
 from infra import settings
-from infra.console import BadInput, rank
+from infra.console import BadInput
 from records.sources import absolute_sources
 
 DEMO = ROOT / "config" / "demo.yaml"
@@ -371,35 +371,6 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
         assert absolute_sources(given) == absolute_sources(absolute) == absolute, given
     assert settings.find_path("demo/base") == ROOT / "demo" / "base", "from any working directory"
     assert settings.find_path("~/a") == Path.home() / "a"
-
-
-@pytest.mark.parametrize(
-    "env,place",
-    [
-        ({}, 0),
-        ({"RANK": "3", "LOCAL_RANK": "1"}, 3),
-        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, 1),
-        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, 2),
-        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, 1),
-        ({"SLURM_PROCID": "2"}, 0),
-        ({"LOCAL_RANK": "1"}, 0),
-    ],
-)
-def test_a_process_knows_its_place_under_every_launcher(env, place, monkeypatch):
-    """In a shell that SLURM gave, SLURM_PROCID is 0 in every process that Fabric launches. A rank without the number
-    of processes is left from another program."""
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "NODE_RANK",
-        "SLURM_PROCID",
-        "WORLD_SIZE",
-        "SLURM_STEP_NUM_TASKS",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert rank() == place
 
 
 def test_a_day_in_a_file_is_the_same_as_on_the_command_line_and_a_seed_fits_every_generator(config):

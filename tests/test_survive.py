@@ -33,8 +33,7 @@ import sampler
 import trainer
 from evaluation import Evaluator
 from infra import devices
-from infra.console import Failed
-from infra.launchers import FIRST_PROCESS
+from infra.console import FIRST_PROCESS, Failed
 from infra.logger import Logger
 from models import export
 from trainer import Trainer
