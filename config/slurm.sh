@@ -9,5 +9,5 @@
 #SBATCH --cpus-per-task 8
 #SBATCH --time 8:00:00
 #SBATCH --signal TERM@120
-exec srun --kill-on-bad-exit=1 python kto.py --config config/llama8b_fsdp.yaml --num_nodes 2 --devices 8 \
+exec srun --kill-on-bad-exit=1 python kto.py --config config/llama8b_fsdp.yaml \
     --out_dir "out/slurm-${NAME:-run}" --resume auto "$@"

@@ -10,7 +10,7 @@
 | eval/ | validations and checks; after a resume those of later steps stay until they are written again |
 | final, best, final_adapter | exported models (evaluation.py) |
 | iterations/ | SPIN and online KTO: answers and ratings (rollout.py) |
-| wandb_id, trackio_name | under which id, or name, the run goes on at a tracker |
+| wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |
 
 A checkpoint is written beside its final name and then renamed: it is whole or not there. In it every rank

@@ -47,9 +47,9 @@ def multiplies_bfloat16(gpu: int | torch.device) -> bool:
 
 
 def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, object]:
-    """The settings devices, num_nodes, accelerator and precision, filled in for a model of this size.
+    """The settings devices, accelerator and precision, filled in for a model of this size.
     Raises BadInput."""
-    devices, nodes = resolve_processes(cfg)
+    devices, nodes = resolve_processes(cfg.devices)
     gpus = torch.cuda.device_count()
     accelerator = cfg.accelerator
     if accelerator == "auto":
@@ -67,7 +67,7 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
         refuse_without_kernels(devices)
     say(f"device: {what}" + (f", {devices * nodes} processes" if devices * nodes > 1 else ""))
     precision = resolve_precision(cfg.precision, devices if on_gpu else 0, n_layer, n_embd)
-    return dict(devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision)
+    return dict(devices=devices, accelerator=accelerator, precision=precision)
 
 
 def refuse_without_kernels(gpus: int) -> None:
@@ -157,13 +157,13 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
     torch.set_default_dtype(torch.float64 if cfg.precision == "64-true" else torch.float32)
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
-    n_devices = cfg.devices * cfg.num_nodes
+    devices, nodes = resolve_processes(cfg.devices)
     strategy = cfg.strategy
     if strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
         strategy = ModelParallelStrategy(
-            shard, data_parallel_size=n_devices, tensor_parallel_size=1, timeout=LONGEST_WAIT
+            shard, data_parallel_size=devices * nodes, tensor_parallel_size=1, timeout=LONGEST_WAIT
         )
-    elif strategy == "ddp" or n_devices > 1:
+    elif strategy == "ddp" or devices * nodes > 1:
         # our buffers are constant; the option has a new name since torch 2.13
         is_new = torch.__version__ >= "2.13"
         option = "forward_sync_buffers" if is_new else "broadcast_buffers"
@@ -172,8 +172,8 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         strategy = DDP(**options, timeout=LONGEST_WAIT)
     fabric = Fabric(
         accelerator=cfg.accelerator,
-        devices=cfg.devices,
-        num_nodes=cfg.num_nodes,
+        devices=devices,
+        num_nodes=nodes,
         strategy=strategy,
         # see resolve_processes
         plugins=TorchElasticEnvironment() if launcher() == "torchrun" else LightningEnvironment(),

@@ -7,46 +7,40 @@ import signal
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from infra.console import FIRST_PROCESS, launcher
-from infra.settings import RunSettings, refuse_unless
+from infra.settings import refuse_unless
 
 
-def resolve_processes(cfg: RunSettings) -> tuple[int, int]:
-    """The settings devices and num_nodes; under torchrun its own numbers instead. After it the environment has
-    torchrun's variables if a launcher has started the processes, and none of them if Fabric starts them.
+def resolve_processes(devices: int) -> tuple[int, int]:
+    """-> processes on a node, and nodes: the setting `devices` on one node, or what torchrun or srun has started. After
+    it the environment has torchrun's variables, or none of them if Fabric starts the processes.
 
     Fabric's own search for a launcher is not used: it takes SLURM_NTASKS for srun's processes, but sbatch sets
     that variable for a script, too. Raises BadInput."""
     env = os.environ
-    devices = cfg.devices
-    nodes = cfg.num_nodes
     started_by = launcher()
-    if started_by == "torchrun":
-        devices = int(env["LOCAL_WORLD_SIZE"])
-        nodes = int(env["WORLD_SIZE"]) // devices
-    elif started_by == "srun":
-        use_torchruns_variables(devices, nodes)
+    if started_by == "srun":
+        use_torchruns_variables()
     elif started_by == "Fabric":
         end_with(int(env[FIRST_PROCESS]))
-    else:
-        prepare_fabric_launch(devices, nodes)
-    return devices, nodes
+    elif not started_by:
+        prepare_fabric_launch(devices)
+    if launcher() != "torchrun":
+        return devices, 1
+    devices = int(env["LOCAL_WORLD_SIZE"])
+    return devices, int(env["WORLD_SIZE"]) // devices
 
 
-def use_torchruns_variables(devices: int, nodes: int) -> None:
-    """Copy the place of a process that srun has started into torchrun's variables. Raises BadInput for another number
-    of processes than the settings say: some would wait for ever, or be other runs."""
+def use_torchruns_variables() -> None:
+    """Copy the place of a process that srun has started into torchrun's variables. Raises BadInput for nodes with
+    different numbers of processes."""
     env = os.environ
-    tasks = env["SLURM_STEP_TASKS_PER_NODE"]
-    expected = f"{devices}" if nodes == 1 else f"{devices}(x{nodes})"
-    refuse_unless(
-        tasks == expected,
-        f"devices: {devices}, num_nodes: {nodes}: expected {expected} processes, but srun started {tasks}",
-    )
+    tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # 8, or 8(x2) on two nodes, or 8,4
+    refuse_unless("," not in tasks, f"srun: {tasks} processes: give each node as many")
     env["RANK"] = env["SLURM_PROCID"]
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    env["WORLD_SIZE"] = str(devices * nodes)
-    env["LOCAL_WORLD_SIZE"] = str(devices)
     env["GROUP_RANK"] = env["SLURM_NODEID"]
+    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+    env["LOCAL_WORLD_SIZE"] = tasks.split("(")[0]
     first_node = SLURMEnvironment.resolve_root_node_address(env["SLURM_STEP_NODELIST"])
     env.setdefault("MASTER_ADDR", first_node)
     # another port for each step of each job: two may share a node
@@ -54,7 +48,7 @@ def use_torchruns_variables(devices: int, nodes: int) -> None:
     env.setdefault("MASTER_PORT", str(port))
 
 
-def prepare_fabric_launch(devices: int, nodes: int) -> None:
+def prepare_fabric_launch(devices: int) -> None:
     """Remove the variables of torchrun that another program has left, which the processes that Fabric starts would
     inherit. Raises BadInput for processes that another launcher has started: each would be a run of its own."""
     env = os.environ
@@ -65,9 +59,6 @@ def prepare_fabric_launch(devices: int, nodes: int) -> None:
             f"{name} is {n} in the environment, but neither torchrun nor srun has started this process: use "
             "torchrun (docs/commands.md)",
         )
-    refuse_unless(
-        nodes == 1, f"num_nodes: {nodes}: start the program on each node by torchrun or srun"
-    )
     ranks = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK")
     for name in (*ranks, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)

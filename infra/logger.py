@@ -9,7 +9,6 @@ import csv
 import json
 import os
 import resource
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -161,43 +160,41 @@ def add_row(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
-def open_tracker(
-    cfg: RunSettings, first_step: int
-) -> Callable[[int, dict, Sequence[dict]], None] | None:
-    """-> track(step, numbers, samples), which hands {name: number} and answers of the policy to tensorboard,
-    wandb or trackio; None if none is asked for. first_step: the first one that this process logs."""
-    out = Path(cfg.out_dir)
+Track = Callable[[int, dict, Sequence[dict]], None]  # of a step, numbers by name, and samples
+
+
+def open_tracker(cfg: RunSettings, first_step: int) -> Track | None:
+    """-> what hands a step's numbers and samples to the tracker; None without a tracker. first_step: the first one that
+    this process logs."""
     if cfg.logger == "tensorboard":
-        from tensorboardX import SummaryWriter
-
-        # tensorboardX names a file by whole seconds: a quick resume would replace the file
-        suffix = f".{time.time_ns()}"
-        # what a killed process has logged after its checkpoint comes again: TensorBoard is to drop the first copy
-        purged = first_step or None
-        writer = SummaryWriter(out / "tensorboard", filename_suffix=suffix, purge_step=purged)
-
-        def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-            if samples:
-                text = "\n\n".join(f"{x['prompt']} **{x['completion']}**" for x in samples)
-                writer.add_text("val/samples", text, step)
-            writer.flush()
-
-        return track
-    if cfg.logger in ("wandb", "trackio"):
-        run, as_table = begin_wandb(cfg) if cfg.logger == "wandb" else begin_trackio(cfg)
-
-        def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
-            if samples:
-                numbers["val/samples"] = as_table(samples)
-            run.log(numbers, step=step)
-
-        return track
+        return begin_tensorboard(Path(cfg.out_dir), first_step)
+    if cfg.logger == "wandb":
+        return begin_wandb(cfg)
+    return None
 
 
-def begin_wandb(cfg: RunSettings) -> tuple[Any, Callable]:
-    """-> wandb's run, which a resume continues, and what makes a table of samples. Raises BadInput."""
+def begin_tensorboard(out: Path, first_step: int) -> Track:
+    from tensorboardX import SummaryWriter
+
+    # tensorboardX names a file by whole seconds: a quick resume would replace the file
+    suffix = f".{time.time_ns()}"
+    # A killed process may have logged steps after its checkpoint: TensorBoard drops them.
+    purged = first_step or None
+    writer = SummaryWriter(out / "tensorboard", filename_suffix=suffix, purge_step=purged)
+
+    def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        if samples:
+            text = "\n\n".join(f"{x['prompt']} **{x['completion']}**" for x in samples)
+            writer.add_text("val/samples", text, step)
+        writer.flush()
+
+    return track
+
+
+def begin_wandb(cfg: RunSettings) -> Track:
+    """A resume continues the same run of wandb. Raises BadInput."""
     import wandb
 
     out = Path(cfg.out_dir)
@@ -207,38 +204,19 @@ def begin_wandb(cfg: RunSettings) -> tuple[Any, Callable]:
         run = wandb.init(
             dir=out,
             config=asdict(cfg),
-            name=out.name,
+            name=os.environ.get("WANDB_NAME", out.name),
             id=id_file.read_text() if id_file.exists() else None,
             resume="allow",
         )
     write_whole(id_file, run.id)
 
-    def as_table(samples: Sequence[dict]) -> wandb.Table:
-        return wandb.Table(["prompt", "completion"], [list(x.values()) for x in samples])
+    def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
+        if samples:
+            rows = [list(x.values()) for x in samples]
+            numbers["val/samples"] = wandb.Table(["prompt", "completion"], rows)
+        run.log(numbers, step=step)
 
-    return run, as_table
-
-
-def begin_trackio(cfg: RunSettings) -> tuple[Any, Callable]:
-    """The same of trackio, which has nearly wandb's interface. Raises BadInput."""
-    import trackio
-
-    # trackio knows a run by its name, and the folders of two runs may have one name
-    name_file = Path(cfg.out_dir) / "trackio_name"
-    if not name_file.exists():
-        write_whole(name_file, f"{name_file.parent.name}-{secrets.token_hex(3)}")
-    with user_error("logger: trackio"):
-        run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "kto"),
-            config=json.loads(json.dumps(asdict(cfg), default=str)),
-            name=name_file.read_text(),
-            resume="allow",
-        )
-
-    def as_table(samples: Sequence[dict]) -> trackio.Table:
-        return trackio.Table(data=samples)  # trackio 0.20 reads no columns
-
-    return run, as_table
+    return track
 
 
 class Logger:
@@ -254,7 +232,6 @@ class Logger:
         self.cfg = cfg
         self.out = Path(cfg.out_dir)
         self.total = self.bar = self.track = None
-        self.was_clamped = False
         if self.main:
             cut_rows(self.out / "metrics.csv", last_step)
             cut_rows(self.out / "val.csv", last_step - unvalidated)
@@ -299,9 +276,6 @@ class Logger:
         self.bar.update(step - self.bar.n)
         if not is_terminal:
             self.bar.miniters = min(self.total / 20, 60 / seconds)
-        if row.get("kl/clamped") and not self.was_clamped:
-            self.was_clamped = True
-            say(f"step {step}: z is clamped at 0, which is normal (docs/z.md)")
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""

@@ -11,7 +11,6 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -278,9 +277,7 @@ class RunSettings:
     accelerator: Literal["auto", "cpu", "gpu"] = rounding("auto")
     """auto, cpu or gpu."""
     devices: PositiveInt = rounding(1)
-    """Devices per node. Under torchrun: its number of processes."""
-    num_nodes: PositiveInt = rounding(1)
-    """Nodes."""
+    """Devices per node. Under torchrun and srun: the number of processes on a node."""
     strategy: Literal["auto", "ddp", "fsdp"] = rounding("auto")
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] | None = None
@@ -327,9 +324,8 @@ class RunSettings:
     keep_best: str | None = None
     """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
     name ends with loss, the highest of any other."""
-    logger: Literal["csv", "tensorboard", "wandb", "trackio"] = free("csv")
-    """csv (always written), tensorboard, wandb (WANDB_PROJECT names its project; WANDB_MODE=offline works) or
-    trackio (on this machine, with wandb's interface; TRACKIO_PROJECT names its project, TRACKIO_DIR its folder)."""
+    logger: Literal["csv", "tensorboard", "wandb"] = free("csv")
+    """csv (always written), tensorboard, or wandb, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline."""
     progress: bool = free(True)
     """A progress bar on a terminal, a line now and then elsewhere."""
 
@@ -360,10 +356,6 @@ class RunSettings:
         )
         refuse_unless(
             self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
-        )
-        refuse_unless(
-            self.logger != "trackio" or find_spec("trackio"),
-            "logger: trackio is not installed: pip install -e '.[trackio]'",
         )
         refuse_unless(self.seed < 2**32, f"seed: expected less than 2^32, got {self.seed}")
 

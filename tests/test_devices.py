@@ -20,6 +20,7 @@ import kto
 from head import add_product
 from infra.console import BadInput, rank
 from infra.devices import Stop, resolve_devices
+from infra.launchers import resolve_processes
 from infra.settings import Data
 
 DEMO, LARGE = (3, 96), (30, 576)  # layers, width
@@ -88,10 +89,9 @@ def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
     Fabric and our own console read; None: Fabric starts the processes."""
     environment |= given
     assert rank() == (int(place[0]) if place else 0), "before anything is resolved"
-    asked = (3, 1) if "LOCAL_WORLD_SIZE" in given else (devices, nodes)  # torchrun's numbers count
-    found = resolved(devices=asked[0], num_nodes=asked[1])
-    assert (found["devices"], found["num_nodes"]) == (devices, nodes)
-    assert resolved(devices=devices, num_nodes=nodes) == found, "a second run in this process"
+    asked = 3 if place else devices  # a launcher's numbers count
+    assert resolve_processes(asked) == (devices, nodes)
+    assert resolve_processes(asked) == (devices, nodes), "a second run in this process"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
     if place:
         assert " ".join(environment[n] for n in names) == place and rank() == int(place[0])
@@ -102,24 +102,19 @@ def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
 
 
 @pytest.mark.parametrize(
-    "given, devices, nodes, said",
+    "given, said",
     [
-        (SRUN, 1, 1, "devices: 1, num_nodes: 1: expected 1 processes, but srun started 2"),
-        (SRUN, 1, 2, "devices: 1, num_nodes: 2: expected 1(x2) processes, but srun started 2"),
-        (SRUN | ON_TWO_NODES, 2, 1, "devices: 2, num_nodes: 1: expected 2 processes, but srun"),
-        (OPEN_MPI, 1, 1, "OMPI_COMM_WORLD_SIZE is 2 in the environment, but neither torchrun nor"),
-        (SRUN | OPEN_MPI | dict(SLURM_STEP_NUM_TASKS="1"), 2, 1, "OMPI_COMM_WORLD_SIZE is 2 in"),
-        (dict(PMI_SIZE="2"), 2, 1, "PMI_SIZE is 2 in the environment"),
-        (dict(WORLD_SIZE="2", RANK="1") | RENDEZVOUS, 1, 2, "WORLD_SIZE is 2 in the"),  # Kubeflow's pods
-        (SBATCH, 1, 2, "num_nodes: 2: start the program on each node by torchrun or srun"),
+        (SRUN | dict(SLURM_STEP_TASKS_PER_NODE="2,1"), "srun: 2,1 processes: give each node as"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE is 2 in the environment, but neither torchrun nor srun"),
+        (SRUN | OPEN_MPI | dict(SLURM_STEP_NUM_TASKS="1"), "OMPI_COMM_WORLD_SIZE is 2 in"),
+        (dict(PMI_SIZE="2"), "PMI_SIZE is 2 in the environment"),
+        (dict(WORLD_SIZE="2", RANK="1") | RENDEZVOUS, "WORLD_SIZE is 2 in the"),  # Kubeflow's pods
     ],
 )  # fmt: skip
-def test_processes_that_would_be_other_runs_or_wait_for_ever_are_refused(
-    given, devices, nodes, said, environment
-):
+def test_processes_that_would_be_other_runs_or_wait_for_ever_are_refused(given, said, environment):
     environment |= given
     with pytest.raises(BadInput, match=f"^{re.escape(said)}"):
-        resolved(devices=devices, num_nodes=nodes)
+        resolved(devices=2)
 
 
 RUN = (
@@ -135,7 +130,7 @@ RUN = (
 def test_two_processes_that_srun_has_started_are_the_same_run_as_torchruns(
     given, nodes, tiny, ratings, tmp_path, environment
 ):
-    argv = (f"--devices={2 // nodes}", f"--num_nodes={nodes}", *RUN)
+    argv = RUN
     ranks(2, lambda rank: train(tiny, ratings, tmp_path / "torchrun", *argv))
     port = environments_of_ranks(1)[0]["MASTER_PORT"]
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}", *argv]
@@ -251,7 +246,7 @@ def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_s
     assert ("GPU number 0 (capability 7.5, below 8.0)" in out) == (capabilities == [(7, 5)])
     assert resolved(size, "auto", precision="64-true")["precision"] == "64-true"
     assert capsys.readouterr().out == f"{device}\n", "the precision was asked for"
-    assert resolved(size, "cpu", devices=2, num_nodes=1, precision="64-true")["devices"] == 2
+    assert resolved(size, "cpu", devices=2, precision="64-true")["devices"] == 2
     assert capsys.readouterr().out == "device: CPU, 2 processes\n"
 
 
