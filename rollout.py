@@ -129,7 +129,7 @@ def policy_answers(
     They are written after each rollout batch. A resume takes the batches that a killed process has
     written, if policy, prompts and sampling are the same. args: a Sampling with a
     rollout_batch_size. Raises BadInput; Failed where the engine's log-probs are too far from the policy's;
-    and Interrupted where a signal or the time limit comes first.
+    and Interrupted where a signal comes first.
     """
     file = iteration_file(run, "answers", i)
     size = args.rollout_batch_size
@@ -144,8 +144,7 @@ def policy_answers(
     if len(rows) < len(examples):
         refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
         folder = export_policy(run) if run.rollout else None
-    # the time limit, too, may end the run here: a resume keeps the answers
-    check_stop = partial(run.stop.check, run.fabric.device, time_limit=True)
+    check_stop = partial(run.stop.check, run.fabric.device)
     longest = max(len(e.prompt) for e in examples)
     with progress(f"answers of iteration {i}", len(examples) - len(rows)):
         for start in range(len(rows), len(examples), size):

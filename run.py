@@ -5,7 +5,6 @@ order of their calls. Nobody needs this file to change an algorithm.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -114,7 +113,7 @@ class Run:
     throughput: Throughput
     """Counts tokens and FLOPs between two rows of metrics.csv."""
     stop: Stop
-    """Whether a signal or the time limit asks the run to end."""
+    """Whether a signal asks the run to end."""
     last_step: int = 0
     """The step with which the whole run ends. Changed by Trainer.fit and rollout.iterations."""
     rollout: Callable | None = None
@@ -247,7 +246,6 @@ def setup(
     checker: judges answers (evaluation.Checker). optimizer: a function in place of make_optimizer. rollout:
     an engine that answers prompts (see rollout.py). make_records: as for main. Raises BadInput, Failed.
     """
-    began = time.monotonic()
     console.shows_progress = cfg.progress
     check_objective(objective)
     check_settings(objective, cfg)
@@ -291,7 +289,7 @@ def setup(
     state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes))
     is_branch = checkpoint is not None and checkpoint.parents[1] != folder
     saved_step = 0 if is_branch else state.step  # the folder of a branch has no checkpoint yet
-    stop = Stop(cfg.max_time, began)
+    stop = Stop()
     run = Run(
         cfg=cfg,
         fabric=fabric,

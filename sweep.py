@@ -49,7 +49,7 @@ def run_one(command: list[str], folder: Path) -> str:
             last_line = ["", *log][-1]
             return f"failed, code {code}: {last_line.strip()}"
         if not (folder / "final").exists():
-            return "stopped"  # by its own stop_at or max_time
+            return "stopped"  # by its own stop_at
         log.write(finished)
         return "finished"
 

@@ -47,7 +47,7 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        self.val = run.examples["val"][: run.cfg.limit_val]  # for evaluation.validate
+        self.val = run.examples["val"]  # for evaluation.validate
         # the names of a loss's columns; for the keys see gather_columns
         self.column_names: dict[tuple, list[str]] = {}
         # (random state, Objective.state_dict()) from before the step that is running: save_after puts them back
@@ -94,7 +94,7 @@ class Trainer:
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end, the last step of this iteration (plan.total: of the run). Defaults:
         data.train, and the plan of the whole run; so a second fit needs a plan of its own. -> False if a signal,
-        stop_at or max_time ended it early. A signal in the middle of a validation raises Interrupted instead."""
+        stop_at ended it early. A signal in the middle of a validation raises Interrupted instead."""
         run = self.run
         assert plan or run.last_step == 0, "fit: the default plan has ended: give another one"
         examples = run.examples["train"] if examples is None else examples

@@ -104,7 +104,7 @@ class Judge:
             for _ in pool.map(self.ask, missing):
                 advance()
                 if self.run.fabric.world_size == 1:  # else the others do not wait here
-                    self.run.stop.check(self.run.fabric.device, time_limit=True)
+                    self.run.stop.check(self.run.fabric.device)
         replies = self.replies()
         rows = [replies[key_of(request)] for request in requests]
         n_cut = sum(row.get("cut", False) for row in rows)

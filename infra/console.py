@@ -32,7 +32,7 @@ class Failed(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """A signal or the time limit ends the run between two units of work, such as two tokens or two
+    """A signal ends the run between two units of work, such as two tokens or two
     micro-batches without a gradient (devices.Stop). Not an Exception, because a checker's own
     `except Exception` must let it through."""
 

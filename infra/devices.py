@@ -8,13 +8,11 @@ import contextlib
 import ctypes
 import gc
 import logging
-import math
 import os
 import platform
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FrameType
@@ -319,24 +317,18 @@ def moved(
 # ---- when a run ends early -----------------------------------------------------------------------
 
 
-TIME_IS_UP = 0.5  # below the number of every signal: the largest code of all ranks counts
-
-
 class Stop:
-    """Whether to stop, and why: a signal or the time limit. All ranks end after the same step.
+    """Whether to stop, and why. All ranks end after the same step.
 
     A signal sets a flag, which the loop reads after each step; sampling, checks and validation read it
     between two units of work. A step is never left between two of its micro-batches. After the first signal
     Ctrl-C ends the process at once. The others do not: a scheduler sends SIGUSR1, then SIGTERM, and kills later.
 
-    reason: why to stop: what the ranks have agreed on, or stop_at, which the loop reads; empty to go on.
+    reason: why to stop: the signal on which the ranks have agreed, or stop_at, which the loop reads; empty to go on.
     signal: the number of the signal that arrived, or 0.
     """
 
-    def __init__(self, max_time: timedelta | None, began: float):
-        """began: when the time began to count, by time.monotonic()."""
-        seconds = math.inf if max_time is None else max_time.total_seconds()
-        self.deadline = began + seconds
+    def __init__(self):
         self.signal = 0
         self.reason = ""
         # sbatch --signal=USR1@90 sends SIGUSR1; a terminal that closes sends SIGHUP, which nohup has ignored
@@ -363,24 +355,19 @@ class Stop:
                 os.write(2, f"{name}: stopping soon; Ctrl-C now ends at once\n".encode())
 
     def code(self) -> float:
-        """What this rank knows: 0 to go on, TIME_IS_UP, or a signal's number."""
-        return self.signal or TIME_IS_UP * (time.monotonic() > self.deadline)
+        """What this rank knows: the number of a signal, or 0."""
+        return self.signal
 
-    def set_agreed(self, code: float) -> None:
-        """The largest code of all ranks, which they exchange in each step (Trainer.agree_on_error_and_stop). A signal
-        that arrives later waits for the next step's."""
-        if code > TIME_IS_UP:
-            self.signal = int(code)
+    def set_agreed(self, number: float) -> None:
+        """The largest number of all ranks, which they exchange in each step (Trainer.agree_on_error_and_stop). A
+        signal that arrives later waits for the next step's."""
+        if number:
+            self.signal = int(number)
             self.reason = signal.Signals(self.signal).name
-        elif code:
-            self.reason = "max_time"
 
-    def check(self, device: torch.device, time_limit: bool = False) -> None:
-        """Raise Interrupted if a signal asks the run to end, or with time_limit also if the time is up. A
-        collective, called between two units of work."""
-        code = reduce_number(self.code(), "max", device)
-        by_signal = code > TIME_IS_UP
-        by_time = code == TIME_IS_UP and time_limit
-        if by_signal or by_time:
-            self.set_agreed(code)
+    def check(self, device: torch.device) -> None:
+        """Raise Interrupted if a signal asks the run to end. A collective, called between two units of work."""
+        number = reduce_number(self.signal, "max", device)
+        if number:
+            self.set_agreed(number)
             raise Interrupted

@@ -83,8 +83,8 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
 
 
 def lr_at(step: int, plan: Plan, optim: Optim) -> float:
-    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to optim.lr, then a decay that would reach
-    optim.min_lr one step after the last."""
+    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to optim.lr, then a decay that would reach 0 one
+    step after the last."""
     warmup = steps_of(optim.warmup, plan.warmup_epoch)
     if step <= warmup:
         return optim.lr * step / warmup
@@ -95,7 +95,7 @@ def lr_at(step: int, plan: Plan, optim: Optim) -> float:
     scale = 1 - progress
     if optim.schedule == "cosine":
         scale = (1 + math.cos(math.pi * progress)) / 2
-    return optim.min_lr + (optim.lr - optim.min_lr) * scale
+    return optim.lr * scale
 
 
 # ---- AdamW --------------------------------------------------------------------------------------
@@ -114,9 +114,8 @@ def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
 
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:
-    """AdamW, or bitsandbytes' 8-bit AdamW, of the parameters that require a gradient. Weight decay
-    skips biases, norms and embeddings. Parameters of the objective's
-    module have a learning rate of their own if the module has an `lr_scale`.
+    """AdamW of the parameters that require a gradient. Weight decay skips biases, norms and embeddings.
+    Parameters of the objective's module have a learning rate of their own if the module has an `lr_scale`.
 
     A fork hands over another function of this form. Each step sets the learning rate of a group, times
     the group's "lr_scale" if it has one. The optimizer's `state` is saved and resumed. Of cfg.optim the
@@ -141,12 +140,8 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
         # sorted, because the rounding of the gradient's norm depends on the order
         for (decays, scale), params in sorted(by_options.items(), reverse=True)
     ]
-    options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
-    if o.name == "adamw8bit":
-        import bitsandbytes  # here, because it is slow to import
-
-        return bitsandbytes.optim.AdamW8bit(groups, **options)
-    return torch.optim.AdamW(groups, **options, fused=True)
+    betas = (o.beta1, o.beta2)
+    return torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.eps, fused=True)
 
 
 # ---- clipping -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import json
 import sys
 import typing
 from collections.abc import Mapping
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 
 import docstring_parser
@@ -301,5 +301,5 @@ def _type_name(kind: typing.Any) -> str:
     """What a setting may be, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
     if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
         return " or ".join(map(_type_name, typing.get_args(kind)))
-    words = {type(None): "null", timedelta: "HH:MM:SS", Steps: "100 steps", Epochs: "0.5 epochs"}
+    words = {type(None): "null", Steps: "100 steps", Epochs: "0.5 epochs"}
     return words.get(kind) or getattr(kind, "__name__", str(kind))

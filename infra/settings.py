@@ -10,7 +10,6 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -166,15 +165,10 @@ class Lora:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW. The learning rate: warmup, then decay to min_lr. Weight decay leaves out norms, biases
-    and embeddings."""
+    """AdamW. The learning rate: warmup, then decay to 0. Weight decay leaves out norms, biases and embeddings."""
 
-    name: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw, or adamw8bit: optimizer states in 8 bits, through bitsandbytes."""
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate; at 0 the run only evaluates."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warmup; constant: it does not."""
     warmup: NonNegativeInt | Steps | Epochs = 0
@@ -289,12 +283,8 @@ class RunSettings:
     """Passes over data.train; the smaller of epochs and max_steps ends the run."""
     max_steps: PositiveInt | None = None
     """Optimizer steps."""
-    max_time: timedelta | None = free(None)
-    """Stop, saved and resumable, after this long, loading included: HH:MM:SS, in quotes in a YAML file."""
     stop_at: PositiveInt | None = free(None)
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
-    limit_val: PositiveInt | None = None
-    """Validate on this many examples only, the first ones."""
     batch_size: PositiveInt = 64
     """Examples per optimizer step over all devices. The only batch size that the gradient depends on."""
     micro_batch_size: PositiveInt | None = rounding(None)
@@ -334,13 +324,9 @@ class RunSettings:
         type."""
         for name, value in flatten(self).items():
             refuse_unless(
-                self.strategy != "fsdp" or value not in ("nf4", "64-true", "adamw8bit"),
+                self.strategy != "fsdp" or value not in ("nf4", "64-true"),
                 f"{name}: {value} does not work with strategy fsdp; use ddp",
             )
-        refuse_unless(
-            self.optim.min_lr <= self.optim.lr,
-            f"optim.min_lr: {self.optim.min_lr:g} is above optim.lr, {self.optim.lr:g}: the rate would rise",
-        )
         refuse_unless(
             self.lora.rank or not self.lora.quantize,
             "lora.quantize: a quantised model cannot be trained itself; set lora.rank",

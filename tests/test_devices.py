@@ -7,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -300,15 +298,6 @@ def test_a_gpus_memory_grows_by_segments_unless_the_users_environment_says_how(e
     assert {k: v for k, v in found.items() if k.endswith("_ALLOC_CONF")} == expected
 
 
-def test_the_time_limit_counts_from_the_start_of_the_program():
-    """Reading the records and the model may take longer than the margin of a batch job."""
-    now = time.monotonic()
-    for began, is_up in ((now - 61, True), (now, False)):
-        stop = Stop(timedelta(seconds=60), began)
-        stop.close()
-        assert bool(stop.code()) == is_up
-
-
 def test_a_run_in_a_thread_leaves_the_signals_to_the_main_thread(tiny, ratings, tmp_path):
     """A web interface and asyncio.to_thread call main so."""
     before = signal.getsignal(signal.SIGINT)
@@ -318,7 +307,7 @@ def test_a_run_in_a_thread_leaves_the_signals_to_the_main_thread(tiny, ratings, 
 
 
 def test_a_signal_that_comes_after_the_ranks_have_agreed_waits_for_the_next_step(capfd):
-    stop = Stop(None, began=0.0)
+    stop = Stop()
     try:
         stop.set_agreed(stop.code())
         os.kill(os.getpid(), signal.SIGTERM)

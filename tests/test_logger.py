@@ -453,18 +453,6 @@ def test_a_bar_that_does_not_move_is_one_line(capsys):
     assert lines == ["samples: 25%, 00:00 left", "samples: 50%, 00:00 left"]
 
 
-def test_limit_val_takes_the_first_examples(tiny, ratings, tmp_path):
-    first = tmp_path / "first.jsonl"
-    first.write_text("".join(ratings.read_text().splitlines(keepends=True)[:3]))
-    argv = ("--batch_size=6", "--max_steps=1", "--eval.samples=0")
-    for name, more in (
-        ("a", (f"--data.val={ratings}", "--limit_val=3")),
-        ("b", (f"--data.val={first}",)),
-    ):
-        train(tiny, ratings, tmp_path / name, *argv, *more)
-    assert (tmp_path / "a" / "val.csv").read_text() == (tmp_path / "b" / "val.csv").read_text()
-
-
 def test_a_letter_that_the_terminal_cannot_show_ends_no_program(monkeypatch):
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
@@ -490,7 +478,7 @@ def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):
 
     argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}"]
     argv += ["--batch_size=12", "--max_steps=2", "--micro_batch_size=1"]
-    argv += [f"--data.val={ratings}", "--limit_val=6", "--eval.samples=0"]
+    argv += [f"--data.val={ratings}", "--eval.samples=0"]
     code, said, stderr = Started(tmp_path, "kto", argv, first).ended()
     assert (code, stderr) == (0, "")
     lines = [line for line in said.splitlines() if re.match(r"step 1: \d+%, 00:0\d left", line)]

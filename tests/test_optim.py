@@ -99,23 +99,21 @@ def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
     return [lr_at(step, plan, o) for step in range(1, total + 1)]
 
 
-def test_linear_goes_from_the_peak_to_min_lr():
-    # 2 up, then 0.9 down in 6
-    expected = [0.5, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25]
-    computed = rates(8, lr=1.0, min_lr=0.1, warmup=2, schedule="linear")
-    assert computed == pytest.approx(expected)
+def test_linear_falls_from_the_peak_by_equal_steps():
+    # 2 up, then 1 down in 6
+    expected = [0.5, 1.0, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    assert rates(8, lr=1.0, warmup=2, schedule="linear") == pytest.approx(expected)
 
 
-def test_cosine_goes_from_the_peak_to_min_lr():
-    # 0.1 + 0.9 (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
-    expected = [0.5, 1.0, 1.0, 0.9397114317, 0.775, 0.55, 0.325, 0.1602885683]
-    computed = rates(8, lr=1.0, min_lr=0.1, warmup=2, schedule="cosine")
-    assert computed == pytest.approx(expected)
+def test_cosine_falls_from_the_peak_as_half_a_wave():
+    # (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
+    expected = [0.5, 1.0, 1.0, 0.9330127019, 0.75, 0.5, 0.25, 0.0669872981]
+    assert rates(8, lr=1.0, warmup=2, schedule="cosine") == pytest.approx(expected)
 
 
 def test_the_constant_schedule_stays_after_a_warmup_that_is_a_line():
     assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
-    assert rates(4, lr=3.0, min_lr=1.0, schedule="constant") == [3.0] * 4
+    assert rates(4, lr=3.0, schedule="constant") == [3.0] * 4
     assert rates(4, lr=1.0, warmup=9) == [1 / 9, 2 / 9, 3 / 9, 4 / 9], (
         "a run that ends in its warmup"
     )

@@ -1,5 +1,8 @@
 """QLoRA runs: trained, killed, resumed, exported; and what bitsandbytes' linear layers compute."""
 
+from functools import partial
+
+import bitsandbytes
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tiny_models import ragged, refused, same_weights, with_adapters
 
 from infra.checkpoint import checkpoints_by_step
 from infra.logger import Logger
+from infra.optimizer import make_optimizer
 from infra.settings import Lora
 from models import load
 from models.lora import disable_adapters, merged_weights
@@ -107,12 +111,16 @@ def test_a_width_that_nf4_computes_wrong_on_a_cpu_is_refused(tiny):
 
 
 def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
-    argv = (*RUN[:5], "--optim.name=adamw8bit", "--precision=32-true")
-    whole, out = train(tiny, ratings, tmp_path / "whole", *argv), tmp_path / "run"
+    def adamw_8bit(policy, cfg):  # the function of docs/forks.md, "An optimizer"
+        return bitsandbytes.optim.AdamW8bit(make_optimizer(policy, cfg).param_groups)
+
+    argv, out = (*RUN[:5], "--precision=32-true"), tmp_path / "run"
+    trained = partial(train, tiny, ratings, optimizer=adamw_8bit)
+    whole = trained(tmp_path / "whole", *argv)
     losses = [row["loss"] for row in whole["rows"]]
     assert losses[-1] != losses[0]
-    killed((Logger, "step"), 4, lambda: train(tiny, ratings, out, *argv))
-    assert_same(train(tiny, ratings, out, "--resume=auto", *argv), whole)
+    killed((Logger, "step"), 4, lambda: trained(out, *argv))
+    assert_same(trained(out, "--resume=auto", *argv), whole)
     last = list(checkpoints_by_step(out).values())[-1]
     state = checkpoint_tensors(last, "state1")["transformer.wte.weight"]
     assert state.dtype == torch.uint8 and np.prod(state.shape) == 512 * 32

@@ -32,7 +32,6 @@ import run
 import sampler
 import trainer
 from evaluation import Evaluator
-from infra import devices
 from infra.console import FIRST_PROCESS, Failed
 from infra.logger import Logger
 from models import export
@@ -200,24 +199,6 @@ def test_a_stopped_run_is_saved_and_the_command_that_it_prints_makes_it_the_same
         assert command[0].endswith(f"{program}.py") and "--stop_at=1" not in command
     run_to_the_end(n, tmp_path, command[0], command[1:])
     assert_same_run(out, tmp_path / "whole")
-
-
-@pytest.mark.parametrize("program, step", [("kto", 1), ("spin", 0)])  # after a step, in a rollout
-def test_the_time_limit_stops_a_run_like_a_signal(program, step, argv_of, tmp_path, monkeypatch):
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    run_to_the_end(1, tmp_path, program, argv_of(program, whole))
-    from datetime import timedelta
-
-    real = devices.Stop.__init__
-    soon = lambda self, limit, began: real(self, limit and timedelta(microseconds=1), began)  # noqa: E731
-    monkeypatch.setattr(devices.Stop, "__init__", soon)
-    limit = "--max_time=00:00:01"
-    code, said, command = stopped(1, tmp_path, program, argv_of(program, out, limit))
-    assert (code, said) == (0, f"max_time at step {step}")
-    assert command[1:] == ["--config", str(out / "settings.yaml"), "--resume", "auto"]
-    assert "max_time: 0:00:01" in (out / "settings.yaml").read_text()
-    run_to_the_end(1, tmp_path, program, argv_of(program, out, "--resume=auto"))
-    assert_same_run(out, whole)
 
 
 def test_the_second_ctrl_c_is_pythons_own(argv_of, tmp_path):
