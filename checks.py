@@ -173,7 +173,7 @@ def check_limits(
     samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
     for name, args in samplers.items():
         new = args.max_new_tokens or cfg.data.max_completion
-        faults += sampling_faults(args, new, f"{name}.")
+        faults += sampling_faults(args, f"{name}.")
         split = "val" if name == "eval" else "train"
         prompts = [len(e.prompt) for e in examples[split]]
         is_scored = name != "eval" and mismatched_pairs
@@ -207,13 +207,9 @@ def check_limits(
         raise BadInput("\n".join(faults))
 
 
-def sampling_faults(args: Sampling, longest: int, prefix: str = "") -> list[str]:
-    """What cannot work in settings of sampling, a line for each fault. longest: the most tokens of an answer."""
+def sampling_faults(args: Sampling, prefix: str = "") -> list[str]:
+    """What cannot work in settings of sampling, a line for each fault."""
     faults = []
-    if args.min_new_tokens > longest:
-        faults.append(
-            f"{prefix}min_new_tokens: {args.min_new_tokens}, but an answer has at most {longest} tokens"
-        )
     if "" in args.stop:
         faults.append(f"{prefix}stop: an empty text would end each answer after its first token")
     return faults

@@ -218,7 +218,7 @@ def answer_file(model: AskedModel, args: Ask) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(Ask, __doc__, command_line()[1:] if argv is None else argv)
-    faults = sampling_faults(args, args.max_new_tokens)
+    faults = sampling_faults(args)
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")
     if args.num_generations > 1 and args.temperature == 0:

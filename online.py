@@ -59,7 +59,7 @@ class OnlineSettings(Sampling):
     the KTO paper advises. Otherwise a policy that is mostly wrong mainly learns what not to say."""
     rollout_batch_size: PositiveInt = 512
     """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
-    numbers depend on it, so another value gives other answers. To save memory set batch_size or cache_gb."""
+    numbers depend on it, so another value gives other answers. To save memory set batch_size."""
 
 
 @dataclass(frozen=True)

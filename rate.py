@@ -154,8 +154,6 @@ class OtherServer:
         )
         for name in (
             "top_k",
-            "repetition_penalty",
-            "min_new_tokens",
             "plain",
             "chat_template_kwargs",
         ):
@@ -399,7 +397,7 @@ def shown_prompts(source: str, by_template: bool) -> list[Turns]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(RateSettings, __doc__, command_line()[1:] if argv is None else argv)
-    faults = sampling_faults(args, args.max_new_tokens)
+    faults = sampling_faults(args)
     if faults:
         raise BadInput("\n".join(faults))
     refuse_unless(

@@ -85,7 +85,7 @@ class WithLogps(NamedTuple):
     answers: list[list[int]]
     logps: list[list[float]]
     """For each token of each answer its log-prob in nats. It is that of the model itself: at temperature 1,
-    without top_k, top_p and penalties, whatever the answer was sampled with."""
+    without top_k and top_p, whatever the answer was sampled with."""
     max_gap: float = 0.1
     """How far they may be from the policy's: the mean absolute difference, in nats a token. Rounding alone gave
     1e-5 in float32, and up to 0.07 where one side was in bfloat16 (benchmarks/RESULTS.md)."""
@@ -135,7 +135,7 @@ def policy_answers(
     size = args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
     # all that the answers depend on, but for rounding
-    sampling = replace(args, batch_size=1, cache_gb=None)
+    sampling = replace(args, batch_size=1)
     causes = (run.state.started_from, run.cfg.seed, run.rollout is None, new, sampling)
     key = examples_hash({repr(causes): examples})[:16]
     lines = on_rank_0(run.fabric, lambda: read_lines(file))

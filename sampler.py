@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch.distributed.fsdp import FSDPModule
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from attention import Layer, PackedAttention, sdpa
 from infra.console import advance
@@ -36,6 +35,7 @@ from records.tokenizer import Tokenizer
 SEARCH_INTERVAL = 4
 # Logits of which a CPU makes probabilities at once: of 256 rows of a vocabulary of 262,144 these take 2 to 4 GB.
 CHOSEN_AT_ONCE = 2**23
+CPU_MEMORY = 64e9  # bytes, of which keys and values may have an eighth
 
 # ---- one token ----------------------------------------------------------------------------------
 
@@ -129,11 +129,10 @@ def generate(
     slots = min(policy.max_seq_length, max(map(len, prompts)) + max_new)
     generators = [torch.Generator().manual_seed(mixed(seed, i)) for i in range(n)]
     u_AY = torch.stack([torch.rand(max_new, generator=generator) for generator in generators])
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 64e9
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else CPU_MEMORY
     room = fabric.broadcast(memory / 8)  # rank 0's, since all ranks take equally many prompts
-    cache_room = args.cache_gb * 1e9 if args.cache_gb else room
     with fabric.autocast():
-        rows = max(1, min(args.batch_size, int(cache_room / policy.cache_bytes(slots))))
+        rows = max(1, min(args.batch_size, int(room / policy.cache_bytes(slots))))
 
     wave = rows * fabric.world_size  # the prompts that all ranks sample at once
     all_answers = {}
@@ -171,9 +170,6 @@ def sample_batch(
     """
     device = fabric.device
     max_new = u_BY.shape[1]
-    # a config may name an end that the model has no logit of
-    stops = [i for i in tokenizer.stops if i < policy.config.padded_vocab_size]
-    stops_S = to_device(torch.tensor(stops, dtype=torch.long), device)
     answers = [[] for _ in prompts]
     limits = [min(max_new, slots - len(prompt)) for prompt in prompts]  # tokens of each answer
     # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
@@ -185,11 +181,6 @@ def sample_batch(
         before_token()
         logits_BV = policy(cache)
         if going_on:
-            if args.repetition_penalty != 1:
-                texts = [[*prompts[i], *answers[i]] for i in number_of_row]
-                logits_BV = penalise_repetition(logits_BV, texts, slots, args.repetition_penalty)
-            if y < args.min_new_tokens:
-                logits_BV.index_fill_(1, stops_S, -torch.inf)
             new_B = choose_token(logits_BV, to_device(u_BY[number_of_row, y], device), args)
             for i, token in zip(number_of_row, new_B.tolist()):
                 answers[i].append(token)
@@ -213,16 +204,6 @@ def sample_batch(
         while len(ids) > 1 and has_stop_text(tokenizer, ids[:-1], args.stop):
             ids.pop()
     return answers
-
-
-def penalise_repetition(
-    logits_BV: torch.Tensor, texts: list[list[int]], slots: int, penalty: float
-) -> torch.Tensor:
-    """The logits with those of the tokens in each row's text (its prompt and its answer so far) made smaller."""
-    # each text is repeated up to one length, which changes nothing about which tokens it has
-    rows = [np.resize(ids, slots) for ids in texts]
-    text_BX = to_device(torch.tensor(np.stack(rows)).long(), logits_BV.device)
-    return RepetitionPenaltyLogitsProcessor(penalty)(text_BX, logits_BV)
 
 
 def has_ended(ids: list[int], limit: int, tokenizer: Tokenizer, stop: Sequence[str]) -> bool:

@@ -53,7 +53,7 @@ class SPINSettings(Sampling):
     practice, adds all."""
     rollout_batch_size: PositiveInt = 512
     """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
-    numbers depend on it, so another value gives other answers. To save memory set batch_size or cache_gb."""
+    numbers depend on it, so another value gives other answers. To save memory set batch_size."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the demonstrations."""
     average_logps: bool = False

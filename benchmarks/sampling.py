@@ -57,7 +57,8 @@ def run(folder: str, precision: str) -> None:
     for row, prompt in zip(padded, prompts):
         row[-len(prompt) :] = torch.from_numpy(prompt)
     padded = padded.to(fabric.device)
-    args = Sampling(batch_size=ROWS, min_new_tokens=NEW)
+    args = Sampling(batch_size=ROWS)
+    tokenizer.stops = []  # every answer has NEW tokens
 
     def sample_ours(seed):
         sampler.generate(fabric, policy, prompts, tokenizer, args, NEW, seed)

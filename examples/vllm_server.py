@@ -151,7 +151,7 @@ class Server:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "min_p": 0.0,
-            "repetition_penalty": sampling.repetition_penalty,
+            "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop": sampling.stop,
@@ -160,7 +160,7 @@ class Server:
             "ignore_eos": False,
         }
         if self.args.kind == "vllm":
-            params |= {"seed": seed, "max_tokens": max_new, "min_tokens": sampling.min_new_tokens}
+            params |= {"seed": seed, "max_tokens": max_new, "min_tokens": 0}
             params |= {"include_stop_str_in_output": True, "return_token_ids": True, "logprobs": 0}
             reply = self.post("/v1/completions", {"model": "policy", "prompt": prompt} | params)
             (choice,) = reply["choices"]
@@ -169,7 +169,7 @@ class Server:
             logps = choice["logprobs"]["token_logprobs"]
         else:
             params |= {"sampling_seed": seed, "max_new_tokens": max_new, "no_stop_trim": True}
-            params |= {"min_new_tokens": sampling.min_new_tokens}
+            params |= {"min_new_tokens": 0}
             question = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
             reply = self.post("/generate", question)["meta_info"]
             reason = reply["finish_reason"]["type"]

@@ -195,21 +195,14 @@ class Sampling:
     """Sample among the k likeliest tokens only. null: among all."""
     top_p: UpToOne = 1.0
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Divides the positive logits of tokens that are there already, and multiplies negative ones; 1
-    changes nothing."""
     stop: list[str] = field(default_factory=list)
     """A completion also ends at the first of these texts, which may be special tokens, not only at EOS. Its text
     ends before it; its token ids, from which spin.py and online.py learn, include it."""
-    min_new_tokens: NonNegativeInt = 0
-    """No EOS before this many tokens."""
     max_new_tokens: PositiveInt | None = None
     """Longest sampled completion. Default: data.max_completion."""
     batch_size: PositiveInt = rounding(256)
-    """Prompts answered at once on a device."""
-    cache_gb: PositiveFloat | None = rounding(None)
-    """Memory for their keys and values on a device; prompts that do not fit are answered afterwards.
-    Default: an eighth of a GPU's memory, 8 on a CPU."""
+    """Prompts answered at once on a device. Their keys and values may have an eighth of a GPU's memory (8 GB on a CPU);
+    prompts that do not fit are answered afterwards."""
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
 
 
 GRPO_REFUSES = ("num_generations=1", "reference=first", "temperature=0.7", "top_k=1", "top_p=0.9",
-                "repetition_penalty=1.2", "cut=drop", "balance=true")  # fmt: skip
+                "cut=drop", "balance=true")  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", [f"--online.{setting}" for setting in GRPO_REFUSES])

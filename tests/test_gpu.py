@@ -177,7 +177,8 @@ def test_a_sampled_token_waits_for_the_device_once(llama):
     fabric = Fabric(accelerator=DEVICE, devices=1, precision="bf16-mixed")
     tokenizer, n = Tokenizer(Source(llama)), 20
     policy = fabric.to_device(load_model(Source(llama)))
-    args = Sampling(top_p=0.9, repetition_penalty=1.2, min_new_tokens=n, stop=["none of these"])
+    args = Sampling(top_p=0.9, stop=["none of these"])
+    tokenizer.stops = []
     waits = []
     for max_new in (n, 1, n):  # the first one warms up
         with warnings.catch_warnings(record=True) as caught:

@@ -93,7 +93,7 @@ BUDGETS = {
     "report.py": 1_100,
     "rollout.py": 2_250,
     "run.py": 1_900,
-    "sampler.py": 2_750,
+    "sampler.py": 2_650,
     "spin.py": 1_100,
     "sweep.py": 600,
     "trainer.py": 3_700,
