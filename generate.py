@@ -24,7 +24,7 @@ from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
 from infra.parse import parse_command
 from infra.seeds import mixed
-from infra.settings import Sampling, refuse_unless, resume_rules, split_commas
+from infra.settings import Sampling, refuse_unless, split_commas
 from models.hub import find_model, weights_hash
 from models.load import load_model
 from records.forms import Record, as_turns, understand_record
@@ -167,8 +167,7 @@ def talk(model: AskedModel, args: Ask) -> None:
 def answer_settings(model: AskedModel, args: Ask) -> dict:
     """What decides the answers to a file of prompts: a hash of the model's weights, and settings. Not how many are
     sampled at once: where memory has run out, fewer can go on."""
-    rules = resume_rules(Sampling)
-    names = [field.name for field in fields(Sampling) if rules.get(field.name) != "rounding"]
+    names = [field.name for field in fields(Sampling) if field.name != "batch_size"]
     names += ["plain", "chat_template_kwargs", "seed"]
     weights = weights_hash(model.policy.unique_parameters())[:12]
     return {"weights": weights} | {name: getattr(args, name) for name in names}

@@ -73,7 +73,7 @@ def free_settings() -> list[str]:
     rules = resume_rules(RunSettings)
     for group in ("spin", "online"):
         rules |= {f"{group}.{name}": rule for name, rule in resume_rules(Sampling).items()}
-    names = [name for name, rule in rules.items() if rule in ("free", "rounding")]
+    names = [name for name, rule in rules.items() if rule == "free"]
     return [name for name in names if not name.startswith(("data.", "export."))]
 
 

@@ -21,7 +21,6 @@ named `kind|parameter`, where a kind is weights, reference or one of the optimiz
 A parameter `run` is a run.Run, and run.py imports this file.
 """
 
-import errno
 import fcntl
 import json
 import math
@@ -159,8 +158,6 @@ def find_checkpoint(out: Path, resume: str | None) -> Path | None:
     return checkpoint
 
 
-# what file systems of clusters answer that have no locks, such as Lustre without flock, NFS without lockd
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _locks = {}  # folder into which a run of this process writes -> its open lock file
 
 
@@ -173,9 +170,7 @@ def take_folder(out: Path, resume: str | None) -> Path | None:
             fcntl.lockf(_locks[out], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"out_dir: {out}: in use by another process") from None
-        except OSError as e:
-            if e.errno not in NO_LOCKS:
-                raise
+        except OSError:  # some file systems have none: Lustre without flock, NFS without lockd
             say(f"out_dir: {out}: no locks here: a second process in this folder would not be seen")
     checkpoint = find_checkpoint(out, resume)
     if resume and not checkpoint:
@@ -197,14 +192,14 @@ def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings, program: s
         raise BadInput(f"program: the run is one of {began_with}, and this is {program}")
     saved = flatten(read_settings(checkpoint))
     new = flatten(cfg)
-    fixed, rounding = changed_settings(saved, new, resume_rules(type(cfg)))
-    if fixed:
-        faults = [f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in fixed]
+    changed = changed_settings(saved, new, resume_rules(type(cfg)))
+    if changed:
+        faults = [
+            f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in changed
+        ]
         own_settings = f"{checkpoint.parents[1]}/settings.yaml"
         faults[-1] += f"; a resume uses the run's own settings (--config {own_settings})"
         raise BadInput("\n".join(faults))
-    if rounding:
-        say(f"resume: the same run up to rounding, since {', '.join(rounding)} changed")
 
 
 def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> None:

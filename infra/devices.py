@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import platform
-import re
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -62,23 +61,9 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
         # torch counts GPUs without its driver, which may be too old
         with user_error("accelerator: gpu (--accelerator cpu computes on the CPU)"):
             what = torch.cuda.get_device_name(0)
-        refuse_without_kernels(devices)
     say(f"device: {what}" + (f", {devices * nodes} processes" if devices * nodes > 1 else ""))
     precision = resolve_precision(cfg.precision, devices if on_gpu else 0, n_layer, n_embd)
     return dict(devices=devices, accelerator=accelerator, precision=precision)
-
-
-def refuse_without_kernels(gpus: int) -> None:
-    """Raise BadInput for a GPU that is older than all for which this torch has kernels."""
-    known = [re.match(r"sm_(\d+)", name) for name in torch.cuda.get_arch_list()]
-    oldest = min((int(match[1]) for match in known if match), default=0)
-    for gpu in range(gpus):
-        major, minor = torch.cuda.get_device_capability(gpu)
-        refuse_unless(
-            10 * major + minor >= oldest,
-            f"accelerator: gpu: {torch.cuda.get_device_name(gpu)} has capability {major}.{minor}, and this torch has "
-            f"kernels for {oldest / 10} and later: install torch for an older CUDA, or --accelerator cpu",
-        )
 
 
 def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: int) -> str:

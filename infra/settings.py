@@ -1,7 +1,7 @@
 """Settings that every program shares, and which of them a resume may change.
 
 A field's type says what it may be, the sentence under it is its --help, null means off; its default says, where it
-is not a plain value, what a resume may do with it (`free`, `rounding`, `content`). How they are read from files and
+is not a plain value, what a resume may do with it (`free`, `content`). How they are read from files and
 the command line: parse.py.
 """
 
@@ -61,13 +61,8 @@ def refuse_unless(ok, message: str) -> None:
 
 
 def free(default: object) -> typing.Any:
-    """A setting that a resume may change: the run stays the same."""
+    """A setting that a resume may change: the run stays the same, up to rounding."""
     return field(default=default, metadata={"resume": "free"})
-
-
-def rounding(default: object) -> typing.Any:
-    """A setting that a resume may change: the run stays the same up to rounding."""
-    return field(default=default, metadata={"resume": "rounding"})
 
 
 def content(**default: object) -> typing.Any:
@@ -200,7 +195,7 @@ class Sampling:
     ends before it; its token ids, from which spin.py and online.py learn, include it."""
     max_new_tokens: PositiveInt | None = None
     """Longest sampled completion. Default: data.max_completion."""
-    batch_size: PositiveInt = rounding(256)
+    batch_size: PositiveInt = free(256)
     """Prompts answered at once on a device. Their keys and values may have an eighth of a GPU's memory (8 GB on a CPU);
     prompts that do not fit are answered afterwards."""
 
@@ -247,7 +242,7 @@ class RunSettings:
     data: Data
     reference: str | None = content(default=None)
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
-    reference_cache: str | None = rounding(None)
+    reference_cache: str | None = free(None)
     """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
     All log-probs that the run needs are computed before its first step, or found there; then the
     reference is released."""
@@ -261,11 +256,11 @@ class RunSettings:
     deterministic: bool = False
     """Bit-identical reruns on a GPU too, at some cost in speed. On a CPU they always are."""
 
-    accelerator: Literal["auto", "cpu", "gpu"] = rounding("auto")
+    accelerator: Literal["auto", "cpu", "gpu"] = free("auto")
     """auto, cpu or gpu."""
-    devices: PositiveInt = rounding(1)
+    devices: PositiveInt = free(1)
     """Devices per node. Under torchrun and srun: the number of processes on a node."""
-    strategy: Literal["auto", "ddp", "fsdp"] = rounding("auto")
+    strategy: Literal["auto", "ddp", "fsdp"] = free("auto")
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] | None = None
     """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
@@ -280,9 +275,9 @@ class RunSettings:
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
     batch_size: PositiveInt = 64
     """Examples per optimizer step over all devices. The only batch size that the gradient depends on."""
-    micro_batch_size: PositiveInt | None = rounding(None)
+    micro_batch_size: PositiveInt | None = free(None)
     """Examples per forward on a device. It changes memory and speed only."""
-    micro_batch_tokens: PositiveInt | None = rounding(None)
+    micro_batch_tokens: PositiveInt | None = free(None)
     """Tokens per forward instead, also without gradient; a longer example is computed alone. Default:
     16384; on a CPU fewer where they would need more than 4 GB."""
     activation_checkpointing: bool = free(False)
@@ -343,7 +338,7 @@ class RunSettings:
 
 
 def resume_rules(cls: type) -> dict[str, str]:
-    """Dotted names of settings with a rule for a resume: free, rounding or content."""
+    """Dotted names of settings with a rule for a resume: free or content."""
     rules = {}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
@@ -356,22 +351,16 @@ def resume_rules(cls: type) -> dict[str, str]:
 
 def changed_settings(
     old: Mapping[str, object], new: Mapping[str, object], rules: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """Compare the flat settings of a saved run with new ones. -> names of the changed settings that a
-    resume cannot change, and of the changed ones that change rounding."""
-    fixed = []
-    rounded = []
+) -> list[str]:
+    """The names of new flat settings that a resume of a run with the old ones cannot take."""
+    changed = []
     for name, value in new.items():
         before = old.get(name)
         rule = rules.get(name)
         is_moved = rule == "content" and None not in (value, before)
-        if value == before or is_moved:
-            continue
-        if rule == "rounding":
-            rounded.append(name)
-        elif rule != "free":
-            fixed.append(name)
-    return sorted(fixed), sorted(rounded)
+        if value != before and rule != "free" and not is_moved:
+            changed.append(name)
+    return changed
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:

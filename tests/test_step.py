@@ -201,7 +201,7 @@ def test_sharded_in_bf16_mixed_a_step_has_the_loss_of_ddp_to_the_bit(tiny, ratin
     ],
 )
 def test_a_run_goes_on_at_another_number_of_processes(
-    save, goes_on, whole, tiny, ratings, tmp_path, capfd
+    save, goes_on, whole, tiny, ratings, tmp_path
 ):
     argv = ("--precision=32-true", *EPS["32-true"], "--micro_batch_size=7", *COMMON)
     for (n, strategy), more in ((save, "--stop_at=4"), (goes_on, "--resume=auto")):
@@ -210,10 +210,6 @@ def test_a_run_goes_on_at_another_number_of_processes(
         *_, last = checkpoints_by_step(tmp_path / "run").values()
         if strategy == "fsdp":  # every rank its own of the weights and of both moments
             assert len(list(last.glob("*.safetensors"))) > 3 * n
-    changed = "strategy" if save[0] == goes_on[0] else "devices, strategy"
-    assert (
-        f"resume: the same run up to rounding, since {changed} changed\n" in capfd.readouterr().out
-    )
     assert_equal(run, whole("32-true"), start(tiny), False)
 
 
