@@ -360,7 +360,7 @@ def changed_settings(
         is_moved = rule == "content" and None not in (value, before)
         if value != before and rule != "free" and not is_moved:
             changed.append(name)
-    return changed
+    return sorted(changed)
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:
