@@ -34,12 +34,12 @@ def steps_of(interval: int | str, per_epoch: int) -> int:
     """An interval (settings.Interval) in steps. One in epochs is at least 1 step; 0 steps stay 0."""
     if is_in_epochs(interval):
         return max(1, round(float(interval.split()[0]) * per_epoch))
-    return int(str(interval).split()[0])
+    return int(interval)
 
 
 def is_in_epochs(interval: int | str) -> bool:
-    """True for "0.5 epochs"; False for 100 and "100 steps"."""
-    return isinstance(interval, str) and "epoch" in interval
+    """True for "0.5 epochs"; False for 100."""
+    return isinstance(interval, str)
 
 
 def is_due(step: int, interval: int | str | None, plan: Plan) -> bool:
@@ -104,13 +104,9 @@ def lr_at(step: int, plan: Plan, optim: Optim) -> float:
 def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
     """A line that says how many weights are trained."""
     n = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    n_frozen = sum(p.numel() for p in policy.parameters()) - n
-    number = f"{n / 1e6:,.2f} million" if n >= 1e4 else f"{n:,}"
-    if not lora.rank and n_frozen:
-        return f"training {number} weights, {n_frozen:,} are frozen (no lora.rank)"
-    if not lora.rank:
-        return f"training all {number} weights (no lora.rank)"
-    return f"training {number} weights: adapters of rank {lora.rank} on {lora.targets}"
+    n_all = sum(p.numel() for p in policy.parameters())
+    how = f"adapters of rank {lora.rank} on {lora.targets}" if lora.rank else "no lora.rank"
+    return f"training {n:,} of {n_all:,} weights ({how})"
 
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:

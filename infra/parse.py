@@ -18,61 +18,7 @@ import jsonargparse
 import yaml
 
 from infra.console import BadInput, command_line, say, user_error
-from infra.settings import ROOT, Epochs, Steps, find_path, flatten
-
-# The names that users of TRL, transformers and PEFT type, the nearest setting here, and how that differs
-# (docs/beside.md, "From a KTOConfig").
-ELSEWHERE = """
-    adam_beta1                   optim.beta1
-    adam_beta2                   optim.beta2
-    adam_epsilon                 optim.eps
-    bf16                         precision       bf16-mixed
-    dataset                      data.train
-    dataset_name                 data.train
-    dtype                        precision
-    eval_dataset                 data.val
-    eval_steps                   val_interval
-    eval_strategy                val_interval
-    fp16                         precision
-    full_determinism             deterministic
-    gradient_accumulation_steps  batch_size      the ratings of a whole step: per device x accumulation x devices
-    gradient_checkpointing       activation_checkpointing
-    learning_rate                optim.lr
-    load_best_model_at_end       keep_best       a column of val.csv
-    load_in_4bit                 lora.quantize   nf4
-    logging_steps                log_interval
-    lora_r                       lora.rank
-    lora_target_modules          lora.targets
-    loss_type                    loss
-    lr_scheduler_type            optim.schedule
-    max_completion_length        data.max_completion
-    max_grad_norm                optim.clip
-    max_length                   data.max_completion  prompts have a limit of their own, data.max_prompt
-    max_prompt_length            data.max_prompt
-    metric_for_best_model        keep_best       a column of val.csv
-    model_name_or_path           model
-    num_train_epochs             epochs
-    output_dir                   out_dir
-    per_device_train_batch_size  batch_size      the ratings of a whole step: per device x accumulation x devices
-    precompute_ref_log_probs     reference_cache  a folder
-    r                            lora.rank
-    ref_model                    reference
-    report_to                    logger
-    resume_from_checkpoint       resume
-    save_steps                   save_interval
-    save_strategy                save_interval
-    save_total_limit             keep_last
-    target_modules               lora.targets
-    torch_dtype                  precision
-    train_dataset                data.train
-    use_peft                     lora.rank
-    warmup_ratio                 optim.warmup    in steps, or epochs such as 0.1 epochs
-    warmup_steps                 optim.warmup
-"""
-NAMES_ELSEWHERE = {
-    name: (setting, " ".join(note))
-    for name, setting, *note in map(str.split, ELSEWHERE.strip().splitlines())
-}
+from infra.settings import ROOT, Epochs, find_path, flatten
 
 
 def parse(cls, argv: list[str] | None, objective, demo: str):
@@ -142,7 +88,7 @@ def parse_command(
 def with_plain_types(value: object) -> object:
     """The same value, a settings group or a list too, with Python's own types in place of jsonargparse's
     restricted ones. These are subclasses, which not every library takes: Fabric refuses a number of GPUs
-    whose type is not int itself. `100 steps` becomes 100."""
+    whose type is not int itself."""
     if dataclasses.is_dataclass(value):
         fields = {name: with_plain_types(x) for name, x in vars(value).items()}
         return dataclasses.replace(value, **fields)
@@ -150,8 +96,6 @@ def with_plain_types(value: object) -> object:
         return type(value)(map(with_plain_types, value))
     if isinstance(value, dict):
         return {name: with_plain_types(x) for name, x in value.items()}
-    if isinstance(value, Steps):
-        return int(value.split()[0])
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
             return plain(value)
@@ -278,12 +222,11 @@ def is_required(cls: type, name: str) -> bool:
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
     """The sentence for a setting that there is not, with the nearest one."""
     wanted = name.replace("-", "_")
-    wanted, note = NAMES_ELSEWHERE.get(wanted, (wanted, ""))
     similar = [x for x in known if wanted in (x, *x.split("."))]
     similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
     if not similar:
         return f"{name}: no such setting"
-    return f"{name}: no such setting; did you mean {similar[0]}?" + (f" ({note})" if note else "")
+    return f"{name}: no such setting; did you mean {similar[0]}?"
 
 
 def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:
@@ -301,5 +244,5 @@ def _type_name(kind: typing.Any) -> str:
     """What a setting may be, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
     if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
         return " or ".join(map(_type_name, typing.get_args(kind)))
-    words = {type(None): "null", Steps: "100 steps", Epochs: "0.5 epochs"}
+    words = {type(None): "null", Epochs: "0.5 epochs"}
     return words.get(kind) or getattr(kind, "__name__", str(kind))

@@ -29,10 +29,9 @@ from infra.console import BadInput
 ROOT = Path(__file__).parent.parent  # of the project
 
 UpToOne = restricted_number_type("UpToOne", float, [(">", 0), ("<=", 1)])
-# An interval: a number of steps, or a text with its unit.
-Steps = restricted_string_type("Steps", "^[1-9][0-9]* steps?$")
+# An interval: a number of steps, or a part of an epoch.
 Epochs = restricted_string_type("Epochs", "^([0-9]*[.])?[0-9]*[1-9][0-9]*([.][0-9]*)? epochs?$")
-Interval = PositiveInt | Steps | Epochs
+Interval = PositiveInt | Epochs
 
 
 def find_path(source: str) -> Path:
@@ -166,8 +165,8 @@ class Optim:
     """Peak learning rate; at 0 the run only evaluates."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warmup; constant: it does not."""
-    warmup: NonNegativeInt | Steps | Epochs = 0
-    """Linear warmup from 0: 10 or 10 steps, or 0.1 epochs (SPIN, online KTO: of the first iteration's)."""
+    warmup: NonNegativeInt | Epochs = 0
+    """Steps of a linear warmup from 0, or 0.1 epochs (SPIN, online KTO: of the first iteration's)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     beta1: ClosedUnitInterval = 0.9
@@ -208,7 +207,7 @@ class Eval(Sampling):
     """A checker that decides which answers are right: demo's. Your own is given in code,
     main(checker=...). null: no checker."""
     check_interval: Interval | None = free(None)
-    """Between checks of the answers: 100 or 100 steps, or 0.5 epochs; always at step 0 and at the end of the run, in
+    """Steps between checks of the answers, or 0.5 epochs; always at step 0 and at the end of the run, in
     epochs or with null also at the end of each iteration of SPIN and online KTO."""
     prompts: PositiveInt = 100
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
@@ -291,10 +290,10 @@ class RunSettings:
     log_interval: PositiveInt = free(1)
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
     val_interval: Interval | None = free("1 epoch")
-    """Between validations: 100 or 100 steps, or 0.5 epochs; always at step 0 and at the end of the run, in epochs or
+    """Steps between validations, or 0.5 epochs; always at step 0 and at the end of the run, in epochs or
     with null also at the end of each iteration of SPIN and online KTO."""
     save_interval: Interval | None = free("1 epoch")
-    """Between checkpoints: 100 or 100 steps, or 0.5 epochs; also at the end of the run and of each iteration of SPIN
+    """Steps between checkpoints, or 0.5 epochs; also at the end of the run and of each iteration of SPIN
     and online KTO, at a new best by keep_best, or when stopped. A step is saved before it is validated, so an error
     in a validation loses nothing; one that only its validation finds to be the best is saved after it."""
     keep_last: PositiveInt = free(2)
